@@ -1,0 +1,1 @@
+"""Programs that decode, measure, convert and serve: `python -m infer.NAME --help`."""

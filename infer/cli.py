@@ -1,0 +1,155 @@
+"""What every program shares: its parser, its one-line errors and its progress on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, Self
+
+from tqdm import tqdm
+
+from moa_jax.errors import InputError
+from moa_jax.version import __version__
+
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as shells count
+SECONDS_BETWEEN_LINES = 10.0
+
+Main = Callable[[list[str] | None], int | None]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser with `--version`, defaults in its help and errors of one line."""
+
+    def __init__(self, prog: str, description: str | None = None) -> None:
+        super().__init__(prog, description=description, formatter_class=_Help, allow_abbrev=False)
+        version = f"moa-jax {__version__}"
+        self.add_argument("--version", action="version", version=version)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 after one line, without the usage."""
+        line = " ".join(message.split())
+        self.exit(BAD_INPUT, f"{self.prog}: {line} (--help lists the flags)\n")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description and shows those defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False
+        return action.help if silent else super()._get_help_string(action)
+
+
+def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
+    """Run a program and exit with its code, or with 2 after one line for bad input.
+
+    Ctrl-C exits with 130 and a closed pipe (`| head`) with 141, both without a word; any
+    other exception is a fault of ours and keeps its traceback.
+    """
+    try:
+        code = main(arguments) or 0
+        sys.stdout.flush()
+    except InputError as error:
+        line = " ".join(str(error).split())
+        print(f"{_name(main)}: {line}", file=sys.stderr)
+        code = BAD_INPUT
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered must go somewhere, or Python complains of it on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE
+    sys.exit(code)
+
+
+def _name(main: Main) -> str:
+    """`infer.info` for a program started with `python -m infer.info`."""
+    spec = sys.modules[main.__module__].__spec__
+    return spec.name if spec else Path(sys.argv[0]).stem
+
+
+class Progress:
+    """Progress of long work; this one is silent, its children show it on stderr."""
+
+    def step(self, count: int = 1) -> None:
+        """Count units of work as done."""
+
+    def note(self, figures: Mapping[str, object]) -> None:
+        """Show figures, such as a loss, beside the count."""
+
+    def line(self, text: str) -> None:
+        """Print a line of its own without disturbing the bar."""
+
+    def close(self) -> None:
+        """Show where the work ended."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Bar(Progress):
+    """A bar, for terminals."""
+
+    def __init__(self, total: int | None, label: str, initial: int) -> None:
+        self._bar = tqdm(
+            total=total, desc=label, initial=initial, file=sys.stderr, dynamic_ncols=True
+        )
+
+    def step(self, count: int = 1) -> None:
+        self._bar.update(count)
+
+    def note(self, figures: Mapping[str, object]) -> None:
+        self._bar.set_postfix_str(", ".join(_pairs(figures)), refresh=False)
+
+    def line(self, text: str) -> None:
+        self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines(Progress):
+    """A plain line every ten seconds and one at the end, for logs and pipes."""
+
+    def __init__(self, total: int | None, label: str, initial: int) -> None:
+        self._total, self._label, self._done = total, label, initial
+        self._began = self._shown = time.monotonic()
+        self._figures: Mapping[str, object] = {}
+
+    def step(self, count: int = 1) -> None:
+        self._done += count
+        if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
+            self._show()
+
+    def note(self, figures: Mapping[str, object]) -> None:
+        self._figures = figures
+
+    def line(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        self._shown = time.monotonic()
+        count = f"{self._done}/{self._total}" if self._total else f"{self._done}"
+        parts = [f"{self._label} {count}", f"{self._shown - self._began:.0f} s"]
+        self.line(", ".join(parts + _pairs(self._figures)))
+
+
+def progress(total: int | None, label: str, *, initial: int = 0, quiet: bool = False) -> Progress:
+    """Progress of `total` units of which `initial` are done: a bar on a terminal, else lines."""
+    if quiet:
+        return Progress()
+    return (_Bar if sys.stderr.isatty() else _Lines)(total, label, initial)
+
+
+def _pairs(figures: Mapping[str, object]) -> list[str]:
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in figures.items()}
+    return [f"{name} {value}" for name, value in shown.items()]

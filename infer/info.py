@@ -1,0 +1,167 @@
+"""Tell what a bug report needs: versions, devices, caches, the pair and the data found."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from infer.cli import Parser, run
+from moa_jax.data.corpora import locate
+from moa_jax.errors import InputError
+from moa_jax.folders import read_json
+from moa_jax.version import __version__
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+MODEL_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "moa_jax" / "demo"
+
+
+def golden_folder() -> Path | None:
+    """The cases recorded from the authors' code: $MOA_GOLDENS, else ../shared/golden, if there."""
+    folder = Path(os.environ.get("MOA_GOLDENS") or ROOT.parent / "shared" / "golden")
+    return folder if folder.is_dir() else None
+
+
+def data_folder() -> Path | None:
+    """The text to train on and measure with: $MOA_DATA, else ../shared/data, if there."""
+    try:
+        return locate("data:")
+    except InputError:
+        return None
+
+
+def collect(target: Path = DEMO / "target", draft: Path = DEMO / "draft") -> dict[str, Any]:
+    """Everything the program prints, as one JSON-ready dictionary; absent things are None.
+
+    Raises InputError for a given folder without a readable config.json.
+    """
+    return {
+        "versions": _versions(),
+        "host": _host(),
+        **_devices(),
+        "folders": _folders(),
+        "pair": {"target": _model(target), "draft": _model(draft)},
+    }
+
+
+def _versions() -> dict[str, str]:
+    ours = {"moa-jax": __version__, "python": platform.python_version()}
+    return ours | {name: metadata.version(name) for name in PACKAGES}
+
+
+def _host() -> dict[str, Any]:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"system": platform.platform(), "cores": os.cpu_count(), "memory_bytes": pages}
+
+
+def _devices() -> dict[str, Any]:
+    """Devices as jax sees them, or why it sees none: that too belongs in a report."""
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return {"devices": [], "device_error": " ".join(str(error).split())}
+    return {"devices": [_device(device) for device in devices], "device_error": None}
+
+
+def _device(device: Any) -> dict[str, Any]:
+    stats = device.memory_stats() or {}  # None on a CPU, whose memory is the host's
+    return {
+        "name": str(device),
+        "kind": device.device_kind,
+        "memory_bytes": stats.get("bytes_limit"),
+        "memory_used_bytes": stats.get("bytes_in_use"),
+    }
+
+
+def _folders() -> dict[str, str | None]:
+    import jax
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = {
+        "compile_cache": jax.config.jax_compilation_cache_dir,
+        "hub_cache": HF_HUB_CACHE,
+        "goldens": golden_folder(),
+        "data": data_folder(),
+    }
+    return {name: folder and str(folder) for name, folder in folders.items()}
+
+
+def _model(folder: Path) -> dict[str, Any]:
+    """Where a model lies, the bytes of its weights and what its config.json says of its size."""
+    if folder.parent == DEMO and not folder.is_dir():
+        return {"folder": str(folder), "found": False}
+    config = read_json(folder / "config.json")
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    fields = {name: config[name] for name in MODEL_FIELDS if name in config}
+    return {"folder": str(folder), "found": True, "weights_bytes": size} | fields
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text, a line for each fact."""
+    host, folders = report["host"], report["folders"]
+    rows = list(report["versions"].items())
+    rows += [("host", f"{host['system']}, {host['cores']} cores, {_gib(host['memory_bytes'])}")]
+    rows += [("device", _device_line(device)) for device in report["devices"]]
+    if report["device_error"]:
+        rows += [("device", f"none: {report['device_error']}")]
+    rows += [
+        ("compile cache", folders["compile_cache"] or "off: set JAX_COMPILATION_CACHE_DIR"),
+        ("hub cache", folders["hub_cache"]),
+        ("goldens", folders["goldens"] or "none: set MOA_GOLDENS"),
+        ("data", folders["data"] or "none: set MOA_DATA"),
+    ]
+    rows += [(name, _model_line(model)) for name, model in report["pair"].items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {fact}" for name, fact in rows)
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    if device["memory_bytes"] is None:
+        return f"{device['name']}, {device['kind']}, memory of the host"
+    used, whole = _gib(device["memory_used_bytes"]), _gib(device["memory_bytes"])
+    return f"{device['name']}, {device['kind']}, {used} of {whole} in use"
+
+
+def _model_line(model: dict[str, Any]) -> str:
+    if not model["found"]:
+        return f"absent: no folder {model['folder']}"
+    fields = ", ".join(f"{name} {model[name]}" for name in MODEL_FIELDS if name in model)
+    return f"{model['folder']}, {model['weights_bytes'] / 2**20:.1f} MiB, {fields}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("infer.info", __doc__)
+    pair = parser.add_argument_group("pair")
+    pair.add_argument(
+        "--target", metavar="DIR", type=Path, default=DEMO / "target", help="folder of the target"
+    )
+    pair.add_argument(
+        "--draft", metavar="DIR", type=Path, default=DEMO / "draft", help="folder of the drafter"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON document")
+    flags = parser.parse_args(arguments)
+    report = collect(flags.target, flags.draft)
+    print(json.dumps(report, indent=2) if flags.json else render(report))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,12 @@
+"""The key of axis letters; every array carries its shape in its name, as in `x_BTD`.
+
+B  rows of a batch            D  width of the residual stream     V  vocabulary
+T  query tokens               H  query heads                      L  target layers
+S  rows of a cache            K  key-value heads                  M  memory width: one layer's
+N  nodes of a draft tree      G  query heads per key-value head      flattened keys and values
+F  width of a feed-forward    E  head size                        R  rounds of a generation
+C  capacity: tokens that one row of a generation can hold
+
+`length_B` counts verified tokens: those whose keys and values stand in the caches.
+The token at index `length` is the root: committed, not yet in any cache.
+"""

@@ -1,0 +1,196 @@
+"""Every static choice, as frozen dataclasses: shapes of models, of drafting, of training.
+
+Field names are the field's own (those of Hugging Face configs and of the paper's
+code). Numbers that change a model's output have no defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from moa_jax.errors import InputError
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings: `linear`, or `llama3` as Llama 3.1 defined it."""
+
+    rope_type: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """One pre-norm decoder layer: attention and SwiGLU, each with its residual."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm on each query and key head before RoPE (Qwen3)
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"{self.num_heads} attention heads do not share {self.num_kv_heads} key-value "
+                "heads evenly: choose a number of key-value heads that divides the heads"
+            )
+        if self.head_dim % 2:
+            raise InputError(
+                f"head size {self.head_dim} is odd, and rotary embeddings turn pairs: "
+                "choose head counts that give an even head size"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """A frozen causal LM of the Llama family: `num_layers` equal blocks."""
+
+    family: Family
+    vocab_size: int
+    num_layers: int
+    block: BlockConfig
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+
+    @property
+    def memory_width(self) -> int:
+        """M, the width of one layer's flattened keys and values for one token."""
+        return 2 * self.block.num_kv_heads * self.block.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class MoaConfig:
+    """Sizes of a Mixture-of-Attentions drafter; the keys of its file have the same names."""
+
+    self_attention_num_key_value_heads: int
+    self_attention_intermediate_size: int
+    cross_attention_num_key_value_heads: int
+    cross_attention_intermediate_size: int
+    layer_self_attention_num_key_value_heads: int
+    layer_self_attention_intermediate_size: int
+    target_layer_inference: int = 0  # the paper's N: target layers reused after CA
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftShape:
+    """How much one round drafts; `depth` counts levels with the root, so 1 is plain decoding."""
+
+    depth: int
+    breadth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise InputError(f"depth {self.depth} is below 1: 1 is plain decoding, 5 drafts 4")
+        if self.breadth != 1:
+            raise InputError(f"breadth {self.breadth}: only chains (breadth 1) are drafted so far")
+
+    @property
+    def num_drafted(self) -> int:
+        return self.depth - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where training text comes from and which of its tokens count as answers.
+
+    A path is a file or folder, `data:chat/train.jsonl.gz` (below `$MOA_DATA`), `hub:ID/SPLIT`
+    (through `datasets`) or `tfds:NAME/SPLIT` (through `tensorflow_datasets`).
+    """
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...]
+    max_length: int  # tokens kept of one conversation
+    row_length: int  # tokens in one row of a batch
+    rows_per_batch: int
+    sources: tuple[str, ...] = ()  # keep records whose `source` ends with one of these; () is all
+    pack: bool = True  # several conversations in a row, kept apart by segment ids
+    answers: Literal["turns", "reference"] = "turns"  # `reference`: as the paper's code, which
+    # also trains on every user turn after the first answer
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with warm-up to a peak, linear decay to a constant rate, and clipping.
+
+    The rate climbs from 0 to `peak * learning_rate` in `warmup_steps`, falls linearly to
+    `learning_rate` within `decay_steps` more, then stays. The paper uses a peak of 20.
+    """
+
+    learning_rate: float
+    warmup_steps: int
+    decay_steps: int
+    peak: float
+    total_steps: int
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    accumulate: int = 1  # micro-batches averaged into one update
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskConfig:
+    """How training hides the future from the drafter, so that it sees what decoding sees."""
+
+    variable_future_length: bool = True
+    staircase: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Bookkeeping of a training run."""
+
+    directory: str
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 4
+    save_every: int = 100
+    keep_checkpoints: int = 2
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """`train.pretrain`: a small target from text."""
+
+    target: TargetConfig
+    data: DataConfig
+    optim: OptimConfig
+    run: RunConfig
+    tokenizer: str  # folder with a tokenizer; trained there from the data if it does not exist
+    output: str  # Hugging Face folder of the finished target
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """`train.distill`: a drafter for a frozen target."""
+
+    target: str  # Hugging Face folder or hub id
+    drafter: MoaConfig
+    data: DataConfig
+    optim: OptimConfig
+    run: RunConfig
+    output: str  # folder of the finished drafter
+    masks: MaskConfig = MaskConfig()
+    horizon: int = 6  # future positions whose agreement is reported

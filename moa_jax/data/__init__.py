@@ -1,0 +1,1 @@
+"""Text into rows of tokens: corpora (records), chat (tokens), batches (rows)."""

@@ -1,0 +1,207 @@
+"""Conversations: from any common record style to tokens, and which of them are answers.
+
+    text       <s> [user] Hi [end] [assistant] Hello! [end] \\n [user] Bye [end] ...
+    response    0    0    0    0        0        1      1    1    0     0    0
+
+An answer begins where the template's generation prompt ends, as it does in decoding, and holds
+whatever the template writes before the next turn: its end mark, and ChatML's newline after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from moa_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]  # role: system, user or assistant; content: text
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+MARK = "\ufdd0"  # a Unicode non-character, so no text to be exchanged holds it
+
+
+class Example(NamedTuple):
+    """One encoded conversation of T tokens: int32 ids, and bool, True on tokens of answers."""
+
+    tokens_T: np.ndarray
+    response_T: np.ndarray
+
+
+def messages_of(record: dict) -> list[Message]:
+    """The messages of a record of any common style, roles named system, user and assistant.
+
+    Styles: `messages` or `history` (role, content), ShareGPT `conversations` (from, value, or role,
+    content), UltraChat `data` (texts in turn), Alpaca (`instruction`, `input`, `output`).
+    Raises InputError for another style, an unknown role, an empty message and a missing answer;
+    its line is the same for all records with the same fault.
+    """
+    messages = [{"role": _role(turn), "content": _content(turn)} for turn in _turns(record)]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InputError("a record without an answer: give each an assistant message")
+    return messages
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int
+) -> Example | None:
+    """Encode a conversation and mark the tokens of all its answers, for any chat template.
+
+    Only the first `max_length` tokens are kept; None if they hold no answer token.
+    Raises InputError without a chat template and where the template refuses the messages or hides
+    which part of its text is the answer.
+    """
+    text = render(tokenizer, messages)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
+    # Byte-level tokenizers may trim blanks off offsets; a blank token then spans nothing.
+    previous_T = np.concatenate([[0], end_T[:-1]])
+    begin_T = np.where(begin_T < end_T, begin_T, np.minimum(begin_T, previous_T))
+    response_T = np.zeros(len(begin_T), bool)
+    for begin, end in _answer_spans(tokenizer, messages, text):
+        # A token over the end is the answer's unless it shares no more with it than blanks.
+        solid_end = begin + len(text[begin:end].rstrip())
+        response_T |= (end_T > begin) & ((end_T <= end) | (begin_T < solid_end))
+    if not response_T.any():
+        return None
+    return Example(np.array(encoding["input_ids"][:max_length], np.int32), response_T)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[Example]:
+    """Cut plain text into examples of at most `max_length` tokens, each after the bos token.
+
+    Every token counts as response.
+    """
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    stride = max_length - len(bos)
+    if stride < 1:
+        raise InputError(f"max_length {max_length} leaves no room for text: ask for 2 or more")
+    chunks = [bos + ids[start : start + stride] for start in range(0, len(ids), stride)]
+    return [Example(np.array(c, np.int32), np.ones(len(c), bool)) for c in chunks]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Token ids of a conversation with the generation prompt behind it, ready to be answered.
+
+    Raises InputError without a chat template, and for an empty prompt.
+    """
+    if not messages or not messages[-1]["content"].strip():
+        raise InputError("the prompt is empty: write what the model should answer")
+    text = render(tokenizer, messages, generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise InputError("the chat template makes an empty prompt: use --prompt-ids")
+    return ids
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """The id that fills rows up: the tokenizer's own, else the last of the model's vocabulary."""
+    return vocab_size - 1 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation_prompt: bool = False
+) -> str:
+    """The text that the tokenizer's chat template makes of messages; InputError if it cannot."""
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the tokenizer has no chat template: add one to its tokenizer_config.json, "
+            "or work with token ids"
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except Exception as error:  # a template is a program of its own and may raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"the chat template refuses the messages: {reason}") from error
+
+
+def _turns(record: dict) -> list[dict]:
+    for style in ("messages", "history", "conversations", "data"):
+        if turns := record.get(style):
+            break
+    else:
+        if "instruction" not in record or "output" not in record:
+            raise InputError(
+                "a record of unknown style: give it `messages`, `history`, `conversations`, "
+                "`data`, or `instruction` and `output`"
+            )
+        question = [str(record[key]).strip() for key in ("instruction", "input") if record.get(key)]
+        style, turns = "data", ["\n\n".join(question), str(record["output"] or "").strip()]
+    if not isinstance(turns, list | tuple):
+        raise InputError(f"a record whose `{style}` is not a list: write a list of messages")
+    if style == "data":  # bare texts, in turn
+        roles = itertools.cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    return list(turns)
+
+
+def _role(turn: dict) -> str:
+    if not isinstance(turn, dict):
+        raise InputError("a message that is not an object: write role and content")
+    name = turn.get("role", turn.get("from"))
+    if name not in ROLES:
+        raise InputError(f"a message with role {name!r}: use system, user or assistant")
+    return ROLES[name]
+
+
+def _content(turn: dict) -> str:
+    content = turn.get("content", turn.get("value"))
+    if not isinstance(content, str) or not content.strip():
+        raise InputError("a message without text: fill or remove it")
+    return content
+
+
+def _answer_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str
+) -> list[tuple[int, int]]:
+    """Where the answers lie in the rendered text, as (begin, end) in characters."""
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(tokenizer, messages[:i], generation_prompt=True)
+        through = text if i + 1 == len(messages) else render(tokenizer, messages[: i + 1])
+        if text.startswith(through) and through.startswith(prompt):
+            spans.append((len(prompt), len(through)))
+        else:
+            spans.extend(_marked_span(tokenizer, messages, i, text, prompt))
+    return spans
+
+
+def _marked_span(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], i: int, text: str, prompt: str
+) -> list[tuple[int, int]]:
+    """The span of answer `i` under a template that writes earlier turns unlike the last.
+
+    Templates of reasoning models do: they cut thoughts out of all answers but the last. So the
+    answer is replaced by a mark, and what stands around the mark stands around the answer too.
+    Empty if the template leaves this turn out.
+    """
+    marked = {**messages[i], "content": MARK}
+    around = render(tokenizer, [*messages[:i], marked, *messages[i + 1 :]])
+    before, mark, after = around.partition(MARK)
+    if not mark:
+        return []
+    fits = text.startswith(before) and text[len(before) :].endswith(after)
+    if MARK in after or not fits:
+        raise InputError(
+            "the chat template changes its text around an answer with the answer: "
+            "use one that writes each turn once"
+        )
+    end_mark = render(tokenizer, [*messages[:i], marked]).partition(MARK)[2]
+    begin = len(prompt) if before.startswith(prompt) else len(before)
+    end = len(text) - len(after)
+    return [(begin, end + len(end_mark) if after.startswith(end_mark) else end)]

@@ -1,0 +1,130 @@
+"""Answers as the paper's code marks them: everything after the first answer header.
+
+    text       <s> [user] Hi [end] [assistant] Hello! [end] [user] Bye [end] [assistant] ...
+    response    0    0    0    0        0        1      1     1     1    1        1
+
+For experiments that must repeat the paper; `moa_jax.data.chat` has the rule to prefer. The
+reference finds answers by the token ids around them, so it drops conversations that open with
+another system message, and takes later user turns for answers (its instruction template holds the
+opening of the text, which comes only once).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from moa_jax.data.chat import Example, Message, pad_id, render
+from moa_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Templates(NamedTuple):
+    """The texts that stand before the first question and between it and its answer."""
+
+    instruction: str
+    response: str
+
+
+def reference_messages(record: dict) -> list[Message]:
+    """The messages of a record as the reference reads them: any speaker but `gpt` is the user.
+
+    Raises InputError for other styles than `messages`, `history`, `conversations` (from, value),
+    and `instruction` with `output`.
+    """
+    try:
+        if "messages" in record or "history" in record:
+            turns = record["messages"] if "messages" in record else record["history"]
+            return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+        if "conversations" in record:
+            return [
+                {
+                    "role": "assistant" if turn["from"] == "gpt" else "user",
+                    "content": turn["value"],
+                }
+                for turn in record["conversations"]
+            ]
+        return [
+            {"role": "user", "content": record["instruction"].strip()},
+            {"role": "assistant", "content": record["output"].strip()},
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            "a record of unknown style: give it `messages`, `history`, `conversations` "
+            "(from, value), or `instruction` and `output`"
+        ) from error
+
+
+def reference_templates(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Templates:
+    """Split a rendered conversation at a sentinel, the last token of the model's vocabulary.
+
+    Raises InputError if the tokenizer has no such token, as where a vocabulary is padded.
+    """
+    sentinel = tokenizer.convert_ids_to_tokens(vocab_size - 1)
+    if sentinel is None:
+        raise InputError(
+            f"the tokenizer has no token {vocab_size - 1}, which answers='reference' needs: "
+            "use answers='turns'"
+        )
+    pair = [{"role": role, "content": sentinel} for role in ("user", "assistant")]
+    parts = render(tokenizer, pair).split(sentinel)
+    if len(parts) != 3:
+        raise InputError(
+            "the chat template does not write each message once, as answers='reference' needs: "
+            "use answers='turns'"
+        )
+    return Templates(*parts[:2])
+
+
+def reference_encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], vocab_size: int, max_length: int
+) -> Example | None:
+    """Encode as the paper's code does (docs of its `utils.py`, with trl 0.8.2's collator).
+
+    Truncates to `max_length` tokens; None where the reference drops the conversation.
+    Raises InputError for a text that holds the sentinel token, id `vocab_size` - 1.
+    """
+    templates = reference_templates(tokenizer, vocab_size)
+    tokens_T = _ids(tokenizer, render(tokenizer, messages))[:max_length]
+    if (tokens_T == vocab_size - 1).any():
+        raise InputError(f"a text with token {vocab_size - 1}, the sentinel of answers='reference'")
+    headers = [_ids(tokenizer, template) for template in templates]
+    question_starts, answer_headers = (_find(tokens_T, header) for header in headers)
+    answer_starts = answer_headers + len(headers[1])
+    response_T = _label(len(tokens_T), question_starts, answer_starts)
+    response_T &= tokens_T != pad_id(tokenizer, vocab_size)
+    return Example(tokens_T, response_T) if response_T.any() else None
+
+
+def _label(length: int, question_starts: np.ndarray, answer_starts: np.ndarray) -> np.ndarray:
+    """Label all tokens but those from a question's start to the answer start of equal rank.
+
+    The first answer's mask reaches back to the start of the text, and a question without an answer
+    (cut off by truncation) is masked to the end.
+    """
+    if not len(question_starts) or not len(answer_starts):
+        return np.zeros(length, bool)
+    response_T = np.ones(length, bool)
+    if question_starts[0] > answer_starts[0]:
+        question_starts = np.concatenate([[0], question_starts])
+    for question, answer in zip(question_starts, answer_starts, strict=False):
+        response_T[question:answer] = False
+    response_T[: answer_starts[0]] = False
+    if len(answer_starts) < len(question_starts):
+        response_T[question_starts[-1] :] = False
+    return response_T
+
+
+def _find(tokens_T: np.ndarray, needle: np.ndarray) -> np.ndarray:
+    """Starts of all places where `needle` occurs."""
+    if not len(needle) or len(needle) > len(tokens_T):
+        return np.zeros(0, int)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens_T, len(needle))
+    return np.flatnonzero((windows == needle).all(axis=1))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)

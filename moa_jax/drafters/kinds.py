@@ -1,0 +1,54 @@
+"""What the project must know of a kind of drafter to load, save and run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from moa_jax.config import TargetConfig
+from moa_jax.convert import Shape, Table
+from moa_jax.errors import InputError
+
+FileLayout = Literal["ours", "authors", "vllm", "speculators"]
+FILE_LAYOUTS: tuple[FileLayout, ...] = ("ours", "authors", "vllm", "speculators")
+
+
+class DrafterKind(NamedTuple):
+    """One entry of the registry: pure functions over config dictionaries and shapes."""
+
+    detect: Callable[[dict[str, Any], set[str]], bool]  # of a config.json and tensor names
+    # (config.json, shapes by name, target, N if the caller states it) -> (config, notices)
+    read_config: Callable[
+        [dict[str, Any], Mapping[str, Shape], TargetConfig, int | None],
+        tuple[Any, tuple[str, ...]],
+    ]
+    table: Callable[[Any, TargetConfig], Table]  # which stored tensors make its parameters
+    write_config: Callable[[Any, TargetConfig, FileLayout], dict[str, Any]]
+    make: Callable[..., Any]
+
+
+def target_sizes(target: TargetConfig) -> dict[str, int]:
+    """The sizes that a drafter and its target must share, under their Hugging Face names."""
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.block.hidden_size,
+        "num_hidden_layers": target.num_layers,
+        "num_attention_heads": target.block.num_heads,
+        "num_key_value_heads": target.block.num_kv_heads,
+        "head_dim": target.block.head_dim,
+    }
+
+
+def check_pairing(stated: Mapping[str, Any], target: TargetConfig) -> None:
+    """Raise InputError for the first size stated in a drafter's files that is not the target's."""
+    for key, size in target_sizes(target).items():
+        if stated.get(key, size) not in (size, None):
+            raise mispaired(key, stated[key], size)
+
+
+def mispaired(what: str, drafter: Any, target: Any) -> InputError:
+    """The refusal of a drafter that was trained for another target."""
+    return InputError(
+        f"this drafter belongs to another target: {what} is {drafter} in its files and {target} "
+        "in the target: give the target it was trained for"
+    )

@@ -1,0 +1,205 @@
+"""Files of Mixture-of-Attentions drafters: the authors' tensor names, four kinds of config.json.
+
+    authors      the target's config with architectures ["MOASpec"]; sizes and N not stored
+    vllm         that of the authors' vLLM fork: model_type "moa_spec" and the six sizes
+    speculators  the target's config nested, as the speculators library does, sizes and N beside
+    ours         sizes and N, and the sizes of the target that the drafter belongs to
+
+Tensors are the same in all, so sizes are read off shapes and stated ones are checked.
+Reference section 1.8 says which part has which biases and rotary scaling, 1.9 the names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
+from moa_jax.convert import (
+    Shape,
+    Table,
+    block_table,
+    kernel,
+    mlp_table,
+    norm_table,
+    under,
+    vector,
+)
+from moa_jax.drafters.kinds import DrafterKind, FileLayout, check_pairing, mispaired
+from moa_jax.drafters.moa import block_configs, make
+from moa_jax.errors import InputError
+from moa_jax.hf_config import target_config_to_hf
+
+PARTS = ("self_attention", "cross_attention", "layer_self_attention")
+_REUSED = "target_layer_inference"
+_FORK_KEYS = (
+    "hidden_size",
+    "num_attention_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+)
+
+
+def table(cfg: MoaConfig, target: TargetConfig) -> Table:
+    """Which stored tensors make up a drafter's parameters."""
+    sa, ca, lsa = block_configs(cfg, target)
+    memory, width = target.memory_width, target.block.hidden_size
+    return {
+        **under(("self_attention",), block_table(sa, "self_attention.")),
+        **under(("cross_attention",), _cross_table(ca, "cross_attention.")),
+        **under(("layer_self_attention",), block_table(lsa, "layer_self_attention.")),
+        ("ekv2e", "kernel"): kernel(("Ekv2E.weight",), memory, (width,)),
+        ("ekv2e", "bias"): vector(("Ekv2E.bias",), (width,)),
+    }
+
+
+def _cross_table(cfg: BlockConfig, prefix: str) -> Table:
+    """A block whose keys and values come from elsewhere than its queries; it has no biases."""
+    q, k, v, o = (f"{prefix}self_attn.{letter}_proj.weight" for letter in "qkvo")
+    width, size, kv_heads = cfg.hidden_size, cfg.head_dim, cfg.num_kv_heads
+    queries, each = cfg.num_heads * size, (kv_heads, 1, size)
+    return {
+        **norm_table(width, prefix),
+        ("attention", "q", "kernel"): kernel((q,), width, (queries,)),
+        ("attention", "kv", "kernel"): kernel((k, v), width, each, each),
+        ("attention", "out", "kernel"): kernel((o,), queries, (width,)),
+        **mlp_table(width, cfg.intermediate_size, False, prefix),
+    }
+
+
+def detect(config: dict[str, Any], names: set[str]) -> bool:
+    """Whether these files are a MoA drafter's: by their config, else by their tensors."""
+    architectures = set(config.get("architectures") or ())
+    stated = config.get("model_type") == "moa_spec" or architectures & {"MOASpec", "MOASpecModel"}
+    return bool(stated) or any(name.startswith("layer_self_attention.") for name in names)
+
+
+def read_config(
+    config: dict[str, Any],
+    shapes: Mapping[str, Shape],
+    target: TargetConfig,
+    target_layer_inference: int | None,
+) -> tuple[MoaConfig, tuple[str, ...]]:
+    """Read a drafter's sizes off its shapes and N from its config or the caller.
+
+    Raises InputError where the files contradict themselves, the target or the caller.
+    """
+    if config.get("disable_LSA"):
+        raise InputError(
+            "this drafter was made without layer self-attention (disable_LSA), which is not "
+            "supported: use one that has it"
+        )
+    _check_target(config, shapes, target)
+    sizes = {key: size for part in PARTS for key, size in _part_sizes(part, shapes, target).items()}
+    for key, size in sizes.items():
+        if config.get(key, size) != size:
+            raise InputError(
+                f"config.json says {key} is {config[key]} but the tensors have {size}: "
+                "use the config.json of these weights"
+            )
+    reused, notices = _reused_layers(config, target, target_layer_inference)
+    return MoaConfig(**sizes, target_layer_inference=reused), notices
+
+
+def write_config(
+    cfg: MoaConfig, target: TargetConfig, layout: FileLayout = "ours"
+) -> dict[str, Any]:
+    """The config.json of a drafter; raises InputError where the layout cannot say it."""
+    whole, sizes = target_config_to_hf(target), dataclasses.asdict(cfg)
+    if layout == "authors":
+        return whole | {"architectures": ["MOASpec"]}
+    if layout == "speculators":
+        return {"architectures": ["MOASpec"], "transformer_layer_config": whole} | sizes
+    if layout == "vllm":
+        _check_fork(cfg, target)
+        del sizes[_REUSED]
+    return {
+        "architectures": ["MOASpecModel" if layout == "vllm" else "MOASpec"],
+        "model_type": "moa_spec",
+        **{key: whole[key] for key in _FORK_KEYS},
+        **sizes,
+        "kv_hidden_size": target.memory_width,
+        "disable_LSA": False,
+    }
+
+
+def _check_target(
+    config: dict[str, Any], shapes: Mapping[str, Shape], target: TargetConfig
+) -> None:
+    """Compare whatever config and shapes tell of the target; the fork reuses some of its keys."""
+    stated = config.get("transformer_layer_config", config)
+    if stated.get("model_type") == "moa_spec":
+        stated = {key: stated.get(key) for key in ("hidden_size", "vocab_size")}
+    check_pairing(stated, target)
+    width, memory = _shape(shapes, "Ekv2E.weight")
+    for what, size, of_target in (
+        ("hidden_size", width, target.block.hidden_size),
+        ("memory width (2 x key-value heads x head_dim)", memory, target.memory_width),
+    ):
+        if size != of_target:
+            raise mispaired(what, size, of_target)
+
+
+def _reused_layers(
+    config: dict[str, Any], target: TargetConfig, asked: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """N, from the files or the caller, and a notice where neither states it."""
+    stored = config.get(_REUSED)
+    if stored is not None and asked not in (None, stored):
+        raise InputError(
+            f"{_REUSED} {asked} was asked for, but the drafter was trained with {stored}: "
+            "leave it out"
+        )
+    reused = stored if stored is not None else asked
+    if reused is None:
+        return 0, (f"the drafter's files do not state {_REUSED}: 0 is assumed",)
+    if not 0 <= reused <= target.num_layers:
+        raise InputError(
+            f"{_REUSED} is {reused}, but the target has {target.num_layers} layers: "
+            "give a number from 0 to that"
+        )
+    return reused, ()
+
+
+def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
+    """Refuse what the vLLM fork cannot run: it knows plain Llama layers and one cache shape."""
+    bare = dataclasses.replace(
+        target.block, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
+    )
+    kv_heads = cfg.self_attention_num_key_value_heads, cfg.cross_attention_num_key_value_heads
+    for wrong, what in (
+        (target.block != bare, "biases or norms of queries and keys"),
+        (target.block.rope_scaling is not None, "a target with scaled rotary embeddings"),
+        (cfg.target_layer_inference > 0, f"{_REUSED} above 0"),
+        (kv_heads[0] != kv_heads[1], "different key-value heads in self- and cross-attention"),
+    ):
+        if wrong:
+            raise InputError(f"the vLLM fork cannot run {what}: choose another layout")
+
+
+def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) -> dict[str, int]:
+    """Key-value heads and MLP width of one part, from its key and up projections."""
+    lsa = part == "layer_self_attention"
+    head_dim = target.memory_width // target.block.num_heads if lsa else target.block.head_dim
+    rows = _shape(shapes, f"{part}.self_attn.k_proj.weight")[0]
+    if rows % head_dim:
+        raise mispaired("head_dim", f"no divisor of the {rows} rows of {part}'s keys", head_dim)
+    return {
+        f"{part}_num_key_value_heads": rows // head_dim,
+        f"{part}_intermediate_size": _shape(shapes, f"{part}.mlp.up_proj.weight")[0],
+    }
+
+
+def _shape(shapes: Mapping[str, Shape], name: str) -> Shape:
+    if name not in shapes:
+        raise InputError(f"the drafter lacks the tensor {name}: is it a MoA drafter?")
+    return shapes[name]
+
+
+KIND = DrafterKind(detect, read_config, table, write_config, make)

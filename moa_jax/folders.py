@@ -1,0 +1,240 @@
+"""Model folders on disk: found, read tensor by tensor, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  numpy learns bfloat16 from it
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from moa_jax.convert import Shape
+from moa_jax.errors import InputError
+
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_MAX_FILE_BYTES = 4 * 1024**3
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
+    """Return a local folder as it is, or that of a hub id after fetching what is not cached."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = os.fspath(path_or_hub_id)
+    if path.exists():
+        raise InputError(f"{name} is a file: give the folder that holds it")
+    if not _HUB_ID.fullmatch(name):
+        raise InputError(f"{name} is not a folder: check the path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    patterns = ["*.json", *TOKENIZER_PATTERNS, *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise InputError(
+            f"{name} is gated on the hub: accept its licence there and run `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, OSError, ValueError) as error:
+        raise InputError(
+            f"{name} is neither a folder nor reachable as a hub id ({_first_line(error)}): "
+            "check the spelling and the network"
+        ) from error
+
+
+def public_name(folder: Path) -> str:
+    """A folder's hub id if it lies in the hub's cache, else its last name."""
+    cached = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
+    if cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises InputError if it is missing or malformed."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON ({error}): fetch or write it again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no JSON object: fetch or write it again")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as Hugging Face does: indented, with sorted keys."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def file_hash(path: Path) -> str | None:
+    """sha256 of a file, None where there is none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class TensorReader:
+    """The tensors of a folder's safetensors files; nothing is read before `read` asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
+        self._file_of = {name: path for path, file in self._files.items() for name in file.keys()}
+        self.shapes: dict[str, Shape] = {
+            name: tuple(self._files[path].get_slice(name).get_shape())
+            for name, path in self._file_of.items()
+        }
+
+    def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
+        """Raise InputError unless exactly the expected tensors are there, as floats."""
+        self._report("lacks", [name for name in expected if name not in self.shapes])
+        known = set(expected) | set(ignored)
+        self._report("has unexpected", [name for name in self.shapes if name not in known])
+        for name, shape in expected.items():
+            if self.shapes[name] != shape:
+                raise InputError(
+                    f"{self._file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
+                    f"config asks for {list(shape)}: use the config.json of these weights"
+                )
+            dtype = self._files[self._file_of[name]].get_slice(name).get_dtype()
+            if dtype not in _FLOATS:
+                raise InputError(
+                    f"{self._file_of[name]}: {name} is stored as {dtype}: "
+                    f"only {', '.join(_FLOATS)} are read, so save it in one of them"
+                )
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in the dtype of the file."""
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def _report(self, verb: str, names: list[str]) -> None:
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            plural = "s" if len(names) > 1 else ""
+            raise InputError(
+                f"{self._folder} {verb} {len(names)} tensor{plural} ({shown}): "
+                "use the weights that belong to its config.json"
+            )
+
+
+def write_tensors(folder: Path, shapes: Mapping[str, Shape], dtype: Any,
+                  tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write tensors, given in the order of `shapes`, holding one file's worth at a time.
+
+    More than 4 GiB are split into several files with an index, as Hugging Face does.
+    """
+    dtype = np.dtype(dtype)
+    file_of, total = _plan_files(shapes, dtype.itemsize)
+    last_of = {file: name for name, file in file_of.items()}
+    held: dict[str, np.ndarray] = {}
+    for name, tensor in tensors:
+        held[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
+        if last_of[file_of[name]] == name:
+            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            held = {}
+    if len(last_of) > 1:
+        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Give an empty folder that becomes `folder` if the block ends well, and vanishes if not.
+
+    An existing folder is replaced; raises InputError if it does not look like a model folder.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder)):
+        raise InputError(f"{folder} exists and is not a model folder: choose another output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        fresh, old = Path(scratch, "new"), Path(scratch, "old")
+        fresh.mkdir()
+        yield fresh
+        if folder.exists():
+            folder.rename(old)
+        try:
+            fresh.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy tokenizer and chat template files, whichever are there."""
+    for pattern in TOKENIZER_PATTERNS:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or not any(folder.iterdir())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if (folder / _INDEX).is_file():
+        files = read_json(folder / _INDEX).get("weight_map", {}).values()
+        return [folder / file for file in sorted(set(files))]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise InputError(
+            f"{folder} holds pytorch_model.bin but no safetensors, and pickles are never read: "
+            "load it once with transformers and call save_pretrained into a new folder"
+        )
+    raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="np")
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing though the index names it: fetch it again") from error
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} is cut short or no safetensors file ({_first_line(error)}): fetch it again"
+        ) from error
+
+
+def _plan_files(shapes: Mapping[str, Shape], itemsize: int) -> tuple[dict[str, str], int]:
+    """Name the file of each tensor, in order, and the bytes of all."""
+    number, filled, total = 1, 0, 0
+    number_of: dict[str, int] = {}
+    for name, shape in shapes.items():
+        size = int(np.prod(shape)) * itemsize
+        if filled and filled + size > _MAX_FILE_BYTES:
+            number, filled = number + 1, 0
+        filled, total = filled + size, total + size
+        number_of[name] = number
+    if number == 1:
+        return dict.fromkeys(shapes, _SINGLE), total
+    form = "model-{:05d}-of-{:05d}.safetensors".format
+    return {name: form(n, number) for name, n in number_of.items()}, total
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

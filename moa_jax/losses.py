@@ -1,0 +1,74 @@
+"""Losses and agreement measures over answer tokens, all float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax.batch import Batch
+
+Array = jax.Array
+
+
+def answer_mean(value_BT: Array, response_BT: Array) -> Array:
+    """Mean over answer tokens of the batch; 0 when it has none.
+
+    The small constant in the divisor is the authors' (train/moa_spec.py).
+    """
+    return jnp.sum(value_BT * response_BT) / (jnp.sum(response_BT) + 1e-5)
+
+
+def soft_cross_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
+    """- sum_v p(v) log q(v) per token, p the target's distribution and q the drafter's."""
+    p = jax.nn.softmax(target_logits_BTV, axis=-1)
+    return -jnp.sum(p * jax.nn.log_softmax(draft_logits_BTV, axis=-1), axis=-1)
+
+
+def entropy(logits_BTV: Array) -> Array:
+    """Entropy in nats of each token's distribution."""
+    return soft_cross_entropy(logits_BTV, logits_BTV)
+
+
+def smooth_l1(a: Array, b: Array) -> Array:
+    """Huber distance with knee 1, mean over the last axis."""
+    d = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
+    return jnp.mean(jnp.where(d < 1.0, 0.5 * d * d, d - 0.5), axis=-1)
+
+
+def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    """Cross-entropy of the following token in the same conversation, mean over all such tokens.
+
+    Metrics: `loss`, and `accuracy` over the tokens that are answers.
+    """
+    label_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
+    next_segment_BT = jnp.roll(batch.segment_BT, -1, axis=1).at[:, -1].set(0)
+    has_next_BT = (next_segment_BT == batch.segment_BT) & (batch.segment_BT > 0)
+    answer_next_BT = has_next_BT & jnp.roll(batch.response_BT, -1, axis=1)
+    log_q = jax.nn.log_softmax(logits_BTV, axis=-1)
+    nll_BT = -jnp.take_along_axis(log_q, label_BT[..., None], axis=-1)[..., 0]
+    right_BT = jnp.argmax(logits_BTV, axis=-1) == label_BT
+    loss = answer_mean(nll_BT, has_next_BT)
+    return loss, {"loss": loss, "accuracy": answer_mean(right_BT, answer_next_BT)}
+
+
+def agreement_by_distance(
+    target_logits_BTV: Array,
+    draft_logits_BTV: Array,
+    distance_BT: Array,
+    response_BT: Array,
+    horizon: int,
+) -> tuple[Array, Array]:
+    """How often the drafter's argmax is the target's, by steps since the last known token.
+
+    Returns hits and counts, (horizon,) each: entry k - 1 belongs to distance k, where the
+    k-th drafted token of a round is chosen.
+    """
+    hit_BT = jnp.argmax(target_logits_BTV, -1) == jnp.argmax(draft_logits_BTV, -1)
+    step_K = jnp.arange(1, horizon + 1)
+    at_BTK = (distance_BT[..., None] == step_K) & response_BT[..., None]
+    return jnp.sum(hit_BT[..., None] & at_BTK, (0, 1)), jnp.sum(at_BTK, (0, 1))
+
+
+def simulated_tau(rate_K: Array) -> Array:
+    """Tokens per verification of a chain if acceptances were independent: 1 + sum of products."""
+    return 1.0 + jnp.sum(jnp.cumprod(rate_K))

@@ -1,0 +1,108 @@
+"""Who may attend to whom: boolean masks, True means visible, queries before keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+def causal(segment_BT: Array) -> Array:
+    """Each token sees itself and what came before it in its own segment; (B, T, T).
+
+        segment 1 1 1 2 2
+              1 x . . . .
+              1 x x . . .
+              1 x x x . .
+              2 . . . x .
+              2 . . . x x
+    """
+    T = segment_BT.shape[1]
+    same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
+    return same_BTT & jnp.tril(jnp.ones((T, T), bool))
+
+
+def known_until(known_BT: Array, segment_BT: Array) -> Array:
+    """Index of the last known token at or before each token, in its segment; (B, T) int32.
+
+    Known tokens are those whose target activations decoding would have. A segment without
+    one counts its first token as known.
+
+        known  1 1 0 0 0 1 0 0
+        start  0 1 1 1 1 5 5 5
+
+    References: paper section 3 (T-step bounded mask); authors' train/moa_spec.py.
+    """
+    B, T = segment_BT.shape
+    index_T = jnp.arange(T, dtype=jnp.int32)
+    previous_BT = jnp.concatenate([jnp.full((B, 1), -1, segment_BT.dtype), segment_BT[:, :-1]], 1)
+    first_BT = segment_BT != previous_BT
+    return lax.cummax(jnp.where(known_BT | first_BT, index_T, 0), axis=1)
+
+
+def bounded_memory(start_BT: Array, segment_BT: Array) -> Array:
+    """Cross-attention sees the memory of known tokens only; (B, T, T), never the future.
+
+    A query drafted 1, 2, 3 steps after the last known token sees the same memory, as it will
+    in decoding, where the target has verified nothing newer.
+
+        known  1 1 0 0 1 0
+             1 x . . . . .
+             1 x x . . . .
+             0 x x . . . .
+             0 x x . . . .
+             1 x x x x x .
+             0 x x x x x .
+
+    References: paper section 3 (T-step bounded cross-attention).
+    """
+    key_T = jnp.arange(start_BT.shape[1])
+    return causal(segment_BT) & (key_T <= start_BT[:, :, None])
+
+
+def staircase(start_BT: Array, segment_BT: Array) -> Array:
+    """Self-attention that sees only tokens after the last known one, and itself; (B, T, T).
+
+        known  1 1 0 0 1 0
+             1 x . . . . .
+             1 . x . . . .
+             0 . . x . . .
+             0 . . x x . .
+             1 . . . . x .
+             0 . . . . . x
+
+    References: paper section 3.3; authors' train/moa_spec.py.
+    """
+    T = start_BT.shape[1]
+    key_T = jnp.arange(T)
+    after_BTT = key_T > start_BT[:, :, None]
+    return causal(segment_BT) & (after_BTT | jnp.eye(T, dtype=bool))
+
+
+def cached(ancestor_BNN: Array, length_B: Array, rows: int) -> Array:
+    """New nodes see all verified rows of the cache and, among themselves, their ancestors.
+
+    Shape (B, N, rows). The nodes stand in the cache at rows length .. length + N - 1; rows
+    after them are left-overs and stay hidden. A prompt, a chain and a single token are lines:
+    their ancestor matrix is a lower triangle.
+
+        rows      0 1 2 | 3 4 5 | 6 7     length 3, N 3: a root with two children
+        root      x x x | x . . | . .
+        child a   x x x | x x . | . .
+        child b   x x x | x . x | . .
+
+    `ancestor_BNN` holds the node itself; (1, N, N) serves every row of a batch.
+    """
+    N = ancestor_BNN.shape[-1]
+    ancestor_BNN = jnp.broadcast_to(ancestor_BNN, (length_B.shape[0], N, N))
+    verified_BS = jnp.arange(rows) < length_B[:, None]
+    empty_BNS = jnp.zeros((length_B.shape[0], N, rows), bool)
+    place = jax.vmap(lambda row, block, start: lax.dynamic_update_slice(row, block, (0, start)))
+    return place(empty_BNS, ancestor_BNN, length_B) | verified_BS[:, None, :]
+
+
+def line(num_nodes: int) -> Array:
+    """The ancestor matrix of a chain, (1, N, N): each node descends from all before it."""
+    return jnp.tril(jnp.ones((1, num_nodes, num_nodes), bool))

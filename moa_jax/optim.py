@@ -1,0 +1,36 @@
+"""AdamW with clipping and the paper's learning-rate schedule."""
+
+from __future__ import annotations
+
+import optax
+
+from moa_jax.config import OptimConfig
+
+
+def schedule(cfg: OptimConfig) -> optax.Schedule:
+    """Learning rate by update: 0 up to the peak, down to the constant rate, then flat.
+
+        peak     /\\
+                /  \\____ learning_rate
+        0      /
+               | w | d |
+
+    The very first update has rate 0. References: paper appendix; authors' utils.py.
+    """
+    top = cfg.peak * cfg.learning_rate
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, top, cfg.warmup_steps),
+            optax.linear_schedule(top, cfg.learning_rate, cfg.decay_steps),
+            optax.constant_schedule(cfg.learning_rate),
+        ],
+        [cfg.warmup_steps, cfg.warmup_steps + cfg.decay_steps],
+    )
+
+
+def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
+    """Clips by the global norm, then AdamW (epsilon 1e-8, outside the root)."""
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.max_grad_norm),
+        optax.adamw(schedule(cfg), cfg.b1, cfg.b2, eps=1e-8, weight_decay=cfg.weight_decay),
+    )

@@ -1,0 +1,259 @@
+"""Targets and drafters as files: streamed in, checked against each other, written back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax import convert, folders
+from moa_jax.config import TargetConfig
+from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters.kinds import FileLayout, mispaired, target_sizes
+from moa_jax.errors import InputError
+from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
+from moa_jax.placement import Layout, ShardingOf, read_params, write_params
+
+
+class Generation(NamedTuple):
+    """Token ids that decoding needs from a model's files."""
+
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+
+
+class Target(NamedTuple):
+    """A loaded target: its config, its parameter tree and where it came from."""
+
+    config: TargetConfig
+    params: Any
+    folder: Path
+    generation: Generation
+
+
+class LoadedDrafter(NamedTuple):
+    """A loaded drafter; `notices` are for the user to read, `depth` that of the chain to draft."""
+
+    method: str
+    config: Any
+    params: Any
+    notices: tuple[str, ...]
+    folder: Path
+    depth: int | None  # root included; None where the files do not say
+
+
+def default_dtype() -> Any:
+    """float32 on CPU, bfloat16 on accelerators."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
+    """A target without its weights (`params` is None); raises InputError as `load_target`."""
+    return _describe(folders.find_folder(path_or_hub_id, weights=False))
+
+
+def load_target(
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: Any = None,
+    *,
+    layers: Layout = "list",
+    sharding: ShardingOf | None = None,
+) -> Target:
+    """Load a Llama or Qwen target from a folder or the hub, one tensor at a time.
+
+    Each array goes to its place as soon as it is packed, so the host holds the arrays that
+    live there and one more. `dtype` defaults to `default_dtype()`; `layers` "list" is for
+    decoding, "stacked" (a leading layer axis) for training; `sharding` maps a leaf's path and
+    shape to its sharding. Raises InputError for a missing, damaged or unsupported model.
+    """
+    target = _describe(folders.find_folder(path_or_hub_id))
+    table = convert.target_table(target.config)
+    reader = folders.TensorReader(target.folder)
+    reader.check(convert.stored_shapes(table), _harmless_extras(reader, target.config))
+    dtype = default_dtype() if dtype is None else dtype
+    return target._replace(
+        params=read_params(reader, table, dtype, layers=layers, sharding=sharding)
+    )
+
+
+def save_target(
+    folder: str | os.PathLike[str],
+    config: TargetConfig,
+    params: Any,
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+    dtype: Any = jnp.bfloat16,
+    *,
+    generation: Generation | None = None,
+) -> Path:
+    """Write a target, in either layout of its layers, as a Hugging Face folder.
+
+    The folder appears whole or not at all; one of the same name is replaced. Tokenizer files
+    are copied from `tokenizer_folder`, which also gives the end and padding ids unless
+    `generation` does. Raises InputError if the family cannot say the config.
+    """
+    folder = Path(folder)
+    source = None if tokenizer_folder is None else Path(tokenizer_folder)
+    ids = generation or (_special_ids(source) if source else Generation())
+    stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
+    with folders.replacing(folder) as fresh:
+        folders.write_json(fresh / "config.json", stored | _generation_to_hf(ids))
+        folders.write_json(fresh / "generation_config.json", _generation_to_hf(ids))
+        write_params(fresh, convert.target_table(config), params, dtype)
+        if source:
+            folders.copy_tokenizer(source, fresh)
+    return folder
+
+
+def load_drafter(
+    path_or_hub_id: str | os.PathLike[str],
+    target: Target,
+    *,
+    method: str | None = None,
+    target_layer_inference: int | None = None,
+    dtype: Any = None,
+) -> LoadedDrafter:
+    """Load a drafter for a target, in any layout of `drafters.kinds.FILE_LAYOUTS`.
+
+    `method` overrides the kind found in the files, `target_layer_inference` states N where
+    they do not; `dtype` defaults to the target's. Raises InputError for a missing or damaged
+    drafter, and for one of another target.
+    """
+    folder = folders.find_folder(path_or_hub_id)
+    config = folders.read_json(folder / "config.json")
+    reader = folders.TensorReader(folder)
+    method = _method_of(method, config, reader, folder)
+    _check_fingerprint(config.get("target", {}), target)
+    cfg, notices = DRAFTERS[method].read_config(
+        config, reader.shapes, target.config, target_layer_inference
+    )
+    table = DRAFTERS[method].table(cfg, target.config)
+    reader.check(convert.stored_shapes(table))
+    dtype = target.params["embed"].dtype if dtype is None else dtype
+    params = read_params(reader, table, dtype)
+    return LoadedDrafter(method, cfg, params, notices, folder, _depth_of(config))
+
+
+def save_drafter(
+    folder: str | os.PathLike[str],
+    method: str,
+    cfg: Any,
+    params: Any,
+    target: Target,
+    dtype: Any = jnp.float32,
+    *,
+    layout: FileLayout = "ours",
+    depth: int = 5,
+) -> Path:
+    """Write a drafter under its authors' tensor names, with a config.json of the given layout.
+
+    `depth` is that of the chain it should draft. The folder appears whole or not at all; one
+    of the same name is replaced. Raises InputError where the layout cannot say the config.
+    """
+    folder = Path(folder)
+    kind = DRAFTERS[method]
+    config = kind.write_config(cfg, target.config, layout)
+    config["torch_dtype"] = np.dtype(dtype).name
+    if layout in ("ours", "speculators"):
+        config["speculators_model_type"] = method
+        config["speculators_config"] = _speculators_config(method, target, depth)
+    if layout == "speculators":
+        config["draft_vocab_size"] = target.config.vocab_size
+    if layout == "ours":
+        config |= {"method": method, "target": _fingerprint(target)}
+    with folders.replacing(folder) as fresh:
+        folders.write_json(fresh / "config.json", config)
+        write_params(fresh, kind.table(cfg, target.config), params, dtype)
+    return folder
+
+
+def _describe(folder: Path) -> Target:
+    path = folder / "config.json"
+    config = folders.read_json(path)
+    return Target(
+        target_config_from_hf(config, str(path)), None, folder, _read_generation(folder, config)
+    )
+
+
+def _read_generation(folder: Path, config: dict[str, Any]) -> Generation:
+    path = folder / "generation_config.json"
+    both = [folders.read_json(path) if path.is_file() else {}, config]
+    eos, pad = (
+        next((source[key] for source in both if source.get(key) is not None), None)
+        for key in ("eos_token_id", "pad_token_id")
+    )
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return Generation(tuple(eos_ids), pad)
+
+
+def _generation_to_hf(generation: Generation) -> dict[str, Any]:
+    eos = list(generation.eos_ids)
+    ids = {"eos_token_id": eos[0] if len(eos) == 1 else eos, "pad_token_id": generation.pad_id}
+    return {key: value for key, value in ids.items() if value not in (None, [])}
+
+
+def _special_ids(folder: Path) -> Generation:
+    """End and padding ids of a tokenizer's files."""
+    settings = folders.read_json(folder / "tokenizer_config.json")
+    added = folders.read_json(folder / "tokenizer.json").get("added_tokens", [])
+    id_of = {token["content"]: token["id"] for token in added}
+    eos, pad = (
+        id_of.get(token["content"] if isinstance(token, dict) else token)
+        for token in (settings.get("eos_token"), settings.get("pad_token"))
+    )
+    return Generation(() if eos is None else (eos,), pad)
+
+
+def _method_of(
+    asked: str | None, config: dict[str, Any], reader: folders.TensorReader, folder: Path
+) -> str:
+    method = asked or config.get("method") or config.get("speculators_model_type")
+    if method is None:
+        names = set(reader.shapes)
+        method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
+    if method not in DRAFTERS:
+        known = ", ".join(DRAFTERS)
+        found = f"of the unknown kind {method!r}" if method else "no drafter of a known kind"
+        raise InputError(f"{folder} holds {found}: give a drafter of one of these kinds: {known}")
+    return method
+
+
+def _fingerprint(target: Target) -> dict[str, Any]:
+    """What a drafter's files say of its target, so that a wrong pairing is refused."""
+    tokenizer = folders.file_hash(target.folder / "tokenizer.json")
+    return target_sizes(target.config) | {"tokenizer_sha256": tokenizer}
+
+
+def _check_fingerprint(stated: dict[str, Any], target: Target) -> None:
+    for key, of_target in _fingerprint(target).items():
+        if None not in (stated.get(key), of_target) and stated[key] != of_target:
+            raise mispaired(key, stated[key], of_target)
+
+
+def _speculators_config(method: str, target: Target, depth: int) -> dict[str, Any]:
+    """The block by which the speculators library and vLLM pair a drafter with its target."""
+    greedy = {"proposal_type": "greedy", "speculative_tokens": depth - 1}
+    return {
+        "algorithm": method,
+        "proposal_methods": [greedy | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "default_proposal_method": "greedy",
+        "verifier": {
+            "name_or_path": folders.public_name(target.folder),
+            "architectures": target_config_to_hf(target.config)["architectures"],
+        },
+    }
+
+
+def _depth_of(config: dict[str, Any]) -> int | None:
+    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
+    tokens = methods[0].get("speculative_tokens")
+    return None if tokens is None else tokens + 1
+
+
+def _harmless_extras(reader: folders.TensorReader, cfg: TargetConfig) -> list[str]:
+    """Tensors that some writers add: rotary tables, and the second copy of a tied head."""
+    tied = ["lm_head.weight"] if cfg.tie_word_embeddings else []
+    return tied + [name for name in reader.shapes if name.endswith("rotary_emb.inv_freq")]

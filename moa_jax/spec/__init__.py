@@ -1,0 +1,1 @@
+"""Speculative decoding: propose, verify, commit, extend, with fixed shapes and no host."""

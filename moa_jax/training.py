@@ -1,0 +1,74 @@
+"""One optimiser update, for any loss: accumulate, average, clip, step. No files, no loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from moa_jax.batch import Batch
+
+Array = jax.Array
+Params = Any
+Metrics = dict[str, Array]
+
+# (params, frozen, batch, key, progress) -> (loss, metrics). `frozen` is what training only
+# reads, as the target's weights; `progress` goes from 0 to 1 over the run.
+Loss = Callable[[Params, Any, Batch, Array, Array], tuple[Array, Metrics]]
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds: data order and random draws are functions of `step`."""
+
+    step: Array  # int32 (), updates done
+    params: Params  # float32 master weights
+    opt_state: optax.OptState
+
+
+def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first update."""
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+
+def make_update(
+    loss: Loss, tx: optax.GradientTransformation, seed: int, total_steps: int, accumulate: int = 1
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]:
+    """A pure `update(state, frozen, batch) -> (state, metrics)`.
+
+    The rows of a batch are split into `accumulate` micro-batches of neighbouring rows; each
+    has its own mean over answer tokens and the means are averaged, as the authors do.
+    """
+    gradient = jax.grad(loss, has_aux=True)
+
+    def update(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        progress = state.step / total_steps
+
+        def micro(total, item):
+            part, index = item
+            found = gradient(state.params, frozen, part, jax.random.fold_in(key, index), progress)
+            return jax.tree.map(jnp.add, total, found), None
+
+        split = lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])  # noqa: E731
+        parts = jax.tree.map(split, batch)
+        shapes = jax.eval_shape(gradient, state.params, frozen, _first(parts), key, progress)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        if accumulate == 1:
+            (grads, metrics), _ = micro(zeros, (_first(parts), 0))
+        else:
+            (grads, metrics), _ = lax.scan(micro, zeros, (parts, jnp.arange(accumulate)))
+        grads, metrics = jax.tree.map(lambda x: x / accumulate, (grads, metrics))
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"grad_norm": optax.global_norm(grads)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return update
+
+
+def _first(parts: Batch) -> Batch:
+    return jax.tree.map(lambda x: x[0], parts)

@@ -1,0 +1,53 @@
+"""Where recorded data lies: fixtures, and cases for `pytest.mark.parametrize`.
+
+    $MOA_GOLDENS, else ../shared/golden      cases recorded from the authors' code
+    $MOA_DATA, else ../shared/data           text to train on and to measure with
+
+Where a folder is missing, the tests that need it are skipped with one line that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # jax reads it when it is imported
+
+from infer.info import data_folder, golden_folder  # noqa: E402
+
+NO_GOLDENS = "no golden data: set MOA_GOLDENS to its folder, or put it at ../shared/golden"
+NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
+
+
+def golden_cases(prefix: str = "", needs: str | None = None) -> list:
+    """Case folders as parameters, found by listing; the id of each is the folder's name.
+
+    Only folders whose name starts with `prefix` and that hold the file `needs` count. Where
+    there is none, the one parameter skips its test and says what is missing.
+    """
+    root = golden_folder()
+    if root is None:
+        return [_skipped(NO_GOLDENS)]
+    folders = sorted(path for path in root.glob(f"{prefix}*") if path.is_dir())
+    cases = [path for path in folders if needs is None or (path / needs).is_file()]
+    if not cases:
+        return [_skipped(f"no case {prefix}* with {needs or 'any file'} in {root}")]
+    return [pytest.param(path, id=path.name, marks=pytest.mark.golden) for path in cases]
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """The folder of golden cases; a test that asks for it should carry the mark `golden`."""
+    return golden_folder() or pytest.skip(NO_GOLDENS)
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder with `chat/`, `text/` and `specbench/`."""
+    return data_folder() or pytest.skip(NO_DATA)
+
+
+def _skipped(reason: str) -> object:
+    return pytest.param(None, id="none", marks=[pytest.mark.golden, pytest.mark.skip(reason)])

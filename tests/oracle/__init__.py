@@ -1,0 +1,17 @@
+"""A second description of the paper: the MoA drafter in plain torch, to measure the library by.
+
+    blocks.py        one decoder layer: norms, rotary embedding, grouped attention, SwiGLU
+    moa.py           the drafter: memory, masks, the training forward
+    learn.py         losses, gradients, the learning-rate schedule, optimiser steps
+    decode.py        drafting token by token with caches, and whole rounds against a target
+    recorded.py      cases recorded from the authors' code, as inputs of the above
+    random_pair.py   random targets, drafters and batches for tests without recorded data
+
+float32 on the CPU, transformers for the target, nothing of `moa_jax`. Slow and plain on purpose.
+Names of tensors are those of checkpoints. Axes: B rows, T queries, S keys, L target layers,
+D width, H heads, K key-value heads, E head size, M memory width, V vocabulary.
+"""
+
+import torch
+
+torch.set_num_threads(1)  # the arrays are tiny: more threads only wait for each other

@@ -1,0 +1,119 @@
+"""Losses, gradients and optimiser steps of distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .blocks import Weights
+from .moa import Drafter, Forward, Seen, make_drafter, train_forward
+
+
+class Losses(NamedTuple):
+    """Means over answer tokens; `prev_feature_loss` is 0 where N is 0."""
+
+    forward_KL: Tensor  # cross-entropy: the target's entropy is not subtracted
+    feature_loss: Tensor
+    prev_feature_loss: Tensor
+    loss: Tensor
+
+
+def losses(drafter: Drafter, seen: Seen, response_BT: Tensor, out: Forward) -> Losses:
+    """Compares what the drafter says at an answer token with what the target says there.
+
+    The mean runs over the whole batch and over the answers as given, not as thinned. With N > 0
+    the state that enters the reused layers is matched too, and matches by definition where it
+    is the true one.
+    """
+
+    def mean(value_BT: Tensor) -> Tensor:
+        return (value_BT * response_BT).sum() / (response_BT.sum() + 1e-5)
+
+    def distance(x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        return mean(functional.smooth_l1_loss(x_BTD, y_BTD, reduction="none").mean(-1))
+
+    last_BTD = seen.hidden_LBTD[-1]
+    expected_BTV = drafter.logits(last_BTD).softmax(-1)
+    cross_entropy = mean(-(expected_BTV * out.logits_BTV.log_softmax(-1)).sum(-1))
+    feature = distance(out.feature_BTD, last_BTD)
+    if out.tli_in_BTD is None:
+        nothing = torch.zeros(())
+        return Losses(cross_entropy, feature, nothing, 0.1 * cross_entropy + feature)
+    prev = distance(out.tli_in_BTD, seen.hidden_LBTD[-1 - len(drafter.reused)])
+    return Losses(cross_entropy, feature, prev, 0.1 * cross_entropy + 0.5 * (feature + prev))
+
+
+class Sample(NamedTuple):
+    """One micro-batch with its draws made: the target's view, masks, and who climbs stairs."""
+
+    seen: Seen
+    attention_BT: Tensor
+    response_BT: Tensor
+    noisy_BT: Tensor
+    staircase_B: Tensor
+
+
+def evaluate(drafter: Drafter, sample: Sample) -> tuple[Forward, Losses]:
+    out = train_forward(
+        drafter, sample.seen, sample.attention_BT, sample.noisy_BT, sample.staircase_B
+    )
+    return out, losses(drafter, sample.seen, sample.response_BT, out)
+
+
+def leaves(draft: Weights) -> dict[str, Tensor]:
+    """Copies of a drafter's tensors that gather gradients."""
+    return {name: value.detach().clone().requires_grad_() for name, value in draft.items()}
+
+
+def gradients(
+    config: Any, target: Weights, draft: Weights, num_reused: int, sample: Sample
+) -> dict[str, Tensor]:
+    """d loss / d tensor for every tensor of the drafter; the target is frozen."""
+    own = leaves(draft)
+    drafter = make_drafter(config, target, own, num_reused)
+    found = torch.autograd.grad(evaluate(drafter, sample)[1].loss, list(own.values()))
+    return dict(zip(own, found, strict=True))
+
+
+def learning_rate(step: int, rate: float, warmup: int, decay: int, peak: float) -> float:
+    """Climbs from 0 to `peak`, falls linearly to `rate`, stays there; `peak` is a rate too."""
+    if step < warmup:
+        return peak * step / warmup
+    fallen = min((step - warmup) / decay, 1.0)
+    return peak + fallen * (rate - peak)
+
+
+class Step(NamedTuple):
+    """One update: losses and the gradient's norm are those before it, the norm unclipped."""
+
+    losses: Losses
+    grad_norm: float
+    draft: dict[str, Tensor]
+
+
+def train(
+    config: Any,
+    target: Weights,
+    draft: Weights,
+    num_reused: int,
+    sample: Sample,
+    rates: list[float],
+    max_grad_norm: float = 1.0,
+) -> Iterator[Step]:
+    """AdamW (0.9, 0.95), no weight decay, gradients clipped by their global norm."""
+    own = leaves(draft)
+    drafter = make_drafter(config, target, own, num_reused)
+    optimizer = torch.optim.AdamW(own.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        found = evaluate(drafter, sample)[1]
+        found.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(own.values(), max_grad_norm)
+        optimizer.step()
+        after = {name: value.detach().clone() for name, value in own.items()}
+        yield Step(Losses(*(x.detach() for x in found)), float(norm), after)

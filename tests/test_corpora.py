@@ -1,0 +1,152 @@
+"""Records from every kind of place, and one clear line for what cannot be read."""
+
+import gzip
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_jax.data import corpora
+from moa_jax.errors import InputError
+
+CONVERSATIONS = Path(__file__).parent / "data" / "conversations.jsonl"
+RECORDS = [{"text": f"Nº {i}", "source": f"shop/repo#set{i % 2}"} for i in range(5)]
+
+
+def lines(records=RECORDS) -> bytes:
+    return b"".join(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in records)
+
+
+def write(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path)
+
+
+def parquet(path: Path) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("a.jsonl", lambda path: write(path, lines())),
+        ("a.jsonl", lambda path: write(path, b"\n" + lines().rstrip() + b"\n \n\n")),
+        ("a.jsonl.gz", lambda path: write(path, gzip.compress(lines()))),
+        ("a.json", lambda path: write(path, json.dumps(RECORDS).encode())),
+        ("a.parquet", parquet),
+    ],
+)
+def test_every_kind_of_file(tmp_path, name, make):
+    path = make(tmp_path / name)
+    assert list(corpora.read(path)) == RECORDS
+    assert list(corpora.read(path, ["set1"])) == RECORDS[1::2]
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    write(tmp_path / "b.jsonl", lines(RECORDS[3:]))
+    write(tmp_path / "a" / "x.jsonl.gz", gzip.compress(lines(RECORDS[:2])))
+    write(tmp_path / "a" / "y.json", json.dumps(RECORDS[2]).encode())
+    write(tmp_path / "README.md", b"# not data")
+    assert list(corpora.read(str(tmp_path))) == RECORDS
+
+
+def test_lines_are_streamed(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines() + b"{broken\n")
+    records = corpora.read(path)
+    assert [next(records) for _ in RECORDS] == RECORDS
+    with pytest.raises(InputError, match=r"a\.jsonl line 6 is not JSON"):
+        next(records)
+
+
+def test_sources():
+    def names(*sources):
+        return {r["source"] for r in corpora.read(str(CONVERSATIONS), sources)}
+
+    assert names("hotel", "talk") == {"moa-jax#hotel", "moa-jax#talk"}
+    assert names("moa-jax#hotel") == {"moa-jax#hotel"}
+    assert names("otel") == names("moa-jax") == names("hotel#") == set()
+    assert len(names()) == 9
+
+
+def test_data_below_moa_data(tmp_path, monkeypatch):
+    write(tmp_path / "chat" / "a.jsonl", lines())
+    monkeypatch.setenv("MOA_DATA", str(tmp_path))
+    assert list(corpora.read("data:chat/a.jsonl")) == RECORDS
+    with pytest.raises(InputError, match="no file or folder .*chat/b.jsonl"):
+        list(corpora.read("data:chat/b.jsonl"))
+    monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
+    with pytest.raises(InputError, match="set MOA_DATA"):
+        list(corpora.read("data:chat/a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "name, content, fault",
+    [
+        ("a.jsonl", lines() + b"{'text': 1}\n", r"a\.jsonl line 6 is not JSON"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl line 1 is not JSON in UTF-8"),
+        ("a.jsonl", b'{}\n["text"]\n', r"a\.jsonl line 2 is not a JSON object"),
+        ("a.jsonl.gz", gzip.compress(lines() * 99)[:-20], r"a\.jsonl\.gz cannot be read after"),
+        ("a.jsonl.gz", lines(), r"a\.jsonl\.gz cannot be read after line 0"),
+        ("a.json", b"[{}, 3]", r"a\.json record 2 is not a JSON object"),
+        ("a.json", b"[{}", r"a\.json is not JSON"),
+        ("a.parquet", b"PAR1 no more", r"a\.parquet is not Parquet"),
+        ("a.csv", b"1,2", r"a\.csv is of no known kind"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, fault):
+    with pytest.raises(InputError, match=fault) as raised:
+        list(corpora.read(write(tmp_path / name, content)))
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_and_empty(tmp_path):
+    with pytest.raises(InputError, match="holds no data"):
+        list(corpora.read(str(tmp_path)))
+    with pytest.raises(InputError, match="no file or folder"):
+        list(corpora.read(str(tmp_path / "a.jsonl")))
+
+
+def test_hub_reads_through_datasets(tmp_path):
+    pytest.importorskip("datasets")  # it takes a folder where it takes a hub id
+    write(tmp_path / "set" / "train.jsonl", lines())
+    assert list(corpora.read(f"hub:{tmp_path}/set/train", ["set0"])) == RECORDS[::2]
+    with pytest.raises(InputError, match="cannot open hub:.*check the name"):
+        list(corpora.read(f"hub:{tmp_path}/set/test"))
+    with pytest.raises(InputError, match="names no split"):
+        list(corpora.read("hub:ultrachat"))
+
+
+def test_tfds_text_comes_as_bytes(monkeypatch):
+    stored = [
+        {
+            "instruction": b"Hi",
+            "turns": {"role": np.array([b"user", b"assistant"], object)},
+            "count": np.int64(3),
+        }
+    ]
+    asked = []
+    fake = types.SimpleNamespace(
+        data_source=lambda name, split: asked.append((name, split)) or stored
+    )
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    (record,) = corpora.read("tfds:group/chats/train")
+    assert record == {"instruction": "Hi", "turns": {"role": ["user", "assistant"]}, "count": 3}
+    assert asked == [("group/chats", "train")]
+
+
+@pytest.mark.parametrize(
+    "path, package",
+    [("hub:x/y/train", "datasets"), ("tfds:x/train", "tensorflow_datasets")],
+)
+def test_absent_packages_are_named(monkeypatch, path, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=f"pip install {package}"):
+        list(corpora.read(path))

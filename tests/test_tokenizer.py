@@ -1,0 +1,97 @@
+"""The tokenizer that we train: exact round trips, its chat template, and its folder."""
+
+import json
+
+import pytest
+
+from moa_jax import tokenizer as tk
+from moa_jax.errors import InputError
+
+TEXTS = [
+    "I would like a large coffee with milk, please.",
+    "The table is booked for 4 people at 19:30 on Friday.",
+    "Would you like milk with the coffee? That makes 12.50 in all.",
+] * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer") / "small"
+    tk.train_tokenizer(iter(TEXTS), 320, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return tk.load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*TEXTS[:3], " two  spaces\n\n\ttab ", "naïve 日本語 🙂 ½", "\x00\x7f", "2024-10-13", ""],
+)
+def test_any_text_comes_back_as_it_was(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert all(0 <= i < 320 for i in ids)
+
+
+def test_special_tokens_come_first(tokenizer):
+    assert tokenizer.convert_tokens_to_ids(list(tk.SPECIAL_TOKENS)) == [0, 1, 2, 3, 4, 5]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 4, 5)
+    assert len(tokenizer) == 320
+    assert tokenizer.decode([0, 4, 5], skip_special_tokens=True) == ""
+
+
+def test_digits_stand_alone(tokenizer):
+    ids = tokenizer("19:30", add_special_tokens=False).input_ids
+    assert [tokenizer.decode([i]) for i in ids] == ["1", "9", ":", "3", "0"]
+
+
+def test_frequent_words_are_merged(tokenizer):
+    assert len(tokenizer(" coffee", add_special_tokens=False).input_ids) < len(" coffee")
+
+
+def test_chat_template(tokenizer):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hello \n"},
+        {"role": "assistant", "content": "Hi!"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == (
+        "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|>"
+    )
+    prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert ids[:2] == [0, 3] and ids[-1] == 4
+
+
+def test_same_text_gives_the_same_file(folder, tmp_path):
+    tk.train_tokenizer(iter(TEXTS), 320, tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    json.loads((folder / "tokenizer_config.json").read_text())
+
+
+def test_an_interrupted_training_leaves_nothing(tmp_path):
+    def broken():
+        yield from TEXTS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tk.train_tokenizer(broken(), 320, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input(folder, tmp_path):
+    with pytest.raises(InputError, match="vocabulary of 261"):
+        tk.train_tokenizer(iter(TEXTS), 261, tmp_path / "small")
+    with pytest.raises(InputError, match="exists already"):
+        tk.train_tokenizer(iter(TEXTS), 320, folder)
+    with pytest.raises(InputError, match="holds no tokenizer.json"):
+        tk.load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match="cannot load the tokenizer /no/such/folder") as raised:
+        tk.load_tokenizer("/no/such/folder")
+    assert "\n" not in str(raised.value)

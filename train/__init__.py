@@ -1,0 +1,1 @@
+"""Programs that train targets and drafters: `python -m train.NAME --help`."""

@@ -1,0 +1,92 @@
+"""Trains a small target from text: `python -m train.pretrain --config configs/demo_target.py`.
+
+Whole conversations are packed into rows and every token but the first of each is predicted.
+A run that was cut off goes on from its last checkpoint when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from infer.cli import Parser, run
+from moa_jax import masks, target
+from moa_jax.batch import Batch
+from moa_jax.config import PretrainConfig
+from moa_jax.data import batches, corpora
+from moa_jax.data.chat import messages_of
+from moa_jax.losses import next_token_loss
+from moa_jax.optim import optimizer
+from moa_jax.pretrained import save_target
+from moa_jax.tokenizer import load_tokenizer, train_tokenizer
+from train.loop import Job, fit
+from train.settings import load_config
+
+
+def pretrain(config: PretrainConfig) -> None:
+    """Tokenizer (where there is none yet), data, training, and the finished folder."""
+    tokenizer = _tokenizer(config)
+    vocab_size = config.target.vocab_size
+    train, report = batches.load(config.data, tokenizer, vocab_size, "train")
+    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation")
+    print(f"data: {report}", file=sys.stderr)
+    loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)  # noqa: E731
+    job = Job(
+        run=config.run,
+        optim=config.optim,
+        config=dataclasses.asdict(dataclasses.replace(config, run=None)),
+        loss=loss,
+        evaluate=_evaluation(config, validation),
+        batches=train,
+        optimizer=optimizer(config.optim),
+    )
+    params = target.init(config.target, jax.random.key(config.run.seed))
+    params = fit(job, params, frozen=None)
+    save_target(Path(config.output), config.target, params, Path(config.tokenizer))
+
+
+def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
+    found = target.forward(
+        config.target,
+        params,
+        batch.tokens_BT,
+        batch.position_BT,
+        masks.causal(batch.segment_BT),
+        dtype=jnp.dtype(config.run.dtype),
+    )
+    return next_token_loss(target.unembed(params, found.hidden_BTD), batch)
+
+
+def _evaluation(config: PretrainConfig, validation: batches.Batches) -> Any:
+    one = jax.jit(lambda params, batch: _loss(config, params, batch)[1])
+    count = min(config.run.eval_batches, len(validation))
+
+    def evaluate(params: Any, frozen: None) -> dict[str, float]:
+        found = [one(params, validation.batch(i)) for i in range(count)]
+        return {name: sum(float(f[name]) for f in found) / count for name in found[0]}
+
+    return evaluate
+
+
+def _tokenizer(config: PretrainConfig) -> Any:
+    if not Path(config.tokenizer).exists():
+        records = (r for path in config.data.train for r in corpora.read(path, config.data.sources))
+        texts = (m["content"] for record in records for m in messages_of(record))
+        train_tokenizer(texts, config.target.vocab_size, Path(config.tokenizer))
+    return load_tokenizer(config.tokenizer)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("train.pretrain", __doc__)
+    parser.add_argument("--config", required=True, help="a Python file that defines `config`")
+    known, overrides = parser.parse_known_args(arguments)
+    pretrain(load_config(known.config, PretrainConfig, overrides))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,89 @@
+"""Config files and dotted overrides: `--config configs/tiny.py --optim.total_steps 20`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import runpy
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moa_jax.errors import InputError
+
+Config = TypeVar("Config")
+
+
+def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
+    """The `config` that the Python file at `path` defines, with overrides applied in order.
+
+    Raises InputError for a missing file, a file without a `config` of `kind`, an unknown
+    field or a value of the wrong type.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such config file, see the folder configs/")
+    config = runpy.run_path(path).get("config")
+    if not isinstance(config, kind):
+        found = type(config).__name__
+        raise InputError(f"{path}: defines a {found} named `config`, expected {kind.__name__}")
+    for name, value in _pairs(overrides):
+        config = _replace(config, name.split("."), value, name)
+    return config
+
+
+def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
+    """`--a.b 1 --c=2` as [("a.b", "1"), ("c", "2")]."""
+    pairs, rest = [], list(overrides)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise InputError(f"{flag}: expected an override such as --optim.total_steps 20")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise InputError(f"--{name}: give it a value, as in --{name} VALUE")
+            value = rest.pop(0)
+        pairs.append((name, value))
+    return pairs
+
+
+def _replace(config: Any, path: list[str], text: str, name: str) -> Any:
+    hints = typing.get_type_hints(type(config))
+    if path[0] not in hints:
+        raise InputError(f"--{name}: no such setting, {path[0]!r} is not among {', '.join(hints)}")
+    old = getattr(config, path[0])
+    if len(path) > 1:
+        if not dataclasses.is_dataclass(old):
+            raise InputError(f"--{name}: {path[0]!r} holds a value, not settings")
+        new = _replace(old, path[1:], text, name)
+    else:
+        new = _parse(text, hints[path[0]], name)
+    return dataclasses.replace(config, **{path[0]: new})
+
+
+def _parse(text: str, hint: Any, name: str) -> Any:
+    """`text` as a value of the annotated type: numbers, booleans, literals, comma lists."""
+    if hint is str:
+        return text
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if text in options:
+            return text
+        raise InputError(f"--{name}: {text!r} is not one of {', '.join(options)}")
+    if origin is tuple:
+        return tuple(_parse(part, options[0], name) for part in text.split(",") if part)
+    if origin is types.UnionType:
+        none = text.lower() == "none"
+        return None if none else _parse(text, options[0], name)
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise InputError(f"--{name}: {text!r} is not {hint.__name__}")
+    return value
