@@ -1,4 +1,4 @@
-"""The target of the bundled pair: 16 narrow layers, task and small-talk dialogues.
+"""The target of the bundled pair: 12 narrow layers, task and small-talk dialogues.
 
     python -m train.pretrain --config configs/demo_target.py
 
@@ -26,7 +26,7 @@ config = PretrainConfig(
     target=TargetConfig(
         family="llama",
         vocab_size=2048,
-        num_layers=16,
+        num_layers=12,
         block=BlockConfig(
             hidden_size=256,
             num_heads=4,
@@ -44,16 +44,16 @@ config = PretrainConfig(
         train=("data:chat/train.jsonl.gz",),
         validation=("data:chat/validation.jsonl",),
         sources=SOURCES,
-        max_length=384,
-        row_length=384,
-        rows_per_batch=10,
+        max_length=320,
+        row_length=320,
+        rows_per_batch=12,
     ),
     optim=OptimConfig(
         learning_rate=1e-4,
         warmup_steps=100,
-        decay_steps=900,
+        decay_steps=800,
         peak=20.0,
-        total_steps=1000,
+        total_steps=900,
         weight_decay=0.05,
     ),
     run=RunConfig(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.cli import Parser, run
+from infer.pair import DEMO
 from moa_jax.data.corpora import locate
 from moa_jax.errors import InputError
 from moa_jax.folders import read_json
@@ -25,7 +26,6 @@ MODEL_FIELDS = (
     "num_key_value_heads",
 )
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "moa_jax" / "demo"
 
 
 def golden_folder() -> Path | None:

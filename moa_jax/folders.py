@@ -126,6 +126,11 @@ class TensorReader:
                     f"only {', '.join(_FLOATS)} are read, so save it in one of them"
                 )
 
+    @property
+    def dtype(self) -> np.dtype:
+        """What the first tensor is stored in."""
+        return self.read(next(iter(self.shapes))).dtype
+
     def read(self, name: str) -> np.ndarray:
         """One tensor in the dtype of the file."""
         return self._files[self._file_of[name]].get_tensor(name)

@@ -67,15 +67,22 @@ def rotate(x: Array, turn: Rotation) -> Array:
 
 
 def attend(q_BTKGE: Array, kv: KV, mask_BTS: Array) -> Array:
-    """Grouped softmax attention over the visible rows; returns (B, T, K, G, E)."""
-    scale = q_BTKGE.shape[-1] ** -0.5
-    score_BKGTS = jnp.einsum(
-        "BTKGE,BKSE->BKGTS", q_BTKGE, kv.k_BKSE, preferred_element_type=jnp.float32
+    """Grouped softmax attention over the visible rows; returns (B, T, K, G, E).
+
+    The queries of a group join the token axis, so that both products are plain batched
+    matrix products and the scores, the largest array here, are never transposed.
+    """
+    B, T, K, G, E = q_BTKGE.shape
+    q_BKXE = q_BTKGE.swapaxes(1, 2).reshape(B, K, T * G, E)
+    score_BKXS = jnp.einsum(
+        "BKXE,BKSE->BKXS", q_BKXE, kv.k_BKSE, preferred_element_type=jnp.float32
     )
+    score_BKTGS = score_BKXS.reshape(B, K, T, G, -1) * E**-0.5
     hidden = jnp.finfo(jnp.float32).min  # not -inf: rows of padding may see nothing at all
-    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS * scale, hidden)
-    weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(kv.v_BKSE.dtype)
-    return jnp.einsum("BKGTS,BKSE->BTKGE", weight_BKGTS, kv.v_BKSE)
+    score_BKTGS = jnp.where(mask_BTS[:, None, :, None], score_BKTGS, hidden)
+    weight_BKXS = jax.nn.softmax(score_BKTGS, axis=-1).reshape(B, K, T * G, -1)
+    mixed_BKXE = jnp.einsum("BKXS,BKSE->BKXE", weight_BKXS.astype(q_BKXE.dtype), kv.v_BKSE)
+    return mixed_BKXE.reshape(B, K, T, G, E).swapaxes(1, 2)
 
 
 class RMSNorm(nn.Module):

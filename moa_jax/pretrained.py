@@ -51,6 +51,12 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+def stored_dtype(path_or_hub_id: str | os.PathLike[str]) -> str:
+    """The float dtype of a model's files, "float32" where they hold float64."""
+    name = folders.TensorReader(folders.find_folder(path_or_hub_id)).dtype.name
+    return "float32" if name == "float64" else name
+
+
 def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
     """A target without its weights (`params` is None); raises InputError as `load_target`."""
     return _describe(folders.find_folder(path_or_hub_id, weights=False))
@@ -75,9 +81,8 @@ def load_target(
     reader = folders.TensorReader(target.folder)
     reader.check(convert.stored_shapes(table), _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
-    return target._replace(
-        params=read_params(reader, table, dtype, layers=layers, sharding=sharding)
-    )
+    params = read_params(reader, table, dtype, layers=layers, sharding=sharding)
+    return target._replace(params=params)
 
 
 def save_target(
@@ -126,11 +131,15 @@ def load_drafter(
     config = folders.read_json(folder / "config.json")
     reader = folders.TensorReader(folder)
     method = _method_of(method, config, reader, folder)
-    _check_fingerprint(config.get("target", {}), target)
-    cfg, notices = DRAFTERS[method].read_config(
-        config, reader.shapes, target.config, target_layer_inference
-    )
-    table = DRAFTERS[method].table(cfg, target.config)
+    kind = DRAFTERS[method]
+    try:
+        _check_fingerprint(config.get("target", {}), target)
+        cfg, notices = kind.read_config(
+            config, reader.shapes, target.config, target_layer_inference
+        )
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+    table = kind.table(cfg, target.config)
     reader.check(convert.stored_shapes(table))
     dtype = target.params["embed"].dtype if dtype is None else dtype
     params = read_params(reader, table, dtype)
@@ -216,8 +225,8 @@ def _method_of(
         method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
     if method not in DRAFTERS:
         known = ", ".join(DRAFTERS)
-        found = f"of the unknown kind {method!r}" if method else "no drafter of a known kind"
-        raise InputError(f"{folder} holds {found}: give a drafter of one of these kinds: {known}")
+        found = f"a drafter of kind {method!r}" if method else "no drafter that we recognise"
+        raise InputError(f"{folder} holds {found}: these kinds are known: {known}")
     return method
 
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,22 +73,31 @@ class Session:
         )
         self._round = jax.jit(functools.partial(_streamed_round, self.setup), donate_argnums=1)
         self._decode = jax.jit(functools.partial(step.decode, self.setup), donate_argnums=1)
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         stop_ids: Sequence[int] | None = None,
     ) -> list[Result]:
         """Decodes a batch of prompts to the end on the device.
 
-        `stop_ids` defaults to the target's end-of-text ids. Raises InputError for an empty
+        `max_new_tokens` is one number or one a prompt; `stop_ids` defaults to the target's
+        end-of-text ids. Raises InputError for an empty
         prompt, ids outside the vocabulary, or more tokens than the target's positions.
         """
-        state, limits, prefill_s = self._start(prompts, max_new_tokens, stop_ids)
+        wanted = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
+        wanted_B = np.broadcast_to(np.array(wanted, np.int32), len(prompts))
+        state, limits, prefill_s = self._start(prompts, wanted_B, stop_ids)
+        decode = self._compiled(self._decode, self.weights, state, limits)
         begin = time.perf_counter()
-        with self._precision():
-            state = jax.block_until_ready(self._decode(self.weights, state, limits))
+        state = jax.block_until_ready(decode(self.weights, state, limits))
         decode_s = time.perf_counter() - begin
         return self._results(prompts, state, limits, prefill_s, decode_s)
 
@@ -99,47 +108,50 @@ class Session:
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[list[int] | Result]:
         """Yields each round's new tokens as lists, and last the Result."""
-        state, limits, prefill_s = self._start([prompt], max_new_tokens, stop_ids)
+        state, limits, prefill_s = self._start([prompt], np.array([max_new_tokens], np.int32), stop_ids)
+        advance = self._compiled(self._round, self.weights, state, limits)
         length, decode_s = len(prompt), 0.0
         yield [int(state.tokens_BC[0, length])]
         done = bool(state.done_B[0])
         while not done:
             begin = time.perf_counter()
-            with self._precision():
-                state, news = self._round(self.weights, state, limits)
+            state, news = advance(self.weights, state, limits)
             count, done, *tokens = np.asarray(news).tolist()
             decode_s += time.perf_counter() - begin
             yield tokens[:count]
         yield self._results([prompt], state, limits, prefill_s, decode_s)[0]
 
     def _start(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        wanted_B: np.ndarray,
+        stop_ids: Sequence[int] | None,
     ) -> tuple[DecodeState, Limits, float]:
-        self._check(prompts, max_new_tokens)
+        self._check(prompts, wanted_B)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         ids = self.target.generation.eos_ids if stop_ids is None else tuple(stop_ids)
         limits = Limits(
-            jnp.asarray(lengths_B + max_new_tokens),
+            jnp.asarray(lengths_B + wanted_B),
             jnp.array([*ids, *[-1] * (-len(ids) % 8 or 8 * (not ids))], jnp.int32),
         )
-        capacity = prompt_BT.shape[1] + bucket(max_new_tokens)
+        capacity = prompt_BT.shape[1] + bucket(int(wanted_B.max()))
+        read = (self.weights, prompt_BT, lengths_B, limits)
+        prefill = self._compiled(self._prefill, *read, capacity=capacity)
         begin = time.perf_counter()
-        with self._precision():
-            state = self._prefill(self.weights, prompt_BT, lengths_B, limits, capacity=capacity)
-        jax.block_until_ready(state)
+        state = jax.block_until_ready(prefill(*read))
         return state, limits, time.perf_counter() - begin
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], wanted_B: np.ndarray) -> None:
         vocab_size = self.target.config.vocab_size
         positions = self.target.config.max_position_embeddings
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens {max_new_tokens}: ask for at least 1")
         if not prompts:
             raise InputError("no prompts: give at least one")
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B.tolist(), strict=True)):
+            if wanted < 1:
+                raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
             if not len(prompt):
                 raise InputError(f"prompt {index} is empty: give it at least one token")
             wrong = [token for token in prompt if not 0 <= token < vocab_size]
@@ -148,11 +160,21 @@ class Session:
                     f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
                     f"{vocab_size}: use the target's own tokenizer"
                 )
-            if len(prompt) + max_new_tokens > positions:
+            if len(prompt) + wanted > positions:
                 raise InputError(
-                    f"prompt {index} has {len(prompt)} tokens and {max_new_tokens} are to follow, "
+                    f"prompt {index} has {len(prompt)} tokens and {wanted} are to follow, "
                     f"but the target has {positions} positions: shorten one of the two"
                 )
+
+    def _compiled(self, function: Any, *arguments: Any, **static: Any) -> Any:
+        """The program for arguments of these shapes, compiled apart from any timing."""
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (function, structure, shapes, *static.items())
+        if key not in self._programs:
+            with self._precision():
+                self._programs[key] = function.lower(*arguments, **static).compile()
+        return self._programs[key]
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         """Float32 weights mean float32 products, also where the hardware has a faster kind."""

@@ -142,6 +142,17 @@ def test_thoughts_are_cut_out_of_the_history(tokenizer):
     np.testing.assert_equal(chat.encode(tokenizer, thoughtful, 10_000), plain)
 
 
+def test_a_token_over_the_end_of_an_answer_belongs_to_it(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    contents = ["in the", " cof", "fee", " room"]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
+    example = chat.encode(tokenizer, messages, 100)
+    assert tokenizer.decode(example.tokens_T[example.response_T]) == " coffee room"
+
+
 def test_long_conversations_are_cut(tokenizer):
     messages = conversation(1)
     whole = chat.encode(tokenizer, messages, 10_000)
@@ -200,6 +211,7 @@ HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
     [
         {"messages": HELLO},
         {"messages": [{**message, "extra": 1} for message in HELLO], "source": "x#y"},
+        {"messages": {key: [m[key] for m in HELLO] for key in ("role", "content")}},  # columns
         {"history": HELLO},
         {"conversations": HELLO},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
@@ -305,3 +317,35 @@ def test_reference_needs_its_sentinel(tokenizer):
     messages = [{"role": "user", "content": "C# or C?"}, HELLO[1]]
     with pytest.raises(InputError, match="the sentinel"):
         reference.reference_encode(tokenizer, messages, vocab_size, 100)
+
+
+@pytest.mark.parametrize(
+    "turns, cut_answer, wanted",
+    [
+        ("uaua", False, ["One<|end|>", "Three<|end|>"]),
+        ("suaua", False, ["Two<|end|>", "Four<|end|>"]),  # what stands before the first question
+        ("saua", False, ["One<|end|>", "Three<|end|>"]),  # an answer before the first question
+        ("uaua", True, ["One<|end|>"]),  # a second question that lost its answer
+    ],
+)
+def test_reference_pairs_questions_with_answers(tokenizer, turns, cut_answer, wanted):
+    tokenizer.chat_template = tk.CHAT_TEMPLATE.replace("{{ bos_token }}", "")
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    contents = ["Zero", "One", "Two", "Three", "Four"]
+    messages = [
+        {"role": roles[turn], "content": content}
+        for turn, content in zip(turns, contents, strict=False)
+    ]
+    answer = tokenizer("<|assistant|>Three<|end|>", add_special_tokens=False).input_ids
+    length = len(tokenizer(chat.render(tokenizer, messages)).input_ids)
+    max_length = length - len(answer) if cut_answer else length
+    example = reference.reference_encode(tokenizer, messages, len(tokenizer), max_length)
+    assert answers_in(tokenizer, example) == wanted
+
+
+def test_reference_masks_the_pad_token(tokenizer):
+    tokenizer.pad_token = tk.END
+    example = reference.reference_encode(tokenizer, HELLO, len(tokenizer), 100)
+    assert answers_in(tokenizer, example) == ["Hello!"]
+    tokenizer.pad_token = None
+    assert chat.pad_id(tokenizer, 1000) == 999

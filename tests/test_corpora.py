@@ -1,5 +1,6 @@
 """Records from every kind of place, and one clear line for what cannot be read."""
 
+import functools
 import gzip
 import json
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_jax.data import corpora
+from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError
 
 CONVERSATIONS = Path(__file__).parent / "data" / "conversations.jsonl"
+MESSAGES = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "Yes"}]
 RECORDS = [{"text": f"Nº {i}", "source": f"shop/repo#set{i % 2}"} for i in range(5)]
 
 
@@ -124,22 +126,52 @@ def test_hub_reads_through_datasets(tmp_path):
         list(corpora.read("hub:ultrachat"))
 
 
-def test_tfds_text_comes_as_bytes(monkeypatch):
-    stored = [
-        {
-            "instruction": b"Hi",
-            "turns": {"role": np.array([b"user", b"assistant"], object)},
-            "count": np.int64(3),
-        }
-    ]
-    asked = []
-    fake = types.SimpleNamespace(
-        data_source=lambda name, split: asked.append((name, split)) or stored
-    )
+def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    text = tfds.features.Text()
+    turn = {"role": text, "content": text}
+
+    class SmallChats(tfds.core.GeneratorBasedBuilder):
+        __module__ = "__main__"  # a builder of its own, in no package
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"messages": tfds.features.Sequence(turn), "count": np.int64}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, _):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            yield 0, {"messages": MESSAGES, "count": 3}
+
+    in_folder = {"data_dir": tmp_path, "builder_kwargs": {"file_format": "array_record"}}
+    monkeypatch.setattr(tfds, "data_source", functools.partial(tfds.data_source, **in_folder))
+    (record,) = corpora.read("tfds:small_chats/train")
+    assert record["count"] == 3
+    assert chat.messages_of(record) == MESSAGES
+    with pytest.raises(InputError, match="cannot open tfds:small_chats/test"):
+        list(corpora.read("tfds:small_chats/test"))
+
+
+def test_tfds_nested_values(monkeypatch):
+    stored = [{"turns": {"role": np.array([b"user", b"gpt"], object)}, "ids": np.arange(2)}]
+    fake = types.SimpleNamespace(data_source=lambda name, split: stored)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
     (record,) = corpora.read("tfds:group/chats/train")
-    assert record == {"instruction": "Hi", "turns": {"role": ["user", "assistant"]}, "count": 3}
-    assert asked == [("group/chats", "train")]
+    assert record == {"turns": {"role": ["user", "gpt"]}, "ids": [0, 1]}
+
+
+def test_a_failing_library_is_quoted(monkeypatch):
+    def data_source(name, split):
+        raise ImportError("it wants another library\nand says so at length")
+
+    fake = types.SimpleNamespace(data_source=data_source)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    with pytest.raises(InputError, match=r"cannot open tfds:x/train \(it wants .* library\)"):
+        list(corpora.read("tfds:x/train"))
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,6 @@ def encode(
     text = render(tokenizer, messages)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
-    # Byte-level tokenizers may trim blanks off offsets; a blank token then spans nothing.
-    previous_T = np.concatenate([[0], end_T[:-1]])
-    begin_T = np.where(begin_T < end_T, begin_T, np.minimum(begin_T, previous_T))
     response_T = np.zeros(len(begin_T), bool)
     for begin, end in _answer_spans(tokenizer, messages, text):
         # A token over the end is the answer's unless it shares no more with it than blanks.
@@ -140,6 +137,9 @@ def _turns(record: dict) -> list[dict]:
             )
         question = [str(record[key]).strip() for key in ("instruction", "input") if record.get(key)]
         style, turns = "data", ["\n\n".join(question), str(record["output"] or "").strip()]
+    if isinstance(turns, dict):  # a column per key, as TensorFlow Datasets keeps lists of objects
+        columns = zip(*turns.values(), strict=False)
+        turns = [dict(zip(turns, values, strict=True)) for values in columns]
     if not isinstance(turns, list | tuple):
         raise InputError(f"a record whose `{style}` is not a list: write a list of messages")
     if style == "data":  # bare texts, in turn

@@ -97,7 +97,7 @@ def _read_parquet(file: Path) -> Records:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise _missing("pyarrow", str(file)) from error
+        raise _missing(error, str(file)) from error
     try:
         with parquet.ParquetFile(file) as table:
             for part in table.iter_batches(batch_size=1024):
@@ -115,24 +115,20 @@ READERS: dict[str, Callable[[Path], Records]] = {
 
 
 def _read_hub(name: str) -> Records:
-    try:
-        import datasets
-    except ImportError as error:
-        raise _missing("datasets", f"hub:{name}") from error
     dataset, split = _name_and_split("hub", name)
     try:
+        import datasets
+
         yield from datasets.load_dataset(dataset, split=split, streaming=True)
     except Exception as error:  # network, unknown name, unknown split: all of other types
         raise _unavailable("hub", name, error) from error
 
 
 def _read_tfds(name: str) -> Records:
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise _missing("tensorflow_datasets", f"tfds:{name}") from error
     dataset, split = _name_and_split("tfds", name)
     try:
+        import tensorflow_datasets
+
         source = tensorflow_datasets.data_source(dataset, split=split)
     except Exception as error:
         raise _unavailable("tfds", name, error) from error
@@ -172,10 +168,12 @@ def _checked(record: object, where: str) -> dict:
     return record
 
 
-def _missing(package: str, path: str) -> InputError:
-    return InputError(f"{path} needs the package {package}: pip install {package}")
-
-
 def _unavailable(kind: str, name: str, error: Exception) -> InputError:
+    if isinstance(error, ImportError) and error.name:
+        return _missing(error, f"{kind}:{name}")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return InputError(f"cannot open {kind}:{name} ({reason}): check the name, split and network")
+
+
+def _missing(error: ImportError, path: str) -> InputError:
+    return InputError(f"{path} needs the package {error.name}: pip install {error.name}")

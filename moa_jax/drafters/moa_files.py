@@ -188,7 +188,7 @@ def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) ->
     lsa = part == "layer_self_attention"
     head_dim = target.memory_width // target.block.num_heads if lsa else target.block.head_dim
     rows = _shape(shapes, f"{part}.self_attn.k_proj.weight")[0]
-    if rows % head_dim:
+    if not head_dim or rows % head_dim:
         raise mispaired("head_dim", f"no divisor of the {rows} rows of {part}'s keys", head_dim)
     return {
         f"{part}_num_key_value_heads": rows // head_dim,

@@ -1,0 +1,48 @@
+"""The paper's drafter for Llama-3-8B-Instruct: 264 M parameters, UltraChat, 40 epochs.
+
+    python -m train.distill --config configs/moa_llama3_8b.py
+
+The schedule is the authors': warm-up of 50 updates to 20 times the constant rate, then one
+epoch of linear decay (207,865 conversations in batches of 32).
+"""
+
+from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig
+
+EPOCH = 207_865 // 32
+
+config = DistillConfig(
+    target="meta-llama/Meta-Llama-3-8B-Instruct",
+    drafter=MoaConfig(
+        self_attention_num_key_value_heads=4,
+        self_attention_intermediate_size=6144,
+        cross_attention_num_key_value_heads=4,
+        cross_attention_intermediate_size=6144,
+        layer_self_attention_num_key_value_heads=8,
+        layer_self_attention_intermediate_size=3072,
+        target_layer_inference=0,
+    ),
+    data=DataConfig(
+        train=("hub:HuggingFaceH4/ultrachat_200k/train_sft",),
+        validation=("hub:HuggingFaceH4/ultrachat_200k/test_sft",),
+        max_length=2048,
+        row_length=2048,
+        rows_per_batch=32,
+        pack=False,
+    ),
+    optim=OptimConfig(
+        learning_rate=3e-5,
+        warmup_steps=50,
+        decay_steps=EPOCH,
+        peak=20.0,
+        total_steps=40 * EPOCH,
+        accumulate=8,
+    ),
+    run=RunConfig(
+        directory="runs/moa_llama3_8b",
+        log_every=20,
+        eval_every=500,
+        save_every=500,
+        dtype="bfloat16",
+    ),
+    output="runs/moa_llama3_8b/final",
+)

@@ -1,0 +1,36 @@
+"""A drafter for the bundled target on 40 conversations: a minute on a laptop, to see it work.
+
+    python -m train.distill --config configs/tiny.py
+"""
+
+from pathlib import Path
+
+from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+config = DistillConfig(
+    target=str(ROOT / "moa_jax" / "demo" / "target"),
+    drafter=MoaConfig(
+        self_attention_num_key_value_heads=1,
+        self_attention_intermediate_size=128,
+        cross_attention_num_key_value_heads=1,
+        cross_attention_intermediate_size=128,
+        layer_self_attention_num_key_value_heads=1,
+        layer_self_attention_intermediate_size=32,
+    ),
+    data=DataConfig(
+        train=(str(ROOT / "tests" / "data" / "conversations.jsonl"),),
+        validation=(str(ROOT / "tests" / "data" / "conversations.jsonl"),),
+        max_length=128,
+        row_length=128,
+        rows_per_batch=8,
+    ),
+    optim=OptimConfig(
+        learning_rate=1e-4, warmup_steps=10, decay_steps=50, peak=20.0, total_steps=60
+    ),
+    run=RunConfig(
+        directory="runs/tiny", log_every=5, eval_every=20, eval_batches=2, save_every=20
+    ),
+    output="runs/tiny/final",
+)

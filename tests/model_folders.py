@@ -1,0 +1,54 @@
+"""Helpers for tests that save model folders, damage them and compare them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from moa_jax.errors import InputError
+from tests.oracle import random_pair
+
+
+def save_random_pair(folder: Path, family: str, seed: int, num_reused: int = 0) -> None:
+    """A random pair, as transformers and the authors' code save it, in `target` and `draft`."""
+    config, model = random_pair.random_target(family, seed)
+    sizes = random_pair.draft_sizes(config, num_reused)
+    draft = random_pair.random_drafter(config, sizes, seed)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    """The same names, dtypes and bits."""
+    one, two = tensors_of(folder), tensors_of(other)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].dtype == two[name].dtype
+        np.testing.assert_array_equal(one[name], two[name], err_msg=name)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, drop: str = " ", **changes: np.ndarray) -> None:
+    """Drop the tensors whose names hold `drop`, and put others in."""
+    kept = {k: v for k, v in tensors_of(folder).items() if drop not in k}
+    save_file(kept | changes, folder / "model.safetensors")
+
+
+def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """The one line with which a call refuses its input."""
+    with pytest.raises(InputError) as error:
+        function(*arguments, **named)
+    assert "\n" not in str(error.value)
+    return str(error.value)

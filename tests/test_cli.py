@@ -1,0 +1,126 @@
+"""The manners of every program: exit codes, one-line errors, help, progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infer import cli
+from moa_jax.errors import InputError
+from moa_jax.version import __version__
+
+
+def exit_code(main, arguments=None) -> int:
+    with pytest.raises(SystemExit) as exit:
+        cli.run(main, arguments)
+    return exit.value.code
+
+
+def parsing(arguments):
+    parser = cli.Parser("infer.toy", "A toy.\n\n    kept as it is")
+    parser.add_argument("--depth", type=int, default=5, help="levels")
+    parser.add_argument("--seed", type=int, help="of the draws")
+    parser.add_argument("--json", action="store_true", help="one document")
+    parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("flags", [["--depht", "3"], ["--depth", "three"], ["--dep", "3"]])
+def test_a_bad_flag_is_one_line_and_exit_2(flags, capsys):
+    assert exit_code(parsing, flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("infer.toy: ") and shown.err.count("\n") == 1
+    assert flags[0] in shown.err and "--help" in shown.err
+
+
+def test_version(capsys):
+    assert exit_code(parsing, ["--version"]) == 0
+    assert capsys.readouterr().out == f"moa-jax {__version__}\n"
+
+
+def test_help_shows_the_defaults_that_say_something(capsys):
+    assert exit_code(parsing, ["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "levels (default: 5)" in shown and shown.count("default:") == 1
+    assert "\n    kept as it is\n" in shown
+
+
+def test_bad_input_is_one_line_and_exit_2(capsys):
+    def main(arguments):
+        raise InputError("weights.safetensors: cut short\nfetch it again")
+
+    assert exit_code(main) == 2
+    line = f"{__name__}: weights.safetensors: cut short fetch it again\n"
+    assert capsys.readouterr() == ("", line)
+
+
+def test_interruption_is_quiet(capsys):
+    def main(arguments):
+        raise KeyboardInterrupt
+
+    assert exit_code(main) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    def main(arguments):
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        cli.run(main)
+
+
+def test_codes_pass_through():
+    assert exit_code(lambda arguments: None) == 0
+    assert exit_code(lambda arguments: 3) == 3
+
+
+def test_a_closed_pipe_is_quiet():
+    program = "from infer import cli; cli.run(lambda arguments: print('x'))"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # what is left in a buffer fails last
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, env=buffered)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_progress_in_a_pipe_is_lines(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    with cli.progress(8, "train", initial=2) as bar:
+        bar.note({"loss": 2.0 / 3, "tokens": 12})
+        for _ in range(6):
+            bar.step()
+        bar.line("half way")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert lines[0] == "train 5/8, 16 s, loss 0.6667, tokens 12"
+    assert lines[-2:] == ["half way", "train 8/8, 36 s, loss 0.6667, tokens 12"]
+    assert len(lines) == 4
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with cli.progress(4, "load") as bar:
+        bar.note({"loss": 0.5})
+        bar.step(4)
+        bar.line("read")
+    shown = terminal.getvalue()
+    assert "load: 100%" in shown and "4/4" in shown and "loss 0.5" in shown and "read\n" in shown
+
+
+def test_progress_can_be_quiet(capsys):
+    with cli.progress(4, "load", quiet=True) as bar:
+        bar.step()
+        bar.note({"loss": 1.0})
+        bar.line("read")
+    assert capsys.readouterr() == ("", "")

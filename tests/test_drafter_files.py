@@ -1,0 +1,281 @@
+"""Drafters as folders: four layouts of config.json, one set of tensors, and only their target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.convert import main
+from moa_jax.config import MoaConfig
+from moa_jax.pretrained import (
+    describe_target,
+    load_drafter,
+    load_target,
+    save_drafter,
+    stored_dtype,
+)
+from tests.conftest import golden_cases
+from tests.model_folders import (
+    assert_same_tensors,
+    edit_json,
+    edit_tensors,
+    refusal,
+    save_random_pair,
+)
+from tests.oracle import random_pair
+
+FAMILIES = list(random_pair.FAMILIES)
+LAYOUTS = ("ours", "authors", "vllm", "speculators")
+FIELDS = {field.name for field in dataclasses.fields(MoaConfig)}
+N = "target_layer_inference"
+SLIM = {"self_attention_num_key_value_heads": 2, "cross_attention_num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A random pair of each family."""
+    root = tmp_path_factory.mktemp("pairs")
+    for seed, family in enumerate(FAMILIES):
+        save_random_pair(root / family, family, seed)
+    return root
+
+
+@pytest.fixture
+def pair(saved, tmp_path):
+    """A copy of the llama pair, to be changed."""
+    shutil.copytree(saved / "llama", tmp_path / "pair")
+    return tmp_path / "pair"
+
+
+@pytest.fixture
+def ours(pair):
+    """The llama pair with a config.json of ours, and a drafter that reuses two layers."""
+    target = load_target(pair / "target")
+    (pair / "target" / "tokenizer.json").write_text("{}")
+    drafter = load_drafter(pair / "draft", target, target_layer_inference=2)
+    save_drafter(pair / "draft", "moa", drafter.config, drafter.params, target, depth=4)
+    return pair
+
+
+def config_json(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+# ---- there and back -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", golden_cases("moa_", "draft/model.safetensors"))
+def test_recorded_draft_is_read_and_written_bit_for_bit(folder, tmp_path):
+    sizes = json.loads((folder / "moa.json").read_text())["train_args"]
+    target = load_target(folder / "target")
+    stated = {"target_layer_inference": sizes[N]} if sizes.get(N) else {}
+    drafter = load_drafter(folder / "draft", target, **stated)
+    assert drafter.method == "moa" and bool(drafter.notices) == (not stated)
+    assert drafter.config == MoaConfig(**{k: v for k, v in sizes.items() if k in FIELDS})
+    for layout in ("ours", "authors", "speculators"):
+        new = tmp_path / layout
+        save_drafter(new, "moa", drafter.config, drafter.params, target, layout=layout)
+        assert_same_tensors(folder / "draft", new)
+    for layout in ("ours", "speculators"):
+        assert load_drafter(tmp_path / layout, target).config == drafter.config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["ours", "authors", "speculators"])
+def test_drafters_of_every_family_survive_every_layout(saved, tmp_path, family, layout):
+    target = load_target(saved / family / "target")
+    drafter = load_drafter(saved / family / "draft", target, target_layer_inference=2)
+    save_drafter(tmp_path / "new", "moa", drafter.config, drafter.params, target, layout=layout)
+    assert_same_tensors(saved / family / "draft", tmp_path / "new")
+    stated = {N: 2} if layout == "authors" else {}
+    again = load_drafter(tmp_path / "new", target, **stated)
+    assert again.config == drafter.config and not again.notices
+    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+
+
+def test_a_drafter_takes_the_dtype_of_its_target(pair):
+    for dtype in ("float32", "bfloat16"):
+        target = load_target(pair / "target", dtype)
+        leaves = jax.tree.leaves(load_drafter(pair / "draft", target).params)
+        assert {str(leaf.dtype) for leaf in leaves} == {dtype}
+    leaves = jax.tree.leaves(load_drafter(pair / "draft", target, dtype=jnp.float16).params)
+    assert {str(leaf.dtype) for leaf in leaves} == {"float16"}
+
+
+def test_our_config_tells_what_the_authors_forgot(ours):
+    config = config_json(ours / "draft")
+    assert config["architectures"] == ["MOASpec"] and config["method"] == "moa"
+    assert config[N] == 2 and FIELDS <= set(config)
+    block = config["speculators_config"]
+    assert block["algorithm"] == "moa" and block["default_proposal_method"] == "greedy"
+    assert block["proposal_methods"][0]["speculative_tokens"] == 3
+    names = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
+    assert block["verifier"] == names
+    assert config["target"]["vocab_size"] == 101
+    assert len(config["target"]["tokenizer_sha256"]) == 64
+    drafter = load_drafter(ours / "draft", load_target(ours / "target"))
+    assert drafter.depth == 4 and drafter.config.target_layer_inference == 2
+
+
+def test_n_is_assumed_0_with_a_notice_where_nothing_states_it(pair):
+    target = load_target(pair / "target")
+    drafter = load_drafter(pair / "draft", target)
+    assert drafter.config.target_layer_inference == 0 and drafter.depth is None
+    (notice,) = drafter.notices
+    assert N in notice
+    stated = load_drafter(pair / "draft", target, target_layer_inference=0)
+    assert stated.notices == () and stated.config == drafter.config
+
+
+def test_the_kind_is_read_off_tensors_where_the_config_does_not_tell(pair):
+    edit_json(pair / "draft" / "config.json", architectures=["Something"])
+    assert load_drafter(pair / "draft", load_target(pair / "target")).method == "moa"
+
+
+# ---- bad input ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"vocab_size": 102}, "vocab_size is 102 in its files and 101 in the target"),
+        ({"hidden_size": 64}, "hidden_size is 64 in its files and 60 in the target"),
+        ({"num_hidden_layers": 6}, "num_hidden_layers is 6 in its files and 5"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1 in its files and 2"),
+        ({"disable_LSA": True}, "without layer self-attention"),
+        ({"cross_attention_intermediate_size": 7}, "is 7 but the tensors have 36"),
+        ({N: 6}, "target_layer_inference is 6, but the target has 5 layers"),
+        ({"method": "eagle9"}, "holds a drafter of kind 'eagle9'"),
+    ],
+)
+def test_contradictions_in_the_authors_config_are_refused(pair, change, says):
+    edit_json(pair / "draft" / "config.json", **change)
+    said = refusal(load_drafter, pair / "draft", load_target(pair / "target"))
+    assert says in said and str(pair / "draft") in said
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "head_dim", "tokenizer_sha256"])
+def test_our_config_refuses_another_target(ours, key):
+    stated = config_json(ours / "draft")["target"]
+    edit_json(ours / "draft" / "config.json", target=stated | {key: "other"})
+    said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
+    assert f"belongs to another target: {key} is other in its files" in said
+
+
+def test_another_tokenizer_is_refused(ours):
+    (ours / "target" / "tokenizer.json").write_text("{ }")
+    said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
+    assert "tokenizer_sha256" in said
+
+
+@pytest.mark.parametrize(
+    "drop, changes, says",
+    [
+        ("nothing", {"Ekv2E.weight": np.ones((60, 48))}, "memory width"),
+        ("nothing", {"Ekv2E.weight": np.ones((64, 40))}, "hidden_size is 64"),
+        ("nothing", {"self_attention.self_attn.k_proj.weight": np.ones((25, 60))}, "head_dim"),
+        ("cross_attention.mlp.down", {}, "lacks 1 tensor (cross_attention.mlp.down_proj.weight)"),
+        ("nothing", {"fc.weight": np.ones(3)}, "has unexpected 1 tensor (fc.weight)"),
+        ("Ekv2E", {}, "lacks the tensor Ekv2E.weight"),
+    ],
+)
+def test_wrong_tensors_are_refused(pair, drop, changes, says):
+    edit_tensors(pair / "draft", drop, **changes)
+    assert says in refusal(load_drafter, pair / "draft", load_target(pair / "target"))
+
+
+def test_a_target_is_no_drafter(pair):
+    said = refusal(load_drafter, pair / "target", load_target(pair / "target"))
+    assert "holds no drafter that we recognise: these kinds are known: moa" in said
+
+
+def test_an_n_that_contradicts_the_files_is_refused(ours):
+    target = load_target(ours / "target")
+    said = refusal(load_drafter, ours / "draft", target, target_layer_inference=1)
+    assert "1 was asked for, but the drafter was trained with 2" in said
+
+
+# ---- the program --------------------------------------------------------------------------
+
+
+def convert(*arguments, **flags):
+    main([*arguments, *(str(x) for k, v in flags.items() for x in (f"--{k}", v))])
+
+
+def slim_pair(pair):
+    """A pair that the vLLM fork can run: equal key-value heads in SA and CA."""
+    target = load_target(pair / "target")
+    cfg = dataclasses.replace(load_drafter(pair / "draft", target).config, **SLIM)
+    sizes = dataclasses.asdict(cfg)
+    config, _ = random_pair.random_target("llama", 0)
+    weights = random_pair.random_drafter(config, sizes, 5)
+    edit_tensors(pair / "draft", drop="", **{k: v.numpy() for k, v in weights.items()})
+    return {"target": pair / "target", "draft": pair / "draft"}
+
+
+def test_layouts_convert_into_each_other(pair, tmp_path):
+    source = slim_pair(pair)
+    target = describe_target(pair / "target")
+    for one in LAYOUTS:
+        convert(**source, to=one, output=tmp_path / one)
+        for other in LAYOUTS:
+            new = tmp_path / f"{one}-{other}"
+            convert(target=pair / "target", draft=tmp_path / one, to=other, output=new)
+            assert_same_tensors(pair / "draft", new)
+            direct = config_json(tmp_path / other) if (tmp_path / other).exists() else None
+            assert direct is None or config_json(new) == direct
+            assert load_drafter(new, target, dtype="float32").config.target_layer_inference == 0
+
+
+def test_the_forks_config_has_what_it_reads(pair, tmp_path):
+    convert(**slim_pair(pair), to="vllm", output=tmp_path / "fork")
+    config = config_json(tmp_path / "fork")
+    assert (config["model_type"], config["architectures"]) == ("moa_spec", ["MOASpecModel"])
+    assert config["kv_hidden_size"] == 40 and config["disable_LSA"] is False
+    assert not {N, "num_hidden_layers", "num_key_value_heads", "intermediate_size"} & set(config)
+    assert FIELDS - {N} <= set(config)
+
+
+@pytest.mark.parametrize(
+    "family, says",
+    [
+        ("llama", "different key-value heads"),
+        ("llama31", "scaled rotary embeddings"),
+        ("qwen2", "biases or norms"),
+        ("qwen3", "biases or norms"),
+    ],
+)
+def test_what_the_fork_cannot_run_is_not_written_for_it(saved, tmp_path, family, says):
+    source = {name: saved / family / name for name in ("target", "draft")}
+    assert says in refusal(convert, **source, to="vllm", output=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_dtypes_convert_and_existing_folders_stay(pair, tmp_path, capsys):
+    new, target = tmp_path / "new", pair / "target"
+    convert("--json", target=target, draft=pair / "draft", output=new, dtype="bfloat16")
+    done = json.loads(capsys.readouterr().out)
+    assert (done["layout"], done["dtype"]) == ("ours", "bfloat16") and N in done["notices"][0]
+    assert stored_dtype(new) == "bfloat16"
+    assert "--overwrite" in refusal(convert, target=target, output=new)
+    convert("--overwrite", target=target, output=new)
+    assert_same_tensors(target, new)
+    assert load_target(new).config == load_target(target).config
+
+
+# ---- the real pair ------------------------------------------------------------------------
+
+
+@pytest.mark.hub
+def test_the_authors_drafter_fits_llama_3_8b():
+    target = describe_target("meta-llama/Meta-Llama-3-8B-Instruct")
+    drafter = load_drafter("huawei-noah/MOASpec-Llama-3-8B-Instruct", target, dtype="bfloat16")
+    assert drafter.config == MoaConfig(4, 6144, 4, 6144, 8, 3072)
+    assert target.generation.eos_ids == (128001, 128009)
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(drafter.params)) / 1e6, 1) == 264.3
