@@ -127,7 +127,7 @@ def mlp_table(width: int, intermediate: int, bias: bool, prefix: str) -> Table:
 
 def attention_table(cfg: BlockConfig, prefix: str) -> Table:
     """Self-attention of a block: queries, keys and values packed, then the output."""
-    qkv = tuple(f"{prefix}self_attn.{letter}_proj" for letter in "qvk")
+    qkv = tuple(f"{prefix}self_attn.{letter}_proj" for letter in "qkv")
     out = (f"{prefix}self_attn.o_proj",)
     kv_heads, size, width = cfg.num_kv_heads, cfg.head_dim, cfg.hidden_size
     outputs = ((kv_heads, cfg.group_size, size), (kv_heads, 1, size), (kv_heads, 1, size))

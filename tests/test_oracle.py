@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
+from tests.compare import LOSSES, NORMS, assert_close, assert_norm_close, assert_value
 from tests.conftest import golden_cases
 from tests.oracle import blocks, decode, learn, moa, random_pair
 from tests.oracle.recorded import Case
 
-ARRAYS, LOSSES, NORMS = 2e-5, 1e-5, 1e-4  # relative to: largest magnitude, value, tensor's norm
 SAFE_GAP = 1e-5  # drafted tokens whose scores lie closer may come in any order
 FAMILIES = list(random_pair.FAMILIES)
 TARGETS = [(x, {}) for x in FAMILIES] + [("llama", {"attention_bias": True, "mlp_bias": True})]
@@ -20,17 +20,6 @@ case_at = functools.cache(Case)
 
 def recorded_in(file):
     return pytest.mark.parametrize("folder", golden_cases("moa_", file))
-
-
-def assert_close(ours, recorded, name, tolerance=ARRAYS):
-    assert ours.shape == recorded.shape, name
-    error = float((ours - recorded).abs().max() / recorded.abs().max())
-    assert error <= tolerance, f"{name}: {error:.1e} of its largest magnitude apart"
-
-
-def assert_norm_close(ours, recorded, name):
-    error = float((ours - recorded).norm() / recorded.norm())
-    assert error <= NORMS, f"{name}: {error:.1e} of its norm apart"
 
 
 # ---- recorded cases: the parts ------------------------------------------------------------
@@ -97,8 +86,7 @@ def test_draft_forward_and_losses(folder):
             assert_close(value[case.real_BT], recorded[case.real_BT], f"{variant}/{name}")
         for name, value in losses._asdict().items():
             if name != "prev_feature_loss" or case.num_reused:
-                recorded = case.train[f"{variant}/{name}"]
-                assert_close(value, recorded, f"{variant}/{name}", LOSSES)
+                assert_value(value, case.train[f"{variant}/{name}"], f"{variant}/{name}")
 
 
 # ---- recorded cases: learning -------------------------------------------------------------
@@ -148,11 +136,17 @@ def first_answer(response_T):
 
 
 def drafted_logits(drafter, seen, row, tokens_T, context, end):
-    """Logits after tokens `context`..`end-1`, drafted one by one behind a verified context."""
-    drafting = decode.Drafting(drafter)
-    rows = slice(row, row + 1)
-    drafting.extend(seen.key_LBKTE[:, rows, :, :context], seen.value_LBKTE[:, rows, :, :context])
-    logits = [drafting.feed(tokens_T[None, : context + 1])]
+    """Logits after tokens `context`..`end-1`, drafted one by one behind a verified context.
+
+    An earlier round, with half of the context and a wrong draft, must leave nothing behind.
+    """
+    drafting, half = decode.Drafting(drafter), context // 2
+    key_LBKTE, value_LBKTE = seen.key_LBKTE[:, row, None], seen.value_LBKTE[:, row, None]
+    drafting.extend(key_LBKTE[:, :, :, :half], value_LBKTE[:, :, :, :half])
+    drafting.feed(tokens_T[None, : half + 1])
+    drafting.feed(tokens_T[None, :1])
+    drafting.extend(key_LBKTE[:, :, :, half:context], value_LBKTE[:, :, :, half:context])
+    logits = [drafting.feed(tokens_T[None, half + 1 : context + 1])]
     logits += [drafting.feed(tokens_T[None, i : i + 1]) for i in range(context + 1, end)]
     return torch.cat(logits)
 
@@ -183,12 +177,12 @@ def decode_recorded(case, prompt, num_drafted, extra_stop=()):
 @recorded_in("generate.npz")
 def test_draft_rounds(folder):
     case, recorded = case_at(folder), case_at(folder).arrays("generate.npz")
-    for i in range(3):
-        prompt = recorded[f"p{i}/prompt"].tolist()
+    for p in sorted(x.removesuffix("/prompt") for x in recorded if x.endswith("/prompt")):
+        prompt = recorded[f"{p}/prompt"].tolist()
         for setting, num_drafted in chains(case):
             tokens, rounds = decode_recorded(case, prompt, num_drafted)
-            assert tokens == recorded[f"p{i}/vanilla"].tolist()
-            one = f"p{i}/{setting}"
+            assert tokens == recorded[f"{p}/vanilla"].tolist()
+            one = f"{p}/{setting}"
             if f"{one}/tokens" not in recorded:  # N > 0: the authors' decoding raises
                 continue
             safe = recorded[f"{one}/rounds_min_gap"] > SAFE_GAP

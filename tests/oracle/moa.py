@@ -130,7 +130,7 @@ def noisy_response(response_BT: Tensor, every_B: Tensor) -> Tensor:
     return response_BT * (index_T[None] % every_B[:, None] != 0)
 
 
-def draft_masks(known_noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Tensor]:
+def draft_masks(noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Tensor]:
     """SA and CA masks, each (B, T, T), of a noisy response (0 marks a token known for sure).
 
     A drafted token knows the memory only up to `start`, the last known token at or before it:
@@ -144,8 +144,8 @@ def draft_masks(known_noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Te
 
     Plain SA is causal. The staircase hides from SA what CA can tell.
     """
-    index_T = torch.arange(known_noisy_BT.shape[1])
-    start_BT = torch.where(known_noisy_BT == 0, index_T, 0).cummax(dim=1).values
+    index_T = torch.arange(noisy_BT.shape[1])
+    start_BT = torch.where(noisy_BT == 0, index_T, 0).cummax(dim=1).values
     query, key, start = index_T[None, :, None], index_T[None, None, :], start_BT[:, :, None]
     plain = key <= query
     staircase = plain & ((key > start) | (key == query))
