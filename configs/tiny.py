@@ -1,6 +1,6 @@
 """A drafter for the bundled target on 40 conversations: a minute on a laptop, to see it work.
 
-    python -m train.distill --config configs/tiny.py
+python -m train.distill --config configs/tiny.py
 """
 
 from pathlib import Path
@@ -29,8 +29,6 @@ config = DistillConfig(
     optim=OptimConfig(
         learning_rate=1e-4, warmup_steps=10, decay_steps=50, peak=20.0, total_steps=60
     ),
-    run=RunConfig(
-        directory="runs/tiny", log_every=5, eval_every=20, eval_batches=2, save_every=20
-    ),
+    run=RunConfig(directory="runs/tiny", log_every=5, eval_every=20, eval_batches=2, save_every=20),
     output="runs/tiny/final",
 )

@@ -1,8 +1,8 @@
 """Answers prompts with a target and its drafter: the text of plain decoding, sooner.
 
-    python -m infer.generate --prompt "I need a hotel in the north."
-    python -m infer.generate --prompts questions.jsonl --json
-    python -m infer.generate                    (a chat, on a terminal)
+python -m infer.generate --prompt "I need a hotel in the north."
+python -m infer.generate --prompts questions.jsonl --json
+python -m infer.generate                    (a chat, on a terminal)
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ def _comparison(
     """Both ways on the device from first to last token, compiled beforehand, best of three."""
     best = {}
     for name, decoder in (("plain", plain), ("drafted", session)):
-        runs = [
-            decoder.generate([streamed.prompt_ids], args.max_new_tokens)[0] for _ in range(4)
-        ][1:]
+        runs = [decoder.generate([streamed.prompt_ids], args.max_new_tokens)[0] for _ in range(4)][
+            1:
+        ]
         best[name] = max(runs, key=lambda run: run.tokens_per_s)
     same = best["plain"].token_ids == best["drafted"].token_ids == streamed.token_ids
     ratio = best["drafted"].tokens_per_s / best["plain"].tokens_per_s

@@ -1,9 +1,9 @@
 """The one training batch: rows of tokens holding one or more conversations each.
 
-    tokens    <s> u u a a </s>  <s> u a a  .  .
-    segment    1  1 1 1 1  1     2  2 2 2  0  0     0 is padding, always at the end of a row
-    position   0  1 2 3 4  5     0  1 2 3  0  0     restarts with each conversation
-    response   0  0 0 1 1  1     0  0 1 1  0  0     1: token of an answer, its end mark included
+tokens    <s> u u a a </s>  <s> u a a  .  .
+segment    1  1 1 1 1  1     2  2 2 2  0  0     0 is padding, always at the end of a row
+position   0  1 2 3 4  5     0  1 2 3  0  0     restarts with each conversation
+response   0  0 0 1 1  1     0  0 1 1  0  0     1: token of an answer, its end mark included
 """
 
 from __future__ import annotations

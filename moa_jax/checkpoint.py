@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class Checkpoints:
 
     def __init__(self, run: RunConfig, config: dict[str, Any]) -> None:
         """`config` describes the run; it is stored and compared on resume."""
-        self._config = config
+        self._config = json.loads(json.dumps(config))  # as it will come back: lists, not tuples
         options = ocp.CheckpointManagerOptions(
             max_to_keep=run.keep_checkpoints, enable_async_checkpointing=True
         )

@@ -145,8 +145,9 @@ class TensorReader:
             )
 
 
-def write_tensors(folder: Path, shapes: Mapping[str, Shape], dtype: Any,
-                  tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+def write_tensors(
+    folder: Path, shapes: Mapping[str, Shape], dtype: Any, tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
     """Write tensors, given in the order of `shapes`, holding one file's worth at a time.
 
     More than 4 GiB are split into several files with an index, as Hugging Face does.

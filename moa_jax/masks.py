@@ -12,12 +12,12 @@ Array = jax.Array
 def causal(segment_BT: Array) -> Array:
     """Each token sees itself and what came before it in its own segment; (B, T, T).
 
-        segment 1 1 1 2 2
-              1 x . . . .
-              1 x x . . .
-              1 x x x . .
-              2 . . . x .
-              2 . . . x x
+    segment 1 1 1 2 2
+          1 x . . . .
+          1 x x . . .
+          1 x x x . .
+          2 . . . x .
+          2 . . . x x
     """
     T = segment_BT.shape[1]
     same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]

@@ -72,4 +72,3 @@ def _set_row(
 
 def _without_rows(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-

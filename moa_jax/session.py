@@ -1,8 +1,8 @@
 """The edge of the library: a loaded pair, compiled programs, prompts in and tokens out.
 
-    target = load_target("meta-llama/Meta-Llama-3-8B-Instruct")
-    drafter = load_drafter("huawei-noah/MOASpec-Llama-3-8B-Instruct", target)
-    result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
+target = load_target("meta-llama/Meta-Llama-3-8B-Instruct")
+drafter = load_drafter("huawei-noah/MOASpec-Llama-3-8B-Instruct", target)
+result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class Session:
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[list[int] | Result]:
         """Yields each round's new tokens as lists, and last the Result."""
-        state, limits, prefill_s = self._start([prompt], np.array([max_new_tokens], np.int32), stop_ids)
+        state, limits, prefill_s = self._start(
+            [prompt], np.array([max_new_tokens], np.int32), stop_ids
+        )
         advance = self._compiled(self._round, self.weights, state, limits)
         length, decode_s = len(prompt), 0.0
         yield [int(state.tokens_BC[0, length])]

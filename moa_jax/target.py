@@ -73,9 +73,7 @@ def unembed(params: Params, hidden_BTD: Array) -> Array:
         head = params["lm_head"].astype(dtype)
         return jnp.matmul(hidden_BTD, head, preferred_element_type=jnp.float32)
     table_VD = params["embed"].astype(dtype)
-    return jnp.einsum(
-        "...D,VD->...V", hidden_BTD, table_VD, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("...D,VD->...V", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
 
 
 def final_norm(cfg: BlockConfig, params: Params, x_BTD: Array) -> Array:

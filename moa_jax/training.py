@@ -64,7 +64,7 @@ def make_update(
         grads, metrics = jax.tree.map(lambda x: x / accumulate, (grads, metrics))
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": optax.global_norm(grads)}
+        metrics |= {"grad_norm": optax.tree.norm(grads)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return update

@@ -107,9 +107,7 @@ def test_each_kv_head_lies_beside_the_query_heads_it_serves():
             weight, bias = (tensors[f"self_attn.{letter}_proj.{x}"] for x in ("weight", "bias"))
             np.testing.assert_array_equal(kernel_DKXE[:, kv_head, slot], weight[rows].T)
             np.testing.assert_array_equal(bias_KXE[kv_head, slot], bias[rows])
-    np.testing.assert_array_equal(
-        attention["out"]["kernel"], tensors["self_attn.o_proj.weight"].T
-    )
+    np.testing.assert_array_equal(attention["out"]["kernel"], tensors["self_attn.o_proj.weight"].T)
 
 
 def test_gate_is_0_and_up_is_1():
@@ -134,9 +132,7 @@ def test_leaves_are_found_in_stacked_layers_too():
     listed = packed_tree(table, stored_tensors(table))
     stacked = listed | {"layers": target.stack_layers(listed["layers"])}
     for path in table:
-        np.testing.assert_array_equal(
-            convert.leaf_at(listed, path), convert.leaf_at(stacked, path)
-        )
+        np.testing.assert_array_equal(convert.leaf_at(listed, path), convert.leaf_at(stacked, path))
 
 
 # ---- configs ------------------------------------------------------------------------------

@@ -69,7 +69,9 @@ def test_every_layer_equals_transformers(saved, layers):
         assert_close(ours[real_BT], expected[real_BT], "cache")
     with torch.no_grad():
         logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits.numpy()
-    assert_close(target.unembed(loaded.params, found.hidden_BTD)[real_BT], logits[real_BT], "logits")
+    assert_close(
+        target.unembed(loaded.params, found.hidden_BTD)[real_BT], logits[real_BT], "logits"
+    )
 
 
 def test_cached_pass_equals_whole_pass(saved):

@@ -39,12 +39,13 @@ def distill(config: DistillConfig) -> None:
     print(f"data: {report}", file=sys.stderr)
 
     drafter = DRAFTERS[METHOD].make(config.drafter, target.config, config.masks)
+    probe = make_probe(target.config, drafter, dtype, config.horizon)
     job = Job(
         run=config.run,
         optim=config.optim,
         config=dataclasses.asdict(dataclasses.replace(config, run=None)),
         loss=make_loss(target.config, drafter, dtype),
-        evaluate=_evaluation(config, make_probe(target.config, drafter, dtype, config.horizon), validation),
+        evaluate=_evaluation(config, probe, validation),
         batches=train,
         optimizer=optimizer(config.optim),
     )

@@ -18,7 +18,7 @@ from moa_jax.config import OptimConfig, RunConfig
 from moa_jax.data.batches import Batches
 from moa_jax.errors import InputError
 from moa_jax.metrics import MetricsLog
-from moa_jax.training import Loss, Params, TrainState, init_state, make_update
+from moa_jax.training import Loss, Params, init_state, make_update
 
 Evaluate = Callable[[Params, Any], dict[str, Any]]
 

@@ -42,10 +42,10 @@ class Tapped(NamedTuple):
 class Tree(NamedTuple):
     """Tokens to verify in one target pass, parents before children; node 0 is the root.
 
-        tokens    root  a  b  c        depth    0 1 1 2       ancestor  x . . .
-                       /  \\                                             x x . .
-        parent    0    0  0  1         (c is a child of a)              x . x .
-                                                                        x x . x
+    tokens    root  a  b  c        depth    0 1 1 2       ancestor  x . . .
+                   /  \\                                             x x . .
+    parent    0    0  0  1         (c is a child of a)              x . x .
+                                                                    x x . x
     """
 
     tokens_BN: Array
@@ -84,9 +84,7 @@ class Drafter(NamedTuple):
     # (params, shared, cache, root_B, length_B, shape) -> (tree, cache)
     propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape], tuple[Tree, Cache]]
     # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
-    loss: Callable[
-        [Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]
-    ]
+    loss: Callable[[Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]]
     # (params, shared, batch, tapped, known_BT) -> draft logits_BTV when the drafter has target
     # activations of known tokens only, as in decoding
     teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array], Array]

@@ -106,9 +106,7 @@ class Trace(NamedTuple):
     logits_BTV: Array
 
 
-def make(
-    cfg: MoaConfig, target_cfg: TargetConfig, mask_cfg: MaskConfig | None = None
-) -> Drafter:
+def make(cfg: MoaConfig, target_cfg: TargetConfig, mask_cfg: MaskConfig | None = None) -> Drafter:
     """The drafter as pure functions; `mask_cfg` matters for training only."""
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg), mask_cfg or MaskConfig())
     reused = cfg.target_layer_inference
@@ -315,9 +313,7 @@ class Moa:
         B = batch.tokens_BT.shape[0]
         known_BT = ~batch.response_BT
         if self.mask_cfg.variable_future_length:
-            period_B1 = jax.random.randint(
-                period_key, (B, 1), SHORTEST_PERIOD, LONGEST_PERIOD + 1
-            )
+            period_B1 = jax.random.randint(period_key, (B, 1), SHORTEST_PERIOD, LONGEST_PERIOD + 1)
             known_BT |= batch.position_BT % period_B1 == 0
         draw_B = jax.random.uniform(stair_key, (B,))
         staircase_B = (draw_B >= staircase_threshold(progress)) & self.mask_cfg.staircase
@@ -341,7 +337,10 @@ class Moa:
         memory_BTD = self.memory(params, tapped.rows_LBKTE)
         x_BTD = target.embed(shared, batch.tokens_BT, memory_BTD.dtype)
         sa_BTD, *_ = Block(sa).apply(
-            {"params": params["self_attention"]}, x_BTD, rotation(sa, batch.position_BT), sa_mask_BTT
+            {"params": params["self_attention"]},
+            x_BTD,
+            rotation(sa, batch.position_BT),
+            sa_mask_BTT,
         )
         ca_BTD = CrossBlock(ca).apply(
             {"params": params["cross_attention"]},
@@ -424,4 +423,3 @@ class Moa:
 def staircase_threshold(progress: Array) -> Array:
     """A row's uniform draw at or above this uses the staircase: 0 at first, 1 from half time."""
     return jnp.minimum(2.0 * progress, 1.0)
-

@@ -106,9 +106,7 @@ def round_(setup: Setup, weights: Weights, state: DecodeState, limits: Limits) -
         found = _target_pass(setup, weights, tree, state.target_caches, state.length_B)
         verdict = verify_greedy(tree, target.unembed(weights.target, found.hidden_BTD))
     if setup.drafter is not None:
-        draft_cache = _extend(
-            setup, weights, draft_cache, tree.tokens_BN, state.length_B, found
-        )
+        draft_cache = _extend(setup, weights, draft_cache, tree.tokens_BN, state.length_B, found)
     state = state._replace(target_caches=found.caches, draft_cache=draft_cache)
     with jax.named_scope("commit"):
         return _commit(state, verdict, limits)

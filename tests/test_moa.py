@@ -1,0 +1,323 @@
+"""The MoA drafter against the authors' recorded numbers, and against the torch oracle."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from moa_jax import convert, load_drafter, load_target, masks
+from moa_jax.batch import Batch
+from moa_jax.config import MaskConfig, MoaConfig, OptimConfig
+from moa_jax.distillation import tap
+from moa_jax.drafters import DRAFTERS, moa
+from moa_jax.drafters.api import Tapped
+from moa_jax.errors import InputError
+from moa_jax.hf_config import target_config_from_hf
+from moa_jax.optim import optimizer, schedule
+from moa_jax.training import init_state, make_update
+from tests.compare import assert_close, assert_norm_close, assert_value
+from tests.conftest import golden_cases
+from tests.oracle import learn, random_pair
+from tests.oracle import moa as oracle
+from tests.oracle.recorded import Case
+
+recorded = pytest.mark.parametrize("folder", golden_cases("moa_", "train.npz"))
+FAMILIES = list(random_pair.FAMILIES)
+
+
+class Pair(NamedTuple):
+    """A loaded pair with the drafter's stages in reach."""
+
+    target: object
+    drafter: object
+    moa: moa.Moa
+    shared: dict
+
+    def tap(self, batch: Batch) -> Tapped:
+        functions = DRAFTERS["moa"].make(self.drafter.config, self.target.config)
+        return tap(self.target.config, functions, self.target.params, batch, jnp.float32)
+
+    def tensors(self, params) -> dict[str, np.ndarray]:
+        """Parameters (or gradients) under the authors' names and in their layout."""
+        table = DRAFTERS["moa"].table(self.drafter.config, self.target.config)
+        return dict(
+            named
+            for path, packing in table.items()
+            for named in convert.unpack(packing, np.asarray(convert.leaf_at(params, path)))
+        )
+
+    def loss(self, draws: moa.Draws):
+        """The training loss with given draws, in the form that training takes."""
+
+        def loss(params, frozen, batch, key, progress):
+            tapped = self.tap(batch)
+            trace = self.moa.trace(params, self.shared, batch, tapped, draws)
+            return self.moa.loss_of(trace, self.shared, batch, tapped)
+
+        return loss
+
+
+def open_pair(folder: Path, num_reused: int) -> Pair:
+    loaded = load_target(folder / "target", jnp.float32)
+    drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
+    cfg = drafter.config
+    stages = moa.Moa(cfg, loaded.config, moa.block_configs(cfg, loaded.config), MaskConfig())
+    return Pair(loaded, drafter, stages, stages.borrow(loaded.params))
+
+
+@functools.cache
+def recorded_pair(folder: Path) -> tuple[Case, Pair, Batch]:
+    case = Case(folder)
+    rows = [case.train[k].numpy() for k in ("input_ids", "attention_mask", "response_mask")]
+    return case, open_pair(folder, case.num_reused), batch_of(*rows)
+
+
+def batch_of(tokens_BT, attention_BT, response_BT) -> Batch:
+    """Right-padded rows of one conversation each; padding is segment 0."""
+    attention_BT = attention_BT.astype(np.int32)
+    position_BT = np.maximum(attention_BT.cumsum(1) - 1, 0) * attention_BT
+    rows = (tokens_BT.astype(np.int32), attention_BT, position_BT.astype(np.int32))
+    return Batch(*map(jnp.asarray, rows), jnp.asarray(response_BT == 1))
+
+
+def draws_of(sample) -> moa.Draws:
+    known_BT, staircase_B = sample.noisy_BT.numpy() == 0, sample.staircase_B.numpy()
+    return moa.Draws(jnp.asarray(known_BT), jnp.asarray(staircase_B))
+
+
+# ---- recorded cases -----------------------------------------------------------------------
+
+
+@recorded
+def test_draft_memory(folder):
+    case, pair, batch = recorded_pair(folder)
+    memory_BTD = pair.moa.memory(pair.drafter.params, pair.tap(batch).rows_LBKTE)
+    expected = case.train["ekv2e_out"].numpy()
+    assert_close(memory_BTD[case.real_BT.numpy()], expected[case.real_BT.numpy()], "memory")
+
+
+@recorded
+def test_draft_training_forward(folder):
+    case, pair, batch = recorded_pair(folder)
+    real_BT = case.real_BT.numpy()
+    both_BTT = real_BT[:, :, None] & real_BT[:, None, :]
+    tapped = pair.tap(batch)
+    for variant in case.variants:
+        expected = {k: v.numpy() for k, v in case.train.items() if k.startswith(variant)}
+        draws = draws_of(case.sample(variant))
+        trace = pair.moa.trace(pair.drafter.params, pair.shared, batch, tapped, draws)
+        for name, ours in (("sa_mask", trace.sa_mask_BTT), ("ca_mask", trace.ca_mask_BTT)):
+            wanted = np.broadcast_to(expected[f"{variant}/{name}"], ours.shape)
+            np.testing.assert_array_equal(np.asarray(ours)[both_BTT], wanted[both_BTT], name)
+        stages = dict(sa_out=trace.sa_BTD, ca_out=trace.ca_BTD, logits=trace.logits_BTV)
+        if case.num_reused:
+            stages |= dict(tli_in=trace.entry_BTD, feature=trace.feature_BTD)
+        for name, ours in stages.items():
+            assert_close(ours[real_BT], expected[f"{variant}/{name}"][real_BT], name)
+        _, parts = pair.moa.loss_of(trace, pair.shared, batch, tapped)
+        names = dict(forward_KL="cross_entropy", feature_loss="feature_loss", loss="loss")
+        if case.num_reused:
+            names["prev_feature_loss"] = "prev_feature_loss"
+        for theirs, ours in names.items():
+            assert_value(parts[ours], expected[f"{variant}/{theirs}"], f"{variant} {theirs}")
+
+
+@pytest.mark.parametrize("folder", golden_cases("moa_", "grads.npz"))
+def test_draft_gradients(folder):
+    case, pair, batch = recorded_pair(folder)
+    recorded_grads = case.arrays("grads.npz")
+    for variant in sorted({name.split("/")[0] for name in recorded_grads}):
+        loss = pair.loss(draws_of(case.sample(variant)))
+        gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, None, batch, None, 0.0)[0]))
+        for name, ours in pair.tensors(gradient(pair.drafter.params)).items():
+            assert_norm_close(ours, recorded_grads[f"{variant}/{name}"].numpy(), name)
+
+
+@pytest.mark.parametrize("folder", golden_cases("moa_", "steps.npz"))
+def test_draft_optimiser_steps(folder):
+    case, pair, batch = recorded_pair(folder)
+    steps = {k: v.numpy() for k, v in case.arrays("steps.npz").items()}
+    cfg = OptimConfig(
+        learning_rate=float(steps["learning_rate"]),
+        warmup_steps=int(steps["warmup_steps"]),
+        decay_steps=int(steps["decay_steps"]),
+        peak=float(steps["peak_lr"] / steps["learning_rate"]),
+        total_steps=len(steps["loss"]),
+        max_grad_norm=float(steps["max_grad_norm"]),
+    )
+    tx, loss = optimizer(cfg), pair.loss(draws_of(case.sample("vfl0_sc0")))
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=cfg.total_steps))
+    state = init_state(pair.drafter.params, tx)
+    for index in range(cfg.total_steps):
+        assert_value(schedule(cfg)(index) + 1.0, steps["lr"][index] + 1.0, "learning rate")
+        state, found = update(state, None, batch)
+        for ours, theirs in (("loss", "loss"), ("cross_entropy", "forward_KL")):
+            assert_value(found[ours], steps[theirs][index], f"step {index} {ours}")
+        assert_value(found["grad_norm"], steps["grad_norm"][index], "gradient norm", 1e-4)
+    final = pair.tensors(state.params)
+    for name in (key.removeprefix("final/") for key in steps if key.startswith("final/")):
+        assert_norm_close(final[name], steps[f"final/{name}"], name)
+
+
+@recorded
+def test_draft_cached_equals_training(folder):
+    """From the first answer on, tokens fed one by one give the training forward's logits."""
+    case, pair, batch = recorded_pair(folder)
+    expected_BTV = case.train["vfl0_sc0/logits"].numpy()
+    assert_cached_equals(pair, batch, expected_BTV, case.train["response_mask"].numpy())
+
+
+def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) -> None:
+    """Each row's first answer, drafted as in decoding with memory of the prompt only."""
+    for b in range(len(response_BT)):
+        start = int(response_BT[b].argmax())
+        count = int(np.argmin(np.append(response_BT[b, start:], 0)))
+        one = jax.tree.map(lambda x, b=b: x[b : b + 1], batch)
+        rows = one.tokens_BT.shape[1] + 1
+        tapped = pair.tap(one)
+        functions = DRAFTERS["moa"].make(pair.drafter.config, pair.target.config)
+        state = functions.init_cache(1, rows, jnp.float32)
+        zero_B, length_B = jnp.zeros(1, jnp.int32), jnp.array([start])
+        params = pair.drafter.params
+        state = functions.extend(params, pair.shared, state, one.tokens_BT, zero_B, tapped)
+        step = jax.jit(pair.moa.step, static_argnums=5)
+        for index in range(count):
+            token_B1 = one.tokens_BT[:, start + index, None]
+            logits, state = step(params, pair.shared, state, token_B1, length_B, index)
+            assert_close(logits[0, 0], expected_BTV[b, start + index], f"row {b} step {index}")
+
+
+# ---- random pairs, against the oracle -----------------------------------------------------
+
+
+@functools.cache
+def random_case(family: str, num_reused: int):
+    """A random torch pair, a batch with draws, and its sample for the oracle."""
+    config, model = random_pair.random_target(family, seed=11)
+    sizes = random_pair.draft_sizes(config, num_reused)
+    draft = random_pair.random_drafter(config, sizes, seed=12)
+    rows = random_pair.random_batch(config.vocab_size, (23, 17, 12), seed=13)
+    noisy_BT = oracle.noisy_response(rows.response_mask, torch.tensor([6, 7, 9]))
+    seen = oracle.observe(model, rows.input_ids, rows.attention_mask)
+    stairs_B = torch.tensor([True, False, True])
+    sample = learn.Sample(seen, rows.attention_mask, rows.response_mask, noisy_BT, stairs_B)
+    return config, model, draft, rows, sample
+
+
+def random_opened(folder: Path, family: str, num_reused: int):
+    config, model, draft, rows, sample = random_case(family, num_reused)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+    batch = batch_of(*(x.numpy() for x in rows))
+    return open_pair(folder, num_reused), batch
+
+
+@pytest.mark.parametrize("num_reused", [0, 1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_draft_equals_oracle(family, num_reused, tmp_path):
+    config, model, draft, rows, sample = random_case(family, num_reused)
+    pair, batch = random_opened(tmp_path, family, num_reused)
+    state = {k: v.detach() for k, v in model.state_dict().items()}
+    theirs = oracle.make_drafter(config, state, draft, num_reused)
+    forward, losses = learn.evaluate(theirs, sample)
+    gradients = learn.gradients(config, state, draft, num_reused, sample)
+
+    draws, tapped = draws_of(sample), pair.tap(batch)
+    trace = pair.moa.trace(pair.drafter.params, pair.shared, batch, tapped, draws)
+    real_BT = rows.attention_mask.numpy() == 1
+    for name, ours, expected in (
+        ("memory", trace.memory_BTD, forward.memory.memory),
+        ("SA", trace.sa_BTD, forward.sa_BTD),
+        ("CA", trace.ca_BTD, forward.ca_BTD),
+        ("feature", trace.feature_BTD, forward.feature_BTD),
+        ("logits", trace.logits_BTV, forward.logits_BTV),
+    ):
+        assert_close(ours[real_BT], expected.detach().numpy()[real_BT], name)
+    loss = pair.loss(draws)
+    gradient, parts = jax.grad(loss, has_aux=True)(pair.drafter.params, None, batch, None, 0.0)
+    assert_value(parts["loss"], losses.loss, "loss")
+    for name, ours in pair.tensors(gradient).items():
+        assert_norm_close(ours, gradients[name].numpy(), name)
+
+
+@pytest.mark.parametrize("num_reused", [0, 1, 3])
+def test_random_draft_cached_equals_training(num_reused, tmp_path):
+    *_, rows, sample = random_case("qwen3", num_reused)
+    pair, batch = random_opened(tmp_path, "qwen3", num_reused)
+    known_BT, nobody_B = ~batch.response_BT, jnp.zeros(3, bool)
+    trace = pair.moa.trace(
+        pair.drafter.params, pair.shared, batch, pair.tap(batch), moa.Draws(known_BT, nobody_B)
+    )
+    assert_cached_equals(pair, batch, np.asarray(trace.logits_BTV), rows.response_mask.numpy())
+
+
+@pytest.mark.parametrize("num_reused", [0, 1])
+def test_packed_equals_unpacked(num_reused, tmp_path):
+    """Two conversations in one row: the same loss and gradient as in rows of their own."""
+    pair, batch = random_opened(tmp_path, "llama", num_reused)
+    keep = jax.tree.map(lambda x: x[1:], batch)  # rows of 17 and 12 tokens, padded to 23
+    join = lambda x: jnp.concatenate([x[0, :17], x[1, :12]])[None]  # noqa: E731
+    packed = Batch(*map(join, keep))._replace(segment_BT=jnp.array([[1] * 17 + [2] * 12]))
+    one = lambda b, known, stairs: jax.grad(pair.loss(moa.Draws(known, stairs)), has_aux=True)(  # noqa: E731
+        pair.drafter.params, None, b, None, 0.0
+    )
+    separate, parts = one(keep, ~keep.response_BT, jnp.array([True, True]))
+    together, same = one(packed, ~packed.response_BT, jnp.array([True]))
+    assert_value(same["loss"], parts["loss"], "loss")
+    jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), together, separate)
+
+
+# ---- draws, masks and refusals ------------------------------------------------------------
+
+
+def test_draws_follow_the_schedule():
+    """Periods lie in 6 to 14; the share of staircase rows falls from all to none."""
+    cfg = target_config_from_hf(random_pair.random_target("llama", 1)[0].to_dict(), "test")
+    sizes = MoaConfig(2, 44, 2, 36, 2, 28)
+    stages = moa.Moa(sizes, cfg, moa.block_configs(sizes, cfg), MaskConfig())
+    B, T = 512, 40
+    index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    batch = Batch(index_BT, jnp.ones((B, T), int), index_BT, index_BT > 2)
+    for progress, share in ((0.0, 1.0), (0.25, 0.5), (0.5, 0.0), (1.0, 0.0)):
+        draws = stages.draw(jax.random.key(0), batch, jnp.float32(progress))
+        assert abs(float(draws.staircase_B.mean()) - share) < 0.08
+        known_BT = np.asarray(draws.known_BT)
+        periods = {int(np.flatnonzero(row[3:])[0]) + 3 for row in known_BT}
+        assert periods == set(range(6, 15))
+        assert known_BT[:, :3].all()
+
+
+def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
+    known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
+    segment_BT = jnp.ones((1, 6), jnp.int32)
+    start_BT = masks.known_until(known_BT, segment_BT)
+    assert start_BT.tolist() == [[0, 1, 1, 1, 4, 4]]
+    picture = lambda mask: ["".join("x" if v else "." for v in row) for row in mask[0].tolist()]  # noqa: E731
+    assert picture(masks.staircase(start_BT, segment_BT)) == [
+        "x.....", ".x....", "..x...", "..xx..", "....x.", ".....x",
+    ]  # fmt: skip
+    assert picture(masks.bounded_memory(start_BT, segment_BT)) == [
+        "x.....", "xx....", "xx....", "xx....", "xxxxx.", "xxxxx.",
+    ]  # fmt: skip
+
+
+def test_odd_layer_heads_are_refused():
+    hf = random_pair.random_target("llama", 1, hidden_size=60, num_key_value_heads=1)[0]
+    cfg = target_config_from_hf(hf.to_dict() | {"head_dim": 10}, "test")
+    assert cfg.memory_width // cfg.block.num_heads == 3
+    with pytest.raises(InputError, match="odd size 3"):
+        moa.make(MoaConfig(1, 44, 1, 36, 1, 28), cfg)
+
+
+@pytest.mark.golden
+def test_schedule_as_recorded(goldens):
+    """The authors' factors, with and without a peak."""
+    found = np.load(goldens / "dataprep" / "schedule.npz")
+    for name, peak, warmup, decay in (("default", 20.0, 50, 6400), ("flat", 1.0, 50, 6400)):
+        cfg = OptimConfig(1.0, warmup, decay, peak, 40 * decay)
+        ours = [float(schedule(cfg)(int(step))) for step in found[f"{name}_step"]]
+        np.testing.assert_allclose(ours, found[f"{name}_factor"], rtol=1e-6)

@@ -1,0 +1,206 @@
+"""Exactness: what a drafter proposes never changes what the target writes."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import InputError, Result, Session, load_drafter, load_target
+from moa_jax.drafters.api import Tree, chain
+from moa_jax.session import bucket
+from moa_jax.spec.verify import verify_greedy
+from tests.conftest import golden_cases
+from tests.oracle import decode, random_pair
+
+NOTHING: list[int] = []  # stop ids that stop nothing
+FAMILIES = list(random_pair.FAMILIES)
+CASES = [(family, n) for family in FAMILIES for n in (0, 1, 3)]
+
+
+class Pair:
+    """Both sessions of a pair on disk, and the torch model where there is one."""
+
+    def __init__(self, folder: Path, num_reused: int, model=None) -> None:
+        self.model = model
+        self.target = load_target(folder / "target", jnp.float32)
+        self.drafter = load_drafter(
+            folder / "draft", self.target, target_layer_inference=num_reused
+        )
+        self.plain = Session(self.target)
+        self.session = functools.cache(lambda depth: Session(self.target, self.drafter, depth))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
+def pair(request, tmp_path_factory) -> Pair:
+    """A random pair that agrees now and then."""
+    family, num_reused = request.param
+    folder = tmp_path_factory.mktemp("pair")
+    calm = 0.5 if family == "qwen2" else 0.2
+    config, model = random_pair.random_target(family, 21, calm)
+    sizes = random_pair.draft_sizes(config, num_reused)
+    draft = random_pair.random_drafter(config, sizes, 22, calm)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+    return Pair(folder, num_reused, model)
+
+
+PROMPTS = [[5, 17, 60, 33, 9, 71, 12], [80, 3, 44], [7]]
+
+
+def test_plain_equals_torch(pair):
+    for prompt in PROMPTS:
+        (found,) = pair.plain.generate([prompt], 24, NOTHING)
+        assert found.token_ids == decode.greedy(pair.model, prompt, 24)
+        assert found.accept_lengths == [1] * 23
+
+
+def test_drafts_change_nothing(pair):
+    """Chains of one, two and four drafts, one prompt at a time and as uneven rows of a batch."""
+    plain = [pair.plain.generate([prompt], 24, NOTHING)[0].token_ids for prompt in PROMPTS]
+    accepted = set()
+    for depth in (2, 3, 5):
+        session = pair.session(depth)
+        alone = [session.generate([prompt], 24, NOTHING)[0] for prompt in PROMPTS]
+        batch = session.generate(PROMPTS, 24, NOTHING)
+        for expected, one, row in zip(plain, alone, batch, strict=True):
+            assert one.token_ids == row.token_ids == expected
+            assert one.accept_lengths == row.accept_lengths
+            assert 1 + sum(one.accept_lengths) == len(one.token_ids)
+            accepted |= set(one.accept_lengths)
+    assert len(accepted) > 1, "no draft was ever accepted, so nothing was shown"
+
+
+def test_every_stop_position(pair):
+    """Stopping at any token of the answer, or at any length, cuts both ways alike."""
+    prompt = PROMPTS[0]
+    whole = pair.plain.generate([prompt], 16, NOTHING)[0].token_ids
+    session = pair.session(5)
+    for index, token in enumerate(whole):
+        cut = whole[: whole.index(token) + 1]
+        (found,) = session.generate([prompt], 16, [token])
+        assert (found.token_ids, found.finish_reason) == (cut, "stop")
+        assert 1 + sum(found.accept_lengths) == len(cut)
+        (found,) = session.generate([prompt], index + 1, NOTHING)
+        assert (found.token_ids, found.finish_reason) == (whole[: index + 1], "length")
+
+
+def test_stream_equals_generate(pair):
+    session = pair.session(5)
+    for prompt in PROMPTS[:2]:
+        *parts, result = session.stream(prompt, 20, NOTHING)
+        (whole,) = session.generate([prompt], 20, NOTHING)
+        assert isinstance(result, Result)
+        assert sum(parts, []) == result.token_ids == whole.token_ids
+        assert [len(part) for part in parts[1:]] == result.accept_lengths == whole.accept_lengths
+
+
+# ---- recorded generations -----------------------------------------------------------------
+
+generated = pytest.mark.parametrize("folder", golden_cases("moa_", "generate.npz"))
+
+
+@functools.cache
+def recorded(folder: Path) -> tuple[Pair, dict[str, np.ndarray]]:
+    settings = json.loads((folder / "moa.json").read_text())
+    arrays = np.load(folder / "generate.npz")
+    num_reused = settings["train_args"]["target_layer_inference"]
+    return Pair(folder, num_reused), {name: arrays[name] for name in arrays.files}
+
+
+def prompts_of(arrays):
+    for name in sorted(key.split("/")[0] for key in arrays if key.endswith("/prompt")):
+        prompt = arrays[f"{name}/prompt"].reshape(-1).tolist()
+        yield name, prompt, arrays[f"{name}/vanilla"].reshape(-1).tolist()[len(prompt) :]
+
+
+@generated
+def test_plain_equals_recorded(folder):
+    pair, arrays = recorded(folder)
+    for _, prompt, answer in prompts_of(arrays):
+        assert pair.plain.generate([prompt], len(answer), NOTHING)[0].token_ids == answer
+
+
+@generated
+def test_draft_chain_equals_recorded(folder):
+    """The recorded text for chains of 1 to 6 drafts; accept lengths for the recorded chain."""
+    pair, arrays = recorded(folder)
+    for name, prompt, answer in prompts_of(arrays):
+        for depth in (2, 4, 5, 7):
+            (found,) = pair.session(depth).generate([prompt], len(answer), NOTHING)
+            assert found.token_ids == answer
+            if depth == 5 and f"{name}/d5b1t4/accept_len" in arrays:
+                expected = arrays[f"{name}/d5b1t4/accept_len"].tolist()
+                assert found.accept_lengths[: len(expected) - 1] == expected[:-1]
+
+
+@generated
+def test_draft_chain_stops_as_recorded(folder):
+    """A stop token inside an accepted run ends the text right after it."""
+    pair, arrays = recorded(folder)
+    for name, prompt, answer in prompts_of(arrays):
+        if f"{name}/d5b1t4/eos_token" not in arrays:
+            continue
+        stop = int(arrays[f"{name}/d5b1t4/eos_token"])
+        expected = arrays[f"{name}/d5b1t4/eos_tokens_out"].reshape(-1).tolist()
+        (found,) = pair.session(5).generate([prompt], len(answer), [stop])
+        assert prompt + found.token_ids == expected
+
+
+# ---- the parts ----------------------------------------------------------------------------
+
+
+def logits_for(choice_BN, vocab_size=8):
+    return jnp.eye(vocab_size)[jnp.array(choice_BN)]
+
+
+def test_verify_takes_the_longest_agreeing_prefix_of_a_chain():
+    tree = chain(jnp.array([[1, 2, 3, 4], [1, 2, 3, 4], [1, 5, 3, 4]]))
+    verdict = verify_greedy(tree, logits_for([[2, 3, 4, 7], [2, 3, 0, 7], [2, 3, 4, 7]]))
+    assert verdict.count_B.tolist() == [4, 3, 1]
+    assert verdict.emitted_BN[0].tolist() == [2, 3, 4, 7]
+    assert verdict.emitted_BN[1, :3].tolist() == [2, 3, 0]
+    assert verdict.emitted_BN[2, :1].tolist() == [2]
+
+
+def test_verify_follows_the_agreeing_branch_of_a_tree():
+    """Root with children a and b, b with child c: b and c agree, a does not."""
+    parent_BN = jnp.array([[0, 0, 0, 2]])
+    ancestor_BNN = jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], bool)
+    tree = Tree(jnp.array([[1, 2, 3, 4]]), parent_BN, jnp.array([[0, 1, 1, 2]]), ancestor_BNN)
+    verdict = verify_greedy(tree, logits_for([[3, 0, 4, 6]]))
+    assert verdict.count_B.tolist() == [3]
+    assert verdict.path_BN[0, :3].tolist() == [0, 2, 3]
+    assert verdict.emitted_BN[0, :3].tolist() == [3, 4, 6]
+
+
+def test_one_compile_per_shape(pair):
+    session = Session(pair.target, pair.drafter, 3)
+    session.generate([[5, 6, 7]], 20, NOTHING)
+    compiled = session.num_compiled
+    assert compiled == 2  # prefill and the loop
+    session.generate([[5] * 31], 32, [3, 4])
+    assert session.num_compiled == compiled
+    session.generate([[5] * 33], 32)
+    assert session.num_compiled == compiled + 2
+
+
+def test_buckets_hold_their_count():
+    assert [bucket(n) for n in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "line"),
+    [
+        ([], 4, "no prompts"),
+        ([[]], 4, "prompt 0 is empty"),
+        ([[1], [101]], 4, "prompt 1 has the id 101"),
+        ([[1], [-1]], 4, "prompt 1 has the id -1"),
+        ([[1] * 250], 7, "256 positions"),
+        ([[1]], 0, "at least 1"),
+    ],
+)
+def test_bad_prompts_are_one_line(pair, prompts, count, line):
+    with pytest.raises(InputError, match=line):
+        pair.plain.generate(prompts, count)
