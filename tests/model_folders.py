@@ -15,9 +15,11 @@ from moa_jax.errors import InputError
 from tests.oracle import random_pair
 
 
-def save_random_pair(folder: Path, family: str, seed: int, num_reused: int = 0) -> None:
+def save_random_pair(
+    folder: Path, family: str, seed: int, num_reused: int = 0, **target_sizes: int
+) -> None:
     """A random pair, as transformers and the authors' code save it, in `target` and `draft`."""
-    config, model = random_pair.random_target(family, seed)
+    config, model = random_pair.random_target(family, seed, **target_sizes)
     sizes = random_pair.draft_sizes(config, num_reused)
     draft = random_pair.random_drafter(config, sizes, seed)
     random_pair.save_pair(folder / "target", folder / "draft", model, draft)

@@ -1,0 +1,237 @@
+"""The trainers from end to end at toy size: a target, its answers, its drafter; cut and resumed."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.info import ROOT
+from moa_jax import InputError, Session, load_drafter, load_target
+from moa_jax.batch import Batch
+from moa_jax.config import (
+    BlockConfig,
+    DataConfig,
+    DistillConfig,
+    MoaConfig,
+    OptimConfig,
+    PretrainConfig,
+    RunConfig,
+    TargetConfig,
+)
+from moa_jax.data.batches import Batches
+from moa_jax.losses import next_token_loss
+from moa_jax.optim import optimizer
+from moa_jax.training import init_state, make_update
+from train import distill, pretrain, regenerate
+from train.settings import load_config
+
+CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
+DATA = DataConfig(
+    train=(CONVERSATIONS,),
+    validation=(CONVERSATIONS,),
+    max_length=64,
+    row_length=64,
+    rows_per_batch=4,
+)
+OPTIM = OptimConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10, peak=4.0, total_steps=12)
+
+
+def run_config(folder: Path) -> RunConfig:
+    return RunConfig(str(folder / "run"), log_every=2, eval_every=6, eval_batches=1, save_every=5)
+
+
+def pretrain_config(folder: Path) -> PretrainConfig:
+    block = BlockConfig(32, 4, 2, 8, 48, 1e-5, 10000.0, None)
+    return PretrainConfig(
+        target=TargetConfig("llama", 320, 3, block, True, 256),
+        data=DATA,
+        optim=OPTIM,
+        run=run_config(folder),
+        tokenizer=str(folder / "tokenizer"),
+        output=str(folder / "target"),
+    )
+
+
+def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillConfig:
+    return DistillConfig(
+        target=str(target),
+        drafter=MoaConfig(1, 24, 1, 24, 1, 16, num_reused),
+        data=DATA,
+        optim=OPTIM,
+        run=run_config(folder),
+        output=str(folder / "draft"),
+        horizon=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory) -> Path:
+    """The folder of a target trained for a dozen steps."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    pretrain.pretrain(pretrain_config(folder))
+    return folder / "target"
+
+
+def metrics(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def cut_at(monkeypatch, step: int) -> None:
+    """From now on the batch of this step stops the program, as Ctrl-C would."""
+    deal = Batches.batch
+
+    def batch(self, index):
+        if index == step:
+            raise KeyboardInterrupt
+        return deal(self, index)
+
+    monkeypatch.setattr(Batches, "batch", batch)
+
+
+def test_pretraining_lowers_the_loss(small_target):
+    losses = [record["loss"] for record in metrics(small_target.parent, "train")]
+    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("num_reused", [0, 2])
+def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
+    distill.distill(distill_config(tmp_path, small_target, num_reused))
+    train, evaluations = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
+    assert train[-1]["loss"] < 0.9 * train[0]["loss"]
+    for record in evaluations:
+        assert len(record["agreement"]) == 3
+        expected = 1 + np.cumprod(record["agreement"]).sum()
+        assert record["simulated_tau"] == pytest.approx(expected, abs=1e-5)
+        assert 0 <= record["kl"] < record["cross_entropy"]
+    target = load_target(small_target, jnp.float32)
+    drafter = load_drafter(tmp_path / "draft", target)
+    assert drafter.config.target_layer_inference == num_reused
+    prompt = [0, 1, 40, 41, 4, 2]
+    (drafted,) = Session(target, drafter, 4).generate([prompt], 16, [])
+    (plain,) = Session(target).generate([prompt], 16, [])
+    assert drafted.token_ids == plain.token_ids
+
+
+def test_resume_is_exact(small_target, tmp_path, monkeypatch):
+    """Cut after a checkpoint and run again: the same drafter, bit for bit, and whole metrics."""
+    distill.distill(distill_config(tmp_path / "whole", small_target))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_at(patch, step=8)
+        distill.distill(distill_config(tmp_path / "cut", small_target))
+    distill.distill(distill_config(tmp_path / "cut", small_target))
+    one, two = (tmp_path / name / "draft" / "model.safetensors" for name in ("whole", "cut"))
+    assert one.read_bytes() == two.read_bytes()
+    steps = [record["step"] for record in metrics(tmp_path / "cut", "train")]
+    assert steps == [2, 4, 6, 8, 10, 12]
+    for a, b in zip(
+        metrics(tmp_path / "whole", "train"), metrics(tmp_path / "cut", "train"), strict=True
+    ):
+        assert a["loss"] == b["loss"]
+
+
+def test_resume_refuses_another_config(small_target, tmp_path):
+    config = distill_config(tmp_path, small_target)
+    distill.distill(config)
+    changed = dataclasses.replace(config.optim, learning_rate=5e-4)
+    with pytest.raises(InputError, match="optim differ"):
+        distill.distill(dataclasses.replace(config, optim=changed))
+
+
+def test_target_answers_and_resumes(small_target, tmp_path, monkeypatch):
+    """Answers are the target's own greedy text; a cut run goes on to the same file."""
+    flags = ["--target", str(small_target), "--prompts", CONVERSATIONS, "--batch", "4"]
+    flags += ["--limit", "10", "--max-new-tokens", "12"]
+    regenerate.main([*flags, "--output", str(tmp_path / "whole.jsonl")])
+    append, calls = regenerate.Partial.append, []
+
+    def cut(self, *block):
+        append(self, *block)
+        calls.append(block)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(regenerate.Partial, "append", cut)
+        regenerate.main([*flags, "--output", str(tmp_path / "cut.jsonl")])
+    with (tmp_path / "cut.jsonl.partial").open("a") as file:
+        file.write('{"half a li')
+    regenerate.main([*flags, "--output", str(tmp_path / "cut.jsonl")])
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(InputError, match="exists already"):
+        regenerate.main([*flags, "--output", str(tmp_path / "cut.jsonl")])
+
+
+def test_accumulation_averages_micro_batches():
+    """Two micro-batches give the mean of their gradients, as one update."""
+    tx = optimizer(dataclasses.replace(OPTIM, warmup_steps=1, max_grad_norm=1e9))
+    params = {"w": jnp.ones((5, 7))}
+
+    def loss(params, frozen, batch, key, progress):
+        logits_BTV = jax.nn.one_hot(batch.tokens_BT, 5) @ params["w"]
+        return next_token_loss(logits_BTV, batch)
+
+    tokens_BT = np.random.default_rng(0).integers(0, 5, (4, 6)).astype(np.int32)
+    ones_BT, index_BT = np.ones_like(tokens_BT), np.tile(np.arange(6, dtype=np.int32), (4, 1))
+    batch = Batch(tokens_BT, ones_BT, index_BT, ones_BT > 0)
+    halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(2), slice(2, 4))]
+    gradients = [jax.grad(lambda p, h=h: loss(p, 0, h, 0, 0)[0])(params)["w"] for h in halves]
+    update = make_update(loss, tx, seed=0, total_steps=4, accumulate=2)
+    _, found = update(init_state(params, tx), None, batch)
+    expected = np.linalg.norm((gradients[0] + gradients[1]) / 2)
+    assert float(found["grad_norm"]) == pytest.approx(expected, rel=1e-5)
+
+
+# ---- settings -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings_file(tmp_path) -> str:
+    path = tmp_path / "settings.py"
+    path.write_text(
+        "from tests.test_training import distill_config\n"
+        "from pathlib import Path\n"
+        "config = distill_config(Path('runs'), Path('target'))\n"
+    )
+    return str(path)
+
+
+def test_overrides_reach_their_field(settings_file):
+    flags = ["--optim.total_steps", "7", "--optim.peak=3", "--data.sources=a,b", "--data.pack"]
+    config = load_config(settings_file, DistillConfig, [*flags, "false"])
+    assert (config.optim.total_steps, config.optim.peak) == (7, 3.0)
+    assert (config.data.sources, config.data.pack) == (("a", "b"), False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--optim.total_step", "7"], "no such setting, 'total_step' is not among"),
+        (["--optim.total_steps", "many"], "'many' is not int"),
+        (["--optim.total_steps"], "give it a value"),
+        (["--data.answers", "all"], "'all' is not one of turns, reference"),
+        (["--target.size", "3"], "'target' holds a value, not settings"),
+        (["7"], "expected an override"),
+    ],
+)
+def test_bad_overrides_are_one_line(settings_file, flags, line):
+    with pytest.raises(InputError, match=line):
+        load_config(settings_file, DistillConfig, flags)
+
+
+def test_config_of_another_program_is_refused(settings_file, tmp_path):
+    with pytest.raises(InputError, match="expected PretrainConfig"):
+        load_config(settings_file, PretrainConfig, [])
+    with pytest.raises(InputError, match="no such config file"):
+        load_config(str(tmp_path / "none.py"), PretrainConfig, [])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[a-z]*.py")), ids=lambda p: p.name)
+def test_committed_configs_load(path):
+    kind = PretrainConfig if "demo_target" in path.name else DistillConfig
+    assert load_config(str(path), kind, []).run.directory.startswith("runs/")
