@@ -12,7 +12,8 @@ import transformers
 
 from moa_jax import convert, target
 from moa_jax.config import BlockConfig, MoaConfig, RopeScaling, TargetConfig
-from moa_jax.drafters import moa, moa_files
+from moa_jax.drafters import moa
+from moa_jax.drafters.moa import files
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
 
@@ -68,7 +69,7 @@ def packed_tree(table, tensors):
 @pytest.mark.parametrize("name", FLAGS)
 def test_unpack_undoes_pack(name):
     cfg = config_of(name)
-    for table in (convert.target_table(cfg), moa_files.table(MOA, cfg)):
+    for table in (convert.target_table(cfg), files.table(MOA, cfg)):
         tensors = stored_tensors(table)
         tree = packed_tree(table, tensors)
         back = {}
@@ -89,7 +90,7 @@ def test_tables_have_the_shapes_that_the_models_use(name):
     leaves = {path: packing.shape for path, packing in convert.target_table(cfg).items()}
     made = jax.eval_shape(lambda: target.init(cfg, jax.random.key(0)))
     assert convert.nest(leaves) == shapes(made)
-    leaves = {path: packing.shape for path, packing in moa_files.table(MOA, cfg).items()}
+    leaves = {path: packing.shape for path, packing in files.table(MOA, cfg).items()}
     made = jax.eval_shape(lambda: moa.make(MOA, cfg).init(jax.random.key(0)))
     assert convert.nest(leaves) == shapes(made)
 
@@ -213,5 +214,5 @@ def test_llama_3_8b_counts_its_known_parameters():
     cfg = TargetConfig("llama", 128256, 32, block, False, 8192)
     shapes = convert.stored_shapes(convert.target_table(cfg)).values()
     assert sum(map(math.prod, shapes)) == 8_030_261_248
-    shapes = convert.stored_shapes(moa_files.table(MoaConfig(4, 6144, 4, 6144, 8, 3072), cfg))
+    shapes = convert.stored_shapes(files.table(MoaConfig(4, 6144, 4, 6144, 8, 3072), cfg))
     assert round(sum(map(math.prod, shapes.values())) / 1e6, 1) == 264.3

@@ -1,6 +1,7 @@
 """The MoA drafter against the authors' recorded numbers, and against the torch oracle."""
 
 import functools
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,11 @@ import torch
 
 from moa_jax import convert, load_drafter, load_target, masks
 from moa_jax.batch import Batch
-from moa_jax.config import MaskConfig, MoaConfig, OptimConfig
+from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, OptimConfig, TargetConfig
 from moa_jax.distillation import tap
-from moa_jax.drafters import DRAFTERS, moa
+from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.api import Tapped
+from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_from_hf
 from moa_jax.optim import optimizer, schedule
@@ -35,7 +37,7 @@ class Pair(NamedTuple):
 
     target: object
     drafter: object
-    moa: moa.Moa
+    moa: Moa
     shared: dict
 
     def tap(self, batch: Batch) -> Tapped:
@@ -51,13 +53,13 @@ class Pair(NamedTuple):
             for named in convert.unpack(packing, np.asarray(convert.leaf_at(params, path)))
         )
 
-    def loss(self, draws: moa.Draws):
+    def loss(self, draws: train.Draws):
         """The training loss with given draws, in the form that training takes."""
 
         def loss(params, frozen, batch, key, progress):
             tapped = self.tap(batch)
-            trace = self.moa.trace(params, self.shared, batch, tapped, draws)
-            return self.moa.loss_of(trace, self.shared, batch, tapped)
+            trace = train.trace(self.moa, params, self.shared, batch, tapped, draws)
+            return train.loss_of(trace, self.shared, batch, tapped)
 
         return loss
 
@@ -66,7 +68,7 @@ def open_pair(folder: Path, num_reused: int) -> Pair:
     loaded = load_target(folder / "target", jnp.float32)
     drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
     cfg = drafter.config
-    stages = moa.Moa(cfg, loaded.config, moa.block_configs(cfg, loaded.config), MaskConfig())
+    stages = Moa(cfg, loaded.config, block_configs(cfg, loaded.config))
     return Pair(loaded, drafter, stages, stages.borrow(loaded.params))
 
 
@@ -85,9 +87,9 @@ def batch_of(tokens_BT, attention_BT, response_BT) -> Batch:
     return Batch(*map(jnp.asarray, rows), jnp.asarray(response_BT == 1))
 
 
-def draws_of(sample) -> moa.Draws:
+def draws_of(sample) -> train.Draws:
     known_BT, staircase_B = sample.noisy_BT.numpy() == 0, sample.staircase_B.numpy()
-    return moa.Draws(jnp.asarray(known_BT), jnp.asarray(staircase_B))
+    return train.Draws(jnp.asarray(known_BT), jnp.asarray(staircase_B))
 
 
 # ---- recorded cases -----------------------------------------------------------------------
@@ -110,7 +112,7 @@ def test_draft_training_forward(folder):
     for variant in case.variants:
         expected = {k: v.numpy() for k, v in case.train.items() if k.startswith(variant)}
         draws = draws_of(case.sample(variant))
-        trace = pair.moa.trace(pair.drafter.params, pair.shared, batch, tapped, draws)
+        trace = train.trace(pair.moa, pair.drafter.params, pair.shared, batch, tapped, draws)
         for name, ours in (("sa_mask", trace.sa_mask_BTT), ("ca_mask", trace.ca_mask_BTT)):
             wanted = np.broadcast_to(expected[f"{variant}/{name}"], ours.shape)
             np.testing.assert_array_equal(np.asarray(ours)[both_BTT], wanted[both_BTT], name)
@@ -119,7 +121,7 @@ def test_draft_training_forward(folder):
             stages |= dict(tli_in=trace.entry_BTD, feature=trace.feature_BTD)
         for name, ours in stages.items():
             assert_close(ours[real_BT], expected[f"{variant}/{name}"][real_BT], name)
-        _, parts = pair.moa.loss_of(trace, pair.shared, batch, tapped)
+        _, parts = train.loss_of(trace, pair.shared, batch, tapped)
         names = dict(forward_KL="cross_entropy", feature_loss="feature_loss", loss="loss")
         if case.num_reused:
             names["prev_feature_loss"] = "prev_feature_loss"
@@ -185,7 +187,7 @@ def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) ->
         zero_B, length_B = jnp.zeros(1, jnp.int32), jnp.array([start])
         params = pair.drafter.params
         state = functions.extend(params, pair.shared, state, one.tokens_BT, zero_B, tapped)
-        step = jax.jit(pair.moa.step, static_argnums=5)
+        step = jax.jit(partial(decode.step, pair.moa), static_argnums=5)
         for index in range(count):
             token_B1 = one.tokens_BT[:, start + index, None]
             logits, state = step(params, pair.shared, state, token_B1, length_B, index)
@@ -227,7 +229,7 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
     gradients = learn.gradients(config, state, draft, num_reused, sample)
 
     draws, tapped = draws_of(sample), pair.tap(batch)
-    trace = pair.moa.trace(pair.drafter.params, pair.shared, batch, tapped, draws)
+    trace = train.trace(pair.moa, pair.drafter.params, pair.shared, batch, tapped, draws)
     real_BT = rows.attention_mask.numpy() == 1
     for name, ours, expected in (
         ("memory", trace.memory_BTD, forward.memory.memory),
@@ -249,8 +251,13 @@ def test_random_draft_cached_equals_training(num_reused, tmp_path):
     *_, rows, sample = random_case("qwen3", num_reused)
     pair, batch = random_opened(tmp_path, "qwen3", num_reused)
     known_BT, nobody_B = ~batch.response_BT, jnp.zeros(3, bool)
-    trace = pair.moa.trace(
-        pair.drafter.params, pair.shared, batch, pair.tap(batch), moa.Draws(known_BT, nobody_B)
+    trace = train.trace(
+        pair.moa,
+        pair.drafter.params,
+        pair.shared,
+        batch,
+        pair.tap(batch),
+        train.Draws(known_BT, nobody_B),
     )
     assert_cached_equals(pair, batch, np.asarray(trace.logits_BTV), rows.response_mask.numpy())
 
@@ -262,7 +269,7 @@ def test_packed_equals_unpacked(num_reused, tmp_path):
     keep = jax.tree.map(lambda x: x[1:], batch)  # rows of 17 and 12 tokens, padded to 23
     join = lambda x: jnp.concatenate([x[0, :17], x[1, :12]])[None]  # noqa: E731
     packed = Batch(*map(join, keep))._replace(segment_BT=jnp.array([[1] * 17 + [2] * 12]))
-    one = lambda b, known, stairs: jax.grad(pair.loss(moa.Draws(known, stairs)), has_aux=True)(  # noqa: E731
+    one = lambda b, known, stairs: jax.grad(pair.loss(train.Draws(known, stairs)), has_aux=True)(  # noqa: E731
         pair.drafter.params, None, b, None, 0.0
     )
     separate, parts = one(keep, ~keep.response_BT, jnp.array([True, True]))
@@ -276,14 +283,11 @@ def test_packed_equals_unpacked(num_reused, tmp_path):
 
 def test_draws_follow_the_schedule():
     """Periods lie in 6 to 14; the share of staircase rows falls from all to none."""
-    cfg = target_config_from_hf(random_pair.random_target("llama", 1)[0].to_dict(), "test")
-    sizes = MoaConfig(2, 44, 2, 36, 2, 28)
-    stages = moa.Moa(sizes, cfg, moa.block_configs(sizes, cfg), MaskConfig())
     B, T = 512, 40
     index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     batch = Batch(index_BT, jnp.ones((B, T), int), index_BT, index_BT > 2)
     for progress, share in ((0.0, 1.0), (0.25, 0.5), (0.5, 0.0), (1.0, 0.0)):
-        draws = stages.draw(jax.random.key(0), batch, jnp.float32(progress))
+        draws = train.draw(MaskConfig(), jax.random.key(0), batch, jnp.float32(progress))
         assert abs(float(draws.staircase_B.mean()) - share) < 0.08
         known_BT = np.asarray(draws.known_BT)
         periods = {int(np.flatnonzero(row[3:])[0]) + 3 for row in known_BT}
@@ -305,12 +309,22 @@ def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
     ]  # fmt: skip
 
 
+def test_size_of_the_papers_drafter():
+    """264.3 million parameters for Llama-3-8B (reference section 1.9)."""
+    block = BlockConfig(4096, 32, 8, 128, 14336, 1e-5, 5e5, None)
+    cfg = TargetConfig("llama", 128256, 32, block, False, 8192)
+    drafter = make(MoaConfig(4, 6144, 4, 6144, 8, 3072), cfg)
+    shapes = jax.eval_shape(drafter.init, jax.random.key(0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert abs(count / 1e6 - 264.3) < 0.1
+
+
 def test_odd_layer_heads_are_refused():
     hf = random_pair.random_target("llama", 1, hidden_size=60, num_key_value_heads=1)[0]
     cfg = target_config_from_hf(hf.to_dict() | {"head_dim": 10}, "test")
     assert cfg.memory_width // cfg.block.num_heads == 3
     with pytest.raises(InputError, match="odd size 3"):
-        moa.make(MoaConfig(1, 44, 1, 36, 1, 28), cfg)
+        make(MoaConfig(1, 44, 1, 36, 1, 28), cfg)
 
 
 @pytest.mark.golden

@@ -26,8 +26,8 @@ from moa_jax.convert import (
     under,
     vector,
 )
-from moa_jax.drafters.kinds import DrafterKind, FileLayout, check_pairing, mispaired
-from moa_jax.drafters.moa import block_configs, make
+from moa_jax.drafters.kinds import FileLayout, check_pairing, mispaired
+from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_to_hf
 
@@ -200,6 +200,3 @@ def _shape(shapes: Mapping[str, Shape], name: str) -> Shape:
     if name not in shapes:
         raise InputError(f"the drafter lacks the tensor {name}: is it a MoA drafter?")
     return shapes[name]
-
-
-KIND = DrafterKind(detect, read_config, table, write_config, make)

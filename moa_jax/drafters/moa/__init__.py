@@ -1,0 +1,46 @@
+"""The Mixture-of-Attentions drafter (arXiv 2410.03804).
+
+    keys and values of all target layers -> LSA -> mean -> Ekv2E -> memory of verified tokens
+                                                                          |
+    embeddings of drafted tokens -> SA -> CA over the memory <------------+
+                                          |
+                                          +-> [last N target layers, final norm] -> head
+
+N is `target_layer_inference`. With N = 0 the output of CA goes to the head as it is: it is
+trained to resemble the target's final-normed state.
+
+    blocks.py   shapes, weights, memory      train.py   known tokens, training forward, loss
+    decode.py   caches, extend, step         files.py   the names in its files
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moa_jax.config import MaskConfig, MoaConfig, TargetConfig
+from moa_jax.drafters.api import Drafter, Taps
+from moa_jax.drafters.kinds import DrafterKind
+from moa_jax.drafters.moa import decode, files, train
+from moa_jax.drafters.moa.blocks import Moa, block_configs
+from moa_jax.errors import InputError
+
+
+def make(cfg: MoaConfig, target_cfg: TargetConfig, mask_cfg: MaskConfig | None = None) -> Drafter:
+    """The drafter as pure functions; `mask_cfg` matters for training only."""
+    reused, layers = cfg.target_layer_inference, target_cfg.num_layers
+    if not 0 <= reused <= layers:
+        raise InputError(f"target_layer_inference {reused}: the target has {layers} layers")
+    moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
+    return Drafter(
+        taps=Taps(rows=True, streams=(layers - reused,) if reused else ()),
+        borrow=moa.borrow,
+        init=moa.init,
+        init_cache=partial(decode.init_cache, moa),
+        extend=partial(decode.extend, moa),
+        propose=partial(decode.propose, moa),
+        loss=partial(train.loss, moa, mask_cfg or MaskConfig()),
+        teacher_forced=partial(train.teacher_forced, moa),
+    )
+
+
+KIND = DrafterKind(files.detect, files.read_config, files.table, files.write_config, make)

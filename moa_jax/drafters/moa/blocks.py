@@ -1,0 +1,128 @@
+"""The parts of a MoA drafter that decoding and training share: shapes, weights, memory.
+
+    target's keys and values of all L layers, one verified token
+        -> LSA (attention over the layer axis) -> mean -> Ekv2E  = one memory vector
+
+Memory is computed once per verified token: drafting needs no activation of the target
+(T-step bounded).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moa_jax import masks
+from moa_jax.cache import KV
+from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
+from moa_jax.drafters.api import Params, Shared
+from moa_jax.errors import InputError
+from moa_jax.layers import Block, CrossBlock, Linear, rotation
+
+Array = jax.Array
+
+
+class Blocks(NamedTuple):
+    """The shapes of the three attention blocks (reference: which config each part gets)."""
+
+    self_attention: BlockConfig  # the target's own kind, with its RoPE scaling, biases, norms
+    cross_attention: BlockConfig  # plain Llama: no biases, RoPE never scaled
+    layer_self_attention: BlockConfig  # width M over the layer axis, RoPE never scaled
+
+
+def block_configs(cfg: MoaConfig, target_cfg: TargetConfig) -> Blocks:
+    """Sizes of SA, CA and LSA for a target; InputError when LSA's heads come out odd."""
+    block = target_cfg.block
+    plain = dataclasses.replace(
+        block, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
+    )
+    width = target_cfg.memory_width
+    if (width // block.num_heads) % 2 or width < 2 * block.num_heads:
+        raise InputError(
+            f"layer self-attention would split a memory of width {width} into {block.num_heads} "
+            f"heads of odd size {width // block.num_heads}, and rotary embeddings turn pairs: "
+            "this target cannot have a MoA drafter with its own number of heads"
+        )
+    return Blocks(
+        dataclasses.replace(
+            block,
+            num_kv_heads=cfg.self_attention_num_key_value_heads,
+            intermediate_size=cfg.self_attention_intermediate_size,
+        ),
+        dataclasses.replace(
+            plain,
+            num_kv_heads=cfg.cross_attention_num_key_value_heads,
+            intermediate_size=cfg.cross_attention_intermediate_size,
+        ),
+        dataclasses.replace(
+            plain,
+            hidden_size=width,
+            head_dim=width // block.num_heads,
+            num_kv_heads=cfg.layer_self_attention_num_key_value_heads,
+            intermediate_size=cfg.layer_self_attention_intermediate_size,
+            qkv_bias=target_cfg.family == "qwen2",
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Moa:
+    """One drafter for one target; holds shapes only."""
+
+    cfg: MoaConfig
+    target_cfg: TargetConfig
+    blocks: Blocks
+
+    def borrow(self, params: Params) -> Shared:
+        """The target's embedding, head, final norm and last N layers."""
+        reused = self.cfg.target_layer_inference
+        shared = {k: v for k, v in params.items() if k != "layers"}
+        layers = params["layers"]
+        last = slice(self.target_cfg.num_layers - reused, None)
+        cut = layers[last] if isinstance(layers, list) else jax.tree.map(lambda a: a[last], layers)
+        return shared | {"layers": cut}
+
+    def init(self, key: Array) -> Params:
+        """N(0, 0.02) weights, unit norms."""
+        sa_key, ca_key, lsa_key, out_key = jax.random.split(key, 4)
+        x = jnp.zeros((1, 1, self.target_cfg.block.hidden_size))
+        width = jnp.zeros((1, 1, self.target_cfg.memory_width))
+        position = jnp.zeros((1, 1), jnp.int32)
+        sa, ca, lsa = self.blocks
+        mask = masks.line(1)
+        drawn = {
+            "self_attention": Block(sa).init(sa_key, x, rotation(sa, position), mask),
+            "cross_attention": CrossBlock(ca).init(
+                ca_key, x, x, rotation(ca, position), mask, method=CrossBlock.both
+            ),
+            "layer_self_attention": Block(lsa).init(lsa_key, width, rotation(lsa, position), mask),
+            "ekv2e": self._ekv2e.init(out_key, width),
+        }
+        return {name: found["params"] for name, found in drawn.items()}
+
+    @property
+    def _ekv2e(self) -> nn.Module:
+        return Linear((self.target_cfg.block.hidden_size,), bias=True)
+
+    def memory(self, params: Params, rows_LBKTE: KV) -> Array:
+        """One vector (B, T, D) a token from its keys and values in all layers.
+
+        References: paper section 3.1; authors' train/moa_spec.py (per head: key, then value).
+        """
+        cfg = self.blocks.layer_self_attention
+        L, B, K, T, E = rows_LBKTE.k_BKSE.shape
+        kv_LBKT2E = jnp.stack(rows_LBKTE, axis=-2)
+        kv_XLM = kv_LBKT2E.transpose(1, 3, 0, 2, 4, 5).reshape(B * T, L, 2 * K * E)
+        layer = jnp.arange(L)[None]
+        mixed_XLM, *_ = Block(cfg).apply(
+            {"params": params["layer_self_attention"]},
+            kv_XLM,
+            rotation(cfg, layer),
+            jnp.ones((1, L, L), bool),
+        )
+        mean_BTM = mixed_XLM.mean(axis=1).reshape(B, T, -1)
+        return self._ekv2e.apply({"params": params["ekv2e"]}, mean_BTM)

@@ -1,0 +1,138 @@
+"""Cached drafting with a MoA drafter: `extend` once per verification, `step` per drafted token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax import cache as kv_cache
+from moa_jax import masks, target
+from moa_jax.cache import KV
+from moa_jax.config import DraftShape
+from moa_jax.drafters.api import Params, Shared, Tapped, Tree
+from moa_jax.drafters.grow import grow_chain
+from moa_jax.drafters.moa.blocks import Moa
+from moa_jax.layers import Block, CrossBlock, rotation
+
+Array = jax.Array
+
+
+class MoaCache(NamedTuple):
+    """Rows of verified tokens in SA, CA and (N > 0) the drafter's copy of the last N layers."""
+
+    self_attention: KV
+    cross_attention: KV
+    reused: tuple[KV, ...]
+
+
+def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
+    """Empty rows for every part."""
+    sa, ca, _ = moa.blocks
+    reused = range(moa.cfg.target_layer_inference)
+    return MoaCache(
+        kv_cache.empty(sa, batch, rows, dtype),
+        kv_cache.empty(ca, batch, rows, dtype),
+        tuple(kv_cache.empty(moa.target_cfg.block, batch, rows, dtype) for _ in reused),
+    )
+
+
+def extend(
+    moa: Moa,
+    params: Params,
+    shared: Shared,
+    cache: MoaCache,
+    tokens_BT: Array,
+    length_B: Array,
+    tapped: Tapped,
+) -> MoaCache:
+    """Adds verified tokens: SA rows from embeddings, CA rows from memory, copies for TLI."""
+    sa, ca, _ = moa.blocks
+    position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1])
+    x_BTD = target.embed(shared, tokens_BT)
+    sa_rows = Block(sa).apply(
+        {"params": params["self_attention"]}, x_BTD, rotation(sa, position_BT), method="rows"
+    )
+    ca_rows = CrossBlock(ca).apply(
+        {"params": params["cross_attention"]},
+        moa.memory(params, tapped.rows_LBKTE),
+        rotation(ca, position_BT),
+        method="rows",
+    )
+    last = [
+        jax.tree.map(lambda a, i=i: a[i - len(cache.reused)], tapped.rows_LBKTE)
+        for i in range(len(cache.reused))
+    ]
+    return MoaCache(
+        kv_cache.write(cache.self_attention, sa_rows, length_B),
+        kv_cache.write(cache.cross_attention, ca_rows, length_B),
+        tuple(kv_cache.write(c, r, length_B) for c, r in zip(cache.reused, last, strict=True)),
+    )
+
+
+def propose(
+    moa: Moa,
+    params: Params,
+    shared: Shared,
+    cache: MoaCache,
+    root_B: Array,
+    length_B: Array,
+    shape: DraftShape,
+) -> tuple[Tree, MoaCache]:
+    """A chain of `shape.num_drafted` tokens after the root."""
+
+    def level(cache: MoaCache, tokens_B1: Array, index: int) -> tuple[Array, MoaCache]:
+        return step(moa, params, shared, cache, tokens_B1, length_B, index)
+
+    return grow_chain(level, cache, root_B, shape.num_drafted)
+
+
+def step(
+    moa: Moa,
+    params: Params,
+    shared: Shared,
+    cache: MoaCache,
+    tokens_B1: Array,
+    length_B: Array,
+    index: int,
+) -> tuple[Array, MoaCache]:
+    """Logits after the `index`-th token of a chain that starts at the root (0).
+
+    SA and the reused layers see verified rows and the chain so far, CA verified rows only:
+
+        row        0 .. n-1 | n     n+1   ...     n = length
+        SA, TLI    x .. x   | root  draft ...
+        CA         x .. x   | .     .
+    """
+    sa, ca, _ = moa.blocks
+    row_B = length_B + index
+    position_B1 = row_B[:, None]
+    rows = cache.self_attention.k_BKSE.shape[2]
+    seen_B1S = masks.cached(masks.line(1), row_B, rows)
+    verified_B1S = (jnp.arange(rows) < length_B[:, None])[:, None, :]
+    x_B1D, _, sa_cache = Block(sa).apply(
+        {"params": params["self_attention"]},
+        target.embed(shared, tokens_B1),
+        rotation(sa, position_B1),
+        seen_B1S,
+        cache.self_attention,
+        row_B,
+    )
+    x_B1D = CrossBlock(ca).apply(
+        {"params": params["cross_attention"]},
+        x_B1D,
+        rotation(ca, position_B1),
+        cache.cross_attention,
+        verified_B1S,
+    )
+    reused = cache.reused
+    if reused:
+        block = moa.target_cfg.block
+        turn = rotation(block, position_B1)
+        x_B1D, _, _, reused = target.apply_blocks(
+            block, shared["layers"], x_B1D, turn, seen_B1S, reused, row_B
+        )
+        x_B1D = target.final_norm(block, shared, x_B1D)
+    cache = MoaCache(sa_cache, cache.cross_attention, reused)
+    return target.unembed(shared, x_B1D), cache

@@ -1,0 +1,173 @@
+"""Training a MoA drafter: which tokens count as known, the forward, the loss.
+
+One pass drafts at every position at once. What stands for "the target has verified this far"
+is the last known token: cross-attention sees memory up to it and no further, and reused
+layers get the target's own stream up to it and the drafter's after it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax import losses, masks, target
+from moa_jax.batch import Batch
+from moa_jax.config import MaskConfig
+from moa_jax.drafters.api import Params, Shared, Tapped
+from moa_jax.drafters.moa.blocks import Moa
+from moa_jax.layers import Block, CrossBlock, rotation
+
+Array = jax.Array
+
+SHORTEST_PERIOD, LONGEST_PERIOD = 6, 14  # of the known tokens that variable length sprinkles
+
+
+class Draws(NamedTuple):
+    """The random choices of one training step."""
+
+    known_BT: Array  # bool: tokens whose target activations the drafter may read
+    staircase_B: Array  # bool: rows whose SA sees only tokens after the last known one
+
+
+class Trace(NamedTuple):
+    """Every stage of the training forward, for the loss and for parity tests."""
+
+    memory_BTD: Array
+    sa_mask_BTT: Array
+    ca_mask_BTT: Array
+    sa_BTD: Array
+    ca_BTD: Array
+    entry_BTD: Array | None  # N > 0: what enters the reused layers
+    feature_BTD: Array  # goes to the head
+    logits_BTV: Array
+
+
+def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Draws:
+    """Which answer tokens count as known, and which rows use the staircase.
+
+    Known are all prompt tokens and, with variable future length, every 6th to 14th token
+    (one period a row, counted from the start of its conversation). A row uses the
+    staircase with a probability that falls from 1 to 0 over the first half of the run.
+    References: paper section 3.3; the authors step the probability once an epoch.
+    """
+    period_key, stair_key = jax.random.split(key)
+    B = batch.tokens_BT.shape[0]
+    known_BT = ~batch.response_BT
+    if mask_cfg.variable_future_length:
+        period_B1 = jax.random.randint(period_key, (B, 1), SHORTEST_PERIOD, LONGEST_PERIOD + 1)
+        known_BT |= batch.position_BT % period_B1 == 0
+    draw_B = jax.random.uniform(stair_key, (B,))
+    staircase_B = (draw_B >= staircase_threshold(progress)) & mask_cfg.staircase
+    return Draws(known_BT, staircase_B)
+
+
+def trace(
+    moa: Moa, params: Params, shared: Shared, batch: Batch, tapped: Tapped, draws: Draws
+) -> Trace:
+    """The training forward, every stage of it.
+
+    References: paper section 3; authors' train/moa_spec.py, `forward`.
+    """
+    sa, ca, _ = moa.blocks
+    segment_BT = batch.segment_BT
+    start_BT = masks.known_until(draws.known_BT, segment_BT)
+    causal_BTT = masks.causal(segment_BT)
+    stairs_BTT = masks.staircase(start_BT, segment_BT)
+    sa_mask_BTT = jnp.where(draws.staircase_B[:, None, None], stairs_BTT, causal_BTT)
+    ca_mask_BTT = masks.bounded_memory(start_BT, segment_BT)
+
+    memory_BTD = moa.memory(params, tapped.rows_LBKTE)
+    x_BTD = target.embed(shared, batch.tokens_BT, memory_BTD.dtype)
+    sa_BTD, *_ = Block(sa).apply(
+        {"params": params["self_attention"]},
+        x_BTD,
+        rotation(sa, batch.position_BT),
+        sa_mask_BTT,
+    )
+    ca_BTD = CrossBlock(ca).apply(
+        {"params": params["cross_attention"]},
+        sa_BTD,
+        memory_BTD,
+        rotation(ca, batch.position_BT),
+        ca_mask_BTT,
+        method=CrossBlock.both,
+    )
+    entry_BTD, feature_BTD = _reuse(moa, shared, batch, tapped, draws, ca_BTD, causal_BTT)
+    logits_BTV = target.unembed(shared, feature_BTD)
+    return Trace(
+        memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD, logits_BTV
+    )
+
+
+def _reuse(
+    moa: Moa,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    draws: Draws,
+    ca_BTD: Array,
+    causal_BTT: Array,
+) -> tuple[Array | None, Array]:
+    """TLI: known tokens enter the reused layers with the target's own stream."""
+    if not moa.cfg.target_layer_inference:
+        return None, ca_BTD
+    block = moa.target_cfg.block
+    entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
+    turn = rotation(block, batch.position_BT)
+    x_BTD, *_ = target.apply_blocks(block, shared["layers"], entry_BTD, turn, causal_BTT)
+    return entry_BTD, target.final_norm(block, shared, x_BTD)
+
+
+def loss(
+    moa: Moa,
+    mask_cfg: MaskConfig,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    key: Array,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """0.1 x cross-entropy to the target + feature distance (TLI: both its ends, halved).
+
+    References: paper section 3.4; authors' train/moa_spec.py.
+    """
+    draws = draw(mask_cfg, key, batch, progress)
+    return loss_of(trace(moa, params, shared, batch, tapped, draws), shared, batch, tapped)
+
+
+def loss_of(
+    found: Trace, shared: Shared, batch: Batch, tapped: Tapped
+) -> tuple[Array, dict[str, Array]]:
+    """The loss and its parts for a training forward."""
+    mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
+    target_logits_BTV = target.unembed(shared, tapped.hidden_BTD)
+    cross_entropy = mean(losses.soft_cross_entropy(target_logits_BTV, found.logits_BTV))
+    feature = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
+    parts = {
+        "cross_entropy": cross_entropy,
+        "kl": cross_entropy - mean(losses.entropy(target_logits_BTV)),
+        "feature_loss": feature,
+    }
+    if found.entry_BTD is None:
+        loss = 0.1 * cross_entropy + feature
+    else:
+        entry = mean(losses.smooth_l1(found.entry_BTD, tapped.streams[0]))
+        parts["prev_feature_loss"] = entry
+        loss = 0.1 * cross_entropy + 0.5 * feature + 0.5 * entry
+    return loss, {"loss": loss} | parts
+
+
+def teacher_forced(
+    moa: Moa, params: Params, shared: Shared, batch: Batch, tapped: Tapped, known_BT: Array
+) -> Array:
+    """Draft logits with memory of known tokens only and plain causal SA, as in decoding."""
+    draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
+    return trace(moa, params, shared, batch, tapped, draws).logits_BTV
+
+
+def staircase_threshold(progress: Array) -> Array:
+    """A row's uniform draw at or above this uses the staircase: 0 at first, 1 from half time."""
+    return jnp.minimum(2.0 * progress, 1.0)
