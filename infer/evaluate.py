@@ -1,0 +1,132 @@
+"""How a drafter does on conversations: tau, speed and sameness beside plain decoding, by source.
+
+    python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
+
+Each conversation gives one prompt: its history up to one of its user turns, another turn for
+each conversation. Both ways decode it on the device, one prompt at a time. Loops flatter tau,
+so the share of repeated 8-grams in the answers stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from infer.cli import Parser, progress, run
+from infer.pair import add_draft_flags, add_pair_flags, depth_of, load_pair
+from moa_jax import InputError, Result, Session
+from moa_jax.data import chat, corpora
+from moa_jax.tokenizer import load_tokenizer
+
+NGRAM = 8
+COLUMNS = ("source", "prompts", "tokens", "tau", "speedup", "repeated", "stopped", "same")
+
+
+class Answer(NamedTuple):
+    """One prompt answered both ways."""
+
+    source: str
+    drafted: Result
+    plain: Result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    if args.mode == "plain":
+        raise InputError("--mode plain: there is nothing to compare, use --mode chain")
+    target, drafter = load_pair(args)
+    drafted, plain = Session(target, drafter, depth_of(args)), Session(target)
+    tokenizer = load_tokenizer(target.folder)
+    prompts = list(itertools.islice(_prompts(args, tokenizer), args.limit))
+    if not prompts:
+        raise InputError(f"{args.conversations}: no conversation of {args.sources or 'any source'}")
+    answers = []
+    with progress(len(prompts), "prompts") as bar:
+        for source, prompt in prompts:
+            answers.append(
+                Answer(
+                    source,
+                    *(s.generate([prompt], args.max_new_tokens)[0] for s in (drafted, plain)),
+                )
+            )
+            bar.step()
+    rows = summarise(answers)
+    depth = drafted.shape.depth
+    print(json.dumps({"depth": depth, "rows": rows}) if args.json else as_table(rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("infer.evaluate", __doc__)
+    add_pair_flags(parser)
+    add_draft_flags(parser)
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--conversations", required=True, metavar="PATH", help="chat records")
+    group.add_argument("--sources", default="", help="names with commas; default: all")
+    group.add_argument("--limit", type=int, help="at most this many prompts")
+    group.add_argument("--max-prompt", type=int, default=256, help="longer prompts are left out")
+    group.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    sources = [name for name in args.sources.split(",") if name]
+    for index, record in enumerate(corpora.read(args.conversations, sources)):
+        messages = chat.messages_of(record)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        asked = messages[: turns[index % len(turns)] + 1]
+        prompt = chat.prompt_ids(tokenizer, asked)
+        if len(prompt) <= args.max_prompt:
+            yield record.get("source", "all").rpartition("#")[2], prompt
+
+
+def summarise(answers: list[Answer]) -> list[dict[str, Any]]:
+    """One row of figures a source, most prompts first, and one for all."""
+    by_source = defaultdict(list)
+    for answer in answers:
+        by_source[answer.source].append(answer)
+    groups = sorted(by_source.items(), key=lambda item: -len(item[1]))
+    return [_row(name, group) for name, group in [*groups, ("all", answers)]]
+
+
+def _row(source: str, answers: list[Answer]) -> dict[str, Any]:
+    drafted, plain = [a.drafted for a in answers], [a.plain for a in answers]
+    rounds = sum(result.rounds for result in drafted)
+    committed = sum(sum(result.accept_lengths) for result in drafted)
+    repeated = [repeats(result.token_ids) for result in drafted]
+    grams = sum(count for _, count in repeated)
+    return {
+        "source": source,
+        "prompts": len(answers),
+        "tokens": sum(len(result.token_ids) for result in drafted),
+        "tau": committed / rounds if rounds else None,
+        "speedup": sum(r.decode_s for r in plain) / sum(r.decode_s for r in drafted),
+        "repeated": sum(seen for seen, _ in repeated) / grams if grams else 0.0,
+        "stopped": sum(result.finish_reason == "stop" for result in drafted) / len(answers),
+        "same": sum(a.drafted.token_ids == a.plain.token_ids for a in answers),
+    }
+
+
+def repeats(tokens: list[int]) -> tuple[int, int]:
+    """How many 8-grams of an answer it has had before, and how many it has."""
+    grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
+    return len(grams) - len(set(grams)), len(grams)
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [[_cell(row[name]) for name in COLUMNS] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    run(main)
