@@ -29,7 +29,12 @@ from tests.oracle import moa as oracle
 from tests.oracle.recorded import Case
 
 recorded = pytest.mark.parametrize("folder", golden_cases("moa_", "train.npz"))
-FAMILIES = list(random_pair.FAMILIES)
+QUICK = [("llama", 0), ("llama31", 3), ("qwen2", 1), ("qwen3", 1)]
+PAIRS = [
+    pytest.param(family, n, marks=[] if (family, n) in QUICK else pytest.mark.slow)
+    for family in random_pair.FAMILIES
+    for n in (0, 1, 3)
+]
 
 
 class Pair(NamedTuple):
@@ -218,8 +223,7 @@ def random_opened(folder: Path, family: str, num_reused: int):
     return open_pair(folder, num_reused), batch
 
 
-@pytest.mark.parametrize("num_reused", [0, 1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "num_reused"), PAIRS)
 def test_random_draft_equals_oracle(family, num_reused, tmp_path):
     config, model, draft, rows, sample = random_case(family, num_reused)
     pair, batch = random_opened(tmp_path, family, num_reused)

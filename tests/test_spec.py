@@ -17,7 +17,12 @@ from tests.oracle import decode, random_pair
 
 NOTHING: list[int] = []  # stop ids that stop nothing
 FAMILIES = list(random_pair.FAMILIES)
-CASES = [(family, n) for family in FAMILIES for n in (0, 1, 3)]
+QUICK = [("llama", 0), ("llama31", 3), ("qwen2", 1), ("qwen3", 1)]
+CASES = [
+    pytest.param((family, n), marks=[] if (family, n) in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+    for n in (0, 1, 3)
+]
 
 
 class Pair:

@@ -28,7 +28,11 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids=lambda p: "-".join(map(str, (p[0], *p[1]))))
+@pytest.fixture(
+    scope="module",
+    params=TARGETS,
+    ids=lambda p: "-".join([p[0], *(f"{k}={v}" for k, v in p[1].items())]),
+)
 def saved(request, tmp_path_factory):
     """A random torch model, right-padded tokens, and the folder that transformers wrote."""
     family, sizes = request.param
