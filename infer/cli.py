@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from moa_jax.errors import InputError
 from moa_jax.version import __version__
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as shells count
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SECONDS_BETWEEN_LINES = 10.0
 
 Main = Callable[[list[str] | None], int | None]
@@ -39,13 +41,21 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
     """Keeps the lines of a description and shows those defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False
+        silent = action.default is None or action.default is False or action.default == ""
         return action.help if silent else super()._get_help_string(action)
+
+
+def positive(text: str) -> int:
+    """Type of a flag that takes a whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Run a program and exit with its code, or with 2 after one line for bad input.
 
+    A path that the system refuses and a full disk count as bad input.
     Ctrl-C exits with 130 and a closed pipe (`| head`) with 141, both without a word; any
     other exception is a fault of ours and keeps its traceback.
     """
@@ -53,16 +63,25 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
         code = main(arguments) or 0
         sys.stdout.flush()
     except InputError as error:
-        line = " ".join(str(error).split())
-        print(f"{_name(main)}: {line}", file=sys.stderr)
-        code = BAD_INPUT
+        code = _refuse(main, str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
         # What is still buffered must go somewhere, or Python complains of it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None and error.errno not in DISK_FULL:
+            raise
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        code = _refuse(main, f"{where}{error.strerror}: choose a path that can be used")
     sys.exit(code)
+
+
+def _refuse(main: Main, text: str) -> int:
+    """Print one line of a program's, and return the code to exit with."""
+    print(f"{_name(main)}: {' '.join(text.split())}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def _name(main: Main) -> str:

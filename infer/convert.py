@@ -31,10 +31,15 @@ from moa_jax.pretrained import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
+STATING = ("ours", "speculators")  # layouts that store what other files leave to a guess
 
 
 def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
-    """Write a drafter in another layout; returns what was done."""
+    """Write a drafter in another layout; returns what was done.
+
+    Raises InputError where a layout would state what was only assumed.
+    """
+    layout = flags.to or "ours"
     target = describe_target(flags.target)
     dtype = flags.dtype or stored_dtype(flags.draft)
     drafter = load_drafter(
@@ -44,6 +49,11 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
         target_layer_inference=flags.target_layer_inference,
         dtype=dtype,
     )
+    if layout in STATING and drafter.notices:
+        raise InputError(
+            f"{flags.draft}: {drafter.notices[0]}: layout {layout} would state that as a fact, "
+            "so say it with --target-layer-inference"
+        )
     depth = {} if drafter.depth is None else {"depth": drafter.depth}
     save_drafter(
         flags.output,
@@ -52,13 +62,13 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
         drafter.params,
         target,
         dtype,
-        layout=flags.to,
+        layout=layout,
         **depth,
     )
     return {
         "output": str(flags.output),
         "method": drafter.method,
-        "layout": flags.to,
+        "layout": layout,
         "dtype": str(dtype),
         "notices": list(drafter.notices),
     }
@@ -81,6 +91,10 @@ def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     flags = _parser().parse_args(arguments)
+    for flag in ("to", "method", "target_layer_inference"):
+        if not flags.draft and getattr(flags, flag) is not None:
+            shown = flag.replace("_", "-")
+            raise InputError(f"--{shown} describes a drafter: name it with --draft")
     if flags.output.exists() and not flags.overwrite:
         raise InputError(f"{flags.output} exists already: choose another or add --overwrite")
     done = convert_draft(flags) if flags.draft else convert_target(flags)
@@ -107,7 +121,7 @@ def _parser() -> Parser:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output", metavar="DIR", type=Path, required=True, help="new folder")
-    output.add_argument("--to", choices=FILE_LAYOUTS, default="ours", help="layout of a drafter")
+    output.add_argument("--to", choices=FILE_LAYOUTS, help="layout of a drafter; default: ours")
     output.add_argument("--dtype", choices=DTYPES, help="of the tensors; as stored if not given")
     output.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     output.add_argument("--json", action="store_true", help="print one JSON document")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infer.cli import Parser, progress, run
+from infer.cli import Parser, positive, progress, run
 from infer.pair import add_draft_flags, add_pair_flags, depth_of, load_pair
 from moa_jax import Result, Session
 from moa_jax.data import chat, corpora
@@ -24,19 +24,26 @@ from moa_jax.tokenizer import load_tokenizer
 
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
+    if args.temperature:
+        raise InputError(f"--temperature {args.temperature}: only 0 so far, greedy decoding")
+    if args.compare and (args.json or not _asked(args)):
+        raise InputError("--compare goes with --prompt, --prompt-ids or --prompts, as text")
     target, drafter = load_pair(args)
     writer = Writer(target.folder)
-    prompts = list(_prompts(args, writer))
     session = Session(target, drafter, depth_of(args))
+    if not args.json and not _asked(args):
+        _chat(session, args, writer)
+        return
+    prompts = list(_prompts(args, writer))
+    session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
     if args.json:
         _answer_as_json(session, prompts, args, writer)
-    elif prompts:
-        for prompt in prompts:
-            result = _answer_as_text(session, prompt, args, writer)
-            if args.compare:
-                print(_comparison(session, Session(target), result, args), file=sys.stderr)
-    else:
-        _chat(session, args, writer)
+        return
+    plain = Session(target)
+    for prompt in prompts:
+        result = _answer_as_text(session, prompt, args, writer)
+        if args.compare:
+            print(_comparison(session, plain, result, args), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_draft_flags(parser)
     group = parser.add_argument_group("answers")
-    group.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
+    group.add_argument("--temperature", type=float, default=0.0, help="0, greedy, is all so far")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     group.add_argument(
         "--compare", action="store_true", help="decode plainly too: same tokens? how much faster?"
@@ -80,14 +88,23 @@ class Writer:
         """Text as it grows; a character whose bytes are not all there yet waits."""
         ids: list[int] = []
         shown = 0
+        text: str | None = ""
         for part in parts:
             ids += part
             text = self.text(ids)
             if text is None:
                 yield " ".join(map(str, part)) + " "
-            elif not text.endswith("\ufffd"):
-                yield text[shown:]
-                shown = len(text)
+                continue
+            ready = max(shown, len(text.rstrip("\ufffd")))
+            yield text[shown:ready]
+            shown = ready
+        yield (text or "")[shown:]
+
+
+def _asked(args: argparse.Namespace) -> bool:
+    """Whether there are prompts; else a person sits at the terminal."""
+    flags = (args.prompt, args.prompt_ids, args.prompts)
+    return any(flag is not None for flag in flags) or not sys.stdin.isatty()
 
 
 def _prompts(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
@@ -123,8 +140,6 @@ def _prompt_of(record: dict[str, Any], where: str, writer: Writer) -> list[int]:
 def _answer_as_json(
     session: Session, prompts: list[list[int]], args: argparse.Namespace, writer: Writer
 ) -> None:
-    if not prompts:
-        raise InputError("--json without a prompt: give --prompt, --prompt-ids or --prompts")
     results = []
     with progress(len(prompts), "answers", quiet=len(prompts) == 1) as bar:
         for prompt in prompts:
@@ -137,7 +152,7 @@ def _answer_as_json(
         "mode": args.mode,
         "depth": session.shape.depth,
         "max_new_tokens": args.max_new_tokens,
-        "temperature": 0,
+        "temperature": args.temperature,
         "dtype": str(session.weights.target["embed"].dtype),
     }
     print(json.dumps({"results": results, "settings": settings}))
@@ -179,6 +194,7 @@ def _answer_as_text(
 
 def _figures(result: Result, num_drafted: int) -> str:
     parts = [f"{len(result.token_ids)} tokens", f"{result.rounds} rounds", f"tau {result.tau:.2f}"]
+    parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     if num_drafted and result.rounds:
         accepted = [
             sum(length > k for length in result.accept_lengths) / result.rounds
@@ -191,18 +207,19 @@ def _figures(result: Result, num_drafted: int) -> str:
 def _comparison(
     session: Session, plain: Session, streamed: Result, args: argparse.Namespace
 ) -> str:
-    """Both ways on the device from first to last token, compiled beforehand, best of three."""
-    best = {}
-    for name, decoder in (("plain", plain), ("drafted", session)):
-        runs = [decoder.generate([streamed.prompt_ids], args.max_new_tokens)[0] for _ in range(4)][
-            1:
-        ]
-        best[name] = max(runs, key=lambda run: run.tokens_per_s)
-    same = best["plain"].token_ids == best["drafted"].token_ids == streamed.token_ids
-    ratio = best["drafted"].tokens_per_s / best["plain"].tokens_per_s
+    """Both ways on the device from first to last token, in turns; medians of five runs each."""
+    runs: dict[str, list[Result]] = {"plain": [], "drafted": []}
+    for _ in range(6):  # the first of each is left out
+        for name, decoder in (("plain", plain), ("drafted", session)):
+            runs[name] += decoder.generate([streamed.prompt_ids], args.max_new_tokens)
+    middle = {
+        name: sorted(found[1:], key=lambda run: run.decode_s)[2] for name, found in runs.items()
+    }
+    same = middle["plain"].token_ids == middle["drafted"].token_ids == streamed.token_ids
+    ratio = middle["plain"].decode_s / middle["drafted"].decode_s
     lines = [
         f"{name:8} {run.tokens_per_s:7.1f} tokens/s, tau {run.tau:.2f}"
-        for name, run in best.items()
+        for name, run in middle.items()
     ]
     verdict = "the same tokens" if same else "DIFFERENT tokens"
     return "\n".join([*lines, f"drafting gives {verdict}, {ratio:.2f} x as fast"])

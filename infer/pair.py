@@ -11,12 +11,19 @@ from typing import Any
 import jax.numpy as jnp
 
 import moa_jax
+from infer.cli import positive
 from moa_jax import load_drafter, load_target
+from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
 
 DEMO = Path(moa_jax.__file__).parent / "demo"
 MODES = ("plain", "chain")
+_SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type)
+    "method": ("method", str),
+    "model": ("draft", str),
+    "num_speculative_tokens": ("num_speculative_tokens", int),
+}
 
 
 def add_pair_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +54,11 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(
         "--depth",
-        type=int,
+        type=positive,
         help="levels of a draft, the root included: 5 drafts 4 tokens; default: the drafter's",
     )
     depth.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="the same as --depth K+1"
+        "--num-speculative-tokens", type=positive, metavar="K", help="the same as --depth K+1"
     )
 
 
@@ -60,7 +67,7 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
 
     Raises InputError for models that are missing, damaged or not made for each other.
     """
-    apply_speculative_config(args)
+    _apply_speculative_config(args)
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     if args.target is None and args.draft is not None:
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
@@ -81,25 +88,31 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
 
 
 def depth_of(args: argparse.Namespace) -> int | None:
-    """The depth that the flags ask for, None for the drafter's own."""
+    """The depth that the flags ask for, None for the drafter's own; InputError if too deep."""
     if args.num_speculative_tokens is not None:
-        return args.num_speculative_tokens + 1
-    return args.depth
+        return DraftShape(args.num_speculative_tokens + 1).depth
+    return None if args.depth is None else DraftShape(args.depth).depth
 
 
-def apply_speculative_config(args: argparse.Namespace) -> None:
-    """Spreads vLLM's JSON over our flags; InputError for keys that mean nothing here."""
-    given = dict(args.speculative_config or {})
-    fields = {"method": "method", "model": "draft", "num_speculative_tokens": None}
-    unknown = sorted(set(given) - set(fields))
+def _apply_speculative_config(args: argparse.Namespace) -> None:
+    """Spreads vLLM's JSON over our flags; InputError for what we cannot take from it."""
+    given, args.speculative_config = args.speculative_config or {}, None
+    unknown = sorted(set(given) - set(_SPECULATIVE))
     if unknown:
         raise InputError(
             f"--speculative-config: {', '.join(unknown)} has no meaning here, "
-            f"known are {', '.join(fields)}"
+            f"known are {', '.join(_SPECULATIVE)}"
         )
-    for key, flag in fields.items():
-        if key in given:
-            setattr(args, flag or key, given[key])
+    for key, value in given.items():
+        flag, kind = _SPECULATIVE[key]
+        if type(value) is not kind or (kind is int and value < 1):
+            wanted = "text" if kind is str else "a whole number of at least 1"
+            raise InputError(f"--speculative-config: {key} is {value!r}, give {wanted}")
+        for same in (flag, "depth") if kind is int else (flag,):
+            if getattr(args, same, None) is not None:
+                shown = same.replace("_", "-")
+                raise InputError(f"--speculative-config states {key}: leave out --{shown}")
+        setattr(args, flag, value)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -6,6 +6,9 @@ S  rows of a cache            K  key-value heads                  M  memory widt
 N  nodes of a draft tree      G  query heads per key-value head      flattened keys and values
 F  width of a feed-forward    E  head size                        R  rounds of a generation
 C  capacity: tokens that one row of a generation can hold
+J  future positions: steps after the last token whose activations are known
+X  several axes joined, as the code beside it says
+W  nodes of one level of a draft tree
 
 `length_B` counts verified tokens: those whose keys and values stand in the caches.
 The token at index `length` is the root: committed, not yet in any cache.

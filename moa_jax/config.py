@@ -7,11 +7,20 @@ code). Numbers that change a model's output have no defaults.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from moa_jax.errors import InputError
 
 Family = Literal["llama", "qwen2", "qwen3"]
+MAX_DEPTH = 64  # a chain is unrolled into one program
+
+
+def _at_least(low: int, config: Any, *names: str) -> None:
+    """Raise InputError for the first of these fields that is no whole number from `low` on."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < low:
+            raise InputError(f"{name} is {value!r}: choose a whole number of at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +52,8 @@ class BlockConfig:
     qk_norm: bool = False  # RMSNorm on each query and key head before RoPE (Qwen3)
 
     def __post_init__(self) -> None:
+        counts = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        _at_least(1, self, *counts)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.num_heads} attention heads do not share {self.num_kv_heads} key-value "
@@ -71,6 +82,9 @@ class TargetConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
 
+    def __post_init__(self) -> None:
+        _at_least(1, self, "vocab_size", "num_layers", "max_position_embeddings")
+
     @property
     def memory_width(self) -> int:
         """M, the width of one layer's flattened keys and values for one token."""
@@ -89,6 +103,11 @@ class MoaConfig:
     layer_self_attention_intermediate_size: int
     target_layer_inference: int = 0  # the paper's N: target layers reused after CA
 
+    def __post_init__(self) -> None:
+        *sizes, reused = (field.name for field in dataclasses.fields(self))
+        _at_least(1, self, *sizes)
+        _at_least(0, self, reused)
+
 
 @dataclasses.dataclass(frozen=True)
 class DraftShape:
@@ -98,8 +117,9 @@ class DraftShape:
     breadth: int = 1
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise InputError(f"depth {self.depth} is below 1: 1 is plain decoding, 5 drafts 4")
+        _at_least(1, self, "depth", "breadth")
+        if self.depth > MAX_DEPTH:
+            raise InputError(f"depth is {self.depth}: choose at most {MAX_DEPTH}")
         if self.breadth != 1:
             raise InputError(f"breadth {self.breadth}: only chains (breadth 1) are drafted so far")
 
@@ -127,6 +147,10 @@ class DataConfig:
     # also trains on every user turn after the first answer
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _at_least(1, self, "max_length", "row_length", "rows_per_batch")
+        _at_least(0, self, "seed")
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
@@ -146,6 +170,10 @@ class OptimConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     accumulate: int = 1  # micro-batches averaged into one update
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "warmup_steps", "decay_steps")
+        _at_least(1, self, "total_steps", "accumulate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +196,10 @@ class RunConfig:
     keep_checkpoints: int = 2
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
+        _at_least(1, self, "keep_checkpoints")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,3 +226,6 @@ class DistillConfig:
     output: str  # folder of the finished drafter
     masks: MaskConfig = MaskConfig()
     horizon: int = 6  # future positions whose agreement is reported
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "horizon")

@@ -47,7 +47,8 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
     """Sums over one batch, with every (horizon + 1)-th token of an answer known.
 
     So each answer token is 0 to `horizon` steps after the last known one, as in rounds that
-    all accept `horizon` drafts. Returns sums of cross-entropy and entropy with their token
+    all accept `horizon` drafts. Known tokens are not asked: decoding never drafts after one,
+    but after the root, one step further. Returns sums of cross-entropy and entropy with their token
     count, and hits and counts by distance; `summarise` turns sums into figures.
     """
 
@@ -59,8 +60,8 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
         target_BTV = target.unembed(shared, tapped.hidden_BTD)
         start_BT = masks.known_until(known_BT, batch.segment_BT)
         distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
-        asked_BT = batch.response_BT & _next_is_answer(batch)
-        hits_K, counts_K = losses.agreement_by_distance(
+        asked_BT = batch.response_BT & _next_is_answer(batch) & (distance_BT > 0)
+        hits_J, counts_J = losses.agreement_by_distance(
             target_BTV, draft_BTV, distance_BT, asked_BT, horizon
         )
         cross_BT = losses.soft_cross_entropy(target_BTV, draft_BTV)
@@ -68,8 +69,8 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
             "cross_entropy": jnp.sum(cross_BT * asked_BT),
             "entropy": jnp.sum(losses.entropy(target_BTV) * asked_BT),
             "tokens": jnp.sum(asked_BT),
-            "hits_K": hits_K,
-            "counts_K": counts_K,
+            "hits_J": hits_J,
+            "counts_J": counts_J,
         }
 
     return probe
@@ -78,13 +79,13 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
 def summarise(sums: dict[str, Array]) -> dict[str, Any]:
     """Cross-entropy and KL per token, agreement by future position, and the simulated tau."""
     tokens = jnp.maximum(sums["tokens"], 1)
-    agreement_K = sums["hits_K"] / jnp.maximum(sums["counts_K"], 1)
+    agreement_J = sums["hits_J"] / jnp.maximum(sums["counts_J"], 1)
     cross_entropy = sums["cross_entropy"] / tokens
     return {
         "cross_entropy": cross_entropy,
         "kl": cross_entropy - sums["entropy"] / tokens,
-        "simulated_tau": losses.simulated_tau(agreement_K),
-        "agreement": agreement_K,
+        "simulated_tau": losses.simulated_tau(agreement_J),
+        "agreement": agreement_J,
     }
 
 

@@ -3,3 +3,8 @@
 
 class InputError(ValueError):
     """Bad input: one line that names the thing, says what is wrong and what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the lines that follow; its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

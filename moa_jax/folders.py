@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from moa_jax.convert import Shape
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -30,7 +30,7 @@ TOKENIZER_PATTERNS = (
     "merges.txt",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FLOATS = ("F16", "BF16", "F32", "F64")
+_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -46,7 +46,7 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
     if not _HUB_ID.fullmatch(name):
         raise InputError(f"{name} is not a folder: check the path")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError
 
     patterns = ["*.json", *TOKENIZER_PATTERNS, *(["*.safetensors"] if weights else [])]
     try:
@@ -55,9 +55,9 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
         raise InputError(
             f"{name} is gated on the hub: accept its licence there and run `hf auth login`"
         ) from error
-    except (RepositoryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # network, unknown name, bad cache: all of other types
         raise InputError(
-            f"{name} is neither a folder nor reachable as a hub id ({_first_line(error)}): "
+            f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}): "
             "check the spelling and the network"
         ) from error
 
@@ -119,21 +119,28 @@ class TensorReader:
                     f"{self._file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
                     f"config asks for {list(shape)}: use the config.json of these weights"
                 )
-            dtype = self._files[self._file_of[name]].get_slice(name).get_dtype()
-            if dtype not in _FLOATS:
-                raise InputError(
-                    f"{self._file_of[name]}: {name} is stored as {dtype}: "
-                    f"only {', '.join(_FLOATS)} are read, so save it in one of them"
-                )
+            self._float_of(name)
 
     @property
     def dtype(self) -> np.dtype:
-        """What the first tensor is stored in."""
-        return self.read(next(iter(self.shapes))).dtype
+        """What the first tensor is stored in; raises InputError without one, or for no float."""
+        if not self.shapes:
+            raise InputError(f"{self._folder} holds no tensors: fetch it again")
+        return np.dtype(self._float_of(next(iter(self.shapes))))
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in the dtype of the file."""
         return self._files[self._file_of[name]].get_tensor(name)
+
+    def _float_of(self, name: str) -> str:
+        """The name of the float dtype that a tensor is stored in; raises InputError for others."""
+        stored = self._files[self._file_of[name]].get_slice(name).get_dtype()
+        if stored not in _FLOATS:
+            raise InputError(
+                f"{self._file_of[name]}: {name} is stored as {stored}: "
+                f"only {', '.join(_FLOATS)} are read, so save it in one of them"
+            )
+        return _FLOATS[stored]
 
     def _report(self, verb: str, names: list[str]) -> None:
         if names:
@@ -159,7 +166,7 @@ def write_tensors(
     for name, tensor in tensors:
         held[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
         if last_of[file_of[name]] == name:
-            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            _write_safetensors(folder / file_of[name], held)
             held = {}
     if len(last_of) > 1:
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
@@ -205,8 +212,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
-        files = read_json(folder / _INDEX).get("weight_map", {}).values()
-        return [folder / file for file in sorted(set(files))]
+        file_of = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
+            raise InputError(
+                f"{folder / _INDEX}: weight_map does not map tensors to files: fetch it again"
+            )
+        return [folder / file for file in sorted(set(file_of.values()))]
     if any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"{folder} holds pytorch_model.bin but no safetensors, and pickles are never read: "
@@ -222,8 +233,20 @@ def _open_safetensors(path: Path) -> Any:
         raise InputError(f"{path} is missing though the index names it: fetch it again") from error
     except SafetensorError as error:
         raise InputError(
-            f"{path} is cut short or no safetensors file ({_first_line(error)}): fetch it again"
+            f"{path} is cut short or no safetensors file ({first_line(error)}): fetch it again"
         ) from error
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; the writer leaves files to their owner alone
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} cannot be written ({first_line(error)}): make room or choose another output"
+        ) from error
+    path.chmod(mode)
 
 
 def _plan_files(shapes: Mapping[str, Shape], itemsize: int) -> tuple[dict[str, str], int]:
@@ -240,7 +263,3 @@ def _plan_files(shapes: Mapping[str, Shape], itemsize: int) -> tuple[dict[str, s
         return dict.fromkeys(shapes, _SINGLE), total
     form = "model-{:05d}-of-{:05d}.safetensors".format
     return {name: form(n, number) for name, n in number_of.items()}, total
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

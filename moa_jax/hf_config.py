@@ -36,7 +36,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or width // heads,
         intermediate_size=need(config, "intermediate_size", where),
-        rms_norm_eps=need(config, "rms_norm_eps", where),
+        rms_norm_eps=float(need(config, "rms_norm_eps", where)),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         qkv_bias=attention_bias or family == "qwen2",

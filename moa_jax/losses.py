@@ -64,11 +64,11 @@ def agreement_by_distance(
     k-th drafted token of a round is chosen.
     """
     hit_BT = jnp.argmax(target_logits_BTV, -1) == jnp.argmax(draft_logits_BTV, -1)
-    step_K = jnp.arange(1, horizon + 1)
-    at_BTK = (distance_BT[..., None] == step_K) & response_BT[..., None]
-    return jnp.sum(hit_BT[..., None] & at_BTK, (0, 1)), jnp.sum(at_BTK, (0, 1))
+    step_J = jnp.arange(1, horizon + 1)
+    at_BTJ = (distance_BT[..., None] == step_J) & response_BT[..., None]
+    return jnp.sum(hit_BT[..., None] & at_BTJ, (0, 1)), jnp.sum(at_BTJ, (0, 1))
 
 
-def simulated_tau(rate_K: Array) -> Array:
+def simulated_tau(rate_J: Array) -> Array:
     """Tokens per verification of a chain if acceptances were independent: 1 + sum of products."""
-    return 1.0 + jnp.sum(jnp.cumprod(rate_K))
+    return 1.0 + jnp.sum(jnp.cumprod(rate_J))

@@ -11,11 +11,11 @@ import numpy as np
 
 
 class MetricsLog:
-    """Appends to a JSONL file; opened at step s it drops what an earlier run wrote from s on."""
+    """Appends to a JSONL file; opened at step s it drops what an earlier run wrote after s."""
 
     def __init__(self, path: Path, step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] < step]
+        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax import convert, folders
-from moa_jax.config import TargetConfig
+from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS
-from moa_jax.drafters.kinds import FileLayout, mispaired, target_sizes
-from moa_jax.errors import InputError
+from moa_jax.drafters.kinds import FileLayout, check_pairing, target_sizes
+from moa_jax.errors import InputError, first_line
 from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.placement import Layout, ShardingOf, read_params, write_params
 
@@ -52,7 +55,10 @@ def default_dtype() -> Any:
 
 
 def stored_dtype(path_or_hub_id: str | os.PathLike[str]) -> str:
-    """The float dtype of a model's files, "float32" where they hold float64."""
+    """The float dtype of a model's files, "float32" where they hold float64.
+
+    Raises InputError for files without tensors and for dtypes that are not read.
+    """
     name = folders.TensorReader(folders.find_folder(path_or_hub_id)).dtype.name
     return "float32" if name == "float64" else name
 
@@ -130,20 +136,19 @@ def load_drafter(
     folder = folders.find_folder(path_or_hub_id)
     config = folders.read_json(folder / "config.json")
     reader = folders.TensorReader(folder)
-    method = _method_of(method, config, reader, folder)
-    kind = DRAFTERS[method]
-    try:
-        _check_fingerprint(config.get("target", {}), target)
+    with _reading(folder / "config.json"):
+        method = _method_of(method, config, reader, folder)
+        kind = DRAFTERS[method]
+        check_pairing(config.get("target", {}), _fingerprint(target))
         cfg, notices = kind.read_config(
             config, reader.shapes, target.config, target_layer_inference
         )
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from None
-    table = kind.table(cfg, target.config)
+        table = kind.table(cfg, target.config)
+        depth = _depth_of(config)
     reader.check(convert.stored_shapes(table))
     dtype = target.params["embed"].dtype if dtype is None else dtype
     params = read_params(reader, table, dtype)
-    return LoadedDrafter(method, cfg, params, notices, folder, _depth_of(config))
+    return LoadedDrafter(method, cfg, params, notices, folder, depth)
 
 
 def save_drafter(
@@ -182,20 +187,35 @@ def save_drafter(
 def _describe(folder: Path) -> Target:
     path = folder / "config.json"
     config = folders.read_json(path)
-    return Target(
-        target_config_from_hf(config, str(path)), None, folder, _read_generation(folder, config)
-    )
+    with _reading(path):
+        cfg = target_config_from_hf(config, str(path))
+    own = folder / "generation_config.json"
+    sources = {own: folders.read_json(own) if own.is_file() else {}, path: config}
+    eos, pad = (_ids_of(sources, key) for key in ("eos_token_id", "pad_token_id"))
+    return Target(cfg, None, folder, Generation(eos, pad[0] if pad else None))
 
 
-def _read_generation(folder: Path, config: dict[str, Any]) -> Generation:
-    path = folder / "generation_config.json"
-    both = [folders.read_json(path) if path.is_file() else {}, config]
-    eos, pad = (
-        next((source[key] for source in both if source.get(key) is not None), None)
-        for key in ("eos_token_id", "pad_token_id")
-    )
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return Generation(tuple(eos_ids), pad)
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever the values of a file set off into an InputError that names where it lies."""
+    try:
+        yield
+    except InputError as error:
+        folder, text = str(path.parent), str(error)
+        raise InputError(text if folder in text else f"{folder}: {text}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{path} holds a value of the wrong type ({first_line(error)}): mend or fetch it"
+        ) from error
+
+
+def _ids_of(sources: dict[Path, dict[str, Any]], key: str) -> tuple[int, ...]:
+    """Token ids, one or a list, from the first file that states them."""
+    for path, source in sources.items():
+        if (value := source.get(key)) is not None:
+            with _reading(path):
+                return tuple(map(operator.index, value if isinstance(value, list) else [value]))
+    return ()
 
 
 def _generation_to_hf(generation: Generation) -> dict[str, Any]:
@@ -236,12 +256,6 @@ def _fingerprint(target: Target) -> dict[str, Any]:
     return target_sizes(target.config) | {"tokenizer_sha256": tokenizer}
 
 
-def _check_fingerprint(stated: dict[str, Any], target: Target) -> None:
-    for key, of_target in _fingerprint(target).items():
-        if None not in (stated.get(key), of_target) and stated[key] != of_target:
-            raise mispaired(key, stated[key], of_target)
-
-
 def _speculators_config(method: str, target: Target, depth: int) -> dict[str, Any]:
     """The block by which the speculators library and vLLM pair a drafter with its target."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": depth - 1}
@@ -259,7 +273,7 @@ def _speculators_config(method: str, target: Target, depth: int) -> dict[str, An
 def _depth_of(config: dict[str, Any]) -> int | None:
     methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
-    return None if tokens is None else tokens + 1
+    return None if tokens is None else DraftShape(tokens + 1).depth
 
 
 def _harmless_extras(reader: folders.TensorReader, cfg: TargetConfig) -> list[str]:

@@ -7,7 +7,6 @@ result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from moa_jax.config import DraftShape
 from moa_jax.drafters import DRAFTERS
 from moa_jax.errors import InputError
+from moa_jax.precision import matmul_precision
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.spec import step
 from moa_jax.spec.step import DecodeState, Limits, Setup, Weights
@@ -61,7 +61,8 @@ class Session:
         self, target: Target, drafter: LoadedDrafter | None = None, depth: int | None = None
     ) -> None:
         """Without a drafter, or with depth 1, decoding is plain."""
-        depth = depth or (drafter and drafter.depth) or DEFAULT_DEPTH
+        if depth is None:
+            depth = (drafter and drafter.depth) or DEFAULT_DEPTH
         self.shape = DraftShape(depth if drafter else 1)
         drafter = drafter if self.shape.num_drafted else None
         functions = drafter and DRAFTERS[drafter.method].make(drafter.config, target.config)
@@ -92,9 +93,7 @@ class Session:
         end-of-text ids. Raises InputError for an empty
         prompt, ids outside the vocabulary, or more tokens than the target's positions.
         """
-        wanted = [max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens
-        wanted_B = np.broadcast_to(np.array(wanted, np.int32), len(prompts))
-        state, limits, prefill_s = self._start(prompts, wanted_B, stop_ids)
+        state, limits, prefill_s = self._start(prompts, max_new_tokens, stop_ids)
         decode = self._compiled(self._decode, self.weights, state, limits)
         begin = time.perf_counter()
         state = jax.block_until_ready(decode(self.weights, state, limits))
@@ -108,9 +107,7 @@ class Session:
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[list[int] | Result]:
         """Yields each round's new tokens as lists, and last the Result."""
-        state, limits, prefill_s = self._start(
-            [prompt], np.array([max_new_tokens], np.int32), stop_ids
-        )
+        state, limits, prefill_s = self._start([prompt], max_new_tokens, stop_ids)
         advance = self._compiled(self._round, self.weights, state, limits)
         length, decode_s = len(prompt), 0.0
         yield [int(state.tokens_BC[0, length])]
@@ -126,10 +123,10 @@ class Session:
     def _start(
         self,
         prompts: Sequence[Sequence[int]],
-        wanted_B: np.ndarray,
+        max_new_tokens: int | Sequence[int],
         stop_ids: Sequence[int] | None,
     ) -> tuple[DecodeState, Limits, float]:
-        self._check(prompts, wanted_B)
+        wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
         for row, prompt in zip(prompt_BT, prompts, strict=True):
@@ -137,7 +134,7 @@ class Session:
         ids = self.target.generation.eos_ids if stop_ids is None else tuple(stop_ids)
         limits = Limits(
             jnp.asarray(lengths_B + wanted_B),
-            jnp.array([*ids, *[-1] * (-len(ids) % 8 or 8 * (not ids))], jnp.int32),
+            jnp.array([*ids, *[-1] * (max(8, -(-len(ids) // 8) * 8) - len(ids))], jnp.int32),
         )
         capacity = prompt_BT.shape[1] + bucket(int(wanted_B.max()))
         read = (self.weights, prompt_BT, lengths_B, limits)
@@ -146,17 +143,22 @@ class Session:
         state = jax.block_until_ready(prefill(*read))
         return state, limits, time.perf_counter() - begin
 
-    def _check(self, prompts: Sequence[Sequence[int]], wanted_B: np.ndarray) -> None:
+    def check(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
+    ) -> list[int]:
+        """How many tokens each prompt may get; raises InputError as `generate` does."""
         vocab_size = self.target.config.vocab_size
         positions = self.target.config.max_position_embeddings
+        same = isinstance(max_new_tokens, int)
+        wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
         if not prompts:
             raise InputError("no prompts: give at least one")
-        for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B.tolist(), strict=True)):
+        for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B, strict=True)):
             if wanted < 1:
                 raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
             if not len(prompt):
                 raise InputError(f"prompt {index} is empty: give it at least one token")
-            wrong = [token for token in prompt if not 0 <= token < vocab_size]
+            wrong = [token for token in prompt if not _is_id(token, vocab_size)]
             if wrong:
                 raise InputError(
                     f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
@@ -167,6 +169,7 @@ class Session:
                     f"prompt {index} has {len(prompt)} tokens and {wanted} are to follow, "
                     f"but the target has {positions} positions: shorten one of the two"
                 )
+        return wanted_B
 
     def _compiled(self, function: Any, *arguments: Any, **static: Any) -> Any:
         """The program for arguments of these shapes, compiled apart from any timing."""
@@ -174,15 +177,9 @@ class Session:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (function, structure, shapes, *static.items())
         if key not in self._programs:
-            with self._precision():
+            with matmul_precision(self.weights.target["embed"].dtype):
                 self._programs[key] = function.lower(*arguments, **static).compile()
         return self._programs[key]
-
-    def _precision(self) -> contextlib.AbstractContextManager[None]:
-        """Float32 weights mean float32 products, also where the hardware has a faster kind."""
-        if self.weights.target["embed"].dtype == jnp.float32:
-            return jax.default_matmul_precision("highest")
-        return contextlib.nullcontext()
 
     def _results(
         self,
@@ -223,12 +220,16 @@ def bucket(count: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
 
 
+def _is_id(token: Any, vocab_size: int) -> bool:
+    return isinstance(token, int | np.integer) and 0 <= token < vocab_size
+
+
 def _streamed_round(
     setup: Setup, weights: Weights, state: DecodeState, limits: Limits
 ) -> tuple[DecodeState, jax.Array]:
     """A round, and what the host wants of it in one array: count, done, the new tokens."""
     before = state.length_B[0]
-    state = step.round_(setup, weights, state, limits)
+    state = step.advance(setup, weights, state, limits)
     new_N = jax.lax.dynamic_slice(state.tokens_BC[0], (before + 1,), (setup.shape.depth,))
     facts = jnp.stack([state.length_B[0] - before, state.done_B[0].astype(jnp.int32)])
     return state, jnp.concatenate([facts, new_N])

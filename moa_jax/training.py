@@ -48,20 +48,10 @@ def make_update(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         progress = state.step / total_steps
 
-        def micro(total, item):
-            part, index = item
-            found = gradient(state.params, frozen, part, jax.random.fold_in(key, index), progress)
-            return jax.tree.map(jnp.add, total, found), None
+        def micro(index: Array, part: Batch) -> tuple[Params, Metrics]:
+            return gradient(state.params, frozen, part, jax.random.fold_in(key, index), progress)
 
-        split = lambda x: x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])  # noqa: E731
-        parts = jax.tree.map(split, batch)
-        shapes = jax.eval_shape(gradient, state.params, frozen, _first(parts), key, progress)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        if accumulate == 1:
-            (grads, metrics), _ = micro(zeros, (_first(parts), 0))
-        else:
-            (grads, metrics), _ = lax.scan(micro, zeros, (parts, jnp.arange(accumulate)))
-        grads, metrics = jax.tree.map(lambda x: x / accumulate, (grads, metrics))
+        grads, metrics = _mean_over_parts(micro, batch, accumulate)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": optax.tree.norm(grads)}
@@ -70,5 +60,17 @@ def make_update(
     return update
 
 
-def _first(parts: Batch) -> Batch:
-    return jax.tree.map(lambda x: x[0], parts)
+def _mean_over_parts(function: Callable[[Array, Batch], Any], batch: Batch, parts: int) -> Any:
+    """The mean of `function(index, part)` over runs of neighbouring rows, one at a time."""
+    if parts == 1:
+        return function(jnp.int32(0), batch)
+    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+
+    def add(total: Any, item: tuple[Array, Batch]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(*item)), None
+
+    first = jax.tree.map(lambda x: x[0], split)
+    shapes = jax.eval_shape(function, jnp.int32(0), first)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    total, _ = lax.scan(add, zeros, (jnp.arange(parts), split))
+    return jax.tree.map(lambda x: x / parts, total)

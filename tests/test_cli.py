@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import io
 import os
 import subprocess
@@ -24,17 +26,29 @@ def parsing(arguments):
     parser = cli.Parser("infer.toy", "A toy.\n\n    kept as it is")
     parser.add_argument("--depth", type=int, default=5, help="levels")
     parser.add_argument("--seed", type=int, help="of the draws")
+    parser.add_argument("--system", default="", help="words before")
+    parser.add_argument("--limit", type=cli.positive, help="at most")
     parser.add_argument("--json", action="store_true", help="one document")
     parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize("flags", [["--depht", "3"], ["--depth", "three"], ["--dep", "3"]])
-def test_a_bad_flag_is_one_line_and_exit_2(flags, capsys):
+BAD = "--depht 3", "--depth three", "--dep 3", "--limit 0", "--limit -1", "--limit 1.5"
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_flag_is_one_line_and_exit_2(line, capsys):
+    flags = line.split()
     assert exit_code(parsing, flags) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("infer.toy: ") and shown.err.count("\n") == 1
     assert flags[0] in shown.err and "--help" in shown.err
+
+
+def test_positive_takes_whole_numbers_from_1():
+    assert (cli.positive("1"), cli.positive("20")) == (1, 20)
+    with pytest.raises(argparse.ArgumentTypeError, match="'0' is not a whole number of at least 1"):
+        cli.positive("0")
 
 
 def test_version(capsys):
@@ -56,6 +70,30 @@ def test_bad_input_is_one_line_and_exit_2(capsys):
     assert exit_code(main) == 2
     line = f"{__name__}: weights.safetensors: cut short fetch it again\n"
     assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize("name, reason", [("a-file/x", "Not a directory"), (".", "Is a dir")])
+def test_a_path_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, name, reason, capsys):
+    (tmp_path / "a-file").touch()
+    path = tmp_path / name
+    assert exit_code(lambda arguments: path.write_text("x")) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(f"{__name__}: {path}: {reason}")
+    assert shown.err.endswith(": choose a path that can be used\n")
+
+
+def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
+    def full(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def wrong(arguments):
+        raise OSError("ours")
+
+    assert exit_code(full) == 2
+    said = "No space left on device: choose a path that can be used"
+    assert capsys.readouterr().err == f"{__name__}: {said}\n"
+    with pytest.raises(OSError, match="ours"):
+        cli.run(wrong)
 
 
 def test_interruption_is_quiet(capsys):

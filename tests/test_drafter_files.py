@@ -141,6 +141,10 @@ def test_the_kind_is_read_off_tensors_where_the_config_does_not_tell(pair):
 # ---- bad input ----------------------------------------------------------------------------
 
 
+def proposing(tokens):
+    return {"speculators_config": {"proposal_methods": [{"speculative_tokens": tokens}]}}
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
@@ -152,6 +156,16 @@ def test_the_kind_is_read_off_tensors_where_the_config_does_not_tell(pair):
         ({"cross_attention_intermediate_size": 7}, "is 7 but the tensors have 36"),
         ({N: 6}, "target_layer_inference is 6, but the target has 5 layers"),
         ({"method": "eagle9"}, "holds a drafter of kind 'eagle9'"),
+        ({"cross_attention_num_key_value_heads": 0}, "is 0 but the tensors have"),
+        ({"target": "x"}, "config.json holds a value of the wrong type"),
+        ({"architectures": 3}, "config.json holds a value of the wrong type"),
+        ({"method": ["moa"]}, "config.json holds a value of the wrong type"),
+        ({N: "1"}, "config.json holds a value of the wrong type"),
+        ({N: -1}, "target_layer_inference is -1"),
+        ({"transformer_layer_config": 3}, "config.json holds a value of the wrong type"),
+        ({"speculators_config": None}, "config.json holds a value of the wrong type"),
+        (proposing("4"), "config.json holds a value of the wrong type"),
+        (proposing(-1), "depth is 0: choose a whole number of at least 1"),
     ],
 )
 def test_contradictions_in_the_authors_config_are_refused(pair, change, says):
@@ -165,7 +179,7 @@ def test_our_config_refuses_another_target(ours, key):
     stated = config_json(ours / "draft")["target"]
     edit_json(ours / "draft" / "config.json", target=stated | {key: "other"})
     said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
-    assert f"belongs to another target: {key} is other in its files" in said
+    assert f"belongs to another target: {key} is 'other' in its files" in said
 
 
 def test_another_tokenizer_is_refused(ours):
@@ -204,6 +218,9 @@ def test_an_n_that_contradicts_the_files_is_refused(ours):
 # ---- the program --------------------------------------------------------------------------
 
 
+STATED = ("--target-layer-inference", "0")
+
+
 def convert(*arguments, **flags):
     main([*arguments, *(str(x) for k, v in flags.items() for x in (f"--{k}", v))])
 
@@ -223,10 +240,11 @@ def test_layouts_convert_into_each_other(pair, tmp_path):
     source = slim_pair(pair)
     target = describe_target(pair / "target")
     for one in LAYOUTS:
-        convert(**source, to=one, output=tmp_path / one)
+        convert(*STATED, **source, to=one, output=tmp_path / one)
+        stated = () if one in ("ours", "speculators") else STATED
         for other in LAYOUTS:
             new = tmp_path / f"{one}-{other}"
-            convert(target=pair / "target", draft=tmp_path / one, to=other, output=new)
+            convert(*stated, target=pair / "target", draft=tmp_path / one, to=other, output=new)
             assert_same_tensors(pair / "draft", new)
             direct = config_json(tmp_path / other) if (tmp_path / other).exists() else None
             assert direct is None or config_json(new) == direct
@@ -259,14 +277,34 @@ def test_what_the_fork_cannot_run_is_not_written_for_it(saved, tmp_path, family,
 
 def test_dtypes_convert_and_existing_folders_stay(pair, tmp_path, capsys):
     new, target = tmp_path / "new", pair / "target"
-    convert("--json", target=target, draft=pair / "draft", output=new, dtype="bfloat16")
+    flags = dict(target=target, draft=pair / "draft", dtype="bfloat16")
+    convert("--json", *STATED, **flags, output=new)
     done = json.loads(capsys.readouterr().out)
-    assert (done["layout"], done["dtype"]) == ("ours", "bfloat16") and N in done["notices"][0]
+    assert (done["layout"], done["dtype"], done["notices"]) == ("ours", "bfloat16", [])
     assert stored_dtype(new) == "bfloat16"
     assert "--overwrite" in refusal(convert, target=target, output=new)
     convert("--overwrite", target=target, output=new)
     assert_same_tensors(target, new)
     assert load_target(new).config == load_target(target).config
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_assumed_n_is_not_written_down(pair, tmp_path, layout, capsys):
+    flags = slim_pair(pair) | dict(to=layout, output=tmp_path / "new")
+    if layout in ("ours", "speculators"):
+        said = refusal(convert, **flags)
+        assert f"do not state {N}" in said and "--target-layer-inference" in said
+        assert not (tmp_path / "new").exists()
+    else:
+        convert(**flags)
+        assert N in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag, value", [("to", "ours"), ("method", "moa"), (N, 0)])
+def test_what_describes_a_drafter_needs_one(pair, tmp_path, flag, value):
+    shown = flag.replace("_", "-")
+    said = refusal(convert, target=pair / "target", output=tmp_path / "new", **{shown: value})
+    assert said == f"--{shown} describes a drafter: name it with --draft"
 
 
 # ---- the real pair ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ PACKAGES = ("moa_jax", "train", "infer", "configs")
 BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it likes
 
 BASE = {"errors", "config", "batch", "axes"}
-BLOCKS = BASE | {"masks", "rope", "layers", "cache"}
+BLOCKS = BASE | {"masks", "layers", "cache", "precision"}
 MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement"}
 DRAFTERS = MODELS | {"losses", "drafters", "drafters.api"}
 DECODING = MODELS | {"drafters.api", "spec"}  # never a drafter by name
@@ -35,7 +35,7 @@ TABLE: dict[str, set[str]] = {
     "training": BASE | {"optim"},
     "checkpoint": BASE | {"training"},  # the state that it stores
     "masks": BLOCKS,
-    "rope": BLOCKS,
+    "precision": BLOCKS,
     "layers": BLOCKS,
     "cache": BLOCKS,
     "target": MODELS,

@@ -1,9 +1,9 @@
 """The MoA drafter against the authors' recorded numbers, and against the torch oracle."""
 
+import dataclasses
 import functools
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from moa_jax.batch import Batch
 from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, OptimConfig, TargetConfig
 from moa_jax.distillation import tap
 from moa_jax.drafters import DRAFTERS
-from moa_jax.drafters.api import Tapped
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_from_hf
 from moa_jax.optim import optimizer, schedule
+from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.training import init_state, make_update
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import golden_cases
@@ -37,17 +37,44 @@ PAIRS = [
 ]
 
 
-class Pair(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Pair:
     """A loaded pair with the drafter's stages in reach."""
 
-    target: object
-    drafter: object
+    target: Target
+    drafter: LoadedDrafter
     moa: Moa
     shared: dict
 
-    def tap(self, batch: Batch) -> Tapped:
-        functions = DRAFTERS["moa"].make(self.drafter.config, self.target.config)
-        return tap(self.target.config, functions, self.target.params, batch, jnp.float32)
+    @functools.cached_property
+    def tap(self):
+        """(batch) -> what a target pass gives the drafter."""
+        functions = make(self.drafter.config, self.target.config)
+        one = lambda batch: tap(  # noqa: E731
+            self.target.config, functions, self.target.params, batch, jnp.float32
+        )
+        return jax.jit(one)
+
+    @functools.cached_property
+    def trace(self):
+        """(batch, draws) -> the training forward and its losses."""
+
+        def trace(batch: Batch, draws: train.Draws):
+            tapped = self.tap(batch)
+            found = train.trace(self.moa, self.drafter.params, self.shared, batch, tapped, draws)
+            return found, train.loss_of(found, self.shared, batch, tapped)[1]
+
+        return jax.jit(trace)
+
+    @functools.cached_property
+    def gradient(self):
+        """(batch, draws) -> the loss's gradient and its parts."""
+
+        def gradient(batch: Batch, draws: train.Draws):
+            gradient = jax.grad(self.loss(draws), has_aux=True)
+            return gradient(self.drafter.params, None, batch, None, 0.0)
+
+        return jax.jit(gradient)
 
     def tensors(self, params) -> dict[str, np.ndarray]:
         """Parameters (or gradients) under the authors' names and in their layout."""
@@ -63,8 +90,8 @@ class Pair(NamedTuple):
 
         def loss(params, frozen, batch, key, progress):
             tapped = self.tap(batch)
-            trace = train.trace(self.moa, params, self.shared, batch, tapped, draws)
-            return train.loss_of(trace, self.shared, batch, tapped)
+            found = train.trace(self.moa, params, self.shared, batch, tapped, draws)
+            return train.loss_of(found, self.shared, batch, tapped)
 
         return loss
 
@@ -113,11 +140,10 @@ def test_draft_training_forward(folder):
     case, pair, batch = recorded_pair(folder)
     real_BT = case.real_BT.numpy()
     both_BTT = real_BT[:, :, None] & real_BT[:, None, :]
-    tapped = pair.tap(batch)
     for variant in case.variants:
         expected = {k: v.numpy() for k, v in case.train.items() if k.startswith(variant)}
         draws = draws_of(case.sample(variant))
-        trace = train.trace(pair.moa, pair.drafter.params, pair.shared, batch, tapped, draws)
+        trace, parts = pair.trace(batch, draws)
         for name, ours in (("sa_mask", trace.sa_mask_BTT), ("ca_mask", trace.ca_mask_BTT)):
             wanted = np.broadcast_to(expected[f"{variant}/{name}"], ours.shape)
             np.testing.assert_array_equal(np.asarray(ours)[both_BTT], wanted[both_BTT], name)
@@ -126,7 +152,6 @@ def test_draft_training_forward(folder):
             stages |= dict(tli_in=trace.entry_BTD, feature=trace.feature_BTD)
         for name, ours in stages.items():
             assert_close(ours[real_BT], expected[f"{variant}/{name}"][real_BT], name)
-        _, parts = train.loss_of(trace, pair.shared, batch, tapped)
         names = dict(forward_KL="cross_entropy", feature_loss="feature_loss", loss="loss")
         if case.num_reused:
             names["prev_feature_loss"] = "prev_feature_loss"
@@ -139,9 +164,8 @@ def test_draft_gradients(folder):
     case, pair, batch = recorded_pair(folder)
     recorded_grads = case.arrays("grads.npz")
     for variant in sorted({name.split("/")[0] for name in recorded_grads}):
-        loss = pair.loss(draws_of(case.sample(variant)))
-        gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, None, batch, None, 0.0)[0]))
-        for name, ours in pair.tensors(gradient(pair.drafter.params)).items():
+        gradient, _ = pair.gradient(batch, draws_of(case.sample(variant)))
+        for name, ours in pair.tensors(gradient).items():
             assert_norm_close(ours, recorded_grads[f"{variant}/{name}"].numpy(), name)
 
 
@@ -181,21 +205,18 @@ def test_draft_cached_equals_training(folder):
 
 def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) -> None:
     """Each row's first answer, drafted as in decoding with memory of the prompt only."""
+    params, rows = pair.drafter.params, batch.tokens_BT.shape[1] + 1
+    extend, step = (jax.jit(partial(f, pair.moa)) for f in (decode.extend, decode.step))
     for b in range(len(response_BT)):
         start = int(response_BT[b].argmax())
         count = int(np.argmin(np.append(response_BT[b, start:], 0)))
         one = jax.tree.map(lambda x, b=b: x[b : b + 1], batch)
-        rows = one.tokens_BT.shape[1] + 1
-        tapped = pair.tap(one)
-        functions = DRAFTERS["moa"].make(pair.drafter.config, pair.target.config)
-        state = functions.init_cache(1, rows, jnp.float32)
+        cache = decode.init_cache(pair.moa, 1, rows, jnp.float32)
         zero_B, length_B = jnp.zeros(1, jnp.int32), jnp.array([start])
-        params = pair.drafter.params
-        state = functions.extend(params, pair.shared, state, one.tokens_BT, zero_B, tapped)
-        step = jax.jit(partial(decode.step, pair.moa), static_argnums=5)
+        cache = extend(params, pair.shared, cache, one.tokens_BT, zero_B, pair.tap(one))
         for index in range(count):
             token_B1 = one.tokens_BT[:, start + index, None]
-            logits, state = step(params, pair.shared, state, token_B1, length_B, index)
+            logits, cache = step(params, pair.shared, cache, token_B1, length_B, index)
             assert_close(logits[0, 0], expected_BTV[b, start + index], f"row {b} step {index}")
 
 
@@ -232,8 +253,8 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
     forward, losses = learn.evaluate(theirs, sample)
     gradients = learn.gradients(config, state, draft, num_reused, sample)
 
-    draws, tapped = draws_of(sample), pair.tap(batch)
-    trace = train.trace(pair.moa, pair.drafter.params, pair.shared, batch, tapped, draws)
+    draws = draws_of(sample)
+    trace, parts = pair.trace(batch, draws)
     real_BT = rows.attention_mask.numpy() == 1
     for name, ours, expected in (
         ("memory", trace.memory_BTD, forward.memory.memory),
@@ -243,8 +264,7 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
         ("logits", trace.logits_BTV, forward.logits_BTV),
     ):
         assert_close(ours[real_BT], expected.detach().numpy()[real_BT], name)
-    loss = pair.loss(draws)
-    gradient, parts = jax.grad(loss, has_aux=True)(pair.drafter.params, None, batch, None, 0.0)
+    gradient, parts = pair.gradient(batch, draws)
     assert_value(parts["loss"], losses.loss, "loss")
     for name, ours in pair.tensors(gradient).items():
         assert_norm_close(ours, gradients[name].numpy(), name)
@@ -254,15 +274,7 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
 def test_random_draft_cached_equals_training(num_reused, tmp_path):
     *_, rows, sample = random_case("qwen3", num_reused)
     pair, batch = random_opened(tmp_path, "qwen3", num_reused)
-    known_BT, nobody_B = ~batch.response_BT, jnp.zeros(3, bool)
-    trace = train.trace(
-        pair.moa,
-        pair.drafter.params,
-        pair.shared,
-        batch,
-        pair.tap(batch),
-        train.Draws(known_BT, nobody_B),
-    )
+    trace, _ = pair.trace(batch, train.Draws(~batch.response_BT, jnp.zeros(3, bool)))
     assert_cached_equals(pair, batch, np.asarray(trace.logits_BTV), rows.response_mask.numpy())
 
 
@@ -273,11 +285,8 @@ def test_packed_equals_unpacked(num_reused, tmp_path):
     keep = jax.tree.map(lambda x: x[1:], batch)  # rows of 17 and 12 tokens, padded to 23
     join = lambda x: jnp.concatenate([x[0, :17], x[1, :12]])[None]  # noqa: E731
     packed = Batch(*map(join, keep))._replace(segment_BT=jnp.array([[1] * 17 + [2] * 12]))
-    one = lambda b, known, stairs: jax.grad(pair.loss(train.Draws(known, stairs)), has_aux=True)(  # noqa: E731
-        pair.drafter.params, None, b, None, 0.0
-    )
-    separate, parts = one(keep, ~keep.response_BT, jnp.array([True, True]))
-    together, same = one(packed, ~packed.response_BT, jnp.array([True]))
+    one = lambda b: pair.gradient(b, train.Draws(~b.response_BT, jnp.ones(len(b[0]), bool)))  # noqa: E731
+    (separate, parts), (together, same) = one(keep), one(packed)
     assert_value(same["loss"], parts["loss"], "loss")
     jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), together, separate)
 

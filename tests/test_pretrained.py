@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tests.model_folders import (
     assert_same_tensors,
     edit_json,
     edit_tensors,
+    refusal,
     save_random_pair,
     tensors_of,
 )
@@ -108,6 +110,19 @@ def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
     expected = tensors["lm_head.weight"].astype(dtype).T
     np.testing.assert_array_equal(target.params["lm_head"], expected)
     assert stored_dtype(pair / "target") == {"float64": "float32"}.get(stored, stored)
+
+
+@pytest.mark.parametrize(
+    "tensors, says",
+    [
+        ({}, "holds no tensors"),
+        ({"w": np.ones(4, ml_dtypes.float8_e4m3fn)}, "w is stored as F8_E4M3"),
+        ({"w": np.ones(4, np.int8)}, "w is stored as I8"),
+    ],
+)
+def test_only_float_files_have_a_stored_dtype(tmp_path, tensors, says):
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert says in refusal(stored_dtype, tmp_path)
 
 
 def test_several_files_with_an_index_are_read_and_written(saved, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The target against transformers' torch models, layer by layer, and at the sizes of real ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,18 +44,21 @@ def saved(request, tmp_path_factory):
     return model, random_pair.random_batch(config.vocab_size, LENGTHS, seed=3), folder
 
 
-def run(loaded, tokens_BT, **changes):
+def run(loaded, tokens_BT):
     """One pass without caches, every residual stream tapped."""
     B, T = tokens_BT.shape
-    return target.forward(
-        loaded.config,
-        loaded.params,
-        tokens_BT,
-        jnp.broadcast_to(jnp.arange(T), (B, T)),
-        masks.causal(jnp.ones((B, T), jnp.int32)),
-        tap=range(loaded.config.num_layers),
-        **changes,
-    )
+
+    def run(params, tokens_BT):
+        return target.forward(
+            loaded.config,
+            params,
+            tokens_BT,
+            jnp.broadcast_to(jnp.arange(T), (B, T)),
+            masks.causal(jnp.ones((B, T), jnp.int32)),
+            tap=range(loaded.config.num_layers),
+        )
+
+    return jax.jit(run)(loaded.params, tokens_BT)
 
 
 @pytest.mark.parametrize("layers", ["list", "stacked"])
@@ -83,6 +88,7 @@ def test_cached_pass_equals_whole_pass(saved):
     _, batch, folder = saved
     loaded = load_target(folder, jnp.float32)
     cfg, params = loaded.config, loaded.params
+    forward = jax.jit(functools.partial(target.forward, cfg))
     tokens_BT = jnp.asarray(batch.input_ids.numpy(), jnp.int32)
     whole_BTD = run(loaded, tokens_BT).hidden_BTD
     rows = 24
@@ -92,7 +98,7 @@ def test_cached_pass_equals_whole_pass(saved):
         index_BT = length_B[:, None] + jnp.arange(count)
         new_BT = jnp.take_along_axis(tokens_BT, index_BT, axis=1)
         mask = masks.cached(masks.line(count), length_B, rows)
-        found = target.forward(cfg, params, new_BT, index_BT, mask, caches, length_B)
+        found = forward(params, new_BT, index_BT, mask, caches, length_B)
         for b, advance in enumerate(advance_B):
             start = int(length_B[b])
             expected = whole_BTD[b, start : start + advance]

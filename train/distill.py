@@ -6,7 +6,6 @@ A run that was cut off goes on from its last checkpoint when the same command is
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.optim import optimizer
 from moa_jax.pretrained import load_target, save_drafter
 from moa_jax.tokenizer import load_tokenizer
-from train.loop import Job, fit
+from train.loop import Job, fingerprint, fit
 from train.settings import load_config
 
 METHOD = "moa"
@@ -43,14 +42,22 @@ def distill(config: DistillConfig) -> None:
     job = Job(
         run=config.run,
         optim=config.optim,
-        config=dataclasses.asdict(dataclasses.replace(config, run=None)),
+        config=fingerprint(config),
         loss=make_loss(target.config, drafter, dtype),
         evaluate=_evaluation(config, probe, validation),
         batches=train,
         optimizer=optimizer(config.optim),
     )
     params = fit(job, drafter.init(jax.random.key(config.run.seed)), frozen=target.params)
-    save_drafter(Path(config.output), METHOD, config.drafter, params, target)
+    save_drafter(
+        Path(config.output),
+        METHOD,
+        config.drafter,
+        params,
+        target,
+        jnp.bfloat16,
+        depth=config.horizon + 1,
+    )
 
 
 def _evaluation(config: DistillConfig, probe: Any, validation: batches.Batches) -> Any:

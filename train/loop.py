@@ -14,13 +14,20 @@ import optax
 
 from infer.cli import progress
 from moa_jax.checkpoint import Checkpoints
-from moa_jax.config import OptimConfig, RunConfig
+from moa_jax.config import DistillConfig, OptimConfig, PretrainConfig, RunConfig
 from moa_jax.data.batches import Batches
 from moa_jax.errors import InputError
 from moa_jax.metrics import MetricsLog
+from moa_jax.precision import matmul_precision
 from moa_jax.training import Loss, Params, init_state, make_update
 
 Evaluate = Callable[[Params, Any], dict[str, Any]]
+
+
+def fingerprint(config: PretrainConfig | DistillConfig) -> dict[str, Any]:
+    """What makes two runs the same: all settings but bookkeeping and where the result goes."""
+    kept = dataclasses.asdict(dataclasses.replace(config, run=None, output=""))
+    return kept | {"seed": config.run.seed, "dtype": config.run.dtype}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +49,11 @@ def fit(job: Job, params: Params, frozen: Any) -> Params:
     Raises InputError when a loss is not finite, naming the step.
     """
     run, optim = job.run, job.optim
+    if job.batches.rows_per_batch % optim.accumulate:
+        raise InputError(
+            f"data.rows_per_batch {job.batches.rows_per_batch} does not split into "
+            f"optim.accumulate {optim.accumulate} equal parts: choose numbers that divide"
+        )
     update = make_update(job.loss, job.optimizer, run.seed, optim.total_steps, optim.accumulate)
     update = jax.jit(update, donate_argnums=0)
     checkpoints = Checkpoints(run, job.config)
@@ -54,7 +66,8 @@ def fit(job: Job, params: Params, frozen: Any) -> Params:
     try:
         for step in range(first, optim.total_steps):
             batch = job.batches.batch(step)
-            state, metrics = update(state, frozen, batch)
+            with matmul_precision(run.dtype):
+                state, metrics = update(state, frozen, batch)
             meter.count(batch.segment_BT)
             done = step + 1
             if done % run.log_every == 0 or done == optim.total_steps:
@@ -65,6 +78,7 @@ def fit(job: Job, params: Params, frozen: Any) -> Params:
                 bar.line(f"step {done} evaluation: {_brief(record)}")
                 meter.pause()
             if done % run.save_every == 0 or done == optim.total_steps:
+                _finite(metrics, done)
                 checkpoints.save(state)
             bar.step()
     finally:
@@ -77,7 +91,10 @@ def fit(job: Job, params: Params, frozen: Any) -> Params:
 def _finite(metrics: dict[str, Any], step: int) -> dict[str, Any]:
     values = jax.device_get(metrics)
     if not np.isfinite(values["loss"]):
-        raise InputError(f"step {step}: the loss is {values['loss']}: lower optim.learning_rate")
+        raise InputError(
+            f"step {step}: the loss is {values['loss']}: lower optim.learning_rate, "
+            "and name another run.directory"
+        )
     return values
 
 

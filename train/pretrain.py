@@ -6,7 +6,6 @@ A run that was cut off goes on from its last checkpoint when the same command is
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from moa_jax.losses import next_token_loss
 from moa_jax.optim import optimizer
 from moa_jax.pretrained import save_target
 from moa_jax.tokenizer import load_tokenizer, train_tokenizer
-from train.loop import Job, fit
+from train.loop import Job, fingerprint, fit
 from train.settings import load_config
 
 
@@ -39,7 +38,7 @@ def pretrain(config: PretrainConfig) -> None:
     job = Job(
         run=config.run,
         optim=config.optim,
-        config=dataclasses.asdict(dataclasses.replace(config, run=None)),
+        config=fingerprint(config),
         loss=loss,
         evaluate=_evaluation(config, validation),
         batches=train,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import runpy
+import traceback
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 
 Config = TypeVar("Config")
 
@@ -18,18 +19,32 @@ Config = TypeVar("Config")
 def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
     """The `config` that the Python file at `path` defines, with overrides applied in order.
 
-    Raises InputError for a missing file, a file without a `config` of `kind`, an unknown
-    field or a value of the wrong type.
+    Raises InputError for a file that is missing, does not run or has no `config` of `kind`,
+    for an unknown field, and for a value of the wrong type or size.
     """
     if not Path(path).is_file():
         raise InputError(f"{path}: no such config file, see the folder configs/")
-    config = runpy.run_path(path).get("config")
+    config = _run(path).get("config")
     if not isinstance(config, kind):
         found = type(config).__name__
         raise InputError(f"{path}: defines a {found} named `config`, expected {kind.__name__}")
     for name, value in _pairs(overrides):
         config = _replace(config, name.split("."), value, name)
     return config
+
+
+def _run(path: str) -> dict[str, Any]:
+    try:
+        return runpy.run_path(path)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except Exception as error:  # a config is Python: it can fail in any way
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" line {frame.lineno}" for frame in frames if frame.filename == path]
+        where = path + "".join(lines[-1:])
+        raise InputError(
+            f"{where}: {type(error).__name__}: {first_line(error)}: mend the config file"
+        ) from error
 
 
 def _pairs(overrides: list[str]) -> list[tuple[str, str]]:

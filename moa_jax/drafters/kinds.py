@@ -39,11 +39,14 @@ def target_sizes(target: TargetConfig) -> dict[str, int]:
     }
 
 
-def check_pairing(stated: Mapping[str, Any], target: TargetConfig) -> None:
-    """Raise InputError for the first size stated in a drafter's files that is not the target's."""
-    for key, size in target_sizes(target).items():
-        if stated.get(key, size) not in (size, None):
-            raise mispaired(key, stated[key], size)
+def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> None:
+    """Raise InputError for the first value that a drafter's files state and its target denies.
+
+    What either side does not know, or holds as None, is passed over.
+    """
+    for key, actual in of_target.items():
+        if None not in (stated.get(key), actual) and stated[key] != actual:
+            raise mispaired(key, repr(stated[key]), repr(actual))
 
 
 def mispaired(what: str, drafter: Any, target: Any) -> InputError:

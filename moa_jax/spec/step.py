@@ -98,7 +98,7 @@ def prefill(
     )
 
 
-def round_(setup: Setup, weights: Weights, state: DecodeState, limits: Limits) -> DecodeState:
+def advance(setup: Setup, weights: Weights, state: DecodeState, limits: Limits) -> DecodeState:
     """Propose, verify, commit, extend. Rows that are done stay as they are."""
     root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
     tree, draft_cache = _propose(setup, weights, state, root_B)
@@ -116,7 +116,7 @@ def decode(setup: Setup, weights: Weights, state: DecodeState, limits: Limits) -
     """Rounds until every row is done, without leaving the device."""
     return lax.while_loop(
         lambda state: ~jnp.all(state.done_B),
-        lambda state: round_(setup, weights, state, limits),
+        lambda state: advance(setup, weights, state, limits),
         state,
     )
 

@@ -27,7 +27,7 @@ Array = jax.Array
 
 
 class Blocks(NamedTuple):
-    """The shapes of the three attention blocks (reference: which config each part gets)."""
+    """The shapes of the three attention blocks, as authors' train/moa_spec.py builds them."""
 
     self_attention: BlockConfig  # the target's own kind, with its RoPE scaling, biases, norms
     cross_attention: BlockConfig  # plain Llama: no biases, RoPE never scaled

@@ -6,7 +6,7 @@
     ours         sizes and N, and the sizes of the target that the drafter belongs to
 
 Tensors are the same in all, so sizes are read off shapes and stated ones are checked.
-Reference section 1.8 says which part has which biases and rotary scaling, 1.9 the names.
+References: paper section 3.1; names and what is stored, authors' train/moa_spec.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moa_jax.convert import (
     under,
     vector,
 )
-from moa_jax.drafters.kinds import FileLayout, check_pairing, mispaired
+from moa_jax.drafters.kinds import FileLayout, check_pairing, mispaired, target_sizes
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_to_hf
@@ -136,7 +136,7 @@ def _check_target(
     stated = config.get("transformer_layer_config", config)
     if stated.get("model_type") == "moa_spec":
         stated = {key: stated.get(key) for key in ("hidden_size", "vocab_size")}
-    check_pairing(stated, target)
+    check_pairing(stated, target_sizes(target))
     width, memory = _shape(shapes, "Ekv2E.weight")
     for what, size, of_target in (
         ("hidden_size", width, target.block.hidden_size),

@@ -1,0 +1,16 @@
+"""What float32 means on hardware that has a faster kind."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def matmul_precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it, programs traced for float32 multiply in float32, not in TF32 or bfloat16."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()

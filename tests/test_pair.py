@@ -1,0 +1,93 @@
+"""The flags of a pair: vLLM's JSON, and how deep a draft may be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from infer import cli, pair
+from moa_jax.errors import InputError
+from tests.model_folders import refusal
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = cli.Parser("infer.toy")
+    pair.add_pair_flags(parser)
+    pair.add_draft_flags(parser)
+    return parser.parse_args(flags)
+
+
+def loading(monkeypatch, *flags: str) -> argparse.Namespace:
+    """The flags after a pair was loaded by them, without the loading."""
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(pair, "load_target", stop)
+    args = parse(*flags)
+    with pytest.raises(InterruptedError):
+        pair.load_pair(args)
+    return args
+
+
+def speculative(**config: object) -> tuple[str, str]:
+    return "--speculative-config", json.dumps(config)
+
+
+def test_vllms_json_is_spread_over_our_flags(monkeypatch):
+    config = speculative(method="moa", model="folder", num_speculative_tokens=3)
+    args = loading(monkeypatch, "--target", "x", *config)
+    assert (args.method, args.draft, pair.depth_of(args)) == ("moa", "folder", 4)
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"method": 3}, "method is 3, give text"),
+        ({"model": None}, "model is None, give text"),
+        ({"num_speculative_tokens": "4"}, "is '4', give a whole number of at least 1"),
+        ({"num_speculative_tokens": True}, "is True, give a whole number"),
+        ({"num_speculative_tokens": 2.0}, "is 2.0, give a whole number"),
+        ({"num_speculative_tokens": 0}, "is 0, give a whole number of at least 1"),
+        ({"draft_tensor_parallel_size": 1}, "has no meaning here"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(config, says):
+    said = refusal(pair.load_pair, parse(*speculative(**config)))
+    assert said.startswith("--speculative-config: ") and says in said
+
+
+@pytest.mark.parametrize(
+    "config, flag",
+    [
+        ({"num_speculative_tokens": 3}, "--depth"),
+        ({"num_speculative_tokens": 3}, "--num-speculative-tokens"),
+        ({"method": "moa"}, "--method"),
+        ({"model": "folder"}, "--draft"),
+    ],
+)
+def test_nothing_is_said_twice(config, flag):
+    said = refusal(pair.load_pair, parse(*speculative(**config), flag, "5"))
+    assert said == f"--speculative-config states {next(iter(config))}: leave out {flag}"
+
+
+@pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
+def test_depths_below_1_are_refused(flag, capsys):
+    for value in ("0", "-1"):
+        with pytest.raises(SystemExit):
+            parse(flag, value)
+        assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
+def test_a_depth_is_at_most_64(flag):
+    with pytest.raises(InputError, match="choose at most 64"):
+        pair.depth_of(parse(flag, "65"))
+
+
+def test_depths():
+    assert pair.depth_of(parse()) is None
+    assert pair.depth_of(parse("--depth", "1")) == 1
+    assert pair.depth_of(parse("--num-speculative-tokens", "4")) == 5
