@@ -3,8 +3,8 @@
     python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
 
 Each conversation gives one prompt: its history up to one of its user turns, another turn for
-each conversation. Both ways decode it on the device, one prompt at a time. Loops flatter tau,
-so the share of repeated 8-grams in the answers stands beside it.
+each conversation; what is too long is left out. Both ways decode it on the device, one prompt
+at a time. Loops flatter tau, so the share of repeated 8-grams in the answers stands beside it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from infer.cli import Parser, progress, run
+from infer.cli import Parser, positive, progress, run
 from infer.pair import add_draft_flags, add_pair_flags, depth_of, load_pair
 from moa_jax import InputError, Result, Session
 from moa_jax.data import chat, corpora
 from moa_jax.tokenizer import load_tokenizer
 
 NGRAM = 8
+ALL = "all"  # the source of the last row
 COLUMNS = ("source", "prompts", "tokens", "tau", "speedup", "repeated", "stopped", "same")
 
 
@@ -41,18 +42,18 @@ def main(arguments: list[str] | None = None) -> None:
     target, drafter = load_pair(args)
     drafted, plain = Session(target, drafter, depth_of(args)), Session(target)
     tokenizer = load_tokenizer(target.folder)
-    prompts = list(itertools.islice(_prompts(args, tokenizer), args.limit))
+    longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
+    prompts = list(itertools.islice(_prompts(args, tokenizer, longest), args.limit))
     if not prompts:
-        raise InputError(f"{args.conversations}: no conversation of {args.sources or 'any source'}")
+        raise InputError(
+            f"{args.conversations}: no prompt of {args.sources or 'any source'} "
+            f"within {longest} tokens: raise --max-prompt or lower --max-new-tokens"
+        )
     answers = []
     with progress(len(prompts), "prompts") as bar:
         for source, prompt in prompts:
-            answers.append(
-                Answer(
-                    source,
-                    *(s.generate([prompt], args.max_new_tokens)[0] for s in (drafted, plain)),
-                )
-            )
+            found = (s.generate([prompt], args.max_new_tokens)[0] for s in (drafted, plain))
+            answers.append(Answer(source, *found))
             bar.step()
     rows = summarise(answers)
     depth = drafted.shape.depth
@@ -66,22 +67,40 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("prompts")
     group.add_argument("--conversations", required=True, metavar="PATH", help="chat records")
     group.add_argument("--sources", default="", help="names with commas; default: all")
-    group.add_argument("--limit", type=int, help="at most this many prompts")
-    group.add_argument("--max-prompt", type=int, default=256, help="longer prompts are left out")
-    group.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    group.add_argument("--limit", type=positive, help="at most this many prompts")
+    group.add_argument(
+        "--max-prompt", type=positive, default=256, help="longer prompts are left out"
+    )
+    group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 
-def _prompts(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+def _prompts(
+    args: argparse.Namespace, tokenizer: Any, longest: int
+) -> Iterator[tuple[str, list[int]]]:
+    """Source and prompt of each conversation; InputError that names the place of a bad record."""
     sources = [name for name in args.sources.split(",") if name]
-    for index, record in enumerate(corpora.read(args.conversations, sources)):
-        messages = chat.messages_of(record)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        asked = messages[: turns[index % len(turns)] + 1]
-        prompt = chat.prompt_ids(tokenizer, asked)
-        if len(prompt) <= args.max_prompt:
-            yield record.get("source", "all").rpartition("#")[2], prompt
+    for index, (where, record) in enumerate(corpora.read_numbered(args.conversations, sources)):
+        try:
+            prompt = chat.prompt_ids(tokenizer, _asked(chat.messages_of(record), index))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        if len(prompt) <= longest:
+            yield source_of(record), prompt
+
+
+def _asked(messages: list[chat.Message], index: int) -> list[chat.Message]:
+    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if not turns:
+        raise InputError("a conversation without a user message: give it one or remove it")
+    return messages[: turns[index % len(turns)] + 1]
+
+
+def source_of(record: dict[str, Any]) -> str:
+    """The short name of a record's source, never the name of the row of all."""
+    name = str(record.get("source") or "none").rpartition("#")[2]
+    return f"#{name}" if name == ALL else name
 
 
 def summarise(answers: list[Answer]) -> list[dict[str, Any]]:
@@ -90,7 +109,7 @@ def summarise(answers: list[Answer]) -> list[dict[str, Any]]:
     for answer in answers:
         by_source[answer.source].append(answer)
     groups = sorted(by_source.items(), key=lambda item: -len(item[1]))
-    return [_row(name, group) for name, group in [*groups, ("all", answers)]]
+    return [_row(name, group) for name, group in [*groups, (ALL, answers)]]
 
 
 def _row(source: str, answers: list[Answer]) -> dict[str, Any]:

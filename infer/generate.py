@@ -112,8 +112,11 @@ def _prompts(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
     if args.prompt_ids is not None:
         yield args.prompt_ids
     elif args.prompts is not None:
-        for number, record in enumerate(corpora.read(args.prompts), start=1):
-            yield _prompt_of(record, f"{args.prompts} record {number}", writer)
+        place = None
+        for place, record in corpora.read_numbered(args.prompts):
+            yield _prompt_of(record, place, writer)
+        if place is None:
+            raise InputError(f"{args.prompts} holds no prompts: write one a line")
     elif args.prompt is not None:
         yield writer.prompt([{"role": "user", "content": args.prompt}])
     elif not sys.stdin.isatty():

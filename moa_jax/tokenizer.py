@@ -7,6 +7,7 @@ The rendered form of a conversation, one special token before and after each mes
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
     """Train a byte-level BPE of at most `vocab_size` tokens and save it as a Hugging Face folder.
 
     Special tokens have the ids 0 to 5, bytes follow, then merges; each digit is its own token.
-    Raises InputError for a vocabulary below 262 and for a folder that exists.
+    Raises InputError for a vocabulary below 262, a folder that exists, and where no text comes.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise InputError(
@@ -55,11 +56,17 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
     folder = Path(folder)
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder or remove it")
+    texts = iter(texts)
+    first = next((text for text in texts if text.strip()), None)
+    if first is None:
+        raise InputError(f"no text to train the tokenizer {folder} on: check the data's paths")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as scratch:
         unfinished = Path(scratch) / "tokenizer"
         unfinished.mkdir()
-        _train_bpe(texts, vocab_size).save(str(unfinished / "tokenizer.json"))
+        _train_bpe(itertools.chain([first], texts), vocab_size).save(
+            str(unfinished / "tokenizer.json")
+        )
         settings = json.dumps(_settings(), indent=2) + "\n"
         (unfinished / "tokenizer_config.json").write_text(settings, encoding="utf-8")
         os.rename(unfinished, folder)
@@ -67,6 +74,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a Hugging Face folder or hub id; InputError if there is none."""
+    # Without torch, transformers advises on stderr to install it, as it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     if Path(path).is_dir() and not (Path(path) / "tokenizer.json").is_file():
@@ -74,10 +83,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # transformers and huggingface_hub raise a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"cannot load the tokenizer {path}: name a folder that holds tokenizer.json, "
-            f"or a hub id while there is a network ({reason})"
+            f"or a hub id while there is a network ({first_line(error)})"
         ) from error
 
 

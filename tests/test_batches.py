@@ -185,6 +185,15 @@ def test_load_counts_what_it_drops(tokenizer, tmp_path):
     assert (source.rows.segment_BT.max(), len(source)) == (2, 1)
 
 
+def test_the_report_is_one_line():
+    report = batches.Report(7, {"too long": 2, "no answer": 1}, 7, 0, 90, 40, 5, 20)
+    assert str(report) == (
+        "7 conversations, 3 dropped (2 x too long; 1 x no answer), 90 tokens, "
+        "40 of them answers, in 5 rows, 90% full"
+    )
+    assert "7 conversations, 0 dropped, 90" in str(dataclasses.replace(report, dropped={}))
+
+
 def test_load_plain_text(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "A room for two nights, please. " * 30}) + "\n")

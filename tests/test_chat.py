@@ -240,7 +240,6 @@ def test_alpaca_input_and_system_messages():
     [
         ({"question": "Hi"}, "unknown style"),
         ({"messages": []}, "unknown style"),
-        ({"messages": HELLO[:1]}, "without an answer"),
         ({"messages": [{"role": "tool", "content": "{}"}, *HELLO]}, "role 'tool'"),
         ({"messages": ["Hi", "Hello!"]}, "not an object"),
         ({"messages": "Hi"}, "not a list"),
@@ -252,6 +251,13 @@ def test_alpaca_input_and_system_messages():
 def test_unfit_records(record, reason):
     with pytest.raises(InputError, match=reason):
         chat.messages_of(record)
+
+
+def test_user_turns_alone_are_messages_but_nothing_to_learn(tokenizer):
+    messages = chat.messages_of({"messages": HELLO[:1]})
+    assert messages == HELLO[:1]
+    with pytest.raises(InputError, match="without an answer"):
+        chat.encode(tokenizer, messages, 100)
 
 
 @pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))

@@ -52,6 +52,21 @@ def test_every_kind_of_file(tmp_path, name, make):
     assert list(corpora.read(path, ["set1"])) == RECORDS[1::2]
 
 
+@pytest.mark.parametrize(
+    "name, make, places",
+    [
+        ("a.jsonl", lambda path: write(path, b"\n" + lines()), ["line 2", "line 4", "line 6"]),
+        ("a.json", lambda path: write(path, json.dumps(RECORDS).encode()), None),
+        ("a.parquet", parquet, None),
+    ],
+)
+def test_places_count_blank_lines_and_other_sources(tmp_path, name, make, places):
+    path = make(tmp_path / name)
+    places = places or ["record 1", "record 3", "record 5"]
+    wanted = list(zip([f"{path} {place}" for place in places], RECORDS[::2], strict=True))
+    assert list(corpora.read_numbered(path, ["set0"])) == wanted
+
+
 def test_a_folder_is_read_in_the_order_of_names(tmp_path):
     write(tmp_path / "b.jsonl", lines(RECORDS[3:]))
     write(tmp_path / "a" / "x.jsonl.gz", gzip.compress(lines(RECORDS[:2])))

@@ -128,7 +128,9 @@ def test_vllm_speculative_config(ask, folders):
         (["--prompt", "  "], "prompt is empty"),
         (["--prompt-ids", "5", "--max-new-tokens", "500"], "256 positions"),
         (["--prompt-ids", "5", "--max-new-tokens", "0"], "at least 1"),
-        (["--prompt-ids", "5", "--depth", "0"], "depth 0"),
+        (["--prompt-ids", "5", "--depth", "0"], "'0' is not a whole number"),
+        (["--prompt-ids", "5", "--temperature", "0.8"], "only 0 so far"),
+        (["--prompt-ids", "5", "--json", "--compare"], "--compare goes with"),
         (["--prompt-ids", "5", "--speculate"], "unrecognized arguments: --speculate"),
         (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
         (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),
@@ -146,9 +148,10 @@ def test_bad_flags_are_one_line_and_exit_2(ask, flags, line):
     ("content", "line"),
     [
         ('{"prompt_ids": [5]}\n{"prompt_ids": [5}\n', "line 2 is not JSON"),
-        ('{"prompt_ids": "5"}\n', "record 1: `prompt_ids` is not a list"),
-        ('{"text": "hello"}\n', "record 1: give it `prompt`"),
+        ('{"prompt_ids": "5"}\n', "line 1: `prompt_ids` is not a list"),
+        ('{"text": "hello"}\n', "line 1: give it `prompt`"),
         ("[1]\n", "line 1 is not a JSON object"),
+        ("\n", "holds no prompts"),
     ],
 )
 def test_bad_prompt_files_name_the_line(ask, tmp_path, content, line):

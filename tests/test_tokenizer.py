@@ -1,11 +1,16 @@
 """The tokenizer that we train: exact round trips, its chat template, and its folder."""
 
 import json
+import os
+import subprocess
+import sys
+import types
 
 import pytest
 
 from moa_jax import tokenizer as tk
 from moa_jax.errors import InputError
+from train import pretrain
 
 TEXTS = [
     "I would like a large coffee with milk, please.",
@@ -83,6 +88,53 @@ def test_an_interrupted_training_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tk.train_tokenizer(broken(), 320, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("texts", [[], ["", " \n"]])
+def test_no_text_makes_no_tokenizer(tmp_path, texts):
+    with pytest.raises(InputError, match="no text to train the tokenizer"):
+        tk.train_tokenizer(iter(texts), 320, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_blank_text_first_changes_nothing(folder, tmp_path):
+    tk.train_tokenizer(iter(["", *TEXTS]), 320, tmp_path / "new")
+    name = "tokenizer.json"
+    assert (tmp_path / "new" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_loading_says_nothing_where_torch_is_absent(folder):
+    """In a process of its own: the advice comes where transformers is first imported."""
+    program = (
+        "import sys; sys.modules['torch'] = None; "
+        f"from moa_jax.tokenizer import load_tokenizer; load_tokenizer({str(folder)!r})"
+    )
+    absent = {"USE_TORCH": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": None}
+    environment = {**os.environ, **absent}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_pretraining_reads_all_text_that_there_is(tmp_path):
+    """Plain text as well as messages, prompts alone too; a bad record is skipped."""
+    records = [
+        {"text": "coffee " * 50},
+        {"nothing": 1},
+        {"messages": [{"role": "user", "content": "pancake " * 50}]},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = pretrain._tokenizer(
+        types.SimpleNamespace(
+            tokenizer=str(tmp_path / "new"),
+            data=types.SimpleNamespace(train=(str(path),), sources=()),
+            target=types.SimpleNamespace(vocab_size=320),
+        )
+    )
+    for word in (" coffee", " pancake"):
+        assert len(found(word, add_special_tokens=False).input_ids) == 1
 
 
 def test_bad_input(folder, tmp_path):

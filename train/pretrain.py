@@ -19,6 +19,7 @@ from moa_jax.batch import Batch
 from moa_jax.config import PretrainConfig
 from moa_jax.data import batches, corpora
 from moa_jax.data.chat import messages_of
+from moa_jax.errors import InputError
 from moa_jax.losses import next_token_loss
 from moa_jax.optim import optimizer
 from moa_jax.pretrained import save_target
@@ -75,9 +76,19 @@ def _evaluation(config: PretrainConfig, validation: batches.Batches) -> Any:
 def _tokenizer(config: PretrainConfig) -> Any:
     if not Path(config.tokenizer).exists():
         records = (r for path in config.data.train for r in corpora.read(path, config.data.sources))
-        texts = (m["content"] for record in records for m in messages_of(record))
+        texts = (text for record in records for text in _texts(record))
         train_tokenizer(texts, config.target.vocab_size, Path(config.tokenizer))
     return load_tokenizer(config.tokenizer)
+
+
+def _texts(record: dict[str, Any]) -> list[str]:
+    """All text of a record; none of one that `batches.load` will drop and count."""
+    if isinstance(record.get("text"), str):
+        return [record["text"]]
+    try:
+        return [message["content"] for message in messages_of(record)]
+    except InputError:
+        return []
 
 
 def main(arguments: list[str] | None = None) -> None:

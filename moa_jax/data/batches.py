@@ -38,6 +38,14 @@ class Report:
     rows: int
     row_length: int
 
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
+        return (
+            f"{self.kept} conversations, {sum(self.dropped.values())} dropped"
+            f"{reasons and f' ({reasons})'}, {self.tokens} tokens, "
+            f"{self.response_tokens} of them answers, in {self.rows} rows, {self.fill:.0%} full"
+        )
+
     @property
     def fill(self) -> float:
         """Share of the rows' places that hold tokens, 0 to 1."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,13 +43,10 @@ def messages_of(record: dict) -> list[Message]:
 
     Styles: `messages` or `history` (role, content), ShareGPT `conversations` (from, value, or role,
     content), UltraChat `data` (texts in turn), Alpaca (`instruction`, `input`, `output`).
-    Raises InputError for another style, an unknown role, an empty message and a missing answer;
-    its line is the same for all records with the same fault.
+    Raises InputError for another style, an unknown role and an empty message; its line is the
+    same for all records with the same fault.
     """
-    messages = [{"role": _role(turn), "content": _content(turn)} for turn in _turns(record)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise InputError("a record without an answer: give each an assistant message")
-    return messages
+    return [{"role": _role(turn), "content": _content(turn)} for turn in _turns(record)]
 
 
 def encode(
@@ -58,9 +55,11 @@ def encode(
     """Encode a conversation and mark the tokens of all its answers, for any chat template.
 
     Only the first `max_length` tokens are kept; None if they hold no answer token.
-    Raises InputError without a chat template and where the template refuses the messages or hides
-    which part of its text is the answer.
+    Raises InputError without an answer or a chat template, and where the template refuses the
+    messages or hides which part of its text is the answer.
     """
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InputError("a record without an answer: give each an assistant message")
     text = render(tokenizer, messages)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
@@ -121,7 +120,7 @@ def render(
             messages, tokenize=False, add_generation_prompt=generation_prompt
         )
     except Exception as error:  # a template is a program of its own and may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(f"the chat template refuses the messages: {reason}") from error
 
 

@@ -14,27 +14,33 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 
-Records = Iterator[dict]
+Records = Iterator[tuple[str, dict]]  # each with its place, `FILE line N`
 
 
-def read(path: str, sources: Sequence[str] = ()) -> Records:
+def read(path: str, sources: Sequence[str] = ()) -> Iterator[dict]:
     """Stream the records of a path, of any kind above; a folder's files in the order of names.
 
     With `sources`, only records whose `source` is one of these or ends with `#` and one of them.
     Raises InputError for what does not exist or cannot be read, naming the file and line.
     """
+    records = read_numbered(path, sources)
+    return (record for _, record in records)
+
+
+def read_numbered(path: str, sources: Sequence[str] = ()) -> Records:
+    """The records of `read`, each behind its place for messages: `FILE line N` or `record N`."""
     kind, _, rest = path.partition(":")
     reader = {"hub": _read_hub, "tfds": _read_tfds}.get(kind)
     records = reader(rest) if reader else _read_files(locate(path))
     if not sources:
         return records
     endings = tuple(f"#{name}" for name in sources)
-    return (record for record in records if f"#{record.get('source')}".endswith(endings))
+    return (found for found in records if f"#{found[1].get('source')}".endswith(endings))
 
 
 def locate(path: str) -> Path:
@@ -77,7 +83,8 @@ def _read_jsonl(file: Path) -> Records:
         with opener(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
-                    yield _parse(line, f"{file} line {number}")
+                    where = f"{file} line {number}"
+                    yield where, _parse(line, where)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
             f"{file} cannot be read after line {number} ({error}): restore the file"
@@ -90,7 +97,8 @@ def _read_json(file: Path) -> Records:
     except (OSError, ValueError) as error:
         raise InputError(f"{file} is not JSON in UTF-8 ({error}): repair the file") from error
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
-        yield _checked(record, f"{file} record {number}")
+        where = f"{file} record {number}"
+        yield where, _checked(record, where)
 
 
 def _read_parquet(file: Path) -> Records:
@@ -100,8 +108,8 @@ def _read_parquet(file: Path) -> Records:
         raise _missing(error, str(file)) from error
     try:
         with parquet.ParquetFile(file) as table:
-            for part in table.iter_batches(batch_size=1024):
-                yield from part.to_pylist()
+            parts = table.iter_batches(batch_size=1024)
+            yield from _numbered(str(file), (row for part in parts for row in part.to_pylist()))
     except (OSError, ArrowException) as error:
         raise InputError(f"{file} is not Parquet ({error}): restore the file") from error
 
@@ -119,7 +127,8 @@ def _read_hub(name: str) -> Records:
     try:
         import datasets
 
-        yield from datasets.load_dataset(dataset, split=split, streaming=True)
+        records = datasets.load_dataset(dataset, split=split, streaming=True)
+        yield from _numbered(f"hub:{name}", records)
     except Exception as error:  # network, unknown name, unknown split: all of other types
         raise _unavailable("hub", name, error) from error
 
@@ -132,8 +141,12 @@ def _read_tfds(name: str) -> Records:
         source = tensorflow_datasets.data_source(dataset, split=split)
     except Exception as error:
         raise _unavailable("tfds", name, error) from error
-    for i in range(len(source)):
-        yield _plain(source[i])
+    yield from _numbered(f"tfds:{name}", (_plain(source[i]) for i in range(len(source))))
+
+
+def _numbered(place: str, records: Iterable[dict]) -> Records:
+    for number, record in enumerate(records, start=1):
+        yield f"{place} record {number}", record
 
 
 def _name_and_split(kind: str, name: str) -> tuple[str, str]:
@@ -171,7 +184,7 @@ def _checked(record: object, where: str) -> dict:
 def _unavailable(kind: str, name: str, error: Exception) -> InputError:
     if isinstance(error, ImportError) and error.name:
         return _missing(error, f"{kind}:{name}")
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     return InputError(f"cannot open {kind}:{name} ({reason}): check the name, split and network")
 
 

@@ -82,7 +82,7 @@ def reference_templates(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> 
 def reference_encode(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], vocab_size: int, max_length: int
 ) -> Example | None:
-    """Encode as the paper's code does (docs of its `utils.py`, with trl 0.8.2's collator).
+    """Encode as the paper's code does (moa_spec/utils.py, with the collator of trl 0.8.2).
 
     Truncates to `max_length` tokens; None where the reference drops the conversation.
     Raises InputError for a text that holds the sentinel token, id `vocab_size` - 1.

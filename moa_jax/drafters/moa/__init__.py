@@ -22,14 +22,11 @@ from moa_jax.drafters.api import Drafter, Taps
 from moa_jax.drafters.kinds import DrafterKind
 from moa_jax.drafters.moa import decode, files, train
 from moa_jax.drafters.moa.blocks import Moa, block_configs
-from moa_jax.errors import InputError
 
 
 def make(cfg: MoaConfig, target_cfg: TargetConfig, mask_cfg: MaskConfig | None = None) -> Drafter:
     """The drafter as pure functions; `mask_cfg` matters for training only."""
     reused, layers = cfg.target_layer_inference, target_cfg.num_layers
-    if not 0 <= reused <= layers:
-        raise InputError(f"target_layer_inference {reused}: the target has {layers} layers")
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
     return Drafter(
         taps=Taps(rows=True, streams=(layers - reused,) if reused else ()),

@@ -159,11 +159,6 @@ def _reused_layers(
     reused = stored if stored is not None else asked
     if reused is None:
         return 0, (f"the drafter's files do not state {_REUSED}: 0 is assumed",)
-    if not 0 <= reused <= target.num_layers:
-        raise InputError(
-            f"{_REUSED} is {reused}, but the target has {target.num_layers} layers: "
-            "give a number from 0 to that"
-        )
     return reused, ()
 
 
