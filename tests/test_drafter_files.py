@@ -160,7 +160,7 @@ def proposing(tokens):
         ({"target": "x"}, "config.json holds a value of the wrong type"),
         ({"architectures": 3}, "config.json holds a value of the wrong type"),
         ({"method": ["moa"]}, "config.json holds a value of the wrong type"),
-        ({N: "1"}, "config.json holds a value of the wrong type"),
+        ({N: "1"}, "target_layer_inference is '1'"),
         ({N: -1}, "target_layer_inference is -1"),
         ({"transformer_layer_config": 3}, "config.json holds a value of the wrong type"),
         ({"speculators_config": None}, "config.json holds a value of the wrong type"),

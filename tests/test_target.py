@@ -61,7 +61,7 @@ def run(loaded, tokens_BT):
     return jax.jit(run)(loaded.params, tokens_BT)
 
 
-@pytest.mark.parametrize("layers", ["list", "stacked"])
+@pytest.mark.parametrize("layers", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
 def test_every_layer_equals_transformers(saved, layers):
     model, batch, folder = saved
     loaded = load_target(folder, jnp.float32, layers=layers)
