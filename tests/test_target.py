@@ -121,8 +121,9 @@ def test_causality_by_gradient():
         return x_BTD[0, token].sum()
 
     x_BTD = jax.random.normal(jax.random.key(1), (1, 6, cfg.block.hidden_size))
+    gradient = jax.jit(jax.grad(state))
     for token in range(6):
-        gradient_T = jnp.abs(jax.grad(state)(x_BTD, token)[0]).sum(-1)
+        gradient_T = jnp.abs(gradient(x_BTD, token)[0]).sum(-1)
         same = segment_BT[0] == segment_BT[0, token]
         expected_T = same & (jnp.arange(6) <= token)
         np.testing.assert_array_equal(gradient_T > 0, expected_T)
