@@ -17,12 +17,12 @@ from tests.model_folders import save_random_pair
 from tests.oracle import decode, random_pair
 
 NOTHING: list[int] = []  # stop ids that stop nothing
-FAMILIES = list(random_pair.FAMILIES)
-QUICK = [("llama", 0), ("qwen3", 1)]
 CASES = [
-    pytest.param((family, n), marks=[] if (family, n) in QUICK else pytest.mark.slow)
-    for family in FAMILIES
-    for n in (0, 1, 3)
+    ("llama", 0),
+    ("qwen3", 1),
+    pytest.param(("llama", 3), marks=pytest.mark.slow),
+    pytest.param(("llama31", 3), marks=pytest.mark.slow),
+    pytest.param(("qwen2", 1), marks=pytest.mark.slow),
 ]
 
 
@@ -149,7 +149,7 @@ def test_draft_chain_equals_recorded(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [2, 4, 7])
+@pytest.mark.parametrize("depth", [2, 7])
 @generated
 def test_draft_chains_of_any_depth_equal_recorded(folder, depth):
     pair, arrays = recorded(folder)
