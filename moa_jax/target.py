@@ -139,8 +139,3 @@ def apply_blocks(
     start = (0, x_BTD, tuple(jnp.zeros_like(x_BTD) for _ in tap))
     (_, x_BTD, tapped), rows_LBKTE = lax.scan(body, start, layers)
     return x_BTD, rows_LBKTE, tapped, None
-
-
-def stack_layers(layers: list[Params]) -> Params:
-    """A list of layers as one block with a leading L axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.cli import Parser, run
+from infer.cli import run
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
 from moa_jax.distillation import make_loss, make_probe, summarise
@@ -22,7 +22,7 @@ from moa_jax.optim import optimizer
 from moa_jax.pretrained import load_target, save_drafter
 from moa_jax.tokenizer import load_tokenizer
 from train.loop import Job, fingerprint, fit
-from train.settings import load_config
+from train.settings import config_of_flags
 
 METHOD = "moa"
 
@@ -72,10 +72,7 @@ def _evaluation(config: DistillConfig, probe: Any, validation: batches.Batches) 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("train.distill", __doc__)
-    parser.add_argument("--config", required=True, help="a Python file that defines `config`")
-    known, overrides = parser.parse_known_args(arguments)
-    distill(load_config(known.config, DistillConfig, overrides))
+    distill(config_of_flags("train.distill", __doc__, DistillConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.cli import Parser, run
+from infer.cli import run
 from moa_jax import masks, target
 from moa_jax.batch import Batch
 from moa_jax.config import PretrainConfig
@@ -25,7 +25,7 @@ from moa_jax.optim import optimizer
 from moa_jax.pretrained import save_target
 from moa_jax.tokenizer import load_tokenizer, train_tokenizer
 from train.loop import Job, fingerprint, fit
-from train.settings import load_config
+from train.settings import config_of_flags
 
 
 def pretrain(config: PretrainConfig) -> None:
@@ -92,10 +92,7 @@ def _texts(record: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("train.pretrain", __doc__)
-    parser.add_argument("--config", required=True, help="a Python file that defines `config`")
-    known, overrides = parser.parse_known_args(arguments)
-    pretrain(load_config(known.config, PretrainConfig, overrides))
+    pretrain(config_of_flags("train.pretrain", __doc__, PretrainConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,20 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
+from infer.cli import Parser
 from moa_jax.errors import InputError, first_line
 
 Config = TypeVar("Config")
+
+
+def config_of_flags(
+    prog: str, description: str | None, kind: type[Config], arguments: list[str] | None
+) -> Config:
+    """The config that `--config FILE` and the dotted flags after it describe."""
+    parser = Parser(prog, description)
+    parser.add_argument("--config", required=True, help="a Python file that defines `config`")
+    known, overrides = parser.parse_known_args(arguments)
+    return load_config(known.config, kind, overrides)
 
 
 def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
