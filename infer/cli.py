@@ -45,6 +45,11 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if silent else super()._get_help_string(action)
 
 
+def names(text: str) -> list[str]:
+    """The names in a flag that takes several, with commas between them."""
+    return [name for name in text.split(",") if name]
+
+
 def positive(text: str) -> int:
     """Type of a flag that takes a whole number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from infer.cli import Parser, positive, progress, run
+from infer.cli import Parser, names, positive, progress, run
 from infer.pair import add_draft_flags, add_pair_flags, depth_of, load_pair
 from moa_jax import InputError, Result, Session
 from moa_jax.data import chat, corpora
@@ -80,7 +80,7 @@ def _prompts(
     args: argparse.Namespace, tokenizer: Any, longest: int
 ) -> Iterator[tuple[str, list[int]]]:
     """Source and prompt of each conversation; InputError that names the place of a bad record."""
-    sources = [name for name in args.sources.split(",") if name]
+    sources = names(args.sources)
     for index, (where, record) in enumerate(corpora.read_numbered(args.conversations, sources)):
         try:
             prompt = chat.prompt_ids(tokenizer, _asked(chat.messages_of(record), index))

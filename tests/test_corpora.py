@@ -142,7 +142,8 @@ def test_hub_reads_through_datasets(tmp_path):
 
 
 def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
-    tfds = pytest.importorskip("tensorflow_datasets")
+    import tensorflow_datasets as tfds
+
     text = tfds.features.Text()
     turn = {"role": text, "content": text}
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from infer.cli import Parser, positive, progress, run
+from infer.cli import Parser, names, positive, progress, run
 from moa_jax import Session, load_target
 from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError, first_line
@@ -93,7 +93,7 @@ def regenerate(args: argparse.Namespace) -> None:
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
     session = Session(target)
-    sources = [name for name in args.sources.split(",") if name]
+    sources = names(args.sources)
     records = list(itertools.islice(corpora.read(args.prompts, sources), args.limit))
     if not records:
         raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'}")
