@@ -9,6 +9,7 @@ Where a folder is missing, the tests that need it are skipped with one line that
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,25 @@ def goldens() -> Path:
 def data() -> Path:
     """The folder with `chat/`, `text/` and `specbench/`."""
     return data_folder() or pytest.skip(NO_DATA)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory) -> Path:
+    """A random pair of each family, in a folder of its name; to be read, not changed."""
+    from tests.model_folders import save_random_pair  # torch, which most tests do without
+    from tests.oracle.random_pair import FAMILIES
+
+    root = tmp_path_factory.mktemp("pairs")
+    for seed, family in enumerate(FAMILIES):
+        save_random_pair(root / family, family, seed)
+    return root
+
+
+@pytest.fixture
+def pair(saved, tmp_path) -> Path:
+    """A copy of the llama pair, to be changed or damaged."""
+    shutil.copytree(saved / "llama", tmp_path / "pair")
+    return tmp_path / "pair"
 
 
 def _skipped(reason: str) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ from tests.model_folders import (
     edit_json,
     edit_tensors,
     refusal,
-    save_random_pair,
 )
 from tests.oracle import random_pair
 
@@ -35,22 +33,6 @@ LAYOUTS = ("ours", "authors", "vllm", "speculators")
 FIELDS = {field.name for field in dataclasses.fields(MoaConfig)}
 N = "target_layer_inference"
 SLIM = {"self_attention_num_key_value_heads": 2, "cross_attention_num_key_value_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A random pair of each family."""
-    root = tmp_path_factory.mktemp("pairs")
-    for seed, family in enumerate(FAMILIES):
-        save_random_pair(root / family, family, seed)
-    return root
-
-
-@pytest.fixture
-def pair(saved, tmp_path):
-    """A copy of the llama pair, to be changed."""
-    shutil.copytree(saved / "llama", tmp_path / "pair")
-    return tmp_path / "pair"
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from tests.model_folders import (
     edit_json,
     edit_tensors,
     refusal,
-    save_random_pair,
     tensors_of,
 )
 from tests.oracle import random_pair
@@ -51,22 +50,6 @@ ids = lambda value: value if isinstance(value, str) else "-".join(value) or "pla
 
 def assert_same_trees(one, two) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, two)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A random pair of each family."""
-    root = tmp_path_factory.mktemp("pairs")
-    for seed, family in enumerate(FAMILIES):
-        save_random_pair(root / family, family, seed)
-    return root
-
-
-@pytest.fixture
-def pair(saved, tmp_path):
-    """A copy of the llama pair, to be damaged."""
-    shutil.copytree(saved / "llama", tmp_path / "pair")
-    return tmp_path / "pair"
 
 
 # ---- targets ------------------------------------------------------------------------------
