@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from infer.cli import Parser, names, positive, progress, run
-from infer.pair import add_draft_flags, add_pair_flags, depth_of, load_pair
+from infer.pair import add_draft_flags, add_pair_flags, load_pair, open_session
 from moa_jax import InputError, Result, Session
 from moa_jax.data import chat, corpora
 from moa_jax.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.mode == "plain":
         raise InputError("--mode plain: there is nothing to compare, use --mode chain")
     target, drafter = load_pair(args)
-    drafted, plain = Session(target, drafter, depth_of(args)), Session(target)
+    drafted, plain = open_session(args, target, drafter), Session(target)
     tokenizer = load_tokenizer(target.folder)
     longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
     prompts = list(itertools.islice(_prompts(args, tokenizer, longest), args.limit))

@@ -2,48 +2,63 @@
 
 python -m infer.generate --prompt "I need a hotel in the north."
 python -m infer.generate --prompts questions.jsonl --json
+python -m infer.generate --mode tree --temperature 0.8 --seed 1 --prompt "Hello"
+python -m infer.generate --check --prompt "Hello"     the same decoded plainly: any difference?
 python -m infer.generate                    (a chat, on a terminal)
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infer.cli import Parser, positive, progress, run
-from infer.pair import add_draft_flags, add_pair_flags, depth_of, load_pair
+from infer.pair import add_draft_flags, add_pair_flags, load_pair, open_session
+from infer.sampling import add_sampling_flags, before_stop, ids, sampling_of, stopper
 from moa_jax import Result, Session
+from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError
+from moa_jax.exactness import Difference, compare
+from moa_jax.session import StopWhen, rows_of
 from moa_jax.tokenizer import load_tokenizer
 
+DIFFERENT = 1  # exit code of --check
 
-def main(arguments: list[str] | None = None) -> None:
+
+def main(arguments: list[str] | None = None) -> int | None:
     args = _parser().parse_args(arguments)
-    if args.temperature:
-        raise InputError(f"--temperature {args.temperature}: only 0 so far, greedy decoding")
-    if args.compare and (args.json or not _asked(args)):
-        raise InputError("--compare goes with --prompt, --prompt-ids or --prompts, as text")
+    sampling = sampling_of(args)
+    if (args.compare or args.check) and not _asked(args):
+        raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
+    if args.compare and args.json:
+        raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
     target, drafter = load_pair(args)
     writer = Writer(target.folder)
-    session = Session(target, drafter, depth_of(args))
+    session = open_session(args, target, drafter)
+    ask = Asking(session, writer, args, sampling, stopper(writer.tokenizer, args.stop))
     if not args.json and not _asked(args):
-        _chat(session, args, writer)
-        return
+        _chat(ask)
+        return None
     prompts = list(_prompts(args, writer))
     session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
     if args.json:
-        _answer_as_json(session, prompts, args, writer)
-        return
-    plain = Session(target)
-    for prompt in prompts:
-        result = _answer_as_text(session, prompt, args, writer)
+        return _answer_as_json(ask, prompts)
+    plain, faults = Session(target), 0
+    for index, prompt in enumerate(prompts):
+        result = _answer_as_text(ask, prompt, index)
         if args.compare:
-            print(_comparison(session, plain, result, args), file=sys.stderr)
+            print(_comparison(ask, plain, result, index), file=sys.stderr)
+        if args.check:
+            difference = ask.check(plain, result, index)
+            faults += difference is not None
+            print(_as_line(difference), file=sys.stderr)
+    return _verdict(faults, session)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,19 +66,71 @@ def _parser() -> argparse.ArgumentParser:
     add_pair_flags(parser)
     group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
     group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
-    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=_ids, help="token ids as they are")
+    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
     group.add_argument(
         "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
     )
     add_draft_flags(parser)
-    group = parser.add_argument_group("answers")
-    group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    group.add_argument("--temperature", type=float, default=0.0, help="0, greedy, is all so far")
+    add_sampling_flags(parser)
+    group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    group.add_argument(
+        "--batch", type=positive, default=1, help="prompts side by side, with --json"
+    )
     group.add_argument(
         "--compare", action="store_true", help="decode plainly too: same tokens? how much faster?"
     )
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="decode plainly too; the first difference with its margin; in float32 it is an error",
+    )
     return parser
+
+
+class Asking(NamedTuple):
+    """What all prompts of one run share."""
+
+    session: Session
+    writer: Writer
+    args: argparse.Namespace
+    sampling: Sampling
+    stop_when: StopWhen | None
+
+    def settings(self, index: int) -> dict[str, Any]:
+        """How to decode the index-th prompt, alone: as row `index` of all of them."""
+        sampling = self.seeds(index + 1)[index]
+        return {
+            "stop_ids": self.args.stop_ids,
+            "sampling": sampling,
+            "stop_when": self.stop_when,
+        }
+
+    def seeds(self, count: int) -> list[Sampling]:
+        return rows_of(self.sampling, count)
+
+    def check(self, plain: Session, result: Result, index: int) -> Difference | None:
+        """The first difference between an answer and plain decoding's."""
+        settings = self.settings(index)
+        (other,) = plain.generate([result.prompt_ids], self.args.max_new_tokens, **settings)
+        return compare(
+            plain.target, result.prompt_ids, other.token_ids, result.token_ids, settings["sampling"]
+        )
+
+
+def _as_line(difference: Difference | None) -> str:
+    if difference is None:
+        return "check: the same tokens as plain decoding"
+    line = f"check: token {difference.index} is {difference.drafted}, plain {difference.plain}"
+    if difference.margin is None:
+        return line + ": one answer ended sooner"
+    return line + f"; the target prefers plain's by {difference.margin:.3g}"
+
+
+def _verdict(faults: int, session: Session) -> int:
+    """Exit code 1 for differences in float32 with drafts that may change nothing."""
+    exact = session.weights.target["embed"].dtype == "float32" and not session.shape.sampled
+    return DIFFERENT if faults and exact else 0
 
 
 class Writer:
@@ -84,8 +151,8 @@ class Writer:
             raise InputError("the target's folder has no tokenizer.json: use --prompt-ids")
         return chat.prompt_ids(self.tokenizer, messages)
 
-    def pieces(self, parts: Iterator[list[int]]) -> Iterator[str]:
-        """Text as it grows; a character whose bytes are not all there yet waits."""
+    def pieces(self, parts: Iterator[list[int]], stops: list[str]) -> Iterator[str]:
+        """Text as it grows; what may yet become a whole character or a stop text waits."""
         ids: list[int] = []
         shown = 0
         text: str | None = ""
@@ -95,10 +162,19 @@ class Writer:
             if text is None:
                 yield " ".join(map(str, part)) + " "
                 continue
-            ready = max(shown, len(text.rstrip("\ufffd")))
+            ready = max(shown, len(text.rstrip("\ufffd")) - _begun(text, stops))
             yield text[shown:ready]
             shown = ready
-        yield (text or "")[shown:]
+        yield (before_stop(text, stops) or "")[shown:]
+
+
+def _begun(text: str, stops: list[str]) -> int:
+    """Characters at the end of a text, or from a stop in it, that must not be shown yet."""
+    whole = before_stop(text, stops) or ""
+    if len(whole) < len(text):
+        return len(text) - len(whole)
+    ends = (n for stop in stops for n in range(len(stop), 0, -1) if text.endswith(stop[:n]))
+    return max(ends, default=0)
 
 
 def _asked(args: argparse.Namespace) -> bool:
@@ -140,30 +216,39 @@ def _prompt_of(record: dict[str, Any], where: str, writer: Writer) -> list[int]:
         raise InputError(f"{where}: {error}") from error
 
 
-def _answer_as_json(
-    session: Session, prompts: list[list[int]], args: argparse.Namespace, writer: Writer
-) -> None:
-    results = []
+def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
+    session, args = ask.session, ask.args
+    rows, results, faults = ask.seeds(len(prompts)), [], 0
+    plain = Session(session.target) if args.check else None
     with progress(len(prompts), "answers", quiet=len(prompts) == 1) as bar:
-        for prompt in prompts:
-            (result,) = session.generate([prompt], args.max_new_tokens)
-            results.append(_as_dict(result, writer))
-            bar.step()
+        for start in range(0, len(prompts), args.batch):
+            some = slice(start, start + args.batch)
+            found = session.generate(
+                prompts[some], args.max_new_tokens, args.stop_ids, rows[some], ask.stop_when
+            )
+            for index, result in enumerate(found, start):
+                results.append(_as_dict(result, ask))
+                if plain is not None:
+                    difference = ask.check(plain, result, index)
+                    faults += difference is not None
+                    results[-1]["difference"] = difference and difference._asdict()
+            bar.step(len(found))
     settings = {
         "target": str(args.target or "bundled"),
         "draft": None if args.mode == "plain" else str(args.draft or "bundled"),
         "mode": args.mode,
-        "depth": session.shape.depth,
         "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
         "dtype": str(session.weights.target["embed"].dtype),
+        **dataclasses.asdict(session.shape),
+        **dataclasses.asdict(ask.sampling),
     }
     print(json.dumps({"results": results, "settings": settings}))
+    return _verdict(faults, session)
 
 
-def _as_dict(result: Result, writer: Writer) -> dict[str, Any]:
+def _as_dict(result: Result, ask: Asking) -> dict[str, Any]:
     derived = {
-        "text": writer.text(result.token_ids),
+        "text": before_stop(ask.writer.text(result.token_ids), ask.args.stop),
         "rounds": result.rounds,
         "tau": _number(result.tau),
         "tokens_per_s": _number(result.tokens_per_s),
@@ -175,23 +260,22 @@ def _number(value: float) -> float | None:
     return None if value != value else value  # JSON has no nan
 
 
-def _answer_as_text(
-    session: Session, prompt: list[int], args: argparse.Namespace, writer: Writer
-) -> Result:
+def _answer_as_text(ask: Asking, prompt: list[int], index: int = 0) -> Result:
     """Streams one answer to stdout, then a line of figures to stderr."""
     found: list[Result] = []
 
     def parts() -> Iterator[list[int]]:
-        for part in session.stream(prompt, args.max_new_tokens):
+        settings = ask.settings(index)
+        for part in ask.session.stream(prompt, ask.args.max_new_tokens, **settings):
             if isinstance(part, Result):
                 found.append(part)
             else:
                 yield part
 
-    for piece in writer.pieces(parts()):
+    for piece in ask.writer.pieces(parts(), ask.args.stop):
         print(piece, end="", flush=True)
     print()
-    print(_figures(found[0], session.shape.num_drafted), file=sys.stderr)
+    print(_figures(found[0], ask.session.shape.levels - 1), file=sys.stderr)
     return found[0]
 
 
@@ -207,14 +291,15 @@ def _figures(result: Result, num_drafted: int) -> str:
     return "[" + ", ".join(parts) + "]"
 
 
-def _comparison(
-    session: Session, plain: Session, streamed: Result, args: argparse.Namespace
-) -> str:
+def _comparison(ask: Asking, plain: Session, streamed: Result, index: int) -> str:
     """Both ways on the device from first to last token, in turns; medians of five runs each."""
     runs: dict[str, list[Result]] = {"plain": [], "drafted": []}
     for _ in range(6):  # the first of each is left out
-        for name, decoder in (("plain", plain), ("drafted", session)):
-            runs[name] += decoder.generate([streamed.prompt_ids], args.max_new_tokens)
+        for name, decoder in (("plain", plain), ("drafted", ask.session)):
+            settings = ask.settings(index)
+            runs[name] += decoder.generate(
+                [streamed.prompt_ids], ask.args.max_new_tokens, **settings
+            )
     middle = {
         name: sorted(found[1:], key=lambda run: run.decode_s)[2] for name, found in runs.items()
     }
@@ -228,7 +313,7 @@ def _comparison(
     return "\n".join([*lines, f"drafting gives {verdict}, {ratio:.2f} x as fast"])
 
 
-def _chat(session: Session, args: argparse.Namespace, writer: Writer) -> None:
+def _chat(ask: Asking) -> None:
     """Turn by turn on a terminal, with the history; /new forgets it, an empty line ends."""
     print("Write a message; /new starts over, an empty line ends.", file=sys.stderr)
     history: list[dict[str, str]] = []
@@ -238,11 +323,11 @@ def _chat(session: Session, args: argparse.Namespace, writer: Writer) -> None:
             continue
         asked = [*history, {"role": "user", "content": message}]
         try:
-            result = _answer_as_text(session, writer.prompt(asked), args, writer)
+            result = _answer_as_text(ask, ask.writer.prompt(asked))
         except InputError as error:
             print(f"{error} (/new starts over)", file=sys.stderr)
             continue
-        answer = writer.text(result.token_ids)
+        answer = before_stop(ask.writer.text(result.token_ids), ask.args.stop)
         history = [*asked, {"role": "assistant", "content": answer}]
 
 
@@ -251,13 +336,6 @@ def _ask() -> str:
         return input("> ").strip()
     except EOFError:
         return ""
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError("write whole numbers with commas: 1,2,3") from error
 
 
 if __name__ == "__main__":

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 
 import moa_jax
 from infer.cli import positive
-from moa_jax import load_drafter, load_target
+from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.session import DEFAULT_DEPTH
+from moa_jax.vocabulary import load_vocabulary
 
 DEMO = Path(moa_jax.__file__).parent / "demo"
-MODES = ("plain", "chain")
+MODES = ("plain", "chain", "tree")
+DEFAULT_TREE = DraftShape(7, 8, 62)  # the paper's and EAGLE-2's
 _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type)
     "method": ("method", str),
     "model": ("draft", str),
@@ -48,17 +51,45 @@ def add_pair_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
-    """--mode and --depth."""
+    """--mode and the shape of a draft."""
     group = parser.add_argument_group("drafting")
     group.add_argument("--mode", choices=MODES, default="chain", help="how to decode")
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(
         "--depth",
         type=positive,
-        help="levels of a draft, the root included: 5 drafts 4 tokens; default: the drafter's",
+        help="levels of a draft, the root included: 5 drafts 4 tokens; default: the drafter's, "
+        f"trees {DEFAULT_TREE.depth}",
     )
     depth.add_argument(
         "--num-speculative-tokens", type=positive, metavar="K", help="the same as --depth K+1"
+    )
+    group.add_argument(
+        "--breadth",
+        type=positive,
+        help=f"candidates a node of a tree gets; default: {DEFAULT_TREE.breadth}",
+    )
+    group.add_argument(
+        "--total-tokens",
+        type=positive,
+        help=f"most drafted nodes of a tree; default: {DEFAULT_TREE.total_tokens}",
+    )
+    group.add_argument(
+        "--paths", metavar="FILE.json", help="a static tree: [[0], [1], [0, 0]] by child ranks"
+    )
+    group.add_argument(
+        "--confidence",
+        type=float,
+        default=0.0,
+        help="leave out nodes that the drafter finds less probable than this",
+    )
+    group.add_argument(
+        "--sampled-drafts",
+        action="store_true",
+        help="draw candidates from the drafter instead of its likeliest (chains, static trees)",
+    )
+    group.add_argument(
+        "--draft-vocabulary", metavar="FILE", help="draft from these tokens only (train.vocabulary)"
     )
 
 
@@ -87,11 +118,44 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     return target, drafter
 
 
-def depth_of(args: argparse.Namespace) -> int | None:
-    """The depth that the flags ask for, None for the drafter's own; InputError if too deep."""
-    if args.num_speculative_tokens is not None:
-        return DraftShape(args.num_speculative_tokens + 1).depth
-    return None if args.depth is None else DraftShape(args.depth).depth
+def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
+    """The draft that the flags ask for, else the drafter's own; InputError if impossible."""
+    tokens = args.num_speculative_tokens
+    depth = args.depth if tokens is None else tokens + 1
+    rest = {"confidence": args.confidence, "sampled": args.sampled_drafts}
+    if args.mode != "tree":
+        for flag in ("breadth", "total_tokens", "paths"):
+            if getattr(args, flag) is not None:
+                shown = flag.replace("_", "-")
+                raise InputError(f"--{shown} describes a tree: use it with --mode tree")
+        return DraftShape(depth or own_depth or DEFAULT_DEPTH, **rest)
+    if args.paths is not None:
+        if (depth, args.breadth, args.total_tokens) != (None, None, None):
+            raise InputError("--paths says all of a tree: leave out its depth, breadth and total")
+        return DraftShape.static(_read_paths(args.paths), **rest)
+    breadth = args.breadth or DEFAULT_TREE.breadth
+    total = args.total_tokens or DEFAULT_TREE.total_tokens
+    return DraftShape(depth or DEFAULT_TREE.depth, breadth, total, **rest)
+
+
+def open_session(
+    args: argparse.Namespace, target: Target, drafter: LoadedDrafter | None
+) -> Session:
+    """The session that the flags ask for."""
+    shape = shape_of(args, drafter and drafter.depth)
+    vocabulary = None
+    if args.draft_vocabulary is not None:
+        vocabulary = load_vocabulary(args.draft_vocabulary, target)
+    return Session(target, drafter, shape, vocabulary=vocabulary)
+
+
+def _read_paths(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is no JSON list of paths ({error}): [[0], [1], [0, 0]]"
+        ) from error
 
 
 def _apply_speculative_config(args: argparse.Namespace) -> None:

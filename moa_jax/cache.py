@@ -6,7 +6,8 @@ A cache of S rows while a round is under way (n = length, N = nodes of the round
              verified tokens | root and drafts  | left-overs, never seen
 
 A commit of a chain moves nothing: the accepted nodes already stand where they belong, and
-the length grows over them. All caches of a generation have the same length.
+the length grows over them. The accepted path of a tree is written again from row n on. All
+caches of a generation have the same length.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ def write(cache: KV, new: KV, start_B: Array) -> KV:
     The rows must fit: a start beyond S - T would be clamped and overwrite older rows.
     """
     return KV(_write(cache.k_BKSE, new.k_BKSE, start_B), _write(cache.v_BKSE, new.v_BKSE, start_B))
+
+
+def take(rows: KV, path_BD: Array) -> KV:
+    """Of the T rows of one pass, those of a path of D nodes."""
+    pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)  # noqa: E731
+    return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
 
 
 def _write(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:

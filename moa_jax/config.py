@@ -111,21 +111,142 @@ class MoaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DraftShape:
-    """How much one round drafts; `depth` counts levels with the root, so 1 is plain decoding."""
+    """How much one round drafts; `depth` counts levels with the root, so 1 is plain decoding.
+
+    chain          breadth 1: depth - 1 tokens, one after the other
+    dynamic tree   every level keeps its `breadth` likeliest nodes and gives each as many
+                   children; the `total_tokens` likeliest of all are verified
+    static tree    `paths` says which: (0, 1) is the second child of the root's first
+    """
 
     depth: int
     breadth: int = 1
+    total_tokens: int | None = None  # most drafted nodes, the root apart; None: all candidates
+    paths: tuple[tuple[int, ...], ...] = ()
+    confidence: float = 0.0  # nodes less probable than this, by the drafter, are left out
+    sampled: bool = False  # candidates are drawn from the drafter, else its likeliest are taken
 
     def __post_init__(self) -> None:
         _at_least(1, self, "depth", "breadth")
+        if self.total_tokens is not None:
+            _at_least(1, self, "total_tokens")
         if self.depth > MAX_DEPTH:
             raise InputError(f"depth is {self.depth}: choose at most {MAX_DEPTH}")
-        if self.breadth != 1:
-            raise InputError(f"breadth {self.breadth}: only chains (breadth 1) are drafted so far")
+        if not 0 <= self.confidence < 1:
+            raise InputError(f"confidence is {self.confidence}: choose from 0 to below 1")
+        if self.sampled and self.is_dynamic:
+            raise InputError(
+                "sampled candidates of a dynamic tree would be chosen by their luck, which "
+                "changes the law: use a chain or a static tree, or the likeliest candidates"
+            )
+        if self.paths:
+            self._check_paths()
+
+    @classmethod
+    def static(cls, paths: Any, **rest: Any) -> DraftShape:
+        """The shape of a static tree from its paths in any order; InputError if none is one."""
+        try:
+            ordered = sorted({tuple(map(int, path)) for path in paths}, key=lambda p: (len(p), p))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "the paths of a tree are lists of child ranks: [[0], [1], [0, 0]]"
+            ) from error
+        if not ordered or not ordered[0]:
+            raise InputError("a tree needs paths of at least one rank each: [[0], [1], [0, 0]]")
+        return cls(1 + len(ordered[-1]), paths=tuple(ordered), **rest)
+
+    def _check_paths(self) -> None:
+        known = {(), *self.paths}
+        for path in self.paths:
+            *above, rank = path
+            elder = (*above, rank - 1) if rank else ()
+            for needed in (tuple(above), elder):
+                if needed not in known or rank < 0:
+                    raise InputError(
+                        f"the tree has the path {list(path)} but not {list(needed)}: give every "
+                        "node its parent and its elder siblings"
+                    )
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.breadth > 1 and not self.paths
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node has one child at most, so that an accepted path moves no rows."""
+        return self.breadth == 1 and (not self.paths or max(map(max, self.paths)) == 0)
 
     @property
     def num_drafted(self) -> int:
-        return self.depth - 1
+        """Nodes of one round, the root apart."""
+        if self.paths:
+            return len(self.paths)
+        if self.depth == 1:
+            return 0
+        candidates = self.breadth + (self.depth - 2) * self.breadth**2
+        return min(self.total_tokens or candidates, candidates)
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens of one verification."""
+        return 1 + self.num_drafted
+
+    @property
+    def levels(self) -> int:
+        """Most tokens that one round commits."""
+        return min(self.depth, self.num_nodes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a round needs in any cache behind the verified ones."""
+        return max(self.num_nodes, 1 + max(self.depth - 2, 0) * self.breadth)
+
+    @property
+    def most_children(self) -> int:
+        """Most candidates that one node gets."""
+        return 1 + max(map(max, self.paths)) if self.paths else self.breadth
+
+    @property
+    def tree_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The paths of a static tree; a chain is one whose nodes are first children."""
+        return self.paths or tuple((0,) * k for k in range(1, self.levels))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of nodes that get a verification of their own when drafts stop early."""
+        if not self.confidence:
+            return (self.num_nodes,)
+        if self.is_chain:
+            return tuple(range(1, self.num_nodes + 1))
+        doubled = [1 << k for k in range(1, self.num_nodes.bit_length())]
+        return (*(width for width in doubled if width < self.num_nodes), self.num_nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How one answer's tokens are chosen from the target's logits; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the fewest likeliest tokens that hold this much probability
+    min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest
+    repetition_penalty: float = 1.0  # above 1 makes tokens seen before less likely
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0.0, 1e6), ("min_p", 0.0, 1.0)):
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"{name} is {getattr(self, name)}: choose from {low} to {high}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}: choose above 0 and at most 1")
+        if not 0 < self.repetition_penalty < 1e6:
+            raise InputError(f"repetition_penalty is {self.repetition_penalty}: choose above 0")
+        _at_least(0, self, "top_k", "seed")
+        if self.seed >= 1 << 32:
+            raise InputError(f"seed is {self.seed}: choose one below 2**32")
+        if any(bias != bias for _, bias in self.logit_bias):
+            raise InputError("logit_bias holds nan: give numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +303,7 @@ class MaskConfig:
 
     variable_future_length: bool = True
     staircase: bool = True
+    on_policy_reuse: bool = False  # reused layers see what they see in decoding (masks.on_policy)
 
 
 @dataclasses.dataclass(frozen=True)

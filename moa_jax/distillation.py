@@ -29,7 +29,7 @@ def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: A
         tap=drafter.taps.streams,
         dtype=dtype,
     )
-    tapped = Tapped(found.rows_LBKTE, found.tapped, found.hidden_BTD)
+    tapped = Tapped(target.stack_rows(found.rows), found.tapped, found.hidden_BTD)
     return jax.tree.map(jax.lax.stop_gradient, tapped)
 
 

@@ -81,26 +81,49 @@ def staircase(start_BT: Array, segment_BT: Array) -> Array:
     return causal(segment_BT) & (after_BTT | jnp.eye(T, dtype=bool))
 
 
-def cached(ancestor_BNN: Array, length_B: Array, rows: int) -> Array:
-    """New nodes see all verified rows of the cache and, among themselves, their ancestors.
+def on_policy(start_BT: Array, segment_BT: Array) -> Array:
+    """Reused layers see the target's rows up to the last known token, drafts after; (B, T, 2T).
 
-    Shape (B, N, rows). The nodes stand in the cache at rows length .. length + N - 1; rows
-    after them are left-overs and stay hidden. A prompt, a chain and a single token are lines:
-    their ancestor matrix is a lower triangle.
+    The first T rows are the target's own keys and values of the tokens, the other T those of
+    the drafter's stream. A token drafted 1, 2, 3 steps after the last known one sees the same
+    rows of the target and the drafts since then, as a chain does in decoding.
+
+        known      target's     drafts'
+             1 x . . . . . | . . . . . .
+             1 x x . . . . | . . . . . .
+             0 x x . . . . | . . x . . .
+             0 x x . . . . | . . x x . .
+             1 x x x x x . | . . . . . .
+             0 x x x x x . | . . . . . x
+
+    References: ours. Authors' train/moa_spec.py uses `causal` here, where a token also sees
+    the drafter's states of unknown tokens that decoding would have verified by then.
+    """
+    after_BTT = jnp.arange(start_BT.shape[1]) > start_BT[:, :, None]
+    drafted_BTT = causal(segment_BT) & after_BTT
+    return jnp.concatenate([bounded_memory(start_BT, segment_BT), drafted_BTT], axis=-1)
+
+
+def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
+    """New nodes see all verified rows of the cache and, among what follows, their ancestors.
+
+    Shape (B, N, rows). X nodes stand in the cache at rows length .. length + X - 1, the N that
+    ask last among them; rows after them are left-overs and stay hidden. A prompt, a chain and
+    a single token are lines: their ancestor matrix is a lower triangle.
 
         rows      0 1 2 | 3 4 5 | 6 7     length 3, N 3: a root with two children
         root      x x x | x . . | . .
         child a   x x x | x x . | . .
         child b   x x x | x . x | . .
 
-    `ancestor_BNN` holds the node itself; (1, N, N) serves every row of a batch.
+    `ancestor_BNX` holds the node itself; a first axis of 1 serves every row of a batch.
     """
-    N = ancestor_BNN.shape[-1]
-    ancestor_BNN = jnp.broadcast_to(ancestor_BNN, (length_B.shape[0], N, N))
+    B, shape = length_B.shape[0], ancestor_BNX.shape[1:]
+    ancestor_BNX = jnp.broadcast_to(ancestor_BNX, (B, *shape))
     verified_BS = jnp.arange(rows) < length_B[:, None]
-    empty_BNS = jnp.zeros((length_B.shape[0], N, rows), bool)
+    empty_BNS = jnp.zeros((B, shape[0], rows), bool)
     place = jax.vmap(lambda row, block, start: lax.dynamic_update_slice(row, block, (0, start)))
-    return place(empty_BNS, ancestor_BNN, length_B) | verified_BS[:, None, :]
+    return place(empty_BNS, ancestor_BNX, length_B) | verified_BS[:, None, :]
 
 
 def line(num_nodes: int) -> Array:

@@ -7,24 +7,30 @@ result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax.config import DraftShape
+from moa_jax.config import DraftShape, Sampling
 from moa_jax.drafters import DRAFTERS
 from moa_jax.errors import InputError
 from moa_jax.precision import matmul_precision
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.spec import step
+from moa_jax.spec.sample import Law
 from moa_jax.spec.step import DecodeState, Limits, Setup, Weights
+from moa_jax.vocabulary import DraftVocabulary
 
+GREEDY = Sampling()
 DEFAULT_DEPTH = 5
+NEVER = 2**31 - 1  # rounds until a pause
+ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
 SMALLEST_BUCKET = 32
 
 
@@ -38,6 +44,7 @@ class Result(NamedTuple):
     accept_lengths: list[int]
     prefill_s: float
     decode_s: float  # of the whole batch that the answer was part of
+    drafted: list[int]  # nodes that each round proposed, the root apart
 
     @property
     def rounds(self) -> int:
@@ -54,21 +61,38 @@ class Result(NamedTuple):
         return sum(self.accept_lengths) / self.decode_s if self.decode_s else float("nan")
 
 
+# (generated tokens) -> how many of them to keep if they hold a stop, else None
+StopWhen = Callable[[list[int]], int | None]
+
+
 class Session:
     """A pair ready to decode; programs compile once per (batch, prompt bucket, capacity)."""
 
     def __init__(
-        self, target: Target, drafter: LoadedDrafter | None = None, depth: int | None = None
+        self,
+        target: Target,
+        drafter: LoadedDrafter | None = None,
+        shape: DraftShape | None = None,
+        *,
+        vocabulary: DraftVocabulary | None = None,
+        cache_rows: int | None = None,
     ) -> None:
-        """Without a drafter, or with depth 1, decoding is plain."""
-        if depth is None:
-            depth = (drafter and drafter.depth) or DEFAULT_DEPTH
-        self.shape = DraftShape(depth if drafter else 1)
+        """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
+
+        `vocabulary` narrows what is drafted; `cache_rows` fixes the caches' size, so that one
+        program serves all lengths. Raises InputError for a tree wider than the vocabulary.
+        """
+        if shape is None:
+            shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
+        self.shape = shape if drafter else DraftShape(1)
         drafter = drafter if self.shape.num_drafted else None
+        _check_breadth(self.shape, target, vocabulary)
         functions = drafter and DRAFTERS[drafter.method].make(drafter.config, target.config)
         self.target = target
         self.setup = Setup(target.config, functions, self.shape)
-        self.weights = Weights(target.params, drafter and drafter.params)
+        head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
+        self.weights = Weights(_for_decoding(target.params), drafter and drafter.params, head)
+        self.cache_rows = cache_rows
         self._prefill = jax.jit(
             functools.partial(step.prefill, self.setup), static_argnames="capacity"
         )
@@ -85,63 +109,99 @@ class Session:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
-        stop_ids: Sequence[int] | None = None,
+        stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop_when: StopWhen | None = None,
     ) -> list[Result]:
         """Decodes a batch of prompts to the end on the device.
 
-        `max_new_tokens` is one number or one a prompt; `stop_ids` defaults to the target's
-        end-of-text ids. Raises InputError for an empty
-        prompt, ids outside the vocabulary, or more tokens than the target's positions.
+        `max_new_tokens` is one number or one a prompt; `stop_ids` are for all or one list a
+        prompt, and default to the target's end-of-text ids; of one `sampling`, row i gets the
+        seed plus i. `stop_when` looks at what is there every few rounds and cuts a row where it
+        says. Raises InputError for an empty prompt, ids outside the vocabulary, more tokens
+        than the target's positions, or a cache too small for them.
         """
-        state, limits, prefill_s = self._start(prompts, max_new_tokens, stop_ids)
-        decode = self._compiled(self._decode, self.weights, state, limits)
+        state, limits, law, prefill_s = self._start(prompts, max_new_tokens, stop_ids, sampling)
+        decode = self._compiled(self._decode, self.weights, state, limits, law)
         begin = time.perf_counter()
-        state = jax.block_until_ready(decode(self.weights, state, limits))
+        kept: dict[int, int] = {}
+        while True:
+            pause = NEVER if stop_when is None else int(state.rounds_B.max()) + ROUNDS_BETWEEN_LOOKS
+            limits = limits._replace(pause=jnp.int32(pause))
+            state = jax.block_until_ready(decode(self.weights, state, limits, law))
+            if stop_when is not None:
+                state = _look(prompts, state, stop_when, kept)
+            if stop_when is None or bool(state.done_B.all()):
+                break
         decode_s = time.perf_counter() - begin
-        return self._results(prompts, state, limits, prefill_s, decode_s)
+        return self._results(prompts, state, limits, prefill_s, decode_s, kept)
 
     def stream(
         self,
         prompt: Sequence[int],
         max_new_tokens: int,
         stop_ids: Sequence[int] | None = None,
+        sampling: Sampling = GREEDY,
+        stop_when: StopWhen | None = None,
     ) -> Iterator[list[int] | Result]:
         """Yields each round's new tokens as lists, and last the Result."""
-        state, limits, prefill_s = self._start([prompt], max_new_tokens, stop_ids)
-        advance = self._compiled(self._round, self.weights, state, limits)
+        state, limits, law, prefill_s = self._start([prompt], max_new_tokens, stop_ids, sampling)
+        advance = self._compiled(self._round, self.weights, state, limits, law)
         length, decode_s = len(prompt), 0.0
-        yield [int(state.tokens_BC[0, length])]
-        done = bool(state.done_B[0])
-        while not done:
+        found = [int(state.tokens_BC[0, length])]
+        kept: dict[int, int] = {}
+        done, shown = bool(state.done_B[0]), 0
+        while True:
+            cut = stop_when(found) if stop_when else None
+            if cut is not None:
+                kept[0] = cut
+                found = found[:cut]
+            yield found[shown:]
+            shown = len(found)
+            if done or cut is not None:
+                break
             begin = time.perf_counter()
-            state, news = advance(self.weights, state, limits)
+            state, news = advance(self.weights, state, limits, law)
             count, done, *tokens = np.asarray(news).tolist()
             decode_s += time.perf_counter() - begin
-            yield tokens[:count]
-        yield self._results([prompt], state, limits, prefill_s, decode_s)[0]
+            found = found + tokens[:count]
+        yield self._results([prompt], state, limits, prefill_s, decode_s, kept)[0]
 
     def _start(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
-        stop_ids: Sequence[int] | None,
-    ) -> tuple[DecodeState, Limits, float]:
+        stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        sampling: Sampling | Sequence[Sampling],
+    ) -> tuple[DecodeState, Limits, Law, float]:
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        ids = self.target.generation.eos_ids if stop_ids is None else tuple(stop_ids)
-        limits = Limits(
-            jnp.asarray(lengths_B + wanted_B),
-            jnp.array([*ids, *[-1] * (max(8, -(-len(ids) // 8) * 8) - len(ids))], jnp.int32),
-        )
+        total_B = jnp.asarray(lengths_B + wanted_B)
+        limits = Limits(total_B, self._stops(len(prompts), stop_ids), jnp.int32(NEVER))
         capacity = prompt_BT.shape[1] + bucket(int(wanted_B.max()))
-        read = (self.weights, prompt_BT, lengths_B, limits)
+        if self.cache_rows is not None:
+            capacity = self.cache_rows - self.shape.num_rows
+        law = law_of(rows_of(sampling, len(prompts)), self.target.config.vocab_size)
+        read = (self.weights, prompt_BT, lengths_B, limits, law)
         prefill = self._compiled(self._prefill, *read, capacity=capacity)
         begin = time.perf_counter()
         state = jax.block_until_ready(prefill(*read))
-        return state, limits, time.perf_counter() - begin
+        return state, limits, law, time.perf_counter() - begin
+
+    def _stops(
+        self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    ) -> jax.Array:
+        """Stop ids (B, X), padded with -1 so that their number seldom compiles anew."""
+        ids = self.target.generation.eos_ids if stop_ids is None else stop_ids
+        each = [list(row) for row in ids] if len(ids) and not _is_number(ids[0]) else None
+        rows = each or [list(ids)] * batch
+        if len(rows) != batch:
+            raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
+        width = max(8, *(-(-len(row) // 8) * 8 for row in rows))
+        return jnp.array([row + [-1] * (width - len(row)) for row in rows], jnp.int32)
 
     def check(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
@@ -153,6 +213,8 @@ class Session:
         wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
         if not prompts:
             raise InputError("no prompts: give at least one")
+        if len(wanted_B) != len(prompts):
+            raise InputError(f"{len(wanted_B)} lengths for {len(prompts)} prompts: give one each")
         for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B, strict=True)):
             if wanted < 1:
                 raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
@@ -168,6 +230,12 @@ class Session:
                 raise InputError(
                     f"prompt {index} has {len(prompt)} tokens and {wanted} are to follow, "
                     f"but the target has {positions} positions: shorten one of the two"
+                )
+            needed = max(len(prompt) + wanted, bucket(len(prompt))) + self.shape.num_rows
+            if self.cache_rows is not None and needed > self.cache_rows:
+                raise InputError(
+                    f"a cache of {self.cache_rows} rows is too small: prompt {index} needs "
+                    f"{needed}, {self.shape.num_rows} of them for the draft: make it larger"
                 )
         return wanted_B
 
@@ -188,17 +256,25 @@ class Session:
         limits: Limits,
         prefill_s: float,
         decode_s: float,
+        kept: dict[int, int],
     ) -> list[Result]:
-        fields = (state.tokens_BC, state.length_B, state.rounds_B, state.accept_lengths_BR)
-        stop_ids = set(np.asarray(limits.stop_ids_X).tolist())
+        fields = (state.tokens_BC, state.length_B, state.rounds_B, limits.stop_ids_BX)
+        counts = (state.accept_lengths_BR, state.drafted_BR)
         results = []
-        for prompt, tokens_C, length, rounds, accept_R in zip(
-            prompts, *map(np.asarray, fields), strict=True
+        for index, (prompt, tokens_C, length, rounds, stop_X, accept_R, drafted_R) in enumerate(
+            zip(prompts, *map(np.asarray, (*fields, *counts)), strict=True)
         ):
             new = tokens_C[len(prompt) : length + 1].tolist()
-            reason = "stop" if new[-1] in stop_ids else "length"
             accepted = accept_R[:rounds].tolist()
-            results.append(Result(list(prompt), new, reason, accepted, prefill_s, decode_s))
+            stopped = new[-1] in stop_X.tolist()
+            if index in kept:
+                new, stopped = new[: kept[index]], True
+                accepted = _cut(accepted, len(new) - 1)
+            drafted = drafted_R[: len(accepted)].tolist()
+            reason = "stop" if stopped else "length"
+            results.append(
+                Result(list(prompt), new, reason, accepted, prefill_s, decode_s, drafted)
+            )
         return results
 
 
@@ -208,11 +284,52 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 128,
     *,
-    depth: int | None = None,
+    shape: DraftShape | None = None,
     stop_ids: Sequence[int] | None = None,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
 ) -> list[Result]:
-    """Greedy answers to a batch of prompts; keep a `Session` to decode more than once."""
-    return Session(target, drafter, depth).generate(prompts, max_new_tokens, stop_ids)
+    """Answers to a batch of prompts; keep a `Session` to decode more than once."""
+    session = Session(target, drafter, shape)
+    return session.generate(prompts, max_new_tokens, stop_ids, sampling)
+
+
+def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
+    """One setting a row; of a single one, row i gets the seed plus i."""
+    if isinstance(sampling, Sampling):
+        seeds = [(sampling.seed + row) % (1 << 32) for row in range(batch)]
+        return [dataclasses.replace(sampling, seed=seed) for seed in seeds]
+    if len(sampling) != batch:
+        raise InputError(f"{len(sampling)} samplings for {batch} prompts: give one each")
+    return list(sampling)
+
+
+def law_of(rows: Sequence[Sampling], vocab_size: int) -> Law:
+    """The arrays of a batch's settings; those that no row uses are left out."""
+    bias_BV = None
+    if any(row.logit_bias for row in rows):
+        bias_BV = np.zeros((len(rows), vocab_size), np.float32)
+        for bias_V, row in zip(bias_BV, rows, strict=True):
+            for token, bias in row.logit_bias:
+                if not _is_id(token, vocab_size):
+                    raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
+                bias_V[token] = bias
+
+    def array(name: str, off: float, used: float | None = None) -> jax.Array | None:
+        values = [getattr(row, name) for row in rows]
+        if all(value == off for value in values):
+            return None
+        return jnp.array([used if used and value == off else value for value in values])
+
+    law = Law(repetition_B=array("repetition_penalty", 1.0), bias_BV=bias_BV)
+    if all(row.temperature == 0 for row in rows):
+        return law
+    return law._replace(
+        key_B=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows], jnp.uint32)),
+        temperature_B=jnp.array([row.temperature for row in rows], jnp.float32),
+        top_k_B=array("top_k", 0, vocab_size),
+        top_p_B=array("top_p", 1.0),
+        min_p_B=array("min_p", 0.0),
+    )
 
 
 def bucket(count: int) -> int:
@@ -220,16 +337,72 @@ def bucket(count: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
 
 
+def _look(
+    prompts: Sequence[Sequence[int]],
+    state: DecodeState,
+    stop_when: StopWhen,
+    kept: dict[int, int],
+) -> DecodeState:
+    """Ends the rows in which a stop is found, and notes how many tokens they keep."""
+    tokens_BC, length_B = np.asarray(state.tokens_BC), np.asarray(state.length_B)
+    done_B = np.array(state.done_B)
+    for row, prompt in enumerate(prompts):
+        cut = stop_when(tokens_BC[row, len(prompt) : length_B[row] + 1].tolist())
+        if cut is not None:
+            kept.setdefault(row, cut)
+            done_B[row] = True
+    return state._replace(done_B=jnp.asarray(done_B))
+
+
+def _cut(accept_lengths: list[int], total: int) -> list[int]:
+    """The rounds of an answer whose rounds gave `total` tokens, the last one cut."""
+    rounds = []
+    for length in accept_lengths:
+        if total > 0:
+            rounds.append(min(length, total))
+        total -= length
+    return rounds
+
+
+def _check_breadth(shape: DraftShape, target: Target, vocabulary: DraftVocabulary | None) -> None:
+    size = target.config.vocab_size if vocabulary is None else len(vocabulary.ids_U)
+    if shape.most_children > size:
+        raise InputError(
+            f"breadth {shape.most_children} is more than the {size} tokens that can be drafted: "
+            "choose a smaller one"
+        )
+
+
+def _for_decoding(params: Any) -> Any:
+    """On a CPU a tied head gets its own array (D, V): products with a table (V, D) of several
+    tokens first transpose it, which costs more than the product."""
+    if "lm_head" in params or jax.default_backend() != "cpu":
+        return params
+    return params | {"lm_head": jnp.asarray(params["embed"].T)}
+
+
+def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> step.Vocabulary:
+    """The part of the target's head that the drafter reads, once and for all."""
+    ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
+    if "lm_head" in params:
+        return step.Vocabulary(ids_U, params["lm_head"][:, ids_U])
+    return step.Vocabulary(ids_U, params["embed"][ids_U].T)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
+
+
 def _is_id(token: Any, vocab_size: int) -> bool:
     return isinstance(token, int | np.integer) and 0 <= token < vocab_size
 
 
 def _streamed_round(
-    setup: Setup, weights: Weights, state: DecodeState, limits: Limits
+    setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
 ) -> tuple[DecodeState, jax.Array]:
     """A round, and what the host wants of it in one array: count, done, the new tokens."""
     before = state.length_B[0]
-    state = step.advance(setup, weights, state, limits)
-    new_N = jax.lax.dynamic_slice(state.tokens_BC[0], (before + 1,), (setup.shape.depth,))
+    state = step.advance(setup, weights, state, limits, law)
+    new_D = jax.lax.dynamic_slice(state.tokens_BC[0], (before + 1,), (setup.shape.levels,))
     facts = jnp.stack([state.length_B[0] - before, state.done_B[0].astype(jnp.int32)])
-    return state, jnp.concatenate([facts, new_N])
+    return state, jnp.concatenate([facts, new_D])

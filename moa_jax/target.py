@@ -27,13 +27,14 @@ from moa_jax.layers import INIT_STDDEV, Block, RMSNorm, Rotation, rotation
 Array = jax.Array
 Params = dict[str, Any]
 Caches = tuple[KV, ...]
+Rows = tuple[KV, ...] | KV  # one a layer, or stacked (L, B, K, T, E) where layers are
 
 
 class Pass(NamedTuple):
     """What one target pass over T tokens gives."""
 
     hidden_BTD: Array  # after the final norm; `unembed` makes logits of it
-    rows_LBKTE: KV  # the tokens' keys (after RoPE) and values in every layer
+    rows: Rows  # the tokens' keys (after RoPE) and values in every layer
     tapped: tuple[Array, ...]  # the residual streams that were asked for, (B, T, D) each
     caches: Caches | None  # with the rows written
 
@@ -106,6 +107,11 @@ def forward(
     return Pass(final_norm(cfg.block, params, x_BTD), rows, tapped, caches)
 
 
+def stack_rows(rows: Rows) -> KV:
+    """The rows of all layers in one array each, (L, B, K, T, E)."""
+    return rows if isinstance(rows, KV) else jax.tree.map(lambda *each: jnp.stack(each), *rows)
+
+
 def apply_blocks(
     cfg: BlockConfig,
     layers: list[Params] | Params,
@@ -115,7 +121,7 @@ def apply_blocks(
     caches: Caches | None = None,
     start_B: Array | None = None,
     tap: Sequence[int] = (),
-) -> tuple[Array, KV, tuple[Array, ...], Caches | None]:
+) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
     """Runs a list of layers one by one, or stacked layers (no caches) by `scan`."""
     block = Block(cfg)
     if isinstance(layers, list):
@@ -126,9 +132,8 @@ def apply_blocks(
             x_BTD, new, past = block.apply({"params": layer}, x_BTD, turn, mask_BTS, past, start_B)
             rows.append(new)
             written.append(past)
-        rows_LBKTE = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
         caches = None if caches is None else tuple(written)
-        return x_BTD, rows_LBKTE, tuple(streams[i] for i in tap), caches
+        return x_BTD, tuple(rows), tuple(streams[i] for i in tap), caches
 
     def body(carry, layer):
         index, x_BTD, tapped = carry

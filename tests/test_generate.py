@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ import pytest
 from infer import generate
 from infer.cli import run
 from moa_jax import Session, load_target
+from moa_jax.spec import step
 from moa_jax.tokenizer import train_tokenizer
 from tests.conftest import golden_cases
 from tests.model_folders import save_random_pair
 
 RESULT_KEYS = {
     *("prompt_ids", "token_ids", "text", "finish_reason", "rounds", "accept_lengths", "tau"),
-    *("prefill_s", "decode_s", "tokens_per_s"),
+    *("prefill_s", "decode_s", "tokens_per_s", "drafted"),
 }
 
 
@@ -76,6 +78,79 @@ def test_text_streams_and_compares(ask):
     assert "tau" in err and "the same tokens" in err and "tokens/s" in err
 
 
+def test_tree_of_samples_equals_plain_samples(ask):
+    """The same seed gives the same text, whatever is drafted; --check says so."""
+    flags = ["--prompt", "Good morning", "--max-new-tokens", "12", "--json", "--temperature", "0.8"]
+    ids = {}
+    for seed in ("1", "2"):
+        tree = [
+            "--mode",
+            "tree",
+            "--depth",
+            "4",
+            "--breadth",
+            "3",
+            "--total-tokens",
+            "8",
+            "--check",
+        ]
+        code, out, _ = ask(*flags, "--seed", seed, *tree)
+        (result,) = json.loads(out)["results"]
+        assert code == 0 and result["difference"] is None
+        ids[seed] = result["token_ids"]
+    assert ids["1"] != ids["2"]
+
+
+def test_check_finds_a_difference(ask, monkeypatch):
+    """A target that is asked for its second choice now and then is caught, with the margin."""
+    keep = step.choose
+
+    def off(setup, law, state, tree, logits_BNV):
+        choice_BN = keep(setup, law, state, tree, logits_BNV)
+        if tree.tokens_BN.shape[1] == 1:
+            return choice_BN
+        second_BN = jax.lax.top_k(logits_BNV, 2)[1][..., 1]
+        return jnp.where(state.length_B[:, None] > 6, second_BN, choice_BN)
+
+    monkeypatch.setattr(step, "choose", off)
+    flags = ["--prompt-ids", "5,6,7", "--max-new-tokens", "12", "--check"]
+    code, out, err = ask(*flags)
+    assert code == 1 and "the target prefers plain's by" in err
+    code, out, _ = ask(*flags, "--json")
+    difference = json.loads(out)["results"][0]["difference"]
+    assert code == 1 and difference["index"] >= 4 and difference["margin"] > 0
+
+
+def test_stop_texts_end_answers_before_them(ask):
+    """Cut alike when streamed, at once, in a batch; token ids keep the stop."""
+    flags = ["--prompt", "Good morning", "--max-new-tokens", "24"]
+    _, out, _ = ask(*flags, "--json")
+    (whole,) = json.loads(out)["results"]
+    text = whole["text"]
+    stop = text[len(text) // 2 :][:3]
+    cut = text[: text.index(stop)]
+    _, out, _ = ask(*flags, "--json", "--stop", stop, "--stop", "never this")
+    (found,) = json.loads(out)["results"]
+    assert (found["text"], found["finish_reason"]) == (cut, "stop")
+    assert found["token_ids"] == whole["token_ids"][: len(found["token_ids"])]
+    assert 1 + sum(found["accept_lengths"]) == len(found["token_ids"])
+    _, out, _ = ask(*flags, "--stop", stop)
+    assert out == cut + "\n"
+
+
+def test_batches_answer_as_alone(ask, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([5, 6], [7], [8] * 9))
+    )
+    flags = ["--prompts", str(file), "--json", "--max-new-tokens", "9", "--temperature", "0.7"]
+    alone, batch = (
+        [r["token_ids"] for r in json.loads(ask(*flags, "--batch", size)[1])["results"]]
+        for size in ("1", "2")
+    )
+    assert alone == batch
+
+
 def test_prompts_from_a_file(ask, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [
@@ -101,9 +176,9 @@ def test_chat_keeps_its_history(ask, monkeypatch):
     prompts = []
     answer = generate._answer_as_text
 
-    def spy(session, prompt, *rest):
+    def spy(ask, prompt, *rest):
         prompts.append(prompt)
-        return answer(session, prompt, *rest)
+        return answer(ask, prompt, *rest)
 
     monkeypatch.setattr(generate, "_answer_as_text", spy)
     monkeypatch.setattr(generate, "_ask", lambda: next(asked))
@@ -129,8 +204,18 @@ def test_vllm_speculative_config(ask, folders):
         (["--prompt-ids", "5", "--max-new-tokens", "500"], "256 positions"),
         (["--prompt-ids", "5", "--max-new-tokens", "0"], "at least 1"),
         (["--prompt-ids", "5", "--depth", "0"], "'0' is not a whole number"),
-        (["--prompt-ids", "5", "--temperature", "0.8"], "only 0 so far"),
-        (["--prompt-ids", "5", "--json", "--compare"], "--compare goes with"),
+        (["--prompt-ids", "5", "--temperature", "-1"], "temperature is -1.0"),
+        (["--prompt-ids", "5", "--top-p", "0"], "top_p is 0.0: choose above 0"),
+        (["--prompt-ids", "5", "--top-p", "1.5"], "top_p is 1.5"),
+        (["--prompt-ids", "5", "--logit-bias", "5"], "write ids and numbers"),
+        (["--prompt-ids", "5", "--logit-bias", "300:1"], "names the id 300"),
+        (["--prompt-ids", "5", "--stop", ""], "never writes this text"),
+        (["--prompt-ids", "5", "--stop", "<|end|>"], "never writes this text"),
+        (["--prompt-ids", "5", "--mode", "tree", "--breadth", "301"], "breadth 301 is more than"),
+        (["--prompt-ids", "5", "--mode", "tree", "--total-tokens", "0"], "'0' is not a whole"),
+        (["--prompt-ids", "5", "--breadth", "3"], "use it with --mode tree"),
+        (["--prompt-ids", "5", "--draft-vocabulary", "nowhere"], "nowhere"),
+        (["--prompt-ids", "5", "--json", "--compare"], "leave out --json"),
         (["--prompt-ids", "5", "--speculate"], "unrecognized arguments: --speculate"),
         (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
         (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),

@@ -17,7 +17,7 @@ MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement"}
 DRAFTERS = MODELS | {"losses", "drafters", "drafters.api"}
 DECODING = MODELS | {"drafters.api", "spec"}  # never a drafter by name
 SIDE = {"data", "tokenizer", "metrics", "optim", "training", "checkpoint", "version"}
-LOADING = {"pretrained", "session"}
+LOADING = {"pretrained", "session", "vocabulary", "exactness"}
 LIBRARY = DRAFTERS | DECODING | SIDE | LOADING | {"distillation", "serve", "bench"}
 
 # What each room may import, besides itself. A room is a module or package of moa_jax, named
@@ -47,8 +47,11 @@ TABLE: dict[str, set[str]] = {
     "drafters.api": MODELS,
     "drafters": DRAFTERS,
     "pretrained": DRAFTERS | {"tokenizer"},
+    "vocabulary": {"errors", "folders", "pretrained"},
     "spec": DECODING,
-    "session": DRAFTERS | DECODING | {"pretrained", "tokenizer"},
+    "lowering": DECODING,
+    "session": DRAFTERS | DECODING | {"pretrained", "tokenizer", "vocabulary"},
+    "exactness": DECODING | {"pretrained", "session"},
     "distillation": LIBRARY - {"serve", "bench"},
     "serve": DECODING | LOADING | {"tokenizer"},
     "bench": LIBRARY - {"distillation", "serve"},

@@ -197,7 +197,7 @@ def test_draft_optimiser_steps(folder):
 
 @recorded
 def test_draft_cached_equals_training(folder):
-    """From the first answer on, tokens fed one by one give the training forward's logits."""
+    """From the first answer on, cached drafting gives the training forward's logits."""
     case, pair, batch = recorded_pair(folder)
     expected_BTV = case.train["vfl0_sc0/logits"].numpy()
     assert_cached_equals(pair, batch, expected_BTV, case.train["response_mask"].numpy())
@@ -214,10 +214,10 @@ def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) ->
         cache = decode.init_cache(pair.moa, 1, rows, jnp.float32)
         zero_B, length_B = jnp.zeros(1, jnp.int32), jnp.array([start])
         cache = extend(params, pair.shared, cache, one.tokens_BT, zero_B, pair.tap(one))
-        for index in range(count):
-            token_B1 = one.tokens_BT[:, start + index, None]
-            logits, cache = step(params, pair.shared, cache, token_B1, length_B, index)
-            assert_close(logits[0, 0], expected_BTV[b, start + index], f"row {b} step {index}")
+        tokens_1W = one.tokens_BT[:, start : start + count]
+        line_1WW, depth_W = masks.line(count), jnp.arange(count)
+        logits, _ = step(params, pair.shared, cache, tokens_1W, line_1WW, length_B, depth_W)
+        assert_close(logits[0], expected_BTV[b, start : start + count], f"row {b}")
 
 
 # ---- random pairs, against the oracle -----------------------------------------------------

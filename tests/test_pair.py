@@ -8,6 +8,7 @@ import json
 import pytest
 
 from infer import cli, pair
+from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from tests.model_folders import refusal
 
@@ -39,7 +40,7 @@ def speculative(**config: object) -> tuple[str, str]:
 def test_vllms_json_is_spread_over_our_flags(monkeypatch):
     config = speculative(method="moa", model="folder", num_speculative_tokens=3)
     args = loading(monkeypatch, "--target", "x", *config)
-    assert (args.method, args.draft, pair.depth_of(args)) == ("moa", "folder", 4)
+    assert (args.method, args.draft, pair.shape_of(args, None).depth) == ("moa", "folder", 4)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,24 @@ def test_depths_below_1_are_refused(flag, capsys):
 @pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
 def test_a_depth_is_at_most_64(flag):
     with pytest.raises(InputError, match="choose at most 64"):
-        pair.depth_of(parse(flag, "65"))
+        pair.shape_of(parse(flag, "65"), None)
 
 
 def test_depths():
-    assert pair.depth_of(parse()) is None
-    assert pair.depth_of(parse("--depth", "1")) == 1
-    assert pair.depth_of(parse("--num-speculative-tokens", "4")) == 5
+    depth = lambda *flags: pair.shape_of(parse(*flags), 4).depth  # noqa: E731
+    assert [depth(), depth("--depth", "1"), depth("--num-speculative-tokens", "4")] == [4, 1, 5]
+    assert pair.shape_of(parse(), None) == DraftShape(5)
+
+
+def test_tree_flags(tmp_path):
+    shape = lambda *flags: pair.shape_of(parse("--mode", "tree", *flags), 4)  # noqa: E731
+    assert shape() == DraftShape(7, 8, 62)
+    assert shape("--depth", "3", "--breadth", "2", "--total-tokens", "5") == DraftShape(3, 2, 5)
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    static = DraftShape.static([[0], [1], [0, 0]], confidence=0.1)
+    assert shape("--paths", str(tmp_path / "tree.json"), "--confidence", "0.1") == static
+    (tmp_path / "tree.json").write_text("[[0")
+    assert "is no JSON list of paths" in refusal(shape, "--paths", str(tmp_path / "tree.json"))
+    assert "leave out its depth" in refusal(shape, "--paths", "x", "--depth", "3")
+    chain = lambda *flags: pair.shape_of(parse(*flags), 4)  # noqa: E731
+    assert "use it with --mode tree" in refusal(chain, "--breadth", "3")

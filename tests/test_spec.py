@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from moa_jax import InputError, Result, Session, load_drafter, load_target
+from moa_jax.config import DraftShape
 from moa_jax.drafters.api import Tree, chain
 from moa_jax.session import bucket
-from moa_jax.spec.verify import verify_greedy
+from moa_jax.spec.verify import verify
 from tests.conftest import golden_cases
 from tests.model_folders import save_random_pair
 from tests.oracle import decode, random_pair
@@ -36,7 +37,10 @@ class Pair:
             folder / "draft", self.target, target_layer_inference=num_reused
         )
         self.plain = Session(self.target)
-        self.session = functools.cache(lambda depth: Session(self.target, self.drafter, depth))
+        self.session = functools.cache(self._session)
+
+    def _session(self, depth: int, breadth: int = 1, total: int | None = None) -> Session:
+        return Session(self.target, self.drafter, DraftShape(depth, breadth, total))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
@@ -173,17 +177,13 @@ def test_draft_chain_stops_as_recorded(folder):
 # ---- the parts ----------------------------------------------------------------------------
 
 
-def logits_for(choice_BN, vocab_size=8):
-    return jnp.eye(vocab_size)[jnp.array(choice_BN)]
-
-
 def test_verify_takes_the_longest_agreeing_prefix_of_a_chain():
     tree = chain(jnp.array([[1, 2, 3, 4], [1, 2, 3, 4], [1, 5, 3, 4]]))
-    verdict = verify_greedy(tree, logits_for([[2, 3, 4, 7], [2, 3, 0, 7], [2, 3, 4, 7]]))
+    verdict = verify(tree, jnp.array([[2, 3, 4, 7], [2, 3, 0, 7], [2, 3, 4, 7]]), 4)
     assert verdict.count_B.tolist() == [4, 3, 1]
-    assert verdict.emitted_BN[0].tolist() == [2, 3, 4, 7]
-    assert verdict.emitted_BN[1, :3].tolist() == [2, 3, 0]
-    assert verdict.emitted_BN[2, :1].tolist() == [2]
+    assert verdict.emitted_BD[0].tolist() == [2, 3, 4, 7]
+    assert verdict.emitted_BD[1, :3].tolist() == [2, 3, 0]
+    assert verdict.emitted_BD[2, :1].tolist() == [2]
 
 
 def test_verify_follows_the_agreeing_branch_of_a_tree():
@@ -191,14 +191,14 @@ def test_verify_follows_the_agreeing_branch_of_a_tree():
     parent_BN = jnp.array([[0, 0, 0, 2]])
     ancestor_BNN = jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], bool)
     tree = Tree(jnp.array([[1, 2, 3, 4]]), parent_BN, jnp.array([[0, 1, 1, 2]]), ancestor_BNN)
-    verdict = verify_greedy(tree, logits_for([[3, 0, 4, 6]]))
+    verdict = verify(tree, jnp.array([[3, 0, 4, 6]]), 3)
     assert verdict.count_B.tolist() == [3]
-    assert verdict.path_BN[0, :3].tolist() == [0, 2, 3]
-    assert verdict.emitted_BN[0, :3].tolist() == [3, 4, 6]
+    assert verdict.path_BD[0, :3].tolist() == [0, 2, 3]
+    assert verdict.emitted_BD[0, :3].tolist() == [3, 4, 6]
 
 
 def test_one_compile_per_shape(simple_pair):
-    session = Session(simple_pair.target, simple_pair.drafter, 3)
+    session = Session(simple_pair.target, simple_pair.drafter, DraftShape(3))
     session.generate([[5, 6, 7]], 20, NOTHING)
     compiled = session.num_compiled
     assert compiled == 2  # prefill and the loop

@@ -16,6 +16,7 @@ from moa_jax.config import (
     BlockConfig,
     DataConfig,
     DistillConfig,
+    DraftShape,
     MoaConfig,
     OptimConfig,
     PretrainConfig,
@@ -112,7 +113,7 @@ def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
     drafter = load_drafter(tmp_path / "draft", target)
     assert drafter.config.target_layer_inference == num_reused
     prompt = [0, 1, 40, 41, 4, 2]
-    (drafted,) = Session(target, drafter, 4).generate([prompt], 16, [])
+    (drafted,) = Session(target, drafter, DraftShape(4)).generate([prompt], 16, [])
     (plain,) = Session(target).generate([prompt], 16, [])
     assert drafted.token_ids == plain.token_ids
 

@@ -39,8 +39,13 @@ class Tapped(NamedTuple):
     hidden_BTD: Array  # after the target's final norm
 
 
+NOTHING = -1  # the token of a node that is not there: no choice of a target equals it
+
+
 class Tree(NamedTuple):
     """Tokens to verify in one target pass, parents before children; node 0 is the root.
+
+    Siblings are distinct tokens, in the order in which they were proposed.
 
     tokens    root  a  b  c        depth    0 1 1 2       ancestor  x . . .
                    /  \\                                             x x . .
@@ -48,10 +53,23 @@ class Tree(NamedTuple):
                                                                     x x . x
     """
 
-    tokens_BN: Array
+    tokens_BN: Array  # NOTHING where drafting stopped early; such nodes stand last
     parent_BN: Array  # the root is its own parent
     depth_BN: Array
     ancestor_BNN: Array  # [i, j]: j is i or above it; a first axis of 1 serves all rows
+    draft_BNV: Array | None = None  # sampled drafts: the law that each node's children came from
+
+
+class Guide(NamedTuple):
+    """How a round chooses candidates from a drafter's logits."""
+
+    # (logits_BWU, tokens of the nodes above and of the node itself_BWP) -> log-probabilities_BWU
+    log_law: Callable[[Array, Array], Array]
+    # (nodes of a level, depth of their children, size of the vocabulary) -> Gumbel noise_BWU
+    noise: Callable[[int, int, int], Array] | None
+    ids_U: Array | None  # the target's ids of a draft vocabulary
+    vocab_size: int
+    active_B: Array  # rows that still decode
 
 
 def chain(tokens_BN: Array) -> Tree:
@@ -81,8 +99,8 @@ class Drafter(NamedTuple):
     init_cache: Callable[[int, int, jnp.dtype], Cache]
     # (params, shared, cache, tokens_BT, length_B, tapped) -> cache
     extend: Callable[[Params, Shared, Cache, Array, Array, Tapped], Cache]
-    # (params, shared, cache, root_B, length_B, shape) -> (tree, cache)
-    propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape], tuple[Tree, Cache]]
+    # (params, shared, cache, root_B, length_B, shape, guide) -> (tree, cache)
+    propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
     # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
     loss: Callable[[Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]]
     # (params, shared, batch, tapped, known_BT) -> draft logits_BTV when the drafter has target

@@ -14,16 +14,19 @@ Every shape is fixed; rows of a batch advance by their own counts. Row b of `tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moa_jax import masks, target
+from moa_jax import cache, masks, target
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.drafters.api import Cache, Drafter, Tapped, Tree, chain
-from moa_jax.spec.verify import Verdict, verify_greedy
+from moa_jax.drafters.api import Cache, Drafter, Guide, Tapped, Tree, chain
+from moa_jax.spec import sample
+from moa_jax.spec.sample import Law
+from moa_jax.spec.verify import Verdict, verify
 
 Array = jax.Array
 
@@ -34,20 +37,31 @@ class Setup(NamedTuple):
     target: TargetConfig
     drafter: Drafter | None
     shape: DraftShape
+    # (setup, law, state, tree, logits_BNV) -> choice_BN, instead of the target's own
+    choose: Callable[..., Array] | None = None
 
 
 class Weights(NamedTuple):
-    """The parameters of both models; the drafter's are None in plain decoding."""
+    """The parameters of both models; what plain decoding does without is None."""
 
     target: Any
     drafter: Any
+    vocabulary: Vocabulary | None = None
+
+
+class Vocabulary(NamedTuple):
+    """A draft vocabulary: the drafter's head is this slice of the target's."""
+
+    ids_U: Array  # the target's ids
+    head_DU: Array
 
 
 class Limits(NamedTuple):
     """Where generation ends; arrays, so that no value compiles anew."""
 
     total_B: Array  # tokens a row may hold, prompt included
-    stop_ids_X: Array  # a token of these ends its row and is kept; -1 matches nothing
+    stop_ids_BX: Array  # a token of these ends its row and is kept; -1 matches nothing
+    pause: Array  # rounds after which the loop returns to its caller
 
 
 class DecodeState(NamedTuple):
@@ -60,6 +74,16 @@ class DecodeState(NamedTuple):
     draft_cache: Cache
     rounds_B: Array  # verifications so far
     accept_lengths_BR: Array  # tokens committed by each round
+    drafted_BR: Array  # nodes proposed in each round, the root apart
+    seen_BV: Array | None  # committed tokens, for a repetition penalty
+
+
+class Verified(NamedTuple):
+    """What one target pass over a tree gives: the verdict, and the accepted path's activations."""
+
+    verdict: Verdict
+    tapped: Tapped
+    caches: target.Caches
 
 
 def prefill(
@@ -68,6 +92,7 @@ def prefill(
     prompt_BT: Array,
     prompt_length_B: Array,
     limits: Limits,
+    law: Law,
     capacity: int,
 ) -> DecodeState:
     """Reads prompts, right-padded to T, and commits their first token.
@@ -75,7 +100,7 @@ def prefill(
     `capacity` bounds the tokens of a row; the caches get room for a last round beyond it.
     """
     B, T = prompt_BT.shape
-    rows = capacity + setup.shape.depth
+    rows = capacity + setup.shape.num_rows
     dtype = weights.target["embed"].dtype
     caches = target.init_caches(setup.target, B, rows, dtype)
     zero_B = jnp.zeros(B, jnp.int32)
@@ -84,53 +109,202 @@ def prefill(
         last_B1 = (prompt_length_B - 1)[:, None]
         hidden_B1D = jnp.take_along_axis(found.hidden_BTD, last_B1[..., None], axis=1)
         logits_B1V = target.unembed(weights.target, hidden_B1D)
-        root_B = jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32)
+        seen_BV = _seen_in(law, prompt_BT, prompt_length_B, logits_B1V.shape[-1])
+        root_B = _first(law, logits_B1V, seen_BV, prompt_length_B)
+        if seen_BV is not None:
+            seen_BV = seen_BV.at[jnp.arange(B), root_B].set(True)
     draft_cache = None
     if setup.drafter is not None:
         draft_cache = setup.drafter.init_cache(B, rows, dtype)
-        draft_cache = _extend(setup, weights, draft_cache, prompt_BT, zero_B, found)
+        tapped = Tapped(target.stack_rows(found.rows), found.tapped, found.hidden_BTD)
+        draft_cache = _extend(setup, weights, draft_cache, prompt_BT, zero_B, tapped)
     tokens_BC = jnp.zeros((B, rows + 1), jnp.int32).at[:, :T].set(prompt_BT)
     tokens_BC = tokens_BC.at[jnp.arange(B), prompt_length_B].set(root_B)
     done_B = _is_stop(root_B[:, None], limits)[:, 0] | (prompt_length_B + 1 >= limits.total_B)
-    accepted_BR = jnp.zeros((B, capacity), jnp.int32)
+    zero_BR = jnp.zeros((B, capacity), jnp.int32)
     return DecodeState(
-        tokens_BC, prompt_length_B, done_B, found.caches, draft_cache, zero_B, accepted_BR
+        *(tokens_BC, prompt_length_B, done_B, found.caches, draft_cache),
+        *(zero_B, zero_BR, zero_BR, seen_BV),
     )
 
 
-def advance(setup: Setup, weights: Weights, state: DecodeState, limits: Limits) -> DecodeState:
+def advance(
+    setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
+) -> DecodeState:
     """Propose, verify, commit, extend. Rows that are done stay as they are."""
     root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
-    tree, draft_cache = _propose(setup, weights, state, root_B)
+    tree, draft_cache = _propose(setup, weights, state, law, root_B)
     with jax.named_scope("verify"):
-        found = _target_pass(setup, weights, tree, state.target_caches, state.length_B)
-        verdict = verify_greedy(tree, target.unembed(weights.target, found.hidden_BTD))
+        found = _verify(setup, weights, state, law, tree)
     if setup.drafter is not None:
-        draft_cache = _extend(setup, weights, draft_cache, tree.tokens_BN, state.length_B, found)
+        tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
+        draft_cache = _extend(setup, weights, draft_cache, tokens_BD, state.length_B, found.tapped)
     state = state._replace(target_caches=found.caches, draft_cache=draft_cache)
     with jax.named_scope("commit"):
-        return _commit(state, verdict, limits)
+        return _commit(state, tree, found.verdict, limits)
 
 
-def decode(setup: Setup, weights: Weights, state: DecodeState, limits: Limits) -> DecodeState:
-    """Rounds until every row is done, without leaving the device."""
+def decode(
+    setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
+) -> DecodeState:
+    """Rounds until every row is done, or until the pause, without leaving the device."""
     return lax.while_loop(
-        lambda state: ~jnp.all(state.done_B),
-        lambda state: advance(setup, weights, state, limits),
+        lambda state: ~jnp.all(state.done_B) & (jnp.max(state.rounds_B) < limits.pause),
+        lambda state: advance(setup, weights, state, limits, law),
         state,
     )
 
 
+# ---- propose and extend -------------------------------------------------------------------
+
+
 def _propose(
-    setup: Setup, weights: Weights, state: DecodeState, root_B: Array
+    setup: Setup, weights: Weights, state: DecodeState, law: Law, root_B: Array
 ) -> tuple[Tree, Cache]:
     if setup.drafter is None:
         return chain(root_B[:, None]), None
     with jax.named_scope("draft"):
         shared = setup.drafter.borrow(weights.target)
+        if weights.vocabulary is not None:
+            shared = shared | {"lm_head": weights.vocabulary.head_DU}
         return setup.drafter.propose(
-            weights.drafter, shared, state.draft_cache, root_B, state.length_B, setup.shape
+            weights.drafter,
+            shared,
+            state.draft_cache,
+            root_B,
+            state.length_B,
+            setup.shape,
+            _guide(setup, weights, state, law),
         )
+
+
+def _guide(setup: Setup, weights: Weights, state: DecodeState, law: Law) -> Guide:
+    """Candidates under the same bias and penalty as the target; its whole law if sampled."""
+    shape = setup.shape
+    sampled = shape.sampled and law.key_B is not None
+    ids_U = None if weights.vocabulary is None else weights.vocabulary.ids_U
+    narrow = (lambda row_V: row_V) if ids_U is None else (lambda row_V: row_V[..., ids_U])
+
+    def log_law(logits_BWU: Array, path_BWP: Array) -> Array:
+        seen_BWU = bias_BU = None
+        if law.repetition_B is not None:
+            seen_BWU = narrow(sample.mark(state.seen_BV, path_BWP))
+        if law.bias_BV is not None:
+            bias_BU = narrow(law.bias_BV)
+        logits_BWU = sample.adjust(law, logits_BWU, seen_BWU, bias_BU)
+        if sampled:
+            return sample.log_law(law, logits_BWU)
+        if shape.is_dynamic or shape.confidence:
+            return jax.nn.log_softmax(logits_BWU, axis=-1)
+        return logits_BWU  # only their order matters
+
+    def noise(nodes: int, depth: int, size: int) -> Array:
+        position_B1 = (state.length_B + depth)[:, None]
+        noise_B1U = sample.gumbel(law, sample.DRAFT, position_B1, size)
+        return jnp.broadcast_to(noise_B1U, (noise_B1U.shape[0], nodes, size))
+
+    vocab_size = setup.target.vocab_size
+    return Guide(log_law, noise if sampled else None, ids_U, vocab_size, ~state.done_B)
+
+
+def _extend(
+    setup: Setup,
+    weights: Weights,
+    draft_cache: Cache,
+    tokens_BT: Array,
+    length_B: Array,
+    tapped: Tapped,
+) -> Cache:
+    with jax.named_scope("extend"):
+        shared = setup.drafter.borrow(weights.target)
+        return setup.drafter.extend(
+            weights.drafter, shared, draft_cache, tokens_BT, length_B, tapped
+        )
+
+
+# ---- verify -------------------------------------------------------------------------------
+
+
+def _verify(setup: Setup, weights: Weights, state: DecodeState, law: Law, tree: Tree) -> Verified:
+    """One target pass over the nodes that are there, as narrow as `shape.widths` allow."""
+    widths = setup.shape.widths if setup.drafter is not None else (1,)
+
+    def at(width: int) -> Callable[[target.Caches], Verified]:
+        return lambda caches: _verify_first(
+            setup, weights, state._replace(target_caches=caches), law, tree, width
+        )
+
+    if len(widths) == 1:
+        return at(widths[0])(state.target_caches)
+    used_BN = (tree.tokens_BN >= 0) & ~state.done_B[:, None]
+    index = jnp.searchsorted(jnp.asarray(widths), jnp.max(jnp.sum(used_BN, axis=1)))
+    return lax.switch(index, [at(width) for width in widths], state.target_caches)
+
+
+def _verify_first(
+    setup: Setup, weights: Weights, state: DecodeState, law: Law, tree: Tree, width: int
+) -> Verified:
+    """Verifies the first `width` nodes, and puts the accepted path's rows behind the cache's."""
+    tree = _first_nodes(tree, width)
+    found = _target_pass(setup, weights, tree, state.target_caches, state.length_B)
+    logits_BNV = target.unembed(weights.target, found.hidden_BTD)
+    choice_BN = (setup.choose or choose)(setup, law, state, tree, logits_BNV)
+    levels = setup.shape.levels if setup.drafter is not None else 1
+    verdict = verify(tree, choice_BN, levels)
+    whole = Tapped(None, found.tapped, found.hidden_BTD)
+    if levels == width and (setup.drafter is None or setup.shape.is_chain):
+        rows = target.stack_rows(found.rows) if _reads_rows(setup) else None
+        identity_D = jnp.broadcast_to(jnp.arange(levels), verdict.path_BD.shape)
+        verdict = verdict._replace(path_BD=identity_D, emitted_BD=choice_BN)
+        return Verified(verdict, whole._replace(rows_LBKTE=rows), found.caches)
+    path_BD = verdict.path_BD
+    taken = tuple(cache.take(rows, path_BD) for rows in found.rows)
+    caches = found.caches
+    if not setup.shape.is_chain:
+        pairs = zip(caches, taken, strict=True)
+        caches = tuple(cache.write(past, rows, state.length_B) for past, rows in pairs)
+    on_path = lambda x_BND: jnp.take_along_axis(x_BND, path_BD[..., None], axis=1)  # noqa: E731
+    tapped = jax.tree.map(on_path, whole)
+    rows = target.stack_rows(taken) if _reads_rows(setup) else None
+    return Verified(verdict, tapped._replace(rows_LBKTE=rows), caches)
+
+
+def choose(setup: Setup, law: Law, state: DecodeState, tree: Tree, logits_BNV: Array) -> Array:
+    """The token (B, N) that follows each node: the target's argmax, or a draw from its law."""
+    seen_BNV = None
+    if law.repetition_B is not None:
+        above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], -1)
+        seen_BNV = sample.mark(state.seen_BV, above_BNN)
+    logits_BNV = sample.adjust(law, logits_BNV, seen_BNV, law.bias_BV)
+    if law.key_B is None:
+        return jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
+    log_law_BNV = sample.log_law(law, logits_BNV)
+    levels = setup.shape.levels if setup.drafter is not None else 1
+    position_BD = state.length_B[:, None] + 1 + jnp.arange(levels)
+    noise_BDV = sample.gumbel(law, sample.TARGET, position_BD, logits_BNV.shape[-1])
+    noise_BNV = jnp.take_along_axis(noise_BDV, tree.depth_BN[..., None], axis=1)
+    if tree.draft_BNV is None:
+        return sample.draw(law, log_law_BNV, noise_BNV)
+    child_BNk = sample.children(tree, setup.shape.most_children)
+    found = sample.reject(jnp.exp(log_law_BNV), tree.draft_BNV, child_BNk)
+    luck_BDk = sample.uniform(law, sample.ACCEPT, position_BD, child_BNk.shape[-1])
+    luck_BNk = jnp.take_along_axis(luck_BDk, tree.depth_BN[..., None], axis=1)
+    accepted_BNk = luck_BNk < found.accept_BNk
+    first_BN1 = jnp.argmax(accepted_BNk, axis=-1, keepdims=True)
+    child_BN = jnp.take_along_axis(child_BNk, first_BN1, axis=-1)[..., 0]
+    left_BN = sample.draw(law, jnp.log(found.residual_BNV), noise_BNV)
+    return jnp.where(accepted_BNk.any(axis=-1), child_BN, left_BN)
+
+
+def _first_nodes(tree: Tree, width: int) -> Tree:
+    draft_BNV = None if tree.draft_BNV is None else tree.draft_BNV[:, :width]
+    narrow = (tree.tokens_BN, tree.parent_BN, tree.depth_BN)
+    cut = [rows_BN[:, :width] for rows_BN in narrow]
+    return Tree(*cut, tree.ancestor_BNN[:, :width, :width], draft_BNV)
+
+
+def _reads_rows(setup: Setup) -> bool:
+    return setup.drafter is not None and setup.drafter.taps.rows
 
 
 def _target_pass(
@@ -150,37 +324,52 @@ def _target_pass(
     )
 
 
-def _extend(
-    setup: Setup,
-    weights: Weights,
-    cache: Cache,
-    tokens_BT: Array,
-    length_B: Array,
-    found: target.Pass,
-) -> Cache:
-    with jax.named_scope("extend"):
-        tapped = Tapped(found.rows_LBKTE, found.tapped, found.hidden_BTD)
-        shared = setup.drafter.borrow(weights.target)
-        return setup.drafter.extend(weights.drafter, shared, cache, tokens_BT, length_B, tapped)
+# ---- commit -------------------------------------------------------------------------------
 
 
-def _commit(state: DecodeState, verdict: Verdict, limits: Limits) -> DecodeState:
+def _commit(state: DecodeState, tree: Tree, verdict: Verdict, limits: Limits) -> DecodeState:
     """Appends each row's emitted tokens up to its first stop and its limit."""
-    B, N = verdict.emitted_BN.shape
-    stop_BN = _is_stop(verdict.emitted_BN, limits)
-    first_stop_B = jnp.where(stop_BN.any(axis=1), jnp.argmax(stop_BN, axis=1), N)
+    B, D = verdict.emitted_BD.shape
+    stop_BD = _is_stop(verdict.emitted_BD, limits)
+    first_stop_B = jnp.where(stop_BD.any(axis=1), jnp.argmax(stop_BD, axis=1), D)
     room_B = limits.total_B - state.length_B - 1
     count_B = jnp.minimum(verdict.count_B, jnp.minimum(first_stop_B + 1, room_B))
     count_B = jnp.where(state.done_B, 0, count_B)
+    drafted_B = jnp.sum(tree.tokens_BN[:, 1:] >= 0, axis=1, dtype=jnp.int32)
+    at = (jnp.arange(B), state.rounds_B)
     place = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
+    seen_BV = state.seen_BV
+    if seen_BV is not None:
+        kept_BD = jnp.where(jnp.arange(D) < count_B[:, None], verdict.emitted_BD, -1)
+        seen_BV = sample.mark(seen_BV, kept_BD[:, None])[:, 0]
     return state._replace(
-        tokens_BC=place(state.tokens_BC, verdict.emitted_BN, state.length_B + 1),
+        tokens_BC=place(state.tokens_BC, verdict.emitted_BD, state.length_B + 1),
         length_B=state.length_B + count_B,
         done_B=state.done_B | (count_B == room_B) | (first_stop_B < count_B),
         rounds_B=state.rounds_B + (count_B > 0),
-        accept_lengths_BR=state.accept_lengths_BR.at[jnp.arange(B), state.rounds_B].add(count_B),
+        accept_lengths_BR=state.accept_lengths_BR.at[at].add(count_B),
+        drafted_BR=state.drafted_BR.at[at].add(jnp.where(count_B > 0, drafted_B, 0)),
+        seen_BV=seen_BV,
     )
 
 
 def _is_stop(tokens_BN: Array, limits: Limits) -> Array:
-    return jnp.any(tokens_BN[..., None] == limits.stop_ids_X, axis=-1)
+    return jnp.any(tokens_BN[..., None] == limits.stop_ids_BX[:, None], axis=-1)
+
+
+def _seen_in(law: Law, prompt_BT: Array, prompt_length_B: Array, vocab_size: int) -> Array | None:
+    if law.repetition_B is None:
+        return None
+    B, T = prompt_BT.shape
+    kept_BT = jnp.where(jnp.arange(T) < prompt_length_B[:, None], prompt_BT, -1)
+    return sample.mark(jnp.zeros((B, vocab_size), bool), kept_BT[:, None])[:, 0]
+
+
+def _first(law: Law, logits_B1V: Array, seen_BV: Array | None, position_B: Array) -> Array:
+    """The token after the prompt, whose position is the prompt's length."""
+    seen_B1V = None if seen_BV is None else seen_BV[:, None]
+    logits_B1V = sample.adjust(law, logits_B1V, seen_B1V, law.bias_BV)
+    if law.key_B is None:
+        return jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32)
+    noise = sample.gumbel(law, sample.TARGET, position_B[:, None], logits_B1V.shape[-1])
+    return sample.draw(law, sample.log_law(law, logits_B1V), noise)[:, 0]

@@ -11,8 +11,8 @@ from moa_jax import cache as kv_cache
 from moa_jax import masks, target
 from moa_jax.cache import KV
 from moa_jax.config import DraftShape
-from moa_jax.drafters.api import Params, Shared, Tapped, Tree
-from moa_jax.drafters.grow import grow_chain
+from moa_jax.drafters.api import Guide, Params, Shared, Tapped, Tree
+from moa_jax.drafters.grow import grow
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.layers import Block, CrossBlock, rotation
 
@@ -79,13 +79,16 @@ def propose(
     root_B: Array,
     length_B: Array,
     shape: DraftShape,
+    guide: Guide,
 ) -> tuple[Tree, MoaCache]:
-    """A chain of `shape.num_drafted` tokens after the root."""
+    """The tree of `shape`, grown from the root level by level."""
 
-    def level(cache: MoaCache, tokens_B1: Array, index: int) -> tuple[Array, MoaCache]:
-        return step(moa, params, shared, cache, tokens_B1, length_B, index)
+    def level(
+        cache: MoaCache, tokens_BW: Array, ancestor_BWX: Array, depth: int
+    ) -> tuple[Array, MoaCache]:
+        return step(moa, params, shared, cache, tokens_BW, ancestor_BWX, length_B, depth)
 
-    return grow_chain(level, cache, root_B, shape.num_drafted)
+    return grow(level, cache, root_B, shape, guide)
 
 
 def step(
@@ -93,46 +96,52 @@ def step(
     params: Params,
     shared: Shared,
     cache: MoaCache,
-    tokens_B1: Array,
+    tokens_BW: Array,
+    ancestor_BWX: Array,
     length_B: Array,
-    index: int,
+    depth: int | Array,
 ) -> tuple[Array, MoaCache]:
-    """Logits after the `index`-th token of a chain that starts at the root (0).
+    """Logits after W nodes, of one `depth` or each its own, the last of the X fed in this round.
 
-    SA and the reused layers see verified rows and the chain so far, CA verified rows only:
+    SA and the reused layers see verified rows and a node's ancestors, CA verified rows only.
+    The reused layers' verified rows are the target's own:
 
-        row        0 .. n-1 | n     n+1   ...     n = length
-        SA, TLI    x .. x   | root  draft ...
+        row        0 .. n-1 | n     n+1 n+2   ...     n = length
+        SA, TLI    x .. x   | root  its ancestors
         CA         x .. x   | .     .
+
+    References: paper section 3; the authors' decoding with N > 0 never ran; this is what their
+    training forward computes.
     """
     sa, ca, _ = moa.blocks
-    row_B = length_B + index
-    position_B1 = row_B[:, None]
+    W, X = ancestor_BWX.shape[1:]
+    start_B = length_B + X - W
+    position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
     rows = cache.self_attention.k_BKSE.shape[2]
-    seen_B1S = masks.cached(masks.line(1), row_B, rows)
+    seen_BWS = masks.cached(ancestor_BWX, length_B, rows)
     verified_B1S = (jnp.arange(rows) < length_B[:, None])[:, None, :]
-    x_B1D, _, sa_cache = Block(sa).apply(
+    x_BWD, _, sa_cache = Block(sa).apply(
         {"params": params["self_attention"]},
-        target.embed(shared, tokens_B1),
-        rotation(sa, position_B1),
-        seen_B1S,
+        target.embed(shared, tokens_BW),
+        rotation(sa, position_BW),
+        seen_BWS,
         cache.self_attention,
-        row_B,
+        start_B,
     )
-    x_B1D = CrossBlock(ca).apply(
+    x_BWD = CrossBlock(ca).apply(
         {"params": params["cross_attention"]},
-        x_B1D,
-        rotation(ca, position_B1),
+        x_BWD,
+        rotation(ca, position_BW),
         cache.cross_attention,
         verified_B1S,
     )
     reused = cache.reused
     if reused:
         block = moa.target_cfg.block
-        turn = rotation(block, position_B1)
-        x_B1D, _, _, reused = target.apply_blocks(
-            block, shared["layers"], x_B1D, turn, seen_B1S, reused, row_B
+        turn = rotation(block, position_BW)
+        x_BWD, _, _, reused = target.apply_blocks(
+            block, shared["layers"], x_BWD, turn, seen_BWS, reused, start_B
         )
-        x_B1D = target.final_norm(block, shared, x_B1D)
+        x_BWD = target.final_norm(block, shared, x_BWD)
     cache = MoaCache(sa_cache, cache.cross_attention, reused)
-    return target.unembed(shared, x_B1D), cache
+    return target.unembed(shared, x_BWD), cache

@@ -2,7 +2,8 @@
 
 One pass drafts at every position at once. What stands for "the target has verified this far"
 is the last known token: cross-attention sees memory up to it and no further, and reused
-layers get the target's own stream up to it and the drafter's after it.
+layers get the target's own stream up to it and the drafter's after it. The reference's rule
+for reused layers only comes close to that, `MaskConfig.on_policy_reuse` is exact.
 """
 
 from __future__ import annotations
@@ -64,9 +65,15 @@ def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Dra
 
 
 def trace(
-    moa: Moa, params: Params, shared: Shared, batch: Batch, tapped: Tapped, draws: Draws
+    moa: Moa,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    draws: Draws,
+    on_policy: bool = False,
 ) -> Trace:
-    """The training forward, every stage of it.
+    """The training forward, every stage of it; `on_policy` chooses the reused layers' rule.
 
     References: paper section 3; authors' train/moa_spec.py, `forward`.
     """
@@ -94,30 +101,60 @@ def trace(
         ca_mask_BTT,
         method=CrossBlock.both,
     )
-    entry_BTD, feature_BTD = _reuse(moa, shared, batch, tapped, draws, ca_BTD, causal_BTT)
+    entry_BTD, feature_BTD = None, ca_BTD
+    if moa.cfg.target_layer_inference:
+        entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
+        if on_policy:
+            feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
+        else:
+            feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal_BTT)
     logits_BTV = target.unembed(shared, feature_BTD)
     return Trace(
         memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD, logits_BTV
     )
 
 
-def _reuse(
-    moa: Moa,
-    shared: Shared,
-    batch: Batch,
-    tapped: Tapped,
-    draws: Draws,
-    ca_BTD: Array,
-    causal_BTT: Array,
-) -> tuple[Array | None, Array]:
-    """TLI: known tokens enter the reused layers with the target's own stream."""
-    if not moa.cfg.target_layer_inference:
-        return None, ca_BTD
+def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT: Array) -> Array:
+    """TLI by the reference's rule: one stream, true where known, under one causal mask.
+
+    A draft then sees the drafter's states of all unknown tokens before it. Decoding would
+    have verified those before the last known one, which itself is computed from them here.
+    """
     block = moa.target_cfg.block
-    entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
     turn = rotation(block, batch.position_BT)
     x_BTD, *_ = target.apply_blocks(block, shared["layers"], entry_BTD, turn, causal_BTT)
-    return entry_BTD, target.final_norm(block, shared, x_BTD)
+    return target.final_norm(block, shared, x_BTD)
+
+
+def _reuse_on_policy(
+    moa: Moa, shared: Shared, batch: Batch, tapped: Tapped, entry_BTD: Array, start_BT: Array
+) -> Array:
+    """TLI as in decoding: the target's own rows up to the last known token, drafts after it.
+
+    Each layer's cache holds the target's T rows, already tapped, and room for the T of the
+    drafter's stream: `masks.on_policy` says who sees which. So the true stream is not run
+    again, and known tokens, which see only true rows, end in the target's own output.
+    """
+    block, reused = moa.target_cfg.block, moa.cfg.target_layer_inference
+    B, T = batch.tokens_BT.shape
+    layers = shared["layers"]
+    if not isinstance(layers, list):  # stacked for training, but caches are a list
+        layers = [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(reused)]
+    room = ((0, 0), (0, 0), (0, T), (0, 0))
+    true_rows = [
+        jax.tree.map(lambda a, i=i: jnp.pad(a[i - reused], room), tapped.rows_LBKTE)
+        for i in range(reused)
+    ]
+    x_BTD, *_ = target.apply_blocks(
+        block,
+        layers,
+        entry_BTD,
+        rotation(block, batch.position_BT),
+        masks.on_policy(start_BT, batch.segment_BT),
+        tuple(true_rows),
+        jnp.full(B, T),
+    )
+    return target.final_norm(block, shared, x_BTD)
 
 
 def loss(
@@ -135,7 +172,8 @@ def loss(
     References: paper section 3.4; authors' train/moa_spec.py.
     """
     draws = draw(mask_cfg, key, batch, progress)
-    return loss_of(trace(moa, params, shared, batch, tapped, draws), shared, batch, tapped)
+    found = trace(moa, params, shared, batch, tapped, draws, mask_cfg.on_policy_reuse)
+    return loss_of(found, shared, batch, tapped)
 
 
 def loss_of(
@@ -163,9 +201,9 @@ def loss_of(
 def teacher_forced(
     moa: Moa, params: Params, shared: Shared, batch: Batch, tapped: Tapped, known_BT: Array
 ) -> Array:
-    """Draft logits with memory of known tokens only and plain causal SA, as in decoding."""
+    """Draft logits of unknown tokens, exactly those of decoding from the last known one."""
     draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
-    return trace(moa, params, shared, batch, tapped, draws).logits_BTV
+    return trace(moa, params, shared, batch, tapped, draws, on_policy=True).logits_BTV
 
 
 def staircase_threshold(progress: Array) -> Array:

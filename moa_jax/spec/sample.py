@@ -1,0 +1,172 @@
+"""What token follows a node: the target's law under sampling settings, and draws from it.
+
+    logits -> bias, repetition penalty -> temperature -> top-k -> top-p -> min-p = log-law
+    draw:   argmax(log-law + Gumbel noise); the noise belongs to (row's seed, position)
+
+Because noise belongs to positions and not to rounds, drafts that are the drafter's likeliest
+tokens change nothing at all: the same seed gives the same text as plain decoding, token for
+token. A node's children are point masses then, and walking to the child that equals the draw
+is multi-round rejection without replacement. Candidates that are drawn from the drafter are
+accepted or refused one after the other, with what is left of both laws after each refusal;
+the text differs from that of plain decoding, its law does not.
+
+References: 2211.17192 and 2302.01318 (accept and residual); 2305.09781 (trees).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax.drafters.api import NOTHING, Tree
+
+Array = jax.Array
+
+TARGET, DRAFT, ACCEPT = range(3)  # streams of noise that never meet
+
+
+class Law(NamedTuple):
+    """Sampling settings of every row; a setting that no row uses is None and costs nothing."""
+
+    key_B: Array | None = None  # a seed each; None is greedy
+    temperature_B: Array | None = None  # 0 makes a row greedy
+    top_k_B: Array | None = None
+    top_p_B: Array | None = None
+    min_p_B: Array | None = None
+    repetition_B: Array | None = None  # above 1 makes what was seen less likely
+    bias_BV: Array | None = None  # added to the logits
+
+
+def adjust(law: Law, logits_BNV: Array, seen_BNV: Array | None, bias_BV: Array | None) -> Array:
+    """Logits with bias and repetition penalty: what both target and drafter are subject to."""
+    if bias_BV is not None:
+        logits_BNV = logits_BNV + bias_BV[:, None]
+    if law.repetition_B is None:
+        return logits_BNV
+    penalty_B11 = law.repetition_B[:, None, None]
+    lowered_BNV = jnp.where(logits_BNV > 0, logits_BNV / penalty_B11, logits_BNV * penalty_B11)
+    return jnp.where(seen_BNV, lowered_BNV, logits_BNV)
+
+
+def mark(seen_BV: Array, tokens_BNP: Array) -> Array:
+    """(B, N, V): seen before or among the P tokens of a node, negative ones apart."""
+    B, N, _ = tokens_BNP.shape
+    V = seen_BV.shape[-1]
+    seen_BNV = jnp.broadcast_to(seen_BV[:, None], (B, N, V))
+    index = jnp.where(tokens_BNP < 0, V, tokens_BNP)
+    return seen_BNV.at[jnp.arange(B)[:, None, None], jnp.arange(N)[:, None], index].set(
+        True, mode="drop"
+    )
+
+
+def log_law(law: Law, logits_BNV: Array) -> Array:
+    """Float32 log-probabilities after temperature, top-k, top-p and min-p, -inf where cut off.
+
+    Tokens as likely as the last one kept are kept too. Rows of temperature 0 put all on the
+    likeliest token.
+    """
+    row = lambda value_B: value_B[:, None, None]  # noqa: E731
+    warm_B11 = jnp.where(law.temperature_B > 0, law.temperature_B, 1.0)[:, None, None]
+    # The largest taken off first: a tiny temperature would overflow.
+    scaled_BNV = (logits_BNV - logits_BNV.max(axis=-1, keepdims=True)) / warm_B11
+    log_BNV = jax.nn.log_softmax(scaled_BNV, axis=-1)
+    V = log_BNV.shape[-1]
+    if law.top_k_B is not None or law.top_p_B is not None:
+        sorted_BNV = jnp.sort(log_BNV, axis=-1, descending=True)
+        rank_V = jnp.arange(V)
+        kept_BNV = jnp.ones_like(sorted_BNV, bool)
+        if law.top_k_B is not None:
+            kept_BNV = rank_V < row(law.top_k_B)
+        if law.top_p_B is not None:
+            mass_BNV = jnp.where(kept_BNV, jnp.exp(sorted_BNV), 0.0)
+            before_BNV = jnp.cumsum(mass_BNV, axis=-1) - mass_BNV
+            enough_BN1 = row(law.top_p_B) * mass_BNV.sum(axis=-1, keepdims=True)
+            # A row without a limit keeps its tail, which the sum's rounding would cut off.
+            kept_BNV &= (before_BNV < enough_BN1) | (row(law.top_p_B) >= 1)
+        least_BN1 = jnp.min(jnp.where(kept_BNV, sorted_BNV, jnp.inf), axis=-1, keepdims=True)
+        log_BNV = jnp.where(log_BNV >= least_BN1, log_BNV, -jnp.inf)
+    if law.min_p_B is not None:
+        best_BN1 = log_BNV.max(axis=-1, keepdims=True)
+        log_BNV = jnp.where(log_BNV >= best_BN1 + jnp.log(row(law.min_p_B)), log_BNV, -jnp.inf)
+    log_BNV = jax.nn.log_softmax(log_BNV, axis=-1)
+    likeliest_BNV = jax.nn.one_hot(jnp.argmax(logits_BNV, axis=-1), V)
+    return jnp.where(row(law.temperature_B) > 0, log_BNV, jnp.log(likeliest_BNV))
+
+
+def gumbel(law: Law, stream: int, position_BN: Array, size: int) -> Array:
+    """Gumbel noise (B, N, size) of a row's seed, the position and the stream alone."""
+    return _noise(jax.random.gumbel, law, stream, position_BN, size)
+
+
+def uniform(law: Law, stream: int, position_BN: Array, size: int) -> Array:
+    """The same from [0, 1): below a chance of 1 always, below one of 0 never."""
+    return _noise(jax.random.uniform, law, stream, position_BN, size)
+
+
+def _noise(
+    kind: Callable[..., Array], law: Law, stream: int, position_BN: Array, size: int
+) -> Array:
+    def one(key: Array, position: Array) -> Array:
+        return kind(jax.random.fold_in(key, position), (size,))
+
+    keys_B = jax.vmap(lambda key: jax.random.fold_in(key, stream))(law.key_B)
+    return jax.vmap(lambda key, row: jax.vmap(lambda at: one(key, at))(row))(keys_B, position_BN)
+
+
+def draw(law: Law, log_law_BNV: Array, noise_BNV: Array) -> Array:
+    """One token (B, N) from each law."""
+    return jnp.argmax(log_law_BNV + noise_BNV, axis=-1).astype(jnp.int32)
+
+
+class Rejection(NamedTuple):
+    """What becomes of a node's sampled children, tried in the order in which they were drawn."""
+
+    accept_BNk: Array  # chance that the k-th is accepted once it is tried; 0 for none
+    residual_BNV: Array  # the law of the next token if all are refused
+
+
+def reject(law_BNV: Array, draft_BNV: Array, child_BNk: Array) -> Rejection:
+    """Recursive rejection of candidates that were drawn without replacement.
+
+    `child_BNk` holds tokens, negative where there is no child. A refusal takes the drafter's
+    law off the target's, and the refused token off the drafter's. Where the drafter's law holds
+    fewer tokens than there are children, the last of them were not drawn from it: they are not
+    tried, and are taken only where the draw of the next token happens to equal them.
+    """
+    tokens_V = jnp.arange(law_BNV.shape[-1])
+    accepts = []
+    for k in range(child_BNk.shape[-1]):
+        token_BN1 = child_BNk[..., k : k + 1]
+        at = jnp.maximum(token_BN1, 0)
+        wanted_BN1 = jnp.take_along_axis(law_BNV, at, axis=-1)
+        drafted_BN1 = jnp.take_along_axis(draft_BNV, at, axis=-1)
+        drawn_BN1 = (token_BN1 >= 0) & (drafted_BN1 > 0)
+        ratio_BN1 = wanted_BN1 / jnp.where(drawn_BN1, drafted_BN1, 1.0)
+        accepts.append(jnp.where(drawn_BN1, jnp.minimum(ratio_BN1, 1.0), 0.0))
+        left_BNV = jnp.maximum(law_BNV - draft_BNV, 0.0)
+        law_BNV = jnp.where(drawn_BN1, _normalised(left_BNV, law_BNV), law_BNV)
+        others_BNV = jnp.where(tokens_V == token_BN1, 0.0, draft_BNV)
+        draft_BNV = jnp.where(drawn_BN1, _normalised(others_BNV, others_BNV), draft_BNV)
+    return Rejection(jnp.concatenate(accepts, axis=-1), law_BNV)
+
+
+def _normalised(mass_BNV: Array, otherwise_BNV: Array) -> Array:
+    total_BN1 = mass_BNV.sum(axis=-1, keepdims=True)
+    return jnp.where(
+        total_BN1 > 0, mass_BNV / jnp.where(total_BN1 > 0, total_BN1, 1), otherwise_BNV
+    )
+
+
+def children(tree: Tree, most: int) -> Array:
+    """The tokens (B, N, most) of every node's children in order; negative where there is none."""
+    N = tree.tokens_BN.shape[1]
+    index_N = jnp.arange(N)
+    child_BNN = (tree.parent_BN[:, None, :] == index_N[:, None]) & (index_N > 0)
+    rank_BNN = jnp.cumsum(child_BNN, axis=-1) - 1
+    tokens_B1N = tree.tokens_BN[:, None, :]
+    pick = lambda rank: child_BNN & (rank_BNN == rank)  # noqa: E731
+    of_rank = lambda rank: jnp.max(jnp.where(pick(rank), tokens_B1N, NOTHING), axis=-1)  # noqa: E731
+    return jnp.stack([of_rank(rank) for rank in range(most)], axis=-1)

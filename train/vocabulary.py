@@ -1,0 +1,111 @@
+"""Picks a drafter's vocabulary: the tokens that the answers of a corpus hold most often.
+
+    python -m train.vocabulary --target runs/demo_target/final --corpus runs/demo_answers.jsonl \\
+        --size 1024 --output runs/demo_vocabulary.safetensors
+
+The target's own answers (train.regenerate) are the best corpus, as they are what is drafted. The
+ids that end the target's text are always among the chosen. The output holds the tensors d2t and
+t2d of EAGLE-3. Prints the share of answer tokens that are in the vocabulary: 1 less this share is
+how often a draft must miss, so raise --size where it is low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infer.cli import Parser, Progress, names, positive, progress, run
+from moa_jax.data import chat, corpora
+from moa_jax.errors import InputError
+from moa_jax.pretrained import describe_target
+from moa_jax.tokenizer import load_tokenizer
+from moa_jax.vocabulary import (
+    check_size,
+    count_tokens,
+    coverage,
+    most_frequent,
+    save_vocabulary,
+    vocabulary_of,
+)
+
+
+def make_vocabulary(args: argparse.Namespace) -> None:
+    """Counts the corpus, writes the vocabulary and prints its coverage."""
+    output = Path(args.output).expanduser()
+    if output.exists():
+        raise InputError(f"{output} exists already: remove it or name another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)  # before the counting, which may be long
+    target = describe_target(args.target)
+    vocab_size, ends = target.config.vocab_size, target.generation.eos_ids
+    check_size(args.size, vocab_size, ends)
+    tokenizer = load_tokenizer(target.folder)
+    records = itertools.islice(corpora.read(args.corpus, names(args.sources)), args.limit)
+    dropped: Counter[str] = Counter()
+    with progress(args.limit, "conversations") as bar:
+        count_V = count_tokens(_answers(records, tokenizer, dropped, bar), vocab_size)
+    _report(args, dropped, bool(count_V.any()))
+    ids_U = most_frequent(count_V, args.size, ends)
+    save_vocabulary(output, vocabulary_of(ids_U, target))
+    print(
+        f"{output}: {len(ids_U)} of {vocab_size} tokens cover {coverage(count_V, ids_U):.2%} "
+        f"of {count_V.sum()} answer tokens"
+    )
+
+
+def _answers(
+    records: Iterable[dict[str, Any]], tokenizer: Any, dropped: Counter[str], bar: Progress
+) -> Iterator[np.ndarray]:
+    """The answer tokens of each record, whole; why a record has none is counted in `dropped`."""
+    for record in records:
+        bar.step()
+        try:
+            example = chat.encode(tokenizer, chat.messages_of(record), sys.maxsize)
+        except InputError as error:
+            dropped[str(error)] += 1
+            continue
+        if example is None:
+            dropped["the chat template leaves the answers out"] += 1
+        else:
+            yield example.tokens_T[example.response_T]
+
+
+def _report(args: argparse.Namespace, dropped: Counter[str], found: bool) -> None:
+    """Tells what was left out; raises InputError where that is everything."""
+    if not found and not dropped:
+        raise InputError(f"{args.corpus}: no records of {args.sources or 'any source'}")
+    if not found:
+        ((fault, count),) = dropped.most_common(1)
+        raise InputError(
+            f"{args.corpus}: none of {dropped.total()} records has an answer; {count}: {fault}"
+        )
+    for fault, count in dropped.most_common():
+        print(f"{count} records left out: {fault}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("train.vocabulary", __doc__)
+    group = parser.add_argument_group("model")
+    group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
+    group = parser.add_argument_group("corpus")
+    group.add_argument("--corpus", required=True, metavar="PATH", help="as in a data config")
+    group.add_argument("--sources", default="", help="names with commas; default: all")
+    group.add_argument("--limit", type=positive, help="at most this many conversations")
+    group = parser.add_argument_group("vocabulary")
+    group.add_argument("--size", type=positive, required=True, help="tokens that may be drafted")
+    group.add_argument("--output", required=True, metavar="FILE.safetensors")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    make_vocabulary(_parser().parse_args(arguments))
+
+
+if __name__ == "__main__":
+    run(main)
