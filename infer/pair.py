@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def add_pair_flags(parser: argparse.ArgumentParser) -> None:
         help="target layers that the drafter reuses, where its files do not say",
     )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
+    group.add_argument(
+        "--threads",
+        type=positive,
+        help="CPU cores to use; one is best for small models, whose products are soon done",
+    )
     group.add_argument(
         "--speculative-config",
         type=_json_object,
@@ -99,6 +105,8 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     Raises InputError for models that are missing, damaged or not made for each other.
     """
     _apply_speculative_config(args)
+    if args.threads is not None:
+        use_cores(args.threads)
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     if args.target is None and args.draft is not None:
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
@@ -116,6 +124,12 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     for notice in drafter.notices:
         print(notice, file=sys.stderr)
     return target, drafter
+
+
+def use_cores(count: int) -> None:
+    """Keeps this process to its first `count` cores, before jax counts them for its threads."""
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:

@@ -101,6 +101,7 @@ def test_tree_of_samples_equals_plain_samples(ask):
     assert ids["1"] != ids["2"]
 
 
+@pytest.mark.slow
 def test_check_finds_a_difference(ask, monkeypatch):
     """A target that is asked for its second choice now and then is caught, with the margin."""
     keep = step.choose
@@ -138,6 +139,7 @@ def test_stop_texts_end_answers_before_them(ask):
     assert out == cut + "\n"
 
 
+@pytest.mark.slow
 def test_batches_answer_as_alone(ask, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(

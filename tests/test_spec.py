@@ -104,6 +104,23 @@ def test_every_stop_position(pair):
         assert (found.token_ids, found.finish_reason) == (whole[: index + 1], "length")
 
 
+def test_rows_end_where_they_would_alone(pair):
+    """Each row has its own length and its own stop ids; a row that is done stays as it is."""
+    session, wanted = pair.session(5), [24, 7, 1]
+    whole = session.generate(PROMPTS, 24, NOTHING)
+    stops = [[whole[0].token_ids[9]], NOTHING, [whole[2].token_ids[0]]]
+    for row, prompt, length, stop in zip(
+        session.generate(PROMPTS, wanted, stops), PROMPTS, wanted, stops, strict=True
+    ):
+        (alone,) = session.generate([prompt], length, stop)
+        assert (row.token_ids, row.finish_reason) == (alone.token_ids, alone.finish_reason)
+        assert row.accept_lengths == alone.accept_lengths and row.drafted == alone.drafted
+    with pytest.raises(InputError, match="2 lists of stop ids for 3 prompts"):
+        session.generate(PROMPTS, 4, [[1], [2]])
+    with pytest.raises(InputError, match="2 lengths for 3 prompts"):
+        session.generate(PROMPTS, [4, 4], NOTHING)
+
+
 def test_stream_equals_generate(pair):
     session = pair.session(5)
     for prompt in PROMPTS[:2]:

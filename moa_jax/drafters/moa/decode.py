@@ -110,8 +110,8 @@ def step(
         SA, TLI    x .. x   | root  its ancestors
         CA         x .. x   | .     .
 
-    References: paper section 3; the authors' decoding with N > 0 never ran; this is what their
-    training forward computes.
+    References: paper section 3. The authors' decoding with N > 0 never ran; training computes
+    the same with MaskConfig.on_policy_reuse.
     """
     sa, ca, _ = moa.blocks
     W, X = ancestor_BWX.shape[1:]
