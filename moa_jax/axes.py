@@ -9,6 +9,9 @@ C  capacity: tokens that one row of a generation can hold
 J  future positions: steps after the last token whose activations are known
 X  several axes joined, as the code beside it says
 W  nodes of one level of a draft tree
+U  draft vocabulary: the target ids that a drafter may propose, ascending
+k  candidates for children of one node
+P  tokens of a path           D  in path_BD, emitted_BD: levels of a tree
 
 `length_B` counts verified tokens: those whose keys and values stand in the caches.
 The token at index `length` is the root: committed, not yet in any cache.

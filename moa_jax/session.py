@@ -76,11 +76,13 @@ class Session:
         *,
         vocabulary: DraftVocabulary | None = None,
         cache_rows: int | None = None,
+        choose: Callable[..., jax.Array] | None = None,
     ) -> None:
         """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
 
         `vocabulary` narrows what is drafted; `cache_rows` fixes the caches' size, so that one
-        program serves all lengths. Raises InputError for a tree wider than the vocabulary.
+        program serves all lengths; `choose` replaces the target's choice of tokens, to price a
+        round. Raises InputError for a tree wider than the vocabulary.
         """
         if shape is None:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
@@ -89,7 +91,7 @@ class Session:
         _check_breadth(self.shape, target, vocabulary)
         functions = drafter and DRAFTERS[drafter.method].make(drafter.config, target.config)
         self.target = target
-        self.setup = Setup(target.config, functions, self.shape)
+        self.setup = Setup(target.config, functions, self.shape, choose)
         head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
         self.weights = Weights(_for_decoding(target.params), drafter and drafter.params, head)
         self.cache_rows = cache_rows
