@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     drafted, plain = open_session(args, target, drafter), Session(target)
     tokenizer = load_tokenizer(target.folder)
     longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
-    prompts = list(itertools.islice(_prompts(args, tokenizer, longest), args.limit))
+    prompts = list(itertools.islice(prompts_of(args, tokenizer, longest), args.limit))
     if not prompts:
         raise InputError(
             f"{args.conversations}: no prompt of {args.sources or 'any source'} "
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prompts(
+def prompts_of(
     args: argparse.Namespace, tokenizer: Any, longest: int
 ) -> Iterator[tuple[str, list[int]]]:
     """Source and prompt of each conversation; InputError that names the place of a bad record."""

@@ -190,7 +190,7 @@ def _prompts(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
     elif args.prompts is not None:
         place = None
         for place, record in corpora.read_numbered(args.prompts):
-            yield _prompt_of(record, place, writer)
+            yield prompt_of(record, place, writer)
         if place is None:
             raise InputError(f"{args.prompts} holds no prompts: write one a line")
     elif args.prompt is not None:
@@ -199,7 +199,7 @@ def _prompts(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
         yield writer.prompt([{"role": "user", "content": sys.stdin.read()}])
 
 
-def _prompt_of(record: dict[str, Any], where: str, writer: Writer) -> list[int]:
+def prompt_of(record: dict[str, Any], where: str, writer: Writer) -> list[int]:
     ids = record.get("prompt_ids")
     if ids is not None:
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # jax reads it when it is imported
+# jax reads these when it is imported. Compiling is most of a test's time: with 0 for the second
+# the tests take half as long again, and test what users run, as .ci/run does once.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 from infer.info import data_folder, golden_folder  # noqa: E402
 

@@ -1,0 +1,26 @@
+"""Sizes of known targets by their hub ids: enough to build or plan one without its files."""
+
+from moa_jax.config import BlockConfig, TargetConfig
+
+_LLAMA3_8B = TargetConfig(
+    family="llama",
+    vocab_size=128_256,
+    num_layers=32,
+    block=BlockConfig(
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14_336,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=None,
+    ),
+    tie_word_embeddings=False,
+    max_position_embeddings=8192,
+)
+
+SHAPES: dict[str, TargetConfig] = {
+    "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
+    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3_8B,
+}

@@ -1,0 +1,226 @@
+"""Plain, chain and tree decoding side by side, measured honestly: speed, acceptance, cost.
+
+    python -m infer.bench
+    python -m infer.bench --conversations data:chat/validation.jsonl --limit 30 --json
+    python -m infer.bench --random-weights configs/moa_llama3_8b.py --simulate-acceptance 0.8
+    python -m infer.bench --compare transformers
+    python -m infer.bench --tune
+
+All modes decode the same prompts greedily in one process, in turns, prompt by prompt; the first
+time of each is left out. Speedup is over our own fastest plain decoding. Tokens/s is the median
+over prompts and repeats of tokens after the first, over the seconds they took; phases are
+measured apart, in loops of their own, and need not sum to a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from infer import bench_prompts, bench_tables
+from infer.bench_flags import Mode, check, modes_of, parser_of
+from infer.cli import progress, run
+from infer.pair import load_pair
+from infer.peers import run_peer
+from infer.plot import plot_speedups
+from moa_jax import InputError, Session
+from moa_jax.bench import figures, phases, tuned
+from moa_jax.bench.figures import Run
+from moa_jax.bench.simulate import accept_with
+from moa_jax.bench.traffic import copy_bandwidth
+from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.vocabulary import load_vocabulary
+
+NO_STOP: list[int] = []
+
+
+class Bench(NamedTuple):
+    """What is measured: one session a mode, over the same batches of prompts."""
+
+    modes: list[Mode]
+    sessions: list[Session]
+    batches: list[list[list[int]]]
+    max_new_tokens: int
+    stop_ids: list[int] | None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parser_of(__doc__).parse_args(arguments)
+    check(args)
+    target, drafter = _load(args)
+    if args.tune and not os.access(drafter.folder, os.W_OK):
+        raise InputError(f"--tune writes to {drafter.folder}, which is read-only: copy the drafter")
+    modes = modes_of(args, drafter)
+    bench = Bench(
+        modes,
+        [_session(mode, target, drafter, args) for mode in modes],
+        bench_prompts.batches_of(args, target),
+        args.max_new_tokens,
+        NO_STOP if args.ignore_stop or args.simulate_acceptance is not None else None,
+    )
+    for session in bench.sessions:
+        for batch in bench.batches:
+            session.check(batch, bench.max_new_tokens)
+    document = measure(bench, args)
+    if args.tune:
+        path = tuned.save_tuned(drafter.folder, fastest(document))
+        print(f"{path}: written", file=sys.stderr)
+    if args.plot:
+        plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
+    print(json.dumps(document) if args.json else bench_tables.render(document))
+
+
+def _load(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
+    args.mode = "plain" if args.modes == ["plain"] else None  # load_pair then needs no drafter
+    if args.random_weights:
+        return bench_prompts.random_pair(args)
+    return load_pair(args)
+
+
+def _session(
+    mode: Mode, target: Target, drafter: LoadedDrafter | None, args: argparse.Namespace
+) -> Session:
+    if mode.name == "plain":
+        return Session(target)
+    rest: dict[str, Any] = {}
+    if args.draft_vocabulary is not None:
+        rest["vocabulary"] = load_vocabulary(args.draft_vocabulary, target)
+    if args.simulate_acceptance is not None:
+        rest["choose"] = accept_with(args.simulate_acceptance)
+    return Session(target, drafter, mode.shape, **rest)
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    """The whole document; `modes` and `peers` hold one dictionary a row."""
+    runs = run_in_turns(bench, args.repeats)
+    compiled = [session.num_compiled for session in bench.sessions]
+    bandwidth = copy_bandwidth()
+    plain = next((r for m, r in zip(bench.modes, runs, strict=True) if m.name == "plain"), None)
+    rows = []
+    for mode, session, found, programs in zip(
+        bench.modes, bench.sessions, runs, compiled, strict=True
+    ):
+        row = mode.sizes | figures.summarise(found, mode.shape.levels)
+        row |= figures.beside(found, plain) if plain else {"speedup": None}
+        simulated = args.simulate_acceptance is not None and mode.name != "plain"
+        row |= {"simulated": simulated, "num_compiled": programs}
+        if simulated:
+            row["same_as_plain"] = None  # dice write no text
+        if not args.no_phases:
+            row |= _costs(bench, session, found, row, bandwidth)
+        rows.append(row)
+    peers = _peers(bench, plain, args) if args.compare else []
+    return {
+        "modes": rows,
+        "peers": peers,
+        "settings": _settings(bench, args),
+        "machine": _machine(bandwidth),
+    }
+
+
+def run_in_turns(bench: Bench, repeats: int) -> list[list[Run]]:
+    """Runs of each mode. Every batch goes through all modes before the next one comes."""
+    runs: list[list[Run]] = [[] for _ in bench.modes]
+    total = (repeats + 1) * len(bench.batches) * len(bench.modes)
+    with progress(total, "runs") as bar:
+        for repeat in range(repeats + 1):
+            for index, batch in enumerate(bench.batches):
+                for session, found in zip(bench.sessions, runs, strict=True):
+                    results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
+                    if repeat:  # the first time warms up
+                        found.append(Run(index, tuple(results)))
+                    bar.step()
+    return runs
+
+
+def _costs(
+    bench: Bench, session: Session, runs: list[Run], row: dict[str, Any], bandwidth: float
+) -> dict[str, Any]:
+    """Phases, memory and transfers of one mode, on the batch that decoded longest."""
+    longest = max(runs, key=lambda run: run.rounds)
+    if longest.rounds < 2:
+        return {}
+    batch = bench.batches[longest.batch]
+    found = phases.measure(session, batch, bench.max_new_tokens, bench.stop_ids, longest.rounds)
+    prefill = phases.Phase(row["prefill_ms"] / 1e3, found.prefill_bytes)
+    each = {
+        name: {
+            "ms": 1e3 * phase.seconds,
+            "bytes": phase.bytes_read,
+            "share_of_bandwidth": phase.bytes_read / phase.seconds / bandwidth,
+        }
+        for name, phase in {"prefill": prefill, **found.phases}.items()
+    }
+    held = found.weights_bytes + found.cache_bytes
+    return {
+        "phases": each,
+        "sum_of_phases_ms": sum(1e3 * phase.seconds for phase in found.phases.values()),
+        "host_ms_per_generation": 1e3 * found.host_s,
+        "host_transfers_in_generation": found.host_transfers,
+        "program_bytes": found.program_bytes,
+        "weights_and_caches_bytes": held,
+        "memory_over_weights_and_caches": found.program_bytes / held,
+    }
+
+
+def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same prompts by other software; `plain_over_peer` above 1 says that ours is faster."""
+    target = bench.sessions[0].target
+    stop_ids = target.generation.eos_ids if bench.stop_ids is None else bench.stop_ids
+    task = {
+        "folder": str(target.folder),
+        "prompts": [batch[0] for batch in bench.batches],
+        "max_new_tokens": bench.max_new_tokens,
+        "stop_ids": list(stop_ids),
+        "dtype": str(target.params["embed"].dtype),
+        "repeats": args.repeats,
+    }
+    found = run_peer(args.compare, task)
+    about = {key: found[key] for key in ("versions", "device", "threads")}
+    return [bench_tables.peer_row(peer, plain) | about for peer in found["peers"]]
+
+
+def fastest(document: dict[str, Any]) -> dict[str, Any]:
+    """What `tuned.json` keeps: the mode with the most tokens/s, plain decoding among them."""
+    best = max(document["modes"], key=lambda row: row["tokens_per_s"] or 0)
+    kept = ("mode", "depth", "breadth", "total_tokens", "tokens_per_s", "speedup")
+    place = {"device_kind": document["machine"]["device_kind"]}
+    place |= {key: document["settings"][key] for key in ("dtype", "batch", "threads")}
+    return place | {key: best[key] for key in kept}
+
+
+def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    shown = ("max_new_tokens", "repeats", "batch", "threads", "random_weights", "confidence")
+    return {
+        "target": str(args.target or args.random_weights or "bundled"),
+        "draft": str(args.draft or args.random_weights or "bundled"),
+        "dtype": str(bench.sessions[0].weights.target["embed"].dtype),
+        "prompts": sum(map(len, bench.batches)),
+        "prompt_tokens": [len(prompt) for batch in bench.batches for prompt in batch],
+        "stop": "never" if bench.stop_ids == NO_STOP else "the target's end",
+        "simulated_acceptance": args.simulate_acceptance,
+        "draft_vocabulary": args.draft_vocabulary,
+    } | {key: getattr(args, key) for key in shown}
+
+
+def _machine(bandwidth: float) -> dict[str, Any]:
+    """The device, and the most memory this whole process had on it, where it keeps count."""
+    device = jax.devices()[0]
+    return {
+        "device_kind": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+        "bandwidth_bytes_per_s": bandwidth,
+        "peak_bytes_of_process": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+    }
+
+
+if __name__ == "__main__":
+    run(main)

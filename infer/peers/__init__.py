@@ -1,0 +1,39 @@
+"""Other software on the same weights and prompts, each in a process of its own.
+
+A peer is a program beside this file that nothing imports: it reads a JSON document from stdin,
+writes one to stdout, and may use what the project itself does without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from moa_jax.errors import InputError
+
+PEERS = {"transformers": ("torch", "transformers")}  # and the packages that each needs
+
+
+def check_peer(name: str) -> None:
+    """Raise InputError for a peer that is not known or not installed."""
+    if name not in PEERS:
+        raise InputError(f"--compare {name}: known are {', '.join(PEERS)}")
+    for package in PEERS[name]:
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"--compare {name}: {package} is missing: pip install '.[test]'")
+
+
+def run_peer(name: str, task: dict[str, Any]) -> dict[str, Any]:
+    """What `{name}_generate.py` answers to a task; InputError with its last line if it fails."""
+    program = Path(__file__).with_name(f"{name}_generate.py")
+    done = subprocess.run(
+        [sys.executable, str(program)], input=json.dumps(task), capture_output=True, text=True
+    )
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        raise InputError(f"--compare {name}: it failed: {line}")
+    return json.loads(done.stdout)

@@ -1,0 +1,44 @@
+"""Speedup against the depth of chains and the size of trees, as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from moa_jax.errors import InputError
+
+FORMATS = (".png", ".svg", ".pdf")
+AXES = (("chain", "depth", "depth of a chain"), ("tree", "total_tokens", "drafted nodes of a tree"))
+
+
+def check_plots(path: Path) -> None:
+    """Raise InputError where the optional extra is missing or no picture can be put."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot: matplotlib is missing: pip install 'moa-jax[plots]'")
+    if path.suffix not in FORMATS or not path.parent.is_dir():
+        raise InputError(f"--plot {path}: name a {', '.join(FORMATS)} file in a folder that exists")
+
+
+def plot_speedups(modes: list[dict[str, Any]], device: str, path: Path) -> None:
+    """Medians with their quartiles, and tau beside them; the line at 1 is plain decoding."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, (mode, key, label) in zip(panels, AXES, strict=True):
+        rows = [row for row in modes if row["mode"] == mode and row["speedup"] is not None]
+        rows.sort(key=lambda row: row[key])
+        x, y = [row[key] for row in rows], [row["speedup"] for row in rows]
+        low, high = (
+            zip(*(row["speedup_quartiles"] for row in rows), strict=True) if rows else ((), ())
+        )
+        panel.fill_between(x, low, high, alpha=0.2)
+        panel.plot(x, y, marker="o")
+        for row in rows:
+            panel.annotate(f"tau {row['tau']:.2f}", (row[key], row["speedup"]), fontsize=8)
+        panel.axhline(1.0, color="gray", linewidth=1)
+        panel.set_xlabel(label)
+    panels[0].set_ylabel("speedup over plain decoding")
+    figure.suptitle(device)
+    figure.savefig(path, dpi=150)
