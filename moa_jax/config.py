@@ -241,12 +241,15 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}: choose above 0 and at most 1")
         if not 0 < self.repetition_penalty < 1e6:
-            raise InputError(f"repetition_penalty is {self.repetition_penalty}: choose above 0")
+            raise InputError(
+                f"repetition_penalty is {self.repetition_penalty}: choose above 0, below a million"
+            )
         _at_least(0, self, "top_k", "seed")
         if self.seed >= 1 << 32:
             raise InputError(f"seed is {self.seed}: choose one below 2**32")
-        if any(bias != bias for _, bias in self.logit_bias):
-            raise InputError("logit_bias holds nan: give numbers")
+        for _, bias in self.logit_bias:
+            if not bias < float("inf"):
+                raise InputError(f"logit_bias holds {bias}: give numbers below inf, -inf to ban")
 
 
 @dataclasses.dataclass(frozen=True)

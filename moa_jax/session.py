@@ -318,6 +318,8 @@ def law_of(rows: Sequence[Sampling], vocab_size: int) -> Law:
 
     def array(name: str, off: float, used: float | None = None) -> jax.Array | None:
         values = [getattr(row, name) for row in rows]
+        if name == "top_k":
+            values = [min(value, vocab_size) for value in values]
         if all(value == off for value in values):
             return None
         return jnp.array([used if used and value == off else value for value in values])

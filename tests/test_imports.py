@@ -14,7 +14,7 @@ BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it 
 PEERS = {"infer.peers.transformers_generate": ("torch",)}
 
 BASE = {"errors", "config", "batch", "axes"}
-BLOCKS = BASE | {"masks", "layers", "cache", "precision"}
+BLOCKS = BASE | {"masks", "layers", "cache", "precision", "branch"}
 MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement"}
 DRAFTERS = MODELS | {"losses", "drafters", "drafters.api"}
 DECODING = MODELS | {"drafters.api", "spec"}  # never a drafter by name
@@ -38,6 +38,7 @@ TABLE: dict[str, set[str]] = {
     "checkpoint": BASE | {"training"},  # the state that it stores
     "masks": BLOCKS,
     "precision": BLOCKS,
+    "branch": BASE,
     "layers": BLOCKS,
     "cache": BLOCKS,
     "target": MODELS,

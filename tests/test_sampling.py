@@ -514,16 +514,16 @@ STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], s
 TWO_LINES = DraftShape.static([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]], sampled=True)
 
 
-def test_texts_have_the_law_of_the_target(monkeypatch):
+@pytest.mark.parametrize("shape", [STATIC, DraftShape(4, sampled=True)], ids=str)
+def test_texts_have_the_law_of_the_target(monkeypatch, shape):
     """Several rounds in all, so that noise of one round that returned in the next would show."""
-    assert_law_of_the_target(monkeypatch, STATIC, MIXED)
+    assert_law_of_the_target(monkeypatch, shape, MIXED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "ids"),
     [
-        (DraftShape(4, sampled=True), None),
         (DraftShape(4, sampled=True, confidence=0.25), None),
         (dataclasses.replace(TWO_LINES, confidence=0.1), None),
         (STATIC, (1, 2, 4)),
@@ -647,6 +647,14 @@ def test_seeds_decide(pair):
     }
     assert texts[2**32 - 2][2:] == texts[0][:4]
     assert len(set(map(tuple, texts[0]))) == 6
+
+
+def test_texts_go_on_as_they_began(pair):
+    """Noise belongs to positions, so it is another one after the prompt than in the first round."""
+    texts = [result.token_ids for result in pair.results(None)]
+    prompts = [prompt + text[:7] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    again = pair.session(None).generate(prompts, 13, NO_STOP, COUPLED)
+    assert [result.token_ids for result in again] == [text[7:] for text in texts]
 
 
 @pytest.mark.slow

@@ -73,7 +73,9 @@ def test_every_layer_equals_transformers(saved, layers):
         assert_close(stream_BTD[real_BT], expected[real_BT], f"stream {index}")
     assert_close(found.hidden_BTD[real_BT], seen.hidden_LBTD[-1].numpy()[real_BT], "final")
     tokens_first = (1, 3, 0, 2, 4)
-    for ours, expected in zip(found.rows_LBKTE, (seen.key_LBKTE, seen.value_LBKTE), strict=True):
+    for ours, expected in zip(
+        target.stack_rows(found.rows), (seen.key_LBKTE, seen.value_LBKTE), strict=True
+    ):
         ours, expected = (np.asarray(x).transpose(tokens_first) for x in (ours, expected))
         assert_close(ours[real_BT], expected[real_BT], "cache")
     with torch.no_grad():

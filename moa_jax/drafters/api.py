@@ -53,7 +53,7 @@ class Tree(NamedTuple):
                                                                     x x . x
     """
 
-    tokens_BN: Array  # NOTHING where drafting stopped early; such nodes stand last
+    tokens_BN: Array  # NOTHING where drafting stopped early
     parent_BN: Array  # the root is its own parent
     depth_BN: Array
     ancestor_BNN: Array  # [i, j]: j is i or above it; a first axis of 1 serves all rows

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moa_jax.branch import when
 from moa_jax.config import DraftShape
 from moa_jax.drafters.api import NOTHING, Cache, Guide, Tree
 
@@ -37,6 +38,7 @@ class Candidates(NamedTuple):
 
     tokens_BWk: Array
     log_prob_BWk: Array
+    best_BW: Array  # log-probability of the likeliest token, drawn or not
     draft_BWV: Array | None  # the law they were sampled from
 
 
@@ -65,7 +67,7 @@ def _expand(
     shapes, _ = jax.eval_shape(feed, cache)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     wanted = jnp.any(wanted_B & guide.active_B)
-    return lax.cond(wanted, feed, lambda cache: (nothing, cache), cache)
+    return when(wanted, lambda carry: feed(carry[1]), (nothing, cache))
 
 
 def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candidates:
@@ -86,7 +88,7 @@ def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candid
         if draft_BWV is not None:
             blank = jnp.zeros((*draft_BWV.shape[:2], guide.vocab_size))
             draft_BWV = blank.at[..., guide.ids_U].set(draft_BWV)
-    return Candidates(index_BWk, log_prob_BWk, draft_BWV)
+    return Candidates(index_BWk, log_prob_BWk, log_law_BWU.max(axis=-1), draft_BWV)
 
 
 class Level(NamedTuple):
@@ -128,8 +130,9 @@ def _grow_static(
         tokens_BW = found.tokens_BWk[:, slot, rank]
         score_BW = level.score_BW[:, slot] + found.log_prob_BWk[:, slot, rank]
         if bound is not None:
-            # Siblings stay or go together, by their best: the choice must not depend on luck.
-            best_BW = found.log_prob_BWk.max(axis=-1) + level.score_BW
+            # Siblings stay or go together, by the likeliest token: never by what was drawn, for
+            # a choice that depends on luck changes the law.
+            best_BW = found.best_BW + level.score_BW
             keep_BW = (best_BW >= bound)[:, slot] & (level.tokens_BW[:, slot] != NOTHING)
             tokens_BW = jnp.where(keep_BW, tokens_BW, NOTHING)
             score_BW = jnp.where(keep_BW, score_BW, -jnp.inf)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax import cache, masks, target
+from moa_jax.branch import when
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters.api import Cache, Drafter, Guide, Tapped, Tree, chain
 from moa_jax.spec import sample
@@ -229,16 +230,21 @@ def _verify(setup: Setup, weights: Weights, state: DecodeState, law: Law, tree: 
     """One target pass over the nodes that are there, as narrow as `shape.widths` allow."""
     widths = setup.shape.widths if setup.drafter is not None else (1,)
 
-    def at(width: int) -> Callable[[target.Caches], Verified]:
-        return lambda caches: _verify_first(
-            setup, weights, state._replace(target_caches=caches), law, tree, width
-        )
+    def at(width: int, caches: target.Caches) -> Verified:
+        some = state._replace(target_caches=caches)
+        return _verify_first(setup, weights, some, law, tree, width)
 
     if len(widths) == 1:
-        return at(widths[0])(state.target_caches)
+        return at(widths[0], state.target_caches)
     used_BN = (tree.tokens_BN >= 0) & ~state.done_B[:, None]
-    index = jnp.searchsorted(jnp.asarray(widths), jnp.max(jnp.sum(used_BN, axis=1)))
-    return lax.switch(index, [at(width) for width in widths], state.target_caches)
+    end = jnp.max(jnp.where(used_BN, 1 + jnp.arange(used_BN.shape[1]), 0))
+    index = jnp.searchsorted(jnp.asarray(widths), end)
+    shapes = jax.eval_shape(lambda: at(widths[0], state.target_caches))
+    found = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    found = found._replace(caches=state.target_caches)
+    for place, width in enumerate(widths):
+        found = when(index == place, lambda found, n=width: at(n, found.caches), found)
+    return found
 
 
 def _verify_first(
