@@ -55,7 +55,9 @@ class Scripted:
         number = sum(prompt) % 97
         ids = self.tokenizer(f" I heard {number}. ", add_special_tokens=False).input_ids
         reason = "length" if number % 7 == 0 else "stop"
-        return Result(prompt, [*ids, self.tokenizer.eos_token_id], reason, [1] * len(ids), 0, 0)
+        rounds = len(ids)
+        ids = [*ids, self.tokenizer.eos_token_id]
+        return Result(prompt, ids, reason, [1] * rounds, 0, 0, [0] * rounds)
 
 
 @pytest.fixture
