@@ -87,8 +87,8 @@ def _session(
     mode: Mode, target: Target, drafter: LoadedDrafter | None, args: argparse.Namespace
 ) -> Session:
     if mode.name == "plain":
-        return Session(target)
-    rest: dict[str, Any] = {}
+        return Session(target, cache_rows=args.cache_rows)
+    rest: dict[str, Any] = {"cache_rows": args.cache_rows}
     if args.draft_vocabulary is not None:
         rest["vocabulary"] = load_vocabulary(args.draft_vocabulary, target)
     if args.simulate_acceptance is not None:
@@ -196,7 +196,7 @@ def fastest(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    shown = ("max_new_tokens", "repeats", "batch", "threads", "random_weights", "confidence")
+    shown = ("max_new_tokens", "repeats", "batch", "cache_rows", "threads", "random_weights")
     return {
         "target": str(args.target or args.random_weights or "bundled"),
         "draft": str(args.draft or args.random_weights or "bundled"),
@@ -205,6 +205,7 @@ def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": [len(prompt) for batch in bench.batches for prompt in batch],
         "stop": "never" if bench.stop_ids == NO_STOP else "the target's end",
         "simulated_acceptance": args.simulate_acceptance,
+        "confidence": args.confidence,
         "draft_vocabulary": args.draft_vocabulary,
     } | {key: getattr(args, key) for key in shown}
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from infer import bench_prompts
 from infer.cli import Parser, names, positive
-from infer.pair import DEFAULT_TREE, add_pair_flags
+from infer.pair import DEFAULT_TREE, add_cache_flag, add_pair_flags, check_folder
 from infer.peers import check_peer
 from infer.plot import check_plots
 from moa_jax import InputError
@@ -63,6 +63,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     group.add_argument("--draft-vocabulary", metavar="FILE", help="draft from these tokens only")
     bench_prompts.add_prompt_flags(parser)
+    add_cache_flag(parser)
     group = parser.add_argument_group("measuring")
     group.add_argument("--repeats", type=positive, default=3, help="measured times of each prompt")
     group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
@@ -91,6 +92,10 @@ def check(args: argparse.Namespace) -> None:
     made_up = args.random_weights or simulated
     if args.tune and (made_up or args.modes == ["plain"]):
         raise InputError("--tune measures a trained pair that drafts: leave out what prevents it")
+    if args.tune:
+        check_folder("--tune", args.draft)
+    if args.tune and (args.confidence or args.draft_vocabulary):
+        raise InputError("--tune stores sizes alone: leave out --confidence, --draft-vocabulary")
     if (args.tune or args.plot or args.compare) and "plain" not in args.modes:
         raise InputError("--modes lacks plain, beside which --tune, --plot, --compare measure")
     if args.random_weights and (args.target or args.draft):

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from configs.shapes import SHAPES
 from infer.cli import positive
+from infer.config_file import read_config
 from infer.evaluate import prompts_of as conversation_prompts
 from infer.generate import Writer, prompt_of
 from infer.pair import use_cores
 from moa_jax.bench.random_pair import random_drafter, random_target
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
 from moa_jax.data import corpora
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, describe_target
 from moa_jax.tokenizer import load_tokenizer
 
@@ -103,7 +102,7 @@ def _of_file(path: str, writer: Writer) -> Iterator[list[int]]:
 def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     """The pair whose shapes `--random-weights` names; a config of a target alone has no drafter."""
     path = args.random_weights
-    config = _config(path)
+    config = read_config(path, DistillConfig, PretrainConfig)
     if args.threads is not None:
         use_cores(args.threads)
     dtype = default_dtype() if args.dtype is None else jnp.dtype(args.dtype)
@@ -114,19 +113,6 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
     if args.mode == "plain":
         return target, None
     return target, random_drafter(METHOD, config.drafter, target, dtype)
-
-
-def _config(path: str) -> DistillConfig | PretrainConfig:
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such config file, see the folder configs/")
-    try:
-        config: Any = runpy.run_path(path).get("config")
-    except Exception as error:  # a config is Python: it can fail in any way
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{path}: {reason}: mend the config file") from error
-    if not isinstance(config, DistillConfig | PretrainConfig):
-        raise InputError(f"{path} defines no `config` for train.distill or train.pretrain")
-    return config
 
 
 def shapes_of(name: str) -> TargetConfig:

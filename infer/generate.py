@@ -18,14 +18,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.cli import Parser, positive, progress, run
-from infer.pair import add_draft_flags, add_pair_flags, load_pair, open_session
-from infer.sampling import add_sampling_flags, before_stop, ids, sampling_of, stopper
+from infer.pair import (
+    add_cache_flag,
+    add_draft_flags,
+    add_pair_flags,
+    load_pair,
+    mode_of,
+    open_session,
+)
+from infer.sampling import (
+    add_sampling_flags,
+    before_stop,
+    check_stop_ids,
+    ids,
+    sampling_of,
+    stopper,
+)
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError
 from moa_jax.exactness import Difference, compare
-from moa_jax.session import StopWhen, rows_of
+from moa_jax.session import StopWhen, row_of, rows_of
 from moa_jax.tokenizer import load_tokenizer
 
 DIFFERENT = 1  # exit code of --check
@@ -34,14 +48,13 @@ DIFFERENT = 1  # exit code of --check
 def main(arguments: list[str] | None = None) -> int | None:
     args = _parser().parse_args(arguments)
     sampling = sampling_of(args)
-    if (args.compare or args.check) and not _asked(args):
-        raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
-    if args.compare and args.json:
-        raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
+    _check(args)
     target, drafter = load_pair(args)
+    check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(target.folder)
-    session = open_session(args, target, drafter)
-    ask = Asking(session, writer, args, sampling, stopper(writer.tokenizer, args.stop))
+    session = open_session(args, target, drafter, batch=args.batch, cache_rows=args.cache_rows)
+    plain = Session(target, cache_rows=args.cache_rows) if args.check or args.compare else None
+    ask = Asking(session, plain, writer, args, sampling, stopper(writer.tokenizer, args.stop))
     if not args.json and not _asked(args):
         _chat(ask)
         return None
@@ -49,13 +62,13 @@ def main(arguments: list[str] | None = None) -> int | None:
     session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
     if args.json:
         return _answer_as_json(ask, prompts)
-    plain, faults = Session(target), 0
+    faults = 0
     for index, prompt in enumerate(prompts):
         result = _answer_as_text(ask, prompt, index)
         if args.compare:
-            print(_comparison(ask, plain, result, index), file=sys.stderr)
+            print(_comparison(ask, result, index), file=sys.stderr)
         if args.check:
-            difference = ask.check(plain, result, index)
+            difference = ask.check(result, index)
             faults += difference is not None
             print(_as_line(difference), file=sys.stderr)
     return _verdict(faults, session)
@@ -71,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
     )
     add_draft_flags(parser)
+    add_cache_flag(parser)
     add_sampling_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -88,10 +102,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise InputError for flags that do not go together, before anything is loaded."""
+    if (args.compare or args.check) and not _asked(args):
+        raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
+    if args.compare and args.json:
+        raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
+    if args.batch > 1 and not args.json:
+        raise InputError(f"--batch {args.batch} is for --json: add that, or leave out --batch")
+    if args.check and args.sampled_drafts and args.temperature > 0:
+        raise InputError(
+            "--check with --sampled-drafts at a temperature: they keep the law and not the text, "
+            "so leave out one of the two"
+        )
+
+
 class Asking(NamedTuple):
     """What all prompts of one run share."""
 
     session: Session
+    plain: Session | None  # for --check and --compare
     writer: Writer
     args: argparse.Namespace
     sampling: Sampling
@@ -99,22 +129,18 @@ class Asking(NamedTuple):
 
     def settings(self, index: int) -> dict[str, Any]:
         """How to decode the index-th prompt, alone: as row `index` of all of them."""
-        sampling = self.seeds(index + 1)[index]
         return {
             "stop_ids": self.args.stop_ids,
-            "sampling": sampling,
+            "sampling": row_of(self.sampling, index),
             "stop_when": self.stop_when,
         }
 
-    def seeds(self, count: int) -> list[Sampling]:
-        return rows_of(self.sampling, count)
-
-    def check(self, plain: Session, result: Result, index: int) -> Difference | None:
+    def check(self, result: Result, index: int) -> Difference | None:
         """The first difference between an answer and plain decoding's."""
-        settings = self.settings(index)
-        (other,) = plain.generate([result.prompt_ids], self.args.max_new_tokens, **settings)
+        prompt, settings = result.prompt_ids, self.settings(index)
+        (other,) = self.plain.generate([prompt], self.args.max_new_tokens, **settings)
         return compare(
-            plain.target, result.prompt_ids, other.token_ids, result.token_ids, settings["sampling"]
+            self.session.target, prompt, other.token_ids, result.token_ids, settings["sampling"]
         )
 
 
@@ -128,8 +154,8 @@ def _as_line(difference: Difference | None) -> str:
 
 
 def _verdict(faults: int, session: Session) -> int:
-    """Exit code 1 for differences in float32 with drafts that may change nothing."""
-    exact = session.weights.target["embed"].dtype == "float32" and not session.shape.sampled
+    """Exit code 1 for differences in float32, where drafts may change nothing."""
+    exact = session.weights.target["embed"].dtype == "float32"
     return DIFFERENT if faults and exact else 0
 
 
@@ -218,8 +244,7 @@ def prompt_of(record: dict[str, Any], where: str, writer: Writer) -> list[int]:
 
 def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
     session, args = ask.session, ask.args
-    rows, results, faults = ask.seeds(len(prompts)), [], 0
-    plain = Session(session.target) if args.check else None
+    rows, results, faults = rows_of(ask.sampling, len(prompts)), [], 0
     with progress(len(prompts), "answers", quiet=len(prompts) == 1) as bar:
         for start in range(0, len(prompts), args.batch):
             some = slice(start, start + args.batch)
@@ -228,15 +253,16 @@ def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
             )
             for index, result in enumerate(found, start):
                 results.append(_as_dict(result, ask))
-                if plain is not None:
-                    difference = ask.check(plain, result, index)
+                if args.check:
+                    difference = ask.check(result, index)
                     faults += difference is not None
                     results[-1]["difference"] = difference and difference._asdict()
             bar.step(len(found))
+    mode = mode_of(session.shape)
     settings = {
         "target": str(args.target or "bundled"),
-        "draft": None if args.mode == "plain" else str(args.draft or "bundled"),
-        "mode": args.mode,
+        "draft": None if mode == "plain" else str(args.draft or "bundled"),
+        "mode": mode,
         "max_new_tokens": args.max_new_tokens,
         "dtype": str(session.weights.target["embed"].dtype),
         **dataclasses.asdict(session.shape),
@@ -291,11 +317,11 @@ def _figures(result: Result, num_drafted: int) -> str:
     return "[" + ", ".join(parts) + "]"
 
 
-def _comparison(ask: Asking, plain: Session, streamed: Result, index: int) -> str:
+def _comparison(ask: Asking, streamed: Result, index: int) -> str:
     """Both ways on the device from first to last token, in turns; medians of five runs each."""
     runs: dict[str, list[Result]] = {"plain": [], "drafted": []}
     for _ in range(6):  # the first of each is left out
-        for name, decoder in (("plain", plain), ("drafted", ask.session)):
+        for name, decoder in (("plain", ask.plain), ("drafted", ask.session)):
             settings = ask.settings(index)
             runs[name] += decoder.generate(
                 [streamed.prompt_ids], ask.args.max_new_tokens, **settings

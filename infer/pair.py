@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import moa_jax
 from infer.cli import positive
 from moa_jax import Session, load_drafter, load_target
+from moa_jax.bench.tuned import load_tuned
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -23,6 +26,7 @@ from moa_jax.vocabulary import load_vocabulary
 DEMO = Path(moa_jax.__file__).parent / "demo"
 MODES = ("plain", "chain", "tree")
 DEFAULT_TREE = DraftShape(7, 8, 62)  # the paper's and EAGLE-2's
+_SHAPE = ("mode", "depth", "num_speculative_tokens", "breadth", "total_tokens", "paths")
 _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type)
     "method": ("method", str),
     "model": ("draft", str),
@@ -59,7 +63,7 @@ def add_pair_flags(parser: argparse.ArgumentParser) -> None:
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     """--mode and the shape of a draft."""
     group = parser.add_argument_group("drafting")
-    group.add_argument("--mode", choices=MODES, default="chain", help="how to decode")
+    group.add_argument("--mode", choices=MODES, help="how to decode; default: chain")
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(
         "--depth",
@@ -97,6 +101,22 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-vocabulary", metavar="FILE", help="draft from these tokens only (train.vocabulary)"
     )
+    group.add_argument(
+        "--tuned",
+        action="store_true",
+        help="mode and sizes that `infer.bench --tune` found fastest on this hardware",
+    )
+
+
+def add_cache_flag(parser: argparse.ArgumentParser) -> None:
+    """--cache-rows, for `Session`."""
+    parser.add_argument_group("memory").add_argument(
+        "--cache-rows",
+        type=positive,
+        metavar="N",
+        help="rows of each cache, for prompt, answer and draft, so that one program serves all "
+        "lengths; default: what a prompt needs",
+    )
 
 
 def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
@@ -105,6 +125,8 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     Raises InputError for models that are missing, damaged or not made for each other.
     """
     _apply_speculative_config(args)
+    if getattr(args, "tuned", False):
+        _check_tuned(args)
     if args.threads is not None:
         use_cores(args.threads)
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
@@ -152,15 +174,60 @@ def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
     return DraftShape(depth or DEFAULT_TREE.depth, breadth, total, **rest)
 
 
+def mode_of(shape: DraftShape) -> str:
+    """Which of MODES a shape belongs to."""
+    if not shape.num_drafted:
+        return "plain"
+    return "chain" if shape.is_chain else "tree"
+
+
+def tuned_shape(
+    args: argparse.Namespace, target: Target, drafter: LoadedDrafter, batch: int
+) -> DraftShape:
+    """The draft that was fastest on this device; InputError where none was looked for."""
+    kind, dtype = jax.devices()[0].device_kind, str(target.params["embed"].dtype)
+    shape = load_tuned(drafter.folder, kind, dtype, batch)
+    if shape is None:
+        models = f"--target {args.target} --draft {args.draft} " if args.draft else ""
+        raise InputError(
+            f"{drafter.folder} is not tuned for {kind}, {dtype}, batch {batch}: run "
+            f"python -m infer.bench --tune {models}--dtype {dtype} --batch {batch}"
+        )
+    return dataclasses.replace(shape, confidence=args.confidence, sampled=args.sampled_drafts)
+
+
+def check_folder(flag: str, draft: str | None) -> None:
+    """Raise InputError for a drafter that a flag cannot keep a file beside."""
+    if draft is not None and not Path(draft).is_dir():
+        raise InputError(f"{flag} needs a drafter in a folder: {draft} is none, copy it to one")
+
+
 def open_session(
-    args: argparse.Namespace, target: Target, drafter: LoadedDrafter | None
+    args: argparse.Namespace,
+    target: Target,
+    drafter: LoadedDrafter | None,
+    *,
+    batch: int = 1,
+    cache_rows: int | None = None,
 ) -> Session:
-    """The session that the flags ask for."""
-    shape = shape_of(args, drafter and drafter.depth)
+    """The session that the flags ask for; `batch` is that of --tuned."""
+    if args.tuned and drafter:
+        shape = tuned_shape(args, target, drafter, batch)
+    else:
+        shape = shape_of(args, drafter and drafter.depth)
     vocabulary = None
     if args.draft_vocabulary is not None:
         vocabulary = load_vocabulary(args.draft_vocabulary, target)
-    return Session(target, drafter, shape, vocabulary=vocabulary)
+    return Session(target, drafter, shape, vocabulary=vocabulary, cache_rows=cache_rows)
+
+
+def _check_tuned(args: argparse.Namespace) -> None:
+    """Raise InputError for what does not go with --tuned, before anything is loaded."""
+    for flag in _SHAPE:
+        if getattr(args, flag) is not None:
+            shown = flag.replace("_", "-")
+            raise InputError(f"--tuned says mode and sizes of a draft: leave out --{shown}")
+    check_folder("--tuned", args.draft)
 
 
 def _read_paths(path: str) -> Any:

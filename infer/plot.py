@@ -12,12 +12,12 @@ FORMATS = (".png", ".svg", ".pdf")
 AXES = (("chain", "depth", "depth of a chain"), ("tree", "total_tokens", "drafted nodes of a tree"))
 
 
-def check_plots(path: Path) -> None:
+def check_plots(path: Path, flag: str = "--plot") -> None:
     """Raise InputError where the optional extra is missing or no picture can be put."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot: matplotlib is missing: pip install 'moa-jax[plots]'")
+        raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
-        raise InputError(f"--plot {path}: name a {', '.join(FORMATS)} file in a folder that exists")
+        raise InputError(f"{flag} {path}: name a {', '.join(FORMATS)} file in a folder that exists")
 
 
 def plot_speedups(modes: list[dict[str, Any]], device: str, path: Path) -> None:

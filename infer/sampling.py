@@ -50,6 +50,16 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     )
 
 
+def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
+    """Raise InputError for an id that no answer can hold."""
+    for token in stop_ids or ():
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"--stop-ids names the id {token}, outside the target's vocabulary of "
+                f"{vocab_size}: leave it out"
+            )
+
+
 def stopper(tokenizer: Any, texts: Sequence[str]) -> StopWhen | None:
     """Finds the first of some texts in an answer: how many tokens it takes to complete it.
 

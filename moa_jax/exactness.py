@@ -69,13 +69,6 @@ def _scores(cfg, params, tokens_1T, length, law) -> jax.Array:
     found = target.forward(cfg, params, tokens_1T, jnp.arange(T)[None], masks.line(T))
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = target.unembed(params, last_11D)
-    V = logits_11V.shape[-1]
-    seen_BNV = None
-    if law.repetition_B is not None:
-        kept_1T = jnp.where(jnp.arange(T) < length, tokens_1T, -1)
-        seen_BNV = sample.mark(jnp.zeros((1, V), bool), kept_1T[:, None])
-    logits_11V = sample.adjust(law, logits_11V, seen_BNV, law.bias_BV)
-    if law.key_B is None:
-        return logits_11V[0, 0]
-    noise = sample.gumbel(law, sample.TARGET, length[None, None], V)
-    return (sample.log_law(law, logits_11V) + noise)[0, 0]
+    seen_1V = sample.seen_in(law, tokens_1T, length[None], cfg.vocab_size)
+    seen_11V = None if seen_1V is None else seen_1V[:, None]
+    return sample.scores(law, logits_11V, seen_11V, length[None, None])[0, 0]

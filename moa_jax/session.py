@@ -123,8 +123,8 @@ class Session:
         says. Raises InputError for an empty prompt, ids outside the vocabulary, more tokens
         than the target's positions, or a cache too small for them.
         """
-        state, limits, law, prefill_s = self._start(prompts, max_new_tokens, stop_ids, sampling)
-        decode = self._compiled(self._decode, self.weights, state, limits, law)
+        state, limits, law, prefill_s = self.start(prompts, max_new_tokens, stop_ids, sampling)
+        decode = self.loop(state, limits, law)
         begin = time.perf_counter()
         kept: dict[int, int] = {}
         while True:
@@ -147,7 +147,7 @@ class Session:
         stop_when: StopWhen | None = None,
     ) -> Iterator[list[int] | Result]:
         """Yields each round's new tokens as lists, and last the Result."""
-        state, limits, law, prefill_s = self._start([prompt], max_new_tokens, stop_ids, sampling)
+        state, limits, law, prefill_s = self.start([prompt], max_new_tokens, stop_ids, sampling)
         advance = self._compiled(self._round, self.weights, state, limits, law)
         length, decode_s = len(prompt), 0.0
         found = [int(state.tokens_BC[0, length])]
@@ -169,13 +169,14 @@ class Session:
             found = found + tokens[:count]
         yield self._results([prompt], state, limits, prefill_s, decode_s, kept)[0]
 
-    def _start(
+    def start(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
         stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         sampling: Sampling | Sequence[Sampling],
     ) -> tuple[DecodeState, Limits, Law, float]:
+        """Prompts read and first tokens committed, and the seconds it took; as `generate`."""
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
@@ -192,6 +193,10 @@ class Session:
         begin = time.perf_counter()
         state = jax.block_until_ready(prefill(*read))
         return state, limits, law, time.perf_counter() - begin
+
+    def loop(self, state: DecodeState, limits: Limits, law: Law) -> jax.stages.Compiled:
+        """The compiled loop of rounds: (weights, state, limits, law) -> state, which it donates."""
+        return self._compiled(self._decode, self.weights, state, limits, law)
 
     def _stops(
         self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
@@ -298,11 +303,15 @@ def generate(
 def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
     """One setting a row; of a single one, row i gets the seed plus i."""
     if isinstance(sampling, Sampling):
-        seeds = [(sampling.seed + row) % (1 << 32) for row in range(batch)]
-        return [dataclasses.replace(sampling, seed=seed) for seed in seeds]
+        return [row_of(sampling, row) for row in range(batch)]
     if len(sampling) != batch:
         raise InputError(f"{len(sampling)} samplings for {batch} prompts: give one each")
     return list(sampling)
+
+
+def row_of(sampling: Sampling, row: int) -> Sampling:
+    """The same law with the row's own seed."""
+    return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
 
 
 def law_of(rows: Sequence[Sampling], vocab_size: int) -> Law:

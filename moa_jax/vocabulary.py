@@ -59,24 +59,14 @@ def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> np.nd
 def most_frequent(count_V: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
     """The `size` ids with the highest counts, `always` among them: int32 (U,), ascending.
 
-    Of equal counts the lower id comes first. Raises InputError as `check_size`.
+    `always` are ids to keep, such as those that end text. Of equal counts the lower id comes
+    first. Raises InputError as `check_size`.
     """
     check_size(size, len(count_V), always)
     needed = np.unique(np.asarray(always, np.int64))
     rank_V = np.argsort(-count_V, kind="stable")
     others = rank_V[~np.isin(rank_V, needed)]
     return np.union1d(needed, others[: size - len(needed)]).astype(np.int32)
-
-
-def rank_vocabulary(
-    token_lists: Iterable[Sequence[int]], vocab_size: int, size: int, always: Sequence[int] = ()
-) -> np.ndarray:
-    """The `most_frequent` ids of the lists; `always` are ids to keep, such as those that end text.
-
-    Raises InputError for an id outside the vocabulary and a size that cannot be had.
-    """
-    check_size(size, vocab_size, always)
-    return most_frequent(count_tokens(token_lists, vocab_size), size, always)
 
 
 def check_size(size: int, vocab_size: int, always: Sequence[int] = ()) -> None:

@@ -185,6 +185,45 @@ def test_load_counts_what_it_drops(tokenizer, tmp_path):
     assert (source.rows.segment_BT.max(), len(source)) == (2, 1)
 
 
+@pytest.mark.parametrize("answers", ["turns", "reference"])
+def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
+    """Records of ids keep theirs under either rule, whatever the template would make of them."""
+    talk = next(corpora.read(CONVERSATIONS))
+    ids = {"prompt_ids": [400, 3], "token_ids": [401, 2, 2, 511]}
+    records = [
+        ids,
+        talk,
+        ids | {"token_ids": [*range(100, 400)]},  # cut
+        ids | {"prompt_ids": [3] * 256},  # so long that nothing of the answer is left
+        ids | {"token_ids": [512]},
+        ids | {"token_ids": []},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = dataclasses.replace(CONFIG, train=(str(path),), pack=False, answers=answers)
+    source, report = batches.load(config, tokenizer, 512, "train")
+    rows = source.rows
+    here = rows.segment_BT == 1
+    assert rows.tokens_BT[0][here[0]].tolist() == [400, 3, 401, 2, 2, 511]
+    assert rows.tokens_BT[2].tolist() == [400, 3, *range(100, 354)]
+    assert [np.flatnonzero(rows.response_BT[i]).tolist() for i in (0, 2)] == [
+        [2, 3, 4, 5],
+        [*range(2, 256)],
+    ]
+    messages = talk["messages"]
+    encoded = {
+        "turns": chat.encode(tokenizer, messages, 256),
+        "reference": reference.reference_encode(tokenizer, messages, 512, 256),
+    }[answers]
+    np.testing.assert_equal(rows.tokens_BT[1][here[1]], encoded.tokens_T)
+    np.testing.assert_equal(rows.response_BT[1][here[1]], encoded.response_T)
+    assert (report.kept, report.full) == (3, 1)
+    assert {reason.split(":")[0]: count for reason, count in report.dropped.items()} == {
+        "no answer within 256 tokens": 2,
+        "ids outside the vocabulary of 512": 1,
+    }
+
+
 def test_the_report_is_one_line():
     report = batches.Report(7, {"too long": 2, "no answer": 1}, 7, 0, 90, 40, 5, 20)
     assert str(report) == (
@@ -224,8 +263,8 @@ def test_load_refuses(tokenizer, tmp_path):
     refused("an empty list of paths", train=())
     refused("tokenizer has 512 tokens and the model 500", vocab_size=500)
     refused("no token 599", vocab_size=600, answers="reference")
-    (tmp_path / "a.jsonl").write_text('{"messages": []}\n{"messages": [\n')
-    refused(r"a\.jsonl line 2 is not JSON", train=(str(tmp_path / "a.jsonl"),))
+    (tmp_path / "a.jsonl").write_text('{"messages": [\n')
+    refused(r"of 1: not JSON .* \(first: .*a\.jsonl line 1\)", train=(str(tmp_path / "a.jsonl"),))
 
 
 def test_load_without_chat_template(tokenizer, monkeypatch):

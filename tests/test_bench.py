@@ -2,6 +2,9 @@
 
 import functools
 import json
+import re
+import shlex
+import string
 import sys
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 from configs import demo_drafter, demo_target, moa_llama3_8b
 from configs.shapes import SHAPES
 from infer import bench, bench_prompts, bench_tables
-from infer.bench_flags import TREE, modes_of, parser_of
+from infer.bench_flags import TREE, check, modes_of, parser_of
+from infer.info import ROOT
 from moa_jax import InputError, Result, convert, load_target
 from moa_jax.bench import figures, phases, random_pair, traffic, tuned
 from moa_jax.bench.figures import Run
@@ -286,9 +290,10 @@ def test_random_weights_of_a_config(tmp_path, capsys, hasty):
     )
     flags = ["--random-weights", str(config), "--prompt-length", "5", "--batch", "2"]
     flags += ["--modes", "plain", "--max-new-tokens", "6", "--repeats", "1", "--no-phases"]
-    bench.main([*flags, "--json"])
+    bench.main([*flags, "--cache-rows", "40", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["prompt_tokens"] == [5, 5] and found["settings"]["batch"] == 2
+    assert found["settings"]["cache_rows"] == 40
     assert found["modes"][0]["tokens"] == 10
     assert "RANDOM WEIGHTS" in bench_tables.render(found)
     with pytest.raises(InputError, match="describes a target and no drafter"):
@@ -315,6 +320,18 @@ def test_modes_of_flags():
     trees = shapes("--modes", "tree", "--tree", "4,4,9", "--sweep-total", "4,9")
     assert [total for *_, total in trees] == [9, 4]
     assert len(shapes("--tune")) > 8
+
+
+def test_commands_of_the_gpu_script_parse():
+    """They run seldom, where a mistyped flag costs the whole run."""
+    values = {"batch": "8", "dtype": "bfloat16"}
+    script = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ")
+    commands = re.findall(r"-m infer\.bench ([^>|\n]*)", script)
+    assert len(commands) == 2
+    for command in commands:
+        args = parser_of(None).parse_args(shlex.split(string.Template(command).substitute(values)))
+        check(args)
+        assert args.json
 
 
 # ---- tuned.json ---------------------------------------------------------------------------
@@ -369,6 +386,10 @@ def test_tuned_keeps_one_entry_a_device(tmp_path, monkeypatch):
         ("--batch 100", "6 prompts fill no batch of 100"),
         ("--max-new-tokens 5000", "positions"),
         ("--prompts /nowhere.jsonl", "/nowhere.jsonl"),
+        ("--modes plain --cache-rows 32 --max-new-tokens 1", "a cache of 32 rows is too small"),
+        ("--modes chain --cache-rows 32 --max-new-tokens 1", "a cache of 32 rows is too small"),
+        ("--tune --confidence 0.3 --batch 100", "--tune stores sizes alone"),
+        ("--tune --target t --draft some/drafter", "--tune needs a drafter in a folder"),
     ],
 )
 def test_refused_flags(flags, fault, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ import pytest
 from infer import generate
 from infer.cli import run
 from moa_jax import Session, load_target
+from moa_jax.bench.tuned import save_tuned
+from moa_jax.config import Sampling
+from moa_jax.session import rows_of
 from moa_jax.spec import step
 from moa_jax.tokenizer import train_tokenizer
 from tests.conftest import golden_cases
@@ -196,6 +200,31 @@ def test_vllm_speculative_config(ask, folders):
     assert json.loads(out)["settings"]["depth"] == 3
 
 
+def test_plain_decoding_gets_the_same_cache(ask, monkeypatch):
+    made = []
+    monkeypatch.setattr(generate, "Session", lambda *_, **rest: made.append(rest))
+    code, *_ = ask("--prompt-ids", "5", "--check", "--cache-rows", "36")
+    assert code == 2 and made == [{"cache_rows": 36}]
+
+
+def test_a_prompt_alone_is_decoded_as_its_row():
+    sampling = Sampling(0.8, seed=2**32 - 1)
+    ask = generate.Asking(None, None, None, SimpleNamespace(stop_ids=None), sampling, None)
+    assert [ask.settings(i)["sampling"] for i in range(3)] == rows_of(sampling, 3)
+
+
+def test_tuned_drafts(ask, folders):
+    """Where plain decoding was fastest, nothing is drafted."""
+    place = {"device_kind": jax.devices()[0].device_kind, "dtype": "float32", "batch": 2}
+    save_tuned(Path(folders[3]), place | {"depth": 1, "breadth": 1, "total_tokens": None})
+    flags = ["--prompt-ids", "5,6,7", "--max-new-tokens", "4", "--json", "--tuned", "--batch", "2"]
+    _, out, _ = ask(*flags)
+    document = json.loads(out)
+    settings = [document["settings"][key] for key in ("mode", "draft", "depth")]
+    assert settings == ["plain", None, 1]
+    assert document["results"][0]["accept_lengths"] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -222,6 +251,12 @@ def test_vllm_speculative_config(ask, folders):
         (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
         (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 36 rows is too small"),
+        (["--prompt-ids", "5", "--tuned"], "run python -m infer.bench --tune --target"),
+        (["--prompt-ids", "5", "--batch", "2"], "--batch 2 is for --json"),
+        (["--prompt-ids", "5", "--stop-ids", "2,300"], "--stop-ids names the id 300"),
+        (["--prompt-ids", "5", "--stop-ids", "-1"], "--stop-ids names the id -1"),
+        (["--prompt-ids", "5", "--check", "--sampled-drafts", "--temperature", "1"], "leave out"),
     ],
 )
 def test_bad_flags_are_one_line_and_exit_2(ask, flags, line):

@@ -1,87 +1,35 @@
 """Exactness: what a drafter proposes never changes what the target writes."""
 
-import functools
-import json
-from pathlib import Path
+# ruff: noqa: F811 (an imported fixture is an argument too)
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from moa_jax import InputError, Result, Session, load_drafter, load_target
+from moa_jax import InputError, Result, Session
 from moa_jax.config import DraftShape
 from moa_jax.drafters.api import Tree, chain
 from moa_jax.session import bucket
 from moa_jax.spec.verify import verify
 from tests.conftest import golden_cases
-from tests.model_folders import save_random_pair
-from tests.oracle import decode, random_pair
-
-NOTHING: list[int] = []  # stop ids that stop nothing
-CASES = [
-    ("llama", 0),
-    ("qwen3", 1),
-    pytest.param(("llama", 3), marks=pytest.mark.slow),
-    pytest.param(("llama31", 3), marks=pytest.mark.slow),
-    pytest.param(("qwen2", 1), marks=pytest.mark.slow),
-]
-
-
-class Pair:
-    """Both sessions of a pair on disk, and the torch model where there is one."""
-
-    def __init__(self, folder: Path, num_reused: int, model=None) -> None:
-        self.model = model
-        self.target = load_target(folder / "target", jnp.float32)
-        self.drafter = load_drafter(
-            folder / "draft", self.target, target_layer_inference=num_reused
-        )
-        self.plain = Session(self.target)
-        self.session = functools.cache(self._session)
-
-    def _session(self, depth: int, breadth: int = 1, total: int | None = None) -> Session:
-        return Session(self.target, self.drafter, DraftShape(depth, breadth, total))
-
-
-@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
-def pair(request, tmp_path_factory) -> Pair:
-    """A random pair that agrees now and then."""
-    family, num_reused = request.param
-    folder = tmp_path_factory.mktemp("pair")
-    calm = 0.5 if family == "qwen2" else 0.2
-    config, model = random_pair.random_target(family, 21, calm)
-    sizes = random_pair.draft_sizes(config, num_reused)
-    draft = random_pair.random_drafter(config, sizes, 22, calm)
-    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
-    return Pair(folder, num_reused, model)
-
-
-@pytest.fixture(scope="module")
-def simple_pair(tmp_path_factory) -> Pair:
-    """A random pair for tests that any pair serves."""
-    folder = tmp_path_factory.mktemp("simple")
-    save_random_pair(folder, "llama", seed=21)
-    return Pair(folder, 0)
-
-
-PROMPTS = [[5, 17, 60, 33, 9, 71, 12], [80, 3, 44], [7]]
+from tests.oracle import decode
+from tests.pairs import NO_STOP, PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
 
 
 def test_plain_equals_torch(pair):
     for prompt in PROMPTS:
-        (found,) = pair.plain.generate([prompt], 24, NOTHING)
+        (found,) = pair.plain.generate([prompt], 24, NO_STOP)
         assert prompt + found.token_ids == decode.greedy(pair.model, prompt, 24)
         assert found.accept_lengths == [1] * 23
 
 
 def test_drafts_change_nothing(pair):
     """Chains of one and of four drafts, one prompt at a time and as uneven rows of a batch."""
-    plain = [pair.plain.generate([prompt], 24, NOTHING)[0].token_ids for prompt in PROMPTS]
+    plain = [pair.plain.generate([prompt], 24, NO_STOP)[0].token_ids for prompt in PROMPTS]
     accepted = set()
     for depth in (2, 5):
         session = pair.session(depth)
-        alone = [session.generate([prompt], 24, NOTHING)[0] for prompt in PROMPTS]
-        batch = session.generate(PROMPTS, 24, NOTHING)
+        alone = [session.generate([prompt], 24, NO_STOP)[0] for prompt in PROMPTS]
+        batch = session.generate(PROMPTS, 24, NO_STOP)
         for expected, one, row in zip(plain, alone, batch, strict=True):
             assert one.token_ids == row.token_ids == expected
             assert one.accept_lengths == row.accept_lengths
@@ -93,22 +41,22 @@ def test_drafts_change_nothing(pair):
 def test_every_stop_position(pair):
     """Stopping at any token of the answer, or at any length, cuts both ways alike."""
     prompt = PROMPTS[0]
-    whole = pair.plain.generate([prompt], 16, NOTHING)[0].token_ids
+    whole = pair.plain.generate([prompt], 16, NO_STOP)[0].token_ids
     session = pair.session(5)
     for index, token in enumerate(whole):
         cut = whole[: whole.index(token) + 1]
         (found,) = session.generate([prompt], 16, [token])
         assert (found.token_ids, found.finish_reason) == (cut, "stop")
         assert 1 + sum(found.accept_lengths) == len(cut)
-        (found,) = session.generate([prompt], index + 1, NOTHING)
+        (found,) = session.generate([prompt], index + 1, NO_STOP)
         assert (found.token_ids, found.finish_reason) == (whole[: index + 1], "length")
 
 
 def test_rows_end_where_they_would_alone(pair):
     """Each row has its own length and its own stop ids; a row that is done stays as it is."""
     session, wanted = pair.session(5), [24, 7, 1]
-    whole = session.generate(PROMPTS, 24, NOTHING)
-    stops = [[whole[0].token_ids[9]], NOTHING, [whole[2].token_ids[0]]]
+    whole = session.generate(PROMPTS, 24, NO_STOP)
+    stops = [[whole[0].token_ids[9]], NO_STOP, [whole[2].token_ids[0]]]
     for row, prompt, length, stop in zip(
         session.generate(PROMPTS, wanted, stops), PROMPTS, wanted, stops, strict=True
     ):
@@ -118,14 +66,14 @@ def test_rows_end_where_they_would_alone(pair):
     with pytest.raises(InputError, match="2 lists of stop ids for 3 prompts"):
         session.generate(PROMPTS, 4, [[1], [2]])
     with pytest.raises(InputError, match="2 lengths for 3 prompts"):
-        session.generate(PROMPTS, [4, 4], NOTHING)
+        session.generate(PROMPTS, [4, 4], NO_STOP)
 
 
 def test_stream_equals_generate(pair):
     session = pair.session(5)
     for prompt in PROMPTS[:2]:
-        *parts, result = session.stream(prompt, 20, NOTHING)
-        (whole,) = session.generate([prompt], 20, NOTHING)
+        *parts, result = session.stream(prompt, 20, NO_STOP)
+        (whole,) = session.generate([prompt], 20, NO_STOP)
         assert isinstance(result, Result)
         assert sum(parts, []) == result.token_ids == whole.token_ids
         assert [len(part) for part in parts[1:]] == result.accept_lengths == whole.accept_lengths
@@ -136,25 +84,11 @@ def test_stream_equals_generate(pair):
 generated = pytest.mark.parametrize("folder", golden_cases("moa_", "generate.npz"))
 
 
-@functools.cache
-def recorded(folder: Path) -> tuple[Pair, dict[str, np.ndarray]]:
-    settings = json.loads((folder / "moa.json").read_text())
-    arrays = np.load(folder / "generate.npz")
-    num_reused = settings["train_args"]["target_layer_inference"]
-    return Pair(folder, num_reused), {name: arrays[name] for name in arrays.files}
-
-
-def prompts_of(arrays):
-    for name in sorted(key.split("/")[0] for key in arrays if key.endswith("/prompt")):
-        prompt = arrays[f"{name}/prompt"].reshape(-1).tolist()
-        yield name, prompt, arrays[f"{name}/vanilla"].reshape(-1).tolist()[len(prompt) :]
-
-
 @generated
 def test_plain_equals_recorded(folder):
     pair, arrays = recorded(folder)
     for _, prompt, answer in prompts_of(arrays):
-        assert pair.plain.generate([prompt], len(answer), NOTHING)[0].token_ids == answer
+        assert pair.plain.generate([prompt], len(answer), NO_STOP)[0].token_ids == answer
 
 
 @generated
@@ -162,7 +96,7 @@ def test_draft_chain_equals_recorded(folder):
     """The recorded text, and the accept lengths of the recorded chain of four drafts."""
     pair, arrays = recorded(folder)
     for name, prompt, answer in prompts_of(arrays):
-        (found,) = pair.session(5).generate([prompt], len(answer), NOTHING)
+        (found,) = pair.session(5).generate([prompt], len(answer), NO_STOP)
         assert found.token_ids == answer
         if f"{name}/d5b1t4/accept_len" in arrays:
             expected = arrays[f"{name}/d5b1t4/accept_len"].tolist()
@@ -175,7 +109,7 @@ def test_draft_chain_equals_recorded(folder):
 def test_draft_chains_of_any_depth_equal_recorded(folder, depth):
     pair, arrays = recorded(folder)
     for _, prompt, answer in prompts_of(arrays):
-        assert pair.session(depth).generate([prompt], len(answer), NOTHING)[0].token_ids == answer
+        assert pair.session(depth).generate([prompt], len(answer), NO_STOP)[0].token_ids == answer
 
 
 @generated
@@ -216,7 +150,7 @@ def test_verify_follows_the_agreeing_branch_of_a_tree():
 
 def test_one_compile_per_shape(simple_pair):
     session = Session(simple_pair.target, simple_pair.drafter, DraftShape(3))
-    session.generate([[5, 6, 7]], 20, NOTHING)
+    session.generate([[5, 6, 7]], 20, NO_STOP)
     compiled = session.num_compiled
     assert compiled == 2  # prefill and the loop
     session.generate([[5] * 31], 32, [3, 4])

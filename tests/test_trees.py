@@ -15,8 +15,7 @@ from moa_jax.session import GREEDY
 from moa_jax.spec import step
 from tests.compare import assert_close
 from tests.conftest import golden_cases
-from tests.test_spec import NOTHING as NO_STOP
-from tests.test_spec import PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
+from tests.pairs import NO_STOP, PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
 
 SAFE_GAP = 1e-5  # between scores that decided something: above it float32 agrees
 SHAPES = {
@@ -39,7 +38,7 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
     @jax.jit
     def shown(weights, state, limits, law):
         root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
-        tree, _ = step._propose(session.setup, weights, state, law, root_B)
+        tree, _ = step.propose(session.setup, weights, state, law, root_B)
         return tree, step.advance(session.setup, weights, state, limits, law)
 
     return session, shown
@@ -71,7 +70,7 @@ def test_draft_rounds_equal_recorded(folder, name):
     for which, prompt, answer in prompts_of(arrays):
         seen = f"{which}/{name}/rounds_draft_tokens" in arrays
         of = lambda key, which=which: arrays[f"{which}/{name}/{key}"]  # noqa: E731
-        state, limits, law, _ = session._start([prompt], len(answer), NO_STOP, GREEDY)
+        state, limits, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
         rounds = len(of("rounds_min_gap")) if seen else 0
         index = 0
         while not bool(state.done_B[0]):
@@ -91,12 +90,11 @@ def test_draft_rounds_equal_recorded(folder, name):
 
 
 @recorded_trees
-def test_draft_first_tree_equals_recorded(folder, name):
+def test_draft_first_tree_equals_recorded(folder, name, monkeypatch):
     """Masks, positions and scores of the first round."""
     session, _ = tree_session(folder, name)
     _, arrays = recorded(folder)
-    seen = {}
-    keep = grow._select
+    seen, keep = {}, grow.select
 
     def spy(root_B, flat, shape, bound):
         seen["scores"] = flat.score_BX
@@ -104,30 +102,27 @@ def test_draft_first_tree_equals_recorded(folder, name):
 
     def propose(weights, state, law):
         root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
-        tree, _ = step._propose(session.setup, weights, state, law, root_B)
+        tree, _ = step.propose(session.setup, weights, state, law, root_B)
         return tree, seen.get("scores")
 
-    grow._select = spy
-    try:
-        jitted = jax.jit(propose)
-        for which, prompt, answer in prompts_of(arrays):
-            first = f"{which}/{name}/r0_"
-            if f"{first}draft_tokens" not in arrays:
-                continue
-            if arrays[f"{which}/{name}/rounds_min_gap"][0] <= SAFE_GAP:
-                continue
-            state, _, law, _ = session._start([prompt], len(answer), NO_STOP, GREEDY)
-            tree, score_BX = jitted(session.weights, state, law)
-            np.testing.assert_array_equal(tree.tokens_BN[0], arrays[f"{first}draft_tokens"])
-            np.testing.assert_array_equal(tree.depth_BN[0], arrays[f"{first}depth"])
-            mask_NN = np.asarray(tree.ancestor_BNN[0])
-            np.testing.assert_array_equal(mask_NN, arrays[f"{first}tree_mask"].astype(bool))
-            position_N = len(prompt) + np.asarray(tree.depth_BN[0])
-            np.testing.assert_array_equal(position_N, arrays[f"{first}position_ids"].reshape(-1))
-            if score_BX is not None:
-                assert_close(score_BX[0], arrays[f"{first}flat_scores"].reshape(-1), "scores")
-    finally:
-        grow._select = keep
+    monkeypatch.setattr(grow, "select", spy)
+    jitted = jax.jit(propose)
+    for which, prompt, answer in prompts_of(arrays):
+        first = f"{which}/{name}/r0_"
+        if f"{first}draft_tokens" not in arrays:
+            continue
+        if arrays[f"{which}/{name}/rounds_min_gap"][0] <= SAFE_GAP:
+            continue
+        state, _, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
+        tree, score_BX = jitted(session.weights, state, law)
+        np.testing.assert_array_equal(tree.tokens_BN[0], arrays[f"{first}draft_tokens"])
+        np.testing.assert_array_equal(tree.depth_BN[0], arrays[f"{first}depth"])
+        mask_NN = np.asarray(tree.ancestor_BNN[0])
+        np.testing.assert_array_equal(mask_NN, arrays[f"{first}tree_mask"].astype(bool))
+        position_N = len(prompt) + np.asarray(tree.depth_BN[0])
+        np.testing.assert_array_equal(position_N, arrays[f"{first}position_ids"].reshape(-1))
+        if score_BX is not None:
+            assert_close(score_BX[0], arrays[f"{first}flat_scores"].reshape(-1), "scores")
 
 
 # ---- exactness ----------------------------------------------------------------------------

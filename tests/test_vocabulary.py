@@ -22,11 +22,11 @@ from moa_jax.pretrained import Generation, Target, describe_target
 from moa_jax.tokenizer import load_tokenizer
 from moa_jax.vocabulary import (
     DraftVocabulary,
+    check_size,
     count_tokens,
     coverage,
     load_vocabulary,
     most_frequent,
-    rank_vocabulary,
     save_vocabulary,
     vocabulary_of,
 )
@@ -179,7 +179,8 @@ def test_refused_paths(tmp_path, target):
 
 def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
     """Of 8 tokens: 6 occurs three times, 7 and 2 twice, 3 and 1 once, the others never."""
-    ids = rank_vocabulary([[7, 2, 6, 3], [], [6, 2, 1, 7, 6]], 8, size, always)
+    count_V = count_tokens([[7, 2, 6, 3], [], [6, 2, 1, 7, 6]], 8)
+    ids = most_frequent(count_V, size, always)
     assert ids.dtype == np.int32
     return ids.tolist()
 
@@ -214,9 +215,9 @@ def test_ids_to_keep_take_the_place_of_the_rarest():
 )
 def test_sizes_that_cannot_be_had(size, always, line):
     with pytest.raises(InputError, match=line):
-        ranked(size, always)
+        check_size(size, 8, always)
     with pytest.raises(InputError, match=line):
-        most_frequent(np.zeros(8, int), size, always)
+        ranked(size, always)
 
 
 @pytest.mark.parametrize("token", [8, -1])

@@ -72,9 +72,9 @@ def measure(
     The guard and the count of instructions see all that the program moves. The runtime's own
     look at a loop's condition, a byte a round on some devices, is not theirs to see.
     """
-    state, limits, law, _ = session._start(prompts, max_new_tokens, stop_ids, GREEDY)
+    state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
     prefill_bytes = _prefill_bytes(session, prompts, limits, law)
-    decode = session._compiled(session._decode, session.weights, state, limits, law)
+    decode = session.loop(state, limits, law)
     half_way = limits._replace(pause=jnp.int32(max(rounds // 2, 1)))
     jax.block_until_ready(state)
     with jax.transfer_guard("disallow_explicit"):
@@ -129,7 +129,7 @@ def _phases(
 def _draft(setup: Setup, weights: Weights, read: Any, cache: Any, zero: Array) -> tuple[Any, Any]:
     state, law = read
     state = state._replace(draft_cache=cache)
-    tree, cache = step._propose(setup, weights, state, law, _root(state) + zero)
+    tree, cache = step.propose(setup, weights, state, law, _root(state) + zero)
     return cache, jax.tree.map(jnp.asarray, tree)
 
 
@@ -137,8 +137,8 @@ def _verify(setup: Setup, weights: Weights, read: Any, caches: Any, zero: Array)
     state, limits, law, tree = read
     state = state._replace(target_caches=caches)
     tree = tree._replace(tokens_BN=tree.tokens_BN + zero)
-    found = step._verify(setup, weights, state, law, tree)
-    committed = step._commit(state, tree, found.verdict, limits)
+    found = step.verify_tree(setup, weights, state, law, tree)
+    committed = step.commit(state, tree, found.verdict, limits)
     tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
     said = (committed.tokens_BC, committed.length_B, committed.done_B, committed.drafted_BR)
     return found.caches, (said, tokens_BD, found.tapped)
@@ -147,7 +147,7 @@ def _verify(setup: Setup, weights: Weights, read: Any, caches: Any, zero: Array)
 def _extend(setup: Setup, weights: Weights, read: Any, cache: Any, zero: Array) -> tuple[Any, Any]:
     length_B, tokens_BD, tapped = read
     tapped = jax.tree.map(lambda x: x + zero.astype(x.dtype), tapped)
-    cache = step._extend(setup, weights, cache, tokens_BD, length_B, tapped)
+    cache = step.extend(setup, weights, cache, tokens_BD, length_B, tapped)
     return cache, [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves(cache)]
 
 

@@ -118,6 +118,7 @@ def _grow_static(
     index = {path: i for i, path in enumerate(paths)}
     parent_N = np.array([index[path[:-1]] for path in paths], np.int32)
     ancestor_NN = np.array([[path[: len(above)] == above for above in paths] for path in paths])
+    has_children = set(parent_N[1:].tolist())
     bound = np.log(shape.confidence) if shape.confidence else None
     level, tokens, drafts = _root(root_B), [root_B[:, None]], []
     fed = [0]  # nodes with children, in the order in which they were fed
@@ -138,7 +139,7 @@ def _grow_static(
             score_BW = jnp.where(keep_BW, score_BW, -jnp.inf)
         tokens.append(tokens_BW)
         drafts.append(found.draft_BWV)
-        inner = [k for k, i in enumerate(new) if i in set(parent_N[1:].tolist())]
+        inner = [k for k, i in enumerate(new) if i in has_children]
         fed += [new[k] for k in inner]
         level = _below(level, tokens_BW, score_BW, np.array(inner, int), slot, ancestor_NN, fed)
     return _tree(tokens, parent_N, ancestor_NN, _laws(drafts, paths, fed)), cache
@@ -213,7 +214,7 @@ def _grow_dynamic(
         if depth < shape.depth - 1:
             level, best_BW = _frontier(level, flat, b)
             place_BW = 1 + offset + best_BW
-    return _select(root_B, _joined(flats), shape, bound), cache
+    return select(root_B, _joined(flats), shape, bound), cache
 
 
 def _candidates(level: Level, place_BW: Array, found: Candidates) -> Flat:
@@ -247,7 +248,7 @@ def _joined(flats: list[Flat]) -> Flat:
     return Flat(*arrays, sum((flat.depth for flat in flats), ()))
 
 
-def _select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) -> Tree:
+def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) -> Tree:
     """The likeliest candidates in order of creation, behind the root."""
     B, X = flat.tokens_BX.shape
     score_BN, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)

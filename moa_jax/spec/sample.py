@@ -51,6 +51,29 @@ def adjust(law: Law, logits_BNV: Array, seen_BNV: Array | None, bias_BV: Array |
     return jnp.where(seen_BNV, lowered_BNV, logits_BNV)
 
 
+def after(law: Law, logits_BNV: Array, seen_BNV: Array | None) -> Array:
+    """What the next token is chosen from: adjusted logits if greedy, else the log-law."""
+    logits_BNV = adjust(law, logits_BNV, seen_BNV, law.bias_BV)
+    return logits_BNV if law.key_B is None else log_law(law, logits_BNV)
+
+
+def scores(law: Law, logits_BNV: Array, seen_BNV: Array | None, position_BN: Array) -> Array:
+    """What the token at a position maximises: logits if greedy, else log-law plus noise."""
+    after_BNV = after(law, logits_BNV, seen_BNV)
+    if law.key_B is None:
+        return after_BNV
+    return after_BNV + gumbel(law, TARGET, position_BN, logits_BNV.shape[-1])
+
+
+def seen_in(law: Law, prompt_BT: Array, length_B: Array, vocab_size: int) -> Array | None:
+    """The tokens (B, V) of right-padded prompts, for a repetition penalty; None without one."""
+    if law.repetition_B is None:
+        return None
+    B, T = prompt_BT.shape
+    kept_BT = jnp.where(jnp.arange(T) < length_B[:, None], prompt_BT, NOTHING)
+    return mark(jnp.zeros((B, vocab_size), bool), kept_BT[:, None])[:, 0]
+
+
 def mark(seen_BV: Array, tokens_BNP: Array) -> Array:
     """(B, N, V): seen before or among the P tokens of a node, negative ones apart."""
     B, N, _ = tokens_BNP.shape
@@ -116,9 +139,24 @@ def _noise(
     return jax.vmap(lambda key, row: jax.vmap(lambda at: one(key, at))(row))(keys_B, position_BN)
 
 
-def draw(law: Law, log_law_BNV: Array, noise_BNV: Array) -> Array:
+def draw(log_law_BNV: Array, noise_BNV: Array) -> Array:
     """One token (B, N) from each law."""
     return jnp.argmax(log_law_BNV + noise_BNV, axis=-1).astype(jnp.int32)
+
+
+def accept(
+    log_law_BNV: Array, draft_BNV: Array, child_BNk: Array, luck_BNk: Array, noise_BNV: Array
+) -> Array:
+    """The first sampled child (B, N) that is accepted, else a draw from what is left.
+
+    `luck_BNk` is uniform from [0, 1); `noise_BNV` is Gumbel.
+    """
+    found = reject(jnp.exp(log_law_BNV), draft_BNV, child_BNk)
+    accepted_BNk = luck_BNk < found.accept_BNk
+    first_BN1 = jnp.argmax(accepted_BNk, axis=-1, keepdims=True)
+    child_BN = jnp.take_along_axis(child_BNk, first_BN1, axis=-1)[..., 0]
+    left_BN = draw(jnp.log(found.residual_BNV), noise_BNV)
+    return jnp.where(accepted_BNk.any(axis=-1), child_BN, left_BN)
 
 
 class Rejection(NamedTuple):

@@ -24,7 +24,7 @@ from jax import lax
 from moa_jax import cache, masks, target
 from moa_jax.branch import when
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.drafters.api import Cache, Drafter, Guide, Tapped, Tree, chain
+from moa_jax.drafters.api import NOTHING, Cache, Drafter, Guide, Tapped, Tree, chain
 from moa_jax.spec import sample
 from moa_jax.spec.sample import Law
 from moa_jax.spec.verify import Verdict, verify
@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 class Setup(NamedTuple):
-    """Static: who decodes and how much a round drafts. Without a drafter decoding is plain."""
+    """Static: who decodes and how much a round drafts; without a drafter the depth is 1."""
 
     target: TargetConfig
     drafter: Drafter | None
@@ -110,15 +110,17 @@ def prefill(
         last_B1 = (prompt_length_B - 1)[:, None]
         hidden_B1D = jnp.take_along_axis(found.hidden_BTD, last_B1[..., None], axis=1)
         logits_B1V = target.unembed(weights.target, hidden_B1D)
-        seen_BV = _seen_in(law, prompt_BT, prompt_length_B, logits_B1V.shape[-1])
-        root_B = _first(law, logits_B1V, seen_BV, prompt_length_B)
+        seen_BV = sample.seen_in(law, prompt_BT, prompt_length_B, setup.target.vocab_size)
+        seen_B1V = None if seen_BV is None else seen_BV[:, None]
+        score_B1V = sample.scores(law, logits_B1V, seen_B1V, prompt_length_B[:, None])
+        root_B = jnp.argmax(score_B1V[:, 0], axis=-1).astype(jnp.int32)
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(B), root_B].set(True)
     draft_cache = None
     if setup.drafter is not None:
         draft_cache = setup.drafter.init_cache(B, rows, dtype)
         tapped = Tapped(target.stack_rows(found.rows), found.tapped, found.hidden_BTD)
-        draft_cache = _extend(setup, weights, draft_cache, prompt_BT, zero_B, tapped)
+        draft_cache = extend(setup, weights, draft_cache, prompt_BT, zero_B, tapped)
     tokens_BC = jnp.zeros((B, rows + 1), jnp.int32).at[:, :T].set(prompt_BT)
     tokens_BC = tokens_BC.at[jnp.arange(B), prompt_length_B].set(root_B)
     done_B = _is_stop(root_B[:, None], limits)[:, 0] | (prompt_length_B + 1 >= limits.total_B)
@@ -134,15 +136,15 @@ def advance(
 ) -> DecodeState:
     """Propose, verify, commit, extend. Rows that are done stay as they are."""
     root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
-    tree, draft_cache = _propose(setup, weights, state, law, root_B)
+    tree, draft_cache = propose(setup, weights, state, law, root_B)
     with jax.named_scope("verify"):
-        found = _verify(setup, weights, state, law, tree)
+        found = verify_tree(setup, weights, state, law, tree)
     if setup.drafter is not None:
         tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
-        draft_cache = _extend(setup, weights, draft_cache, tokens_BD, state.length_B, found.tapped)
+        draft_cache = extend(setup, weights, draft_cache, tokens_BD, state.length_B, found.tapped)
     state = state._replace(target_caches=found.caches, draft_cache=draft_cache)
     with jax.named_scope("commit"):
-        return _commit(state, tree, found.verdict, limits)
+        return commit(state, tree, found.verdict, limits)
 
 
 def decode(
@@ -159,9 +161,10 @@ def decode(
 # ---- propose and extend -------------------------------------------------------------------
 
 
-def _propose(
+def propose(
     setup: Setup, weights: Weights, state: DecodeState, law: Law, root_B: Array
 ) -> tuple[Tree, Cache]:
+    """The drafter's tree from each root, the root alone without a drafter."""
     if setup.drafter is None:
         return chain(root_B[:, None]), None
     with jax.named_scope("draft"):
@@ -175,11 +178,11 @@ def _propose(
             root_B,
             state.length_B,
             setup.shape,
-            _guide(setup, weights, state, law),
+            guide(setup, weights, state, law),
         )
 
 
-def _guide(setup: Setup, weights: Weights, state: DecodeState, law: Law) -> Guide:
+def guide(setup: Setup, weights: Weights, state: DecodeState, law: Law) -> Guide:
     """Candidates under the same bias and penalty as the target; its whole law if sampled."""
     shape = setup.shape
     sampled = shape.sampled and law.key_B is not None
@@ -208,7 +211,7 @@ def _guide(setup: Setup, weights: Weights, state: DecodeState, law: Law) -> Guid
     return Guide(log_law, noise if sampled else None, ids_U, vocab_size, ~state.done_B)
 
 
-def _extend(
+def extend(
     setup: Setup,
     weights: Weights,
     draft_cache: Cache,
@@ -216,6 +219,7 @@ def _extend(
     length_B: Array,
     tapped: Tapped,
 ) -> Cache:
+    """The drafter's cache with T tokens that the target has just processed."""
     with jax.named_scope("extend"):
         shared = setup.drafter.borrow(weights.target)
         return setup.drafter.extend(
@@ -226,9 +230,11 @@ def _extend(
 # ---- verify -------------------------------------------------------------------------------
 
 
-def _verify(setup: Setup, weights: Weights, state: DecodeState, law: Law, tree: Tree) -> Verified:
+def verify_tree(
+    setup: Setup, weights: Weights, state: DecodeState, law: Law, tree: Tree
+) -> Verified:
     """One target pass over the nodes that are there, as narrow as `shape.widths` allow."""
-    widths = setup.shape.widths if setup.drafter is not None else (1,)
+    widths = setup.shape.widths
 
     def at(width: int, caches: target.Caches) -> Verified:
         some = state._replace(target_caches=caches)
@@ -255,10 +261,10 @@ def _verify_first(
     found = _target_pass(setup, weights, tree, state.target_caches, state.length_B)
     logits_BNV = target.unembed(weights.target, found.hidden_BTD)
     choice_BN = (setup.choose or choose)(setup, law, state, tree, logits_BNV)
-    levels = setup.shape.levels if setup.drafter is not None else 1
+    levels = setup.shape.levels
     verdict = verify(tree, choice_BN, levels)
     whole = Tapped(None, found.tapped, found.hidden_BTD)
-    if levels == width and (setup.drafter is None or setup.shape.is_chain):
+    if setup.shape.is_chain and width == levels:  # rows are in their places already
         rows = target.stack_rows(found.rows) if _reads_rows(setup) else None
         identity_D = jnp.broadcast_to(jnp.arange(levels), verdict.path_BD.shape)
         verdict = verdict._replace(path_BD=identity_D, emitted_BD=choice_BN)
@@ -279,27 +285,19 @@ def choose(setup: Setup, law: Law, state: DecodeState, tree: Tree, logits_BNV: A
     """The token (B, N) that follows each node: the target's argmax, or a draw from its law."""
     seen_BNV = None
     if law.repetition_B is not None:
-        above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], -1)
+        above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], NOTHING)
         seen_BNV = sample.mark(state.seen_BV, above_BNN)
-    logits_BNV = sample.adjust(law, logits_BNV, seen_BNV, law.bias_BV)
+    after_BNV = sample.after(law, logits_BNV, seen_BNV)
     if law.key_B is None:
-        return jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
-    log_law_BNV = sample.log_law(law, logits_BNV)
-    levels = setup.shape.levels if setup.drafter is not None else 1
-    position_BD = state.length_B[:, None] + 1 + jnp.arange(levels)
-    noise_BDV = sample.gumbel(law, sample.TARGET, position_BD, logits_BNV.shape[-1])
-    noise_BNV = jnp.take_along_axis(noise_BDV, tree.depth_BN[..., None], axis=1)
+        return jnp.argmax(after_BNV, axis=-1).astype(jnp.int32)
+    position_BD = state.length_B[:, None] + 1 + jnp.arange(setup.shape.levels)
+    of_node = lambda x_BDX: jnp.take_along_axis(x_BDX, tree.depth_BN[..., None], axis=1)  # noqa: E731
+    noise_BNV = of_node(sample.gumbel(law, sample.TARGET, position_BD, logits_BNV.shape[-1]))
     if tree.draft_BNV is None:
-        return sample.draw(law, log_law_BNV, noise_BNV)
+        return sample.draw(after_BNV, noise_BNV)
     child_BNk = sample.children(tree, setup.shape.most_children)
-    found = sample.reject(jnp.exp(log_law_BNV), tree.draft_BNV, child_BNk)
-    luck_BDk = sample.uniform(law, sample.ACCEPT, position_BD, child_BNk.shape[-1])
-    luck_BNk = jnp.take_along_axis(luck_BDk, tree.depth_BN[..., None], axis=1)
-    accepted_BNk = luck_BNk < found.accept_BNk
-    first_BN1 = jnp.argmax(accepted_BNk, axis=-1, keepdims=True)
-    child_BN = jnp.take_along_axis(child_BNk, first_BN1, axis=-1)[..., 0]
-    left_BN = sample.draw(law, jnp.log(found.residual_BNV), noise_BNV)
-    return jnp.where(accepted_BNk.any(axis=-1), child_BN, left_BN)
+    luck_BNk = of_node(sample.uniform(law, sample.ACCEPT, position_BD, child_BNk.shape[-1]))
+    return sample.accept(after_BNV, tree.draft_BNV, child_BNk, luck_BNk, noise_BNV)
 
 
 def _first_nodes(tree: Tree, width: int) -> Tree:
@@ -333,7 +331,7 @@ def _target_pass(
 # ---- commit -------------------------------------------------------------------------------
 
 
-def _commit(state: DecodeState, tree: Tree, verdict: Verdict, limits: Limits) -> DecodeState:
+def commit(state: DecodeState, tree: Tree, verdict: Verdict, limits: Limits) -> DecodeState:
     """Appends each row's emitted tokens up to its first stop and its limit."""
     B, D = verdict.emitted_BD.shape
     stop_BD = _is_stop(verdict.emitted_BD, limits)
@@ -346,7 +344,7 @@ def _commit(state: DecodeState, tree: Tree, verdict: Verdict, limits: Limits) ->
     place = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
     seen_BV = state.seen_BV
     if seen_BV is not None:
-        kept_BD = jnp.where(jnp.arange(D) < count_B[:, None], verdict.emitted_BD, -1)
+        kept_BD = jnp.where(jnp.arange(D) < count_B[:, None], verdict.emitted_BD, NOTHING)
         seen_BV = sample.mark(seen_BV, kept_BD[:, None])[:, 0]
     return state._replace(
         tokens_BC=place(state.tokens_BC, verdict.emitted_BD, state.length_B + 1),
@@ -361,21 +359,3 @@ def _commit(state: DecodeState, tree: Tree, verdict: Verdict, limits: Limits) ->
 
 def _is_stop(tokens_BN: Array, limits: Limits) -> Array:
     return jnp.any(tokens_BN[..., None] == limits.stop_ids_BX[:, None], axis=-1)
-
-
-def _seen_in(law: Law, prompt_BT: Array, prompt_length_B: Array, vocab_size: int) -> Array | None:
-    if law.repetition_B is None:
-        return None
-    B, T = prompt_BT.shape
-    kept_BT = jnp.where(jnp.arange(T) < prompt_length_B[:, None], prompt_BT, -1)
-    return sample.mark(jnp.zeros((B, vocab_size), bool), kept_BT[:, None])[:, 0]
-
-
-def _first(law: Law, logits_B1V: Array, seen_BV: Array | None, position_B: Array) -> Array:
-    """The token after the prompt, whose position is the prompt's length."""
-    seen_B1V = None if seen_BV is None else seen_BV[:, None]
-    logits_B1V = sample.adjust(law, logits_B1V, seen_B1V, law.bias_BV)
-    if law.key_B is None:
-        return jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32)
-    noise = sample.gumbel(law, sample.TARGET, position_B[:, None], logits_B1V.shape[-1])
-    return sample.draw(law, sample.log_law(law, logits_B1V), noise)[:, 0]

@@ -1,0 +1,41 @@
+"""Config files: Python that defines one `config`, as those in configs/ do."""
+
+from __future__ import annotations
+
+import runpy
+import traceback
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moa_jax.errors import InputError, first_line
+
+Config = TypeVar("Config")
+
+
+def read_config(path: str, *kinds: type[Config]) -> Config:
+    """The `config` that the Python file at `path` defines.
+
+    Raises InputError for a file that is missing, does not run or has no `config` of these kinds.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such config file, see the folder configs/")
+    found = _run(path)
+    if not isinstance(config := found.get("config"), kinds):
+        what = f"a {type(config).__name__} named" if "config" in found else "no"
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise InputError(f"{path}: defines {what} `config`, expected {wanted}")
+    return config
+
+
+def _run(path: str) -> dict[str, Any]:
+    try:
+        return runpy.run_path(path)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except Exception as error:  # a config is Python: it can fail in any way
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" line {frame.lineno}" for frame in frames if frame.filename == path]
+        where = path + "".join(lines[-1:])
+        raise InputError(
+            f"{where}: {type(error).__name__}: {first_line(error)}: mend the config file"
+        ) from error

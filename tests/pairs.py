@@ -1,0 +1,77 @@
+"""Pairs that decoding tests share: random ones, and those of recorded generations."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape
+from tests.model_folders import save_random_pair
+from tests.oracle import random_pair
+
+NO_STOP: list[int] = []  # stop ids that stop nothing
+CASES = [
+    ("llama", 0),
+    ("qwen3", 1),
+    pytest.param(("llama", 3), marks=pytest.mark.slow),
+    pytest.param(("llama31", 3), marks=pytest.mark.slow),
+    pytest.param(("qwen2", 1), marks=pytest.mark.slow),
+]
+
+
+class Pair:
+    """Both sessions of a pair on disk, and the torch model where there is one."""
+
+    def __init__(self, folder: Path, num_reused: int, model=None) -> None:
+        self.model = model
+        self.target = load_target(folder / "target", jnp.float32)
+        self.drafter = load_drafter(
+            folder / "draft", self.target, target_layer_inference=num_reused
+        )
+        self.plain = Session(self.target)
+        self.session = functools.cache(self._session)
+
+    def _session(self, depth: int, breadth: int = 1, total: int | None = None) -> Session:
+        return Session(self.target, self.drafter, DraftShape(depth, breadth, total))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
+def pair(request, tmp_path_factory) -> Pair:
+    """A random pair that agrees now and then."""
+    family, num_reused = request.param
+    folder = tmp_path_factory.mktemp("pair")
+    calm = 0.5 if family == "qwen2" else 0.2
+    config, model = random_pair.random_target(family, 21, calm)
+    sizes = random_pair.draft_sizes(config, num_reused)
+    draft = random_pair.random_drafter(config, sizes, 22, calm)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+    return Pair(folder, num_reused, model)
+
+
+@pytest.fixture(scope="module")
+def simple_pair(tmp_path_factory) -> Pair:
+    """A random pair for tests that any pair serves."""
+    folder = tmp_path_factory.mktemp("simple")
+    save_random_pair(folder, "llama", seed=21)
+    return Pair(folder, 0)
+
+
+PROMPTS = [[5, 17, 60, 33, 9, 71, 12], [80, 3, 44], [7]]
+
+
+@functools.cache
+def recorded(folder: Path) -> tuple[Pair, dict[str, np.ndarray]]:
+    settings = json.loads((folder / "moa.json").read_text())
+    arrays = np.load(folder / "generate.npz")
+    num_reused = settings["train_args"]["target_layer_inference"]
+    return Pair(folder, num_reused), {name: arrays[name] for name in arrays.files}
+
+
+def prompts_of(arrays):
+    for name in sorted(key.split("/")[0] for key in arrays if key.endswith("/prompt")):
+        prompt = arrays[f"{name}/prompt"].reshape(-1).tolist()
+        yield name, prompt, arrays[f"{name}/vanilla"].reshape(-1).tolist()[len(prompt) :]
