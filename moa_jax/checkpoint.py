@@ -1,66 +1,309 @@
-"""Training checkpoints through Orbax: state and config, never the target."""
+"""Training checkpoints through Orbax: state and settings, never the target.
+
+RUN/lock                   held while a process works on RUN; freed by its death
+RUN/checkpoints/STEP/      complete or absent: Orbax renames it into place when all is written
+    files.json             size and CRC-32 of every file, as Orbax itself checks sizes only
+    meta/                  the settings of the run
+    state/                 parameters, optimiser state, step
+RUN/checkpoints/STEP.damaged   put aside, never read
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import itertools
 import json
+import logging
+import os
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 
-from moa_jax.config import RunConfig
-from moa_jax.errors import InputError
+from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.errors import InputError, first_line
+from moa_jax.fingerprint import changes, fingerprint, listed
+from moa_jax.processes import is_first, on_first
 from moa_jax.training import TrainState
+
+FILES = "files.json"
+PIECE = 1 << 20  # bytes read at a time
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+ROOM = 1 << 20  # bytes that a checkpoint takes beside its arrays
+LONGEST_FAULT = 200  # characters told of a fault that another library words
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; a save is complete or absent, never half."""
+    """The checkpoints of one run directory, which no other process may use meanwhile.
 
-    def __init__(self, run: RunConfig, config: dict[str, Any]) -> None:
-        """`config` describes the run; it is stored and compared on resume."""
-        self._config = json.loads(json.dumps(config))  # as it will come back: lists, not tuples
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=run.keep_checkpoints, enable_async_checkpointing=True
-        )
-        folder = Path(run.directory).absolute() / "checkpoints"
-        self._manager = ocp.CheckpointManager(folder, options=options)
+    All processes of a run make and call it alike; each writes its part of every array, process 0
+    all else. Raises InputError where another run has the directory.
+    """
 
-    def restore(self, state: TrainState) -> TrainState | None:
-        """The newest saved state with the shapes and shardings of `state`; None if there is none.
+    def __init__(self, config: PretrainConfig | DistillConfig) -> None:
+        run = config.run
+        self._config = config
+        self._folder = Path(run.directory).absolute() / "checkpoints"
+        self._taus: dict[int, float] = {}
+        self._writing: int | None = None
+        with contextlib.ExitStack() as stack:
+            on_first(lambda: stack.enter_context(_locked(Path(run.directory))))
+            stack.enter_context(_quiet())
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=_NewestAndBest(run.keep_checkpoints, self._taus),
+                    cleanup_tmp_directories=True,  # what a kill during a save left behind
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                ),
+            )
+            self._stack = stack.pop_all()
 
-        Raises InputError when the directory holds a run with another config.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for a save under way."""
+        with self._stack:
+            self.wait()
+            self._manager.close()
+
+    def restore(self, start: Callable[[], TrainState]) -> TrainState:
+        """The newest sound state, with the shapes and shardings of `start()`; else `start()`.
+
+        A damaged checkpoint is named on stderr, put aside and passed over. Raises InputError for
+        a run with other settings, and where all checkpoints are damaged, which are then left
+        where they are.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        self._check_config(meta["meta"]["config"])
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        found = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        )
-        return found["state"]
+        faults: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            faults[step] = on_first(lambda step=step: self._examine(step))
+            if not faults[step]:
+                state, faults[step] = self._read(step, start)
+            if not faults[step]:
+                self._put_aside({bad: why for bad, why in faults.items() if why}, step)
+                return state
+        if faults:
+            told = ", ".join(f"{step} ({why})" for step, why in faults.items())
+            raise InputError(
+                f"{self._folder}: no checkpoint can be read: {told}: put a sound copy there, or "
+                "name another run.directory"
+            )
+        return start()
 
     def save(self, state: TrainState) -> None:
-        """Saves in the background; a step that is already there is left alone."""
+        """Saves in the background; a step that is already there is left alone.
+
+        The arrays are copied before this returns, so they may be donated. Raises InputError where
+        the disk has no room for this save, or had none for the one before.
+        """
         step = int(state.step)
+        self.wait()
         if step == self._manager.latest_step():
             return
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({"config": self._config})
+        on_first(lambda: self._check_room(state))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            meta=ocp.args.JsonSave({"config": fingerprint(self._config)}),
         )
-        self._manager.save(step, args=args)
+        self._writing = step
+        with self._telling_disk_faults():
+            self._manager.save(step, args=items, force=True)
 
-    def close(self) -> None:
-        """Waits for saves under way."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def rate(self, step: int, tau: float) -> None:
+        """Tells how good the state of a step is: its checkpoint stays while none is better."""
+        self._taus[step] = tau
+
+    def check(self) -> None:
+        """Raises InputError if a save has failed meanwhile; does not wait."""
+        if self._writing is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save under way; raises InputError if it fails."""
+        with self._telling_disk_faults():
+            self._manager.wait_until_finished()
+        self._writing = None
+
+    def _examine(self, step: int) -> str:
+        """What is wrong with the files of a step, "" for nothing; InputError for another run's."""
+        folder = self._folder / str(step)
+        fault = _fault(folder)
+        if not fault:
+            try:
+                saved = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
+            except (OSError, ValueError, KeyError) as error:
+                return _shortened(error)
+            self._check_config(saved)
+        return fault
 
     def _check_config(self, saved: dict[str, Any]) -> None:
-        changed = [name for name in self._config if self._config[name] != saved.get(name)]
-        if changed:
+        if differences := changes(saved, self._config):
             raise InputError(
-                f"{self._manager.directory}: holds a run whose {', '.join(changed)} differ: "
-                "restore the config or name another run.directory"
+                f"{self._folder}: holds a run with other settings: {listed(differences)}: "
+                "restore them, or name another run.directory"
             )
+
+    def _read(self, step: int, start: Callable[[], TrainState]) -> tuple[Any, str]:
+        """The state of a step, or what is wrong with it."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, start())
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        try:
+            return self._manager.restore(step, args=items)["state"], ""
+        except Exception as error:  # Orbax words damage in many ways
+            if jax.process_count() > 1:  # the others may have read it well
+                raise
+            return None, _shortened(error)
+
+    def _put_aside(self, faults: dict[int, str], good: int) -> None:
+        def move() -> None:
+            for step, why in faults.items():
+                aside = _free_name(self._folder / f"{step}.damaged")
+                (self._folder / str(step)).rename(aside)
+                print(
+                    f"checkpoint {step} is damaged ({why}): put aside as {aside}; "
+                    f"going on from step {good}",
+                    file=sys.stderr,
+                )
+
+        if faults:
+            on_first(move)
+            self._manager.reload()
+
+    def _check_room(self, state: TrainState) -> None:
+        needed = ROOM + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < needed:
+            raise self._unwritten(f"the disk has no room for {needed / 1e6:.0f} MB")
+
+    def _seal(self) -> None:
+        """Writes the list of files, after the last of them and before the rename."""
+        if is_first():
+            (folder,) = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
+            # What stands beside the items is Orbax's own bookkeeping, and written again later.
+            files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
+            found = {str(path.relative_to(folder)): _size_and_crc(path) for path in files}
+            (folder / FILES).write_text(json.dumps(found), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _telling_disk_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if (code := _disk_fault(error)) is None:
+                raise
+            raise self._unwritten(os.strerror(code)) from error
+
+    def _unwritten(self, why: str) -> InputError:
+        found = ", ".join(map(str, self._manager.all_steps())) or "none"
+        return InputError(
+            f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {found}: "
+            "make room and give the same command again"
+        )
+
+
+class _NewestAndBest:
+    """Orbax's PreservationPolicy: the newest few, and the best of those whose tau is known."""
+
+    def __init__(self, newest: int, taus: dict[int, float]) -> None:
+        self._newest, self._taus = newest, taus
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        rated = [step for step in steps if step in self._taus]
+        best = max(rated, key=lambda step: (self._taus[step], step), default=None)
+        return [step == best or step in steps[-self._newest :] for step in steps]
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the directory's lock; a file system that has no locks goes without."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise InputError(
+                f"{directory}: {file.read() or 'another run'} is at work there: wait until it "
+                "ends, or name another run.directory"
+            ) from error
+        except OSError as error:
+            print(f"{directory}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the pages in which Orbax words a failed write, which we tell in one line."""
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    level = logger.level
+
+    def silent(fault: Any) -> None:
+        if (
+            str(fault.exc_value) != "Event loop is closed"
+        ):  # of the writes after the one that failed
+            hook(fault)
+
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = silent
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        sys.unraisablehook = hook
+
+
+def _fault(folder: Path) -> str:
+    """How the files of a checkpoint differ from its list; "" where they do not, or have none."""
+    try:
+        listed_files = json.loads((folder / FILES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""  # of a version that wrote no list
+    except ValueError:
+        return f"{FILES} is damaged"
+    for name, (size, crc) in listed_files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+        if _size_and_crc(path)[1] != crc:
+            return f"{name} has changed"
+    return ""
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            crc = zlib.crc32(piece, crc)
+        return file.tell(), crc
+
+
+def _disk_fault(error: BaseException) -> int | None:
+    """The code of a write that the disk refused; libraries pass it on as an OSError or as text."""
+    for code in DISK_FAULTS:
+        if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
+            return code
+    return None
+
+
+def _shortened(error: BaseException) -> str:
+    text = first_line(error)
+    return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
+    return next(name for name in names if not name.exists())

@@ -264,7 +264,11 @@ class DataConfig:
     validation: tuple[str, ...]
     max_length: int  # tokens kept of one conversation
     row_length: int  # tokens in one row of a batch
-    rows_per_batch: int
+    rows_per_batch: int  # of all devices and processes together
+    weights: tuple[float, ...] = ()  # share of rows from each train path; () deals all rows alike
+    cache: str | None = None  # folder of tokenised rows, memory-mapped; None keeps them in memory
+    workers: int = 0  # processes that tokenise; 0 is one a core
+    bad_records: Literal["skip", "refuse"] = "skip"  # what follows a record that cannot be used
     sources: tuple[str, ...] = ()  # keep records whose `source` ends with one of these; () is all
     pack: bool = True  # several conversations in a row, kept apart by segment ids
     answers: Literal["turns", "reference"] = "turns"  # `reference`: as the paper's code, which
@@ -273,7 +277,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "max_length", "row_length", "rows_per_batch")
-        _at_least(0, self, "seed")
+        _at_least(0, self, "seed", "workers")
+        if self.weights and len(self.weights) != len(self.train):
+            raise InputError(
+                f"{len(self.weights)} weights for {len(self.train)} train paths: give one each"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise InputError(f"weights are {self.weights}: choose numbers above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,8 +315,81 @@ class MaskConfig:
     """How training hides the future from the drafter, so that it sees what decoding sees."""
 
     variable_future_length: bool = True
+    shortest_future: int = 6  # variable length: every 6th to 14th token is known, one period a row
+    longest_future: int = 14
     staircase: bool = True
     on_policy_reuse: bool = False  # reused layers see what they see in decoding (masks.on_policy)
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "shortest_future")
+        if self.longest_future < self.shortest_future:
+            raise InputError(
+                f"longest_future is {self.longest_future}, below shortest_future "
+                f"{self.shortest_future}: raise it"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What the drafter is trained for; the defaults are the paper's.
+
+    token      cross_entropy     - sum p log q, p the target's law and q the drafter's
+               total_variation   1 - sum min(p, q), the chance that sampling rejects a draft
+               log_acceptance    - log sum min(p, q), its gradient stays large where they differ
+    feature    distance between what goes to the head and the target's own (TLI: and between
+               what enters the reused layers and the target's own, half each)
+    """
+
+    token: Literal["cross_entropy", "total_variation", "log_acceptance"] = "cross_entropy"
+    token_weight: float = 0.1
+    feature_weight: float = 1.0
+    feature_fade: float | None = None  # share of the run after which the feature loss is gone
+
+    def __post_init__(self) -> None:
+        if self.feature_fade is not None and not 0 < self.feature_fade <= 1:
+            raise InputError(f"feature_fade is {self.feature_fade}: choose above 0 and at most 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """Tokens of each row that are worked on at a time, so that memory stays small; 0 is all.
+
+    Chunks are computed again in the backward pass. Results differ by rounding alone.
+    """
+
+    head: int = 128  # logits and losses: float32 of (rows, chunk, vocabulary)
+    memory: int = 256  # layer self-attention: (rows, chunk, layers, memory width)
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "head", "memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """All that a drafter's loss depends on beside weights and data."""
+
+    masks: MaskConfig = MaskConfig()
+    loss: LossConfig = LossConfig()
+    chunks: ChunkConfig = ChunkConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices share the work; one of the three may be -1 and takes what the others leave.
+
+    data      rows of a batch, weights copied
+    fsdp      rows of a batch, weights cut and gathered layer by layer
+    tensor    heads, feed-forwards and vocabulary of every layer
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise InputError(f"mesh {sizes}: give sizes of at least 1, at most one of them -1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,13 +401,17 @@ class RunConfig:
     eval_every: int = 100
     eval_batches: int = 4
     save_every: int = 100
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest; the best by simulated tau is kept beside them
+    not_finite: Literal["stop", "skip"] = "stop"  # what follows a loss or gradient that is not
+    decode_prompts: int = 0  # validation prompts decoded at each checkpoint, for the real tau
+    tensorboard: bool = False  # beside metrics.jsonl; needs the extra `tensorboard`
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
 
     def __post_init__(self) -> None:
         _at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
         _at_least(1, self, "keep_checkpoints")
+        _at_least(0, self, "decode_prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,7 +437,15 @@ class DistillConfig:
     run: RunConfig
     output: str  # folder of the finished drafter
     masks: MaskConfig = MaskConfig()
+    loss: LossConfig = LossConfig()
+    chunks: ChunkConfig = ChunkConfig()
+    mesh: MeshConfig = MeshConfig()
     horizon: int = 6  # future positions whose agreement is reported
 
     def __post_init__(self) -> None:
         _at_least(1, self, "horizon")
+
+    @property
+    def objective(self) -> Objective:
+        """What the drafter's loss is made from."""
+        return Objective(self.masks, self.loss, self.chunks)

@@ -27,9 +27,13 @@ Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
 
 
+Axes = tuple[str | None, ...]  # logical names of an array's axes, see moa_jax/sharding.py
+
+
 class Packing(NamedTuple):
     """One of our arrays as parts, each of them one stored tensor."""
 
+    axes: Axes
     names: tuple[str, ...]
     stored: tuple[Shape, ...]  # shapes of the tensors in the file
     parts: tuple[Shape, ...]  # shapes they take here, joined along axis -2
@@ -47,20 +51,21 @@ class Packing(NamedTuple):
 Table = dict[Path, Packing]
 
 
-def kernel(names: tuple[str, ...], inputs: int, *outputs: Shape) -> Packing:
+def kernel(axes: Axes, names: tuple[str, ...], inputs: int, *outputs: Shape) -> Packing:
     """Linear weights that share an input; `outputs` are the output axes of each."""
     stored = tuple((int(np.prod(out)), inputs) for out in outputs)
-    return Packing(names, stored, tuple((inputs, *out) for out in outputs))
+    return Packing(axes, names, stored, tuple((inputs, *out) for out in outputs))
 
 
-def vector(names: tuple[str, ...], *parts: Shape) -> Packing:
+def vector(axes: Axes, names: tuple[str, ...], *parts: Shape) -> Packing:
     """Biases or norm scales, stored flat."""
-    return Packing(names, tuple((int(np.prod(part)),) for part in parts), parts)
+    return Packing(axes, names, tuple((int(np.prod(part)),) for part in parts), parts)
 
 
 def embedding(name: str, rows: int, width: int) -> Packing:
     """A table of vectors, stored as we keep it."""
-    return Packing((name,), ((rows, width),), ((rows, width),), turned=False)
+    shape = (rows, width)
+    return Packing(("table", None), (name,), (shape,), (shape,), turned=False)
 
 
 def pack(packing: Packing, tensors: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
@@ -103,9 +108,9 @@ def _places(packing: Packing) -> list[Any]:
 def norm_table(width: int, prefix: str) -> Table:
     """The two norms of a block."""
     return {
-        ("input_norm", "scale"): vector((f"{prefix}input_layernorm.weight",), (width,)),
+        ("input_norm", "scale"): vector((None,), (f"{prefix}input_layernorm.weight",), (width,)),
         ("post_attention_norm", "scale"): vector(
-            (f"{prefix}post_attention_layernorm.weight",), (width,)
+            (None,), (f"{prefix}post_attention_layernorm.weight",), (width,)
         ),
     }
 
@@ -116,12 +121,14 @@ def mlp_table(width: int, intermediate: int, bias: bool, prefix: str) -> Table:
     down = (f"{prefix}mlp.down_proj",)
     each = (1, intermediate)
     table = {
-        ("mlp", "gate_up", "kernel"): kernel(_weights(gate_up), width, each, each),
-        ("mlp", "down", "kernel"): kernel(_weights(down), intermediate, (width,)),
+        ("mlp", "gate_up", "kernel"): kernel(
+            ("embed", None, "mlp"), _weights(gate_up), width, each, each
+        ),
+        ("mlp", "down", "kernel"): kernel(("mlp", "embed"), _weights(down), intermediate, (width,)),
     }
     if bias:
-        table["mlp", "gate_up", "bias"] = vector(_biases(gate_up), each, each)
-        table["mlp", "down", "bias"] = vector(_biases(down), (width,))
+        table["mlp", "gate_up", "bias"] = vector((None, "mlp"), _biases(gate_up), each, each)
+        table["mlp", "down", "bias"] = vector((None,), _biases(down), (width,))
     return table
 
 
@@ -131,18 +138,21 @@ def attention_table(cfg: BlockConfig, prefix: str) -> Table:
     out = (f"{prefix}self_attn.o_proj",)
     kv_heads, size, width = cfg.num_kv_heads, cfg.head_dim, cfg.hidden_size
     outputs = ((kv_heads, cfg.group_size, size), (kv_heads, 1, size), (kv_heads, 1, size))
+    heads: Axes = ("kv_heads", None, None)
     table = {
-        ("attention", "qkv", "kernel"): kernel(_weights(qkv), width, *outputs),
-        ("attention", "out", "kernel"): kernel(_weights(out), cfg.num_heads * size, (width,)),
+        ("attention", "qkv", "kernel"): kernel(("embed", *heads), _weights(qkv), width, *outputs),
+        ("attention", "out", "kernel"): kernel(
+            ("heads", "embed"), _weights(out), cfg.num_heads * size, (width,)
+        ),
     }
     if cfg.qkv_bias:
-        table["attention", "qkv", "bias"] = vector(_biases(qkv), *outputs)
+        table["attention", "qkv", "bias"] = vector(heads, _biases(qkv), *outputs)
     if cfg.out_bias:
-        table["attention", "out", "bias"] = vector(_biases(out), (width,))
+        table["attention", "out", "bias"] = vector((None,), _biases(out), (width,))
     if cfg.qk_norm:
         for letter in "qk":
             name = f"{prefix}self_attn.{letter}_norm.weight"
-            table["attention", f"{letter}_norm", "scale"] = vector((name,), (size,))
+            table["attention", f"{letter}_norm", "scale"] = vector((None,), (name,), (size,))
     return table
 
 
@@ -166,9 +176,11 @@ def target_table(cfg: TargetConfig) -> Table:
     table = {("embed",): embedding("model.embed_tokens.weight", cfg.vocab_size, width)}
     for i in range(cfg.num_layers):
         table |= under(("layers", i), block_table(cfg.block, f"model.layers.{i}."))
-    table["final_norm", "scale"] = vector(("model.norm.weight",), (width,))
+    table["final_norm", "scale"] = vector((None,), ("model.norm.weight",), (width,))
     if not cfg.tie_word_embeddings:
-        table["lm_head",] = kernel(("lm_head.weight",), width, (cfg.vocab_size,))
+        table["lm_head",] = kernel(
+            ("embed", "vocab"), ("lm_head.weight",), width, (cfg.vocab_size,)
+        )
     return table
 
 

@@ -1,20 +1,28 @@
-"""What distillation computes for any drafter: its loss on a batch, and how well it would draft."""
+"""What distillation computes for any drafter: updates on a mesh, and how well it would draft."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
 
-from moa_jax import losses, masks, target
+from moa_jax import chunks, convert, losses, masks, sharding, target
 from moa_jax.batch import Batch
-from moa_jax.config import TargetConfig
+from moa_jax.config import DistillConfig, TargetConfig
+from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.api import Drafter, Tapped
-from moa_jax.training import Loss
+from moa_jax.errors import InputError
+from moa_jax.optim import optimizer
+from moa_jax.training import Loss, Metrics, TrainState, init_state, make_update
 
 Array = jax.Array
+
+METHOD = "moa"  # the only kind that is trained so far
+EVALUATION_CHUNK = 256  # tokens of each row whose logits are held at a time
 Probe = Callable[[Any, Any, Batch], dict[str, Array]]
 
 
@@ -37,6 +45,7 @@ def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
     """The drafter's own loss behind a target pass; `frozen` is the target's parameters."""
 
     def loss(params: Any, frozen: Any, batch: Batch, key: Array, progress: Array):
+        batch = jax.tree.map(lambda x: sharding.constrain(x, "rows"), batch)
         tapped = tap(cfg, drafter, frozen, batch, dtype)
         return drafter.loss(params, drafter.borrow(frozen), batch, tapped, key, progress)
 
@@ -56,22 +65,29 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
         tapped = tap(cfg, drafter, frozen, batch, dtype)
         shared = drafter.borrow(frozen)
         known_BT = ~batch.response_BT | (batch.position_BT % (horizon + 1) == 0)
-        draft_BTV = drafter.teacher_forced(params, shared, batch, tapped, known_BT)
-        target_BTV = target.unembed(shared, tapped.hidden_BTD)
+        feature_BTD = drafter.teacher_forced(params, shared, batch, tapped, known_BT)
         start_BT = masks.known_until(known_BT, batch.segment_BT)
         distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
         asked_BT = batch.response_BT & _next_is_answer(batch) & (distance_BT > 0)
-        hits_J, counts_J = losses.agreement_by_distance(
-            target_BTV, draft_BTV, distance_BT, asked_BT, horizon
-        )
-        cross_BT = losses.soft_cross_entropy(target_BTV, draft_BTV)
-        return {
-            "cross_entropy": jnp.sum(cross_BT * asked_BT),
-            "entropy": jnp.sum(losses.entropy(target_BTV) * asked_BT),
-            "tokens": jnp.sum(asked_BT),
-            "hits_J": hits_J,
-            "counts_J": counts_J,
-        }
+
+        def sums(piece: tuple[Array, ...]) -> dict[str, Array]:
+            target_BTD, feature_BTD, distance_BT, asked_BT = piece
+            target_BTV = target.unembed(shared, target_BTD)
+            draft_BTV = target.unembed(shared, feature_BTD)
+            hits_J, counts_J = losses.agreement_by_distance(
+                target_BTV, draft_BTV, distance_BT, asked_BT, horizon
+            )
+            cross_BT = losses.soft_cross_entropy(target_BTV, draft_BTV)
+            return {
+                "cross_entropy": jnp.sum(cross_BT * asked_BT),
+                "entropy": jnp.sum(losses.entropy(target_BTV) * asked_BT),
+                "tokens": jnp.sum(asked_BT),
+                "hits_J": hits_J,
+                "counts_J": counts_J,
+            }
+
+        pieces = (tapped.hidden_BTD, feature_BTD, distance_BT, asked_BT)
+        return chunks.sum_over(sums, pieces, EVALUATION_CHUNK)
 
     return probe
 
@@ -93,3 +109,82 @@ def _next_is_answer(batch: Batch) -> Array:
     """Whether a token's successor is an answer token of the same conversation."""
     same_BT = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
     return jnp.pad(batch.response_BT[:, 1:] & same_BT, ((0, 0), (0, 1)))
+
+
+# ---- on a mesh ----------------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """One training step as pure functions, and where every array of it lives."""
+
+    init: Callable[[Array], TrainState]
+    update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
+    probe: Probe
+    state_sharding: TrainState  # trees of NamedSharding
+    frozen_sharding: Any
+    rows_sharding: NamedSharding  # of every array of a batch
+
+
+def make_program(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) -> Program:
+    """What `config` asks for, on `mesh`; one device is a mesh too.
+
+    The frozen target and what is trained are cut alike, by `sharding.TRAIN`. Raises InputError
+    where the mesh does not divide the models or the batch.
+    """
+    kind = DRAFTERS[METHOD]
+    drafter = kind.make(config.drafter, target_cfg, config.objective)
+    tx, dtype = optimizer(config.optim), jnp.dtype(config.run.dtype)
+    _check_rows(config, mesh)
+
+    def init(key: Array) -> TrainState:
+        return init_state(drafter.init(key), tx)
+
+    of_drafter = sharding.of_table(kind.table(config.drafter, target_cfg), mesh)
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    params = sharding.tree_of(abstract.params, of_drafter)
+    everywhere = sharding.replicated(mesh)
+    opt_state = optax.tree.map_params(
+        tx,
+        lambda _, where: where,
+        abstract.opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return Program(
+        init,
+        make_update(
+            make_loss(target_cfg, drafter, dtype),
+            tx,
+            config.run.seed,
+            config.optim.total_steps,
+            config.optim.accumulate,
+        ),
+        make_probe(target_cfg, drafter, dtype, config.horizon),
+        TrainState(everywhere, params, opt_state),
+        sharding.tree_of(abstract_frozen(target_cfg), frozen_sharding(target_cfg, mesh)),
+        sharding.rows(mesh),
+    )
+
+
+def frozen_sharding(target_cfg: TargetConfig, mesh: Mesh) -> sharding.ShardingOf:
+    """Where the target's weights go, to load them there."""
+    return sharding.of_table(convert.target_table(target_cfg), mesh)
+
+
+def abstract_frozen(target_cfg: TargetConfig, dtype: Any = jnp.float32) -> Any:
+    """The shapes of a target's weights with stacked layers."""
+    shapes = jax.eval_shape(lambda: target.init(target_cfg, jax.random.key(0)))
+    layers = shapes["layers"]
+    stack = lambda leaf: jax.ShapeDtypeStruct((len(layers), *leaf.shape), dtype)  # noqa: E731
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    return shapes | {"layers": jax.tree.map(stack, layers[0])}
+
+
+def _check_rows(config: DistillConfig, mesh: Mesh) -> None:
+    rows, parts = config.data.rows_per_batch, config.optim.accumulate
+    cut = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % (parts * cut):
+        raise InputError(
+            f"data.rows_per_batch {rows} does not split into optim.accumulate {parts} parts on "
+            f"{cut} devices (mesh data x fsdp): choose a multiple of {parts * cut}"
+        )

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax import cache
+from moa_jax import cache, chunks
 from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, RopeScaling
 
 Array = jax.Array
 
 INIT_STDDEV = 0.02
+QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 
 
 class Rotation(NamedTuple):
@@ -72,6 +73,14 @@ def attend(q_BTKGE: Array, kv: KV, mask_BTS: Array) -> Array:
     The queries of a group join the token axis, so that both products are plain batched
     matrix products and the scores, the largest array here, are never transposed.
     """
+    if q_BTKGE.shape[1] > QUERY_CHUNK:  # or the scores of long rows take more than all weights
+        part = lambda piece: _attend(piece[0], kv, piece[1])  # noqa: E731
+        mask_BTS = jnp.broadcast_to(mask_BTS, (q_BTKGE.shape[0], *mask_BTS.shape[1:]))
+        return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
+    return _attend(q_BTKGE, kv, mask_BTS)
+
+
+def _attend(q_BTKGE: Array, kv: KV, mask_BTS: Array) -> Array:
     B, T, K, G, E = q_BTKGE.shape
     q_BKXE = q_BTKGE.swapaxes(1, 2).reshape(B, K, T * G, E)
     score_BKXS = jnp.einsum(

@@ -10,18 +10,38 @@ from moa_jax.batch import Batch
 Array = jax.Array
 
 
-def answer_mean(value_BT: Array, response_BT: Array) -> Array:
-    """Mean over answer tokens of the batch; 0 when it has none.
+def answer_share(response_BT: Array) -> Array:
+    """What each token counts in a mean over the batch's answer tokens; all 0 if it has none.
 
     The small constant in the divisor is the authors' (train/moa_spec.py).
     """
-    return jnp.sum(value_BT * response_BT) / (jnp.sum(response_BT) + 1e-5)
+    return response_BT / (jnp.sum(response_BT) + 1e-5)
+
+
+def answer_mean(value_BT: Array, response_BT: Array) -> Array:
+    """Mean over answer tokens of the batch; 0 when it has none."""
+    return jnp.sum(value_BT * answer_share(response_BT))
 
 
 def soft_cross_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
     """- sum_v p(v) log q(v) per token, p the target's distribution and q the drafter's."""
     p = jax.nn.softmax(target_logits_BTV, axis=-1)
     return -jnp.sum(p * jax.nn.log_softmax(draft_logits_BTV, axis=-1), axis=-1)
+
+
+def relative_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
+    """KL(p, q) in nats per token, from the target's distribution to the drafter's."""
+    log_p, log_q = (jax.nn.log_softmax(x, axis=-1) for x in (target_logits_BTV, draft_logits_BTV))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def overlap(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
+    """sum_v min(p(v), q(v)) per token: the chance that a draft sampled from q is accepted.
+
+    References: 2211.17192, theorem 3.5; one minus it is the total variation of p and q.
+    """
+    p, q = (jax.nn.softmax(x, axis=-1) for x in (target_logits_BTV, draft_logits_BTV))
+    return jnp.sum(jnp.minimum(p, q), axis=-1)
 
 
 def entropy(logits_BTV: Array) -> Array:

@@ -1,44 +1,147 @@
-"""Metrics as JSON lines: one object a line, each with the step it belongs to."""
+"""What a run writes down: JSON lines, TensorBoard beside them, and shares of a device's peak.
+
+metrics.jsonl   what the run computed; on a CPU the same, bit for bit, however often it was cut
+speed.jsonl     how fast this machine was at it
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moa_jax.errors import InputError
+
+Record = dict[str, Any]
+Mirror = Callable[[Record], None]
+
+# Dense bfloat16 FLOP/s of one device, by the start of its kind; makers' data sheets.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,  # v5e
+    "TPU v5": 459e12,  # v5p, also by this name:
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,  # v6e
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device; None for one that we do not know."""
+    known = [kind for kind in PEAK_FLOPS if f"{device_kind} ".startswith((f"{kind} ", f"{kind}-"))]
+    return PEAK_FLOPS[max(known, key=len)] if known else None
+
 
 class MetricsLog:
-    """Appends to a JSONL file; opened at step s it drops what an earlier run wrote after s."""
+    """Appends to a JSONL file; opened at step s it drops what an earlier run wrote after s.
 
-    def __init__(self, path: Path, step: int) -> None:
+    `kept` holds the records up to s. Raises InputError where the disk takes no more.
+    """
+
+    def __init__(self, path: Path, step: int, mirror: Mirror | None = None) -> None:
+        self._path, self._mirror = path, mirror
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
+        self.kept = [record for record in read_records(path) if record["step"] <= step]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        with self._telling_faults():
+            temporary.write_text("".join(map(_line, self.kept)), encoding="utf-8")
         os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, kind: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Writes one line and returns it as plain Python numbers."""
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> Record:
+        """Writes one line and returns it as plain Python numbers; None is one not finite."""
         record = {"step": step, "kind": kind} | {k: _plain(v) for k, v in values.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with self._telling_faults():
+            self._file.write(_line(record))
+            self._file.flush()
+        if self._mirror is not None:
+            self._mirror(record)
         return record
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # flushed or told before
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _telling_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"{self._path}: {error.strerror}: make room and give the same command again"
+            ) from error
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """The lines of a file that may have been cut in the middle of its last one."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return text.split("\n")[:-1]
+def read_records(path: Path) -> list[Record]:
+    """The lines of a log; one that was cut short, and what follows it, is left out."""
+    found: list[Record] = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def check_tensorboard() -> None:
+    """Raise InputError where the optional extra is missing."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise InputError(
+            "run.tensorboard: tensorboardX is missing: pip install 'moa-jax[tensorboard]'"
+        )
+
+
+@contextlib.contextmanager
+def tensorboard(folder: Path, step: int) -> Iterator[Mirror]:
+    """Gives a function that adds a record's numbers to TensorBoard, as KIND/NAME or KIND/NAME/i.
+
+    What an earlier run wrote after `step` is hidden.
+    """
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(folder), purge_step=step + 1) as writer:
+
+        def add(record: Record) -> None:
+            for name, value in record.items():
+                many = isinstance(value, list)
+                numbers = {f"/{i}": x for i, x in enumerate(value)} if many else {"": value}
+                for index, number in numbers.items():
+                    if isinstance(number, int | float) and name != "step":
+                        tag = f"{record['kind']}/{name}{index}"
+                        writer.add_scalar(tag, number, record["step"])
+
+        yield add
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record) + "\n"
 
 
 def _plain(value: Any) -> Any:
     array = np.asarray(value)
-    rounded = np.round(array.astype(np.float64), 7).tolist()
-    return rounded if array.dtype.kind == "f" else array.tolist()
+    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
+        array = np.round(array.astype(np.float64), 7)
+        return _finite(array.tolist())
+    return array.tolist()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as None, as JSON has no word for them."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if np.isfinite(value) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moa_jax import convert, folders
+from moa_jax.sharding import ShardingOf
 
 Layout = Literal["list", "stacked"]
-ShardingOf = Callable[[convert.Path, convert.Shape], NamedSharding]
 
 
 def read_params(

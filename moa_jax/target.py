@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moa_jax import cache, masks
+from moa_jax import cache, masks, sharding
 from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.layers import INIT_STDDEV, Block, RMSNorm, Rotation, rotation
@@ -99,7 +99,7 @@ def forward(
     written at `start_B` and they attend to the whole cache through the mask. `tap` names
     residual streams: i is the one that enters layer i, so 0 is the embedding.
     """
-    x_BTD = embed(params, tokens_BT, dtype)
+    x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
     turn = rotation(cfg.block, position_BT)
     x_BTD, rows, tapped, caches = apply_blocks(
         cfg.block, params["layers"], x_BTD, turn, mask_BTS, caches, start_B, tap

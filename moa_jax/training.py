@@ -1,4 +1,8 @@
-"""One optimiser update, for any loss: accumulate, average, clip, step. No files, no loops."""
+"""One optimiser update, for any loss: accumulate, average, clip, step. No files, no loops.
+
+An update whose loss or gradient is not finite changes nothing but the step count; what follows
+from that is for the caller to say.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +44,31 @@ def make_update(
     """A pure `update(state, frozen, batch) -> (state, metrics)`.
 
     The rows of a batch are split into `accumulate` micro-batches of neighbouring rows; each
-    has its own mean over answer tokens and the means are averaged, as the authors do.
+    has its own mean over answer tokens and the means are averaged, as the authors do. Beside the
+    loss's own metrics there are `loss`, `grad_norm` before clipping, `tokens` of the batch
+    (int32, padding left out) and `finite`: whether parameters and optimiser state were updated.
     """
-    gradient = jax.grad(loss, has_aux=True)
+    gradient = jax.value_and_grad(loss, has_aux=True)
 
     def update(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         progress = state.step / total_steps
 
-        def micro(index: Array, part: Batch) -> tuple[Params, Metrics]:
+        def micro(index: Array, part: Batch) -> tuple[tuple[Array, Metrics], Params]:
             return gradient(state.params, frozen, part, jax.random.fold_in(key, index), progress)
 
-        grads, metrics = _mean_over_parts(micro, batch, accumulate)
+        (value, metrics), grads = _mean_over_parts(micro, batch, accumulate)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": optax.tree.norm(grads)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+        found = (optax.apply_updates(state.params, updates), opt_state)
+        # Decided here, so that nobody waits for the host; the compiler joins it to the update.
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), found, (state.params, state.opt_state)
+        )
+        tokens = jnp.sum(batch.segment_BT > 0, dtype=jnp.int32)
+        metrics |= {"loss": value, "grad_norm": norm, "tokens": tokens, "finite": finite}
+        return TrainState(state.step + 1, *kept), metrics
 
     return update
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from configs import demo_target, tiny
-from moa_jax.config import MAX_DEPTH, DistillConfig, DraftShape
+from infer.config_file import read_config
+from moa_jax.config import MAX_DEPTH, DistillConfig, DraftShape, PretrainConfig
 from moa_jax.optim import schedule
 from tests.model_folders import refusal
 from train.settings import load_config
@@ -74,6 +75,7 @@ def load(path: Path, text: str, *overrides: str) -> DistillConfig:
         ("import no_such_module", " line 1: ModuleNotFoundError: No module named"),
         ("\nconfig = Distil()", " line 2: NameError: name 'Distil' is not defined"),
         ("config = 1 / 0", " line 1: ZeroDivisionError: division by zero"),
+        ("import json\nconfig = json.loads('{')", " line 2: JSONDecodeError: "),
         ("import dataclasses, configs.tiny as t\n"
          "config = dataclasses.replace(t.config, horizon=0)", ": horizon is 0"),
     ],
@@ -82,6 +84,19 @@ def test_config_files_that_do_not_run_are_refused_in_one_line(tmp_path, text, sa
     path = tmp_path / "broken.py"
     said = refusal(load, path, text)
     assert said.startswith(str(path)) and says in said
+
+
+def test_a_config_file_has_a_config_of_the_asked_kinds(tmp_path):
+    path = tmp_path / "a.py"
+    read = lambda *kinds: read_config(str(path), *kinds)  # noqa: E731
+    path.write_text("from configs.tiny import config")
+    assert read(PretrainConfig, DistillConfig) == tiny.config
+    assert "defines a DistillConfig named `config`, expected Pretrain" in refusal(
+        read, PretrainConfig
+    )
+    path.write_text("confg = 1")
+    said = refusal(read, PretrainConfig, DistillConfig)
+    assert said == f"{path}: defines no `config`, expected PretrainConfig or DistillConfig"
 
 
 def test_overrides_are_held_to_the_same_rules(tmp_path):

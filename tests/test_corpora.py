@@ -43,12 +43,15 @@ def parquet(path: Path) -> str:
         ("a.jsonl", lambda path: write(path, b"\n" + lines().rstrip() + b"\n \n\n")),
         ("a.jsonl.gz", lambda path: write(path, gzip.compress(lines()))),
         ("a.json", lambda path: write(path, json.dumps(RECORDS).encode())),
+        ("a.json.gz", lambda path: write(path, gzip.compress(json.dumps(RECORDS).encode()))),
         ("a.parquet", parquet),
     ],
 )
 def test_every_kind_of_file(tmp_path, name, make):
     path = make(tmp_path / name)
     assert list(corpora.read(path)) == RECORDS
+    assert corpora.count(path) == len(RECORDS)
+    assert corpora.files_of(path) == [Path(path)]
     assert list(corpora.read(path, ["set1"])) == RECORDS[1::2]
 
 
@@ -73,6 +76,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
     write(tmp_path / "a" / "y.json", json.dumps(RECORDS[2]).encode())
     write(tmp_path / "README.md", b"# not data")
     assert list(corpora.read(str(tmp_path))) == RECORDS
+    assert corpora.count(str(tmp_path)) == len(RECORDS)
 
 
 def test_lines_are_streamed(tmp_path):
@@ -113,7 +117,11 @@ def test_data_below_moa_data(tmp_path, monkeypatch):
         ("a.jsonl.gz", gzip.compress(lines() * 99)[:-20], r"a\.jsonl\.gz cannot be read after"),
         ("a.jsonl.gz", lines(), r"a\.jsonl\.gz cannot be read after line 0"),
         ("a.json", b"[{}, 3]", r"a\.json record 2 is not a JSON object"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl line 1 is not text in UTF-8: .*surrogate"),
+        ("a.jsonl", b"[" * 100000 + b"\n", r"a\.jsonl line 1 is not JSON in UTF-8"),
+        ("a.json", b'[{}, {"text": "\\uDFFF"}]', r"a\.json record 2 is not text in UTF-8"),
         ("a.json", b"[{}", r"a\.json is not JSON"),
+        ("a.json.gz", gzip.compress(b"[{}]")[:-9], r"a\.json\.gz is not JSON"),
         ("a.parquet", b"PAR1 no more", r"a\.parquet is not Parquet"),
         ("a.csv", b"1,2", r"a\.csv is of no known kind"),
     ],
@@ -122,6 +130,32 @@ def test_unreadable_files(tmp_path, name, content, fault):
     with pytest.raises(InputError, match=fault) as raised:
         list(corpora.read(write(tmp_path / name, content)))
     assert "\n" not in str(raised.value)
+
+
+def test_a_record_that_cannot_be_read_is_skipped_by_those_who_count(tmp_path):
+    good, smile = b'{"text": "good"}\n', b'{"text": "\\ud83d\\ude00"}\n'
+    path = write(tmp_path / "a.jsonl", good + b"\xff\n" + smile + b"3\n" + b"{\n" + good)
+    found = list(corpora.read_all(path))
+    assert [place for place, _ in found] == [f"{path} line {n}" for n in range(1, 7)]
+    told = [str(what) if isinstance(what, InputError) else what["text"] for _, what in found]
+    assert told[0] == told[5] == "good" and told[2] == "\U0001f600"
+    assert told[1] == told[4] == "not JSON in UTF-8: repair the line"
+    assert told[3].startswith("not a JSON object")
+    assert corpora.count(path) == 6
+
+
+def test_a_parquet_row_that_is_no_text_spoils_no_other(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])  # unchecked
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    one, fault, three = (what for _, what in corpora.read_all(str(tmp_path)))
+    assert (one, three) == ({"text": "one"}, {"text": "three"})
+    assert str(fault) == "not text in UTF-8: repair the record"
+    with pytest.raises(InputError, match=r"a\.parquet record 2 is not text in UTF-8"):
+        list(corpora.read(str(tmp_path)))
 
 
 def test_missing_and_empty(tmp_path):
@@ -135,10 +169,19 @@ def test_hub_reads_through_datasets(tmp_path):
     pytest.importorskip("datasets")  # it takes a folder where it takes a hub id
     write(tmp_path / "set" / "train.jsonl", lines())
     assert list(corpora.read(f"hub:{tmp_path}/set/train", ["set0"])) == RECORDS[::2]
+    assert corpora.files_of(f"hub:{tmp_path}/set/train") == [tmp_path / "set" / "train.jsonl"]
+    assert corpora.count(f"hub:{tmp_path}/set/train") is None
     with pytest.raises(InputError, match="cannot open hub:.*check the name"):
         list(corpora.read(f"hub:{tmp_path}/set/test"))
     with pytest.raises(InputError, match="names no split"):
         list(corpora.read("hub:ultrachat"))
+
+
+def test_hub_reads_what_datasets_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS)}).save_to_disk(tmp_path)
+    assert list(corpora.read(f"hub:{tmp_path}/train")) == RECORDS
+    assert corpora.count(f"hub:{tmp_path}/train") == len(RECORDS)
 
 
 def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
@@ -168,6 +211,7 @@ def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
     (record,) = corpora.read("tfds:small_chats/train")
     assert record["count"] == 3
     assert chat.messages_of(record) == MESSAGES
+    assert corpora.count("tfds:small_chats/train") == 1
     with pytest.raises(InputError, match="cannot open tfds:small_chats/test"):
         list(corpora.read("tfds:small_chats/test"))
 
@@ -178,6 +222,12 @@ def test_tfds_nested_values(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
     (record,) = corpora.read("tfds:group/chats/train")
     assert record == {"turns": {"role": ["user", "gpt"]}, "ids": [0, 1]}
+    stored.append({"text": b"\xff"})
+    _, (place, fault) = corpora.read_all("tfds:group/chats/train")
+    assert (place, str(fault)) == (
+        "tfds:group/chats/train record 2",
+        "not text in UTF-8: repair the record",
+    )
 
 
 def test_a_failing_library_is_quoted(monkeypatch):

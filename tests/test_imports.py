@@ -13,14 +13,15 @@ BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it 
 # Programs of other software that infer.bench runs as processes; no row may import them.
 PEERS = {"infer.peers.transformers_generate": ("torch",)}
 
-BASE = {"errors", "config", "batch", "axes"}
+BASE = {"errors", "config", "batch", "axes", "chunks"}
 BLOCKS = BASE | {"masks", "layers", "cache", "precision", "branch"}
-MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement"}
+MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement", "sharding"}
 DRAFTERS = MODELS | {"losses", "drafters", "drafters.api"}
 DECODING = MODELS | {"drafters.api", "spec"}  # never a drafter by name
-SIDE = {"data", "tokenizer", "metrics", "optim", "training", "checkpoint", "version"}
+SIDE = {"processes", "data", "tokenizer", "metrics", "optim", "training", "checkpoint", "version"}
 LOADING = {"pretrained", "session", "vocabulary", "exactness"}
 LIBRARY = DRAFTERS | DECODING | SIDE | LOADING | {"distillation", "serve", "bench"}
+SHARED = {"infer.cli", "infer.config_file", "infer.plot"}  # by all programs
 
 # What each room may import, besides itself. A room is a module or package of moa_jax, named
 # without the prefix, `moa_jax` its front door, or a package of programs.
@@ -35,14 +36,18 @@ TABLE: dict[str, set[str]] = {
     "metrics": BASE,
     "optim": BASE,
     "training": BASE | {"optim"},
-    "checkpoint": BASE | {"training"},  # the state that it stores
+    "fingerprint": {"config"},
+    "checkpoint": BASE | {"training", "fingerprint", "processes"},  # the state that it stores
     "masks": BLOCKS,
     "precision": BLOCKS,
     "branch": BASE,
+    "chunks": set(),
+    "processes": {"errors"},
     "layers": BLOCKS,
     "cache": BLOCKS,
     "target": MODELS,
-    "convert": MODELS,
+    "convert": BLOCKS,
+    "sharding": {"errors", "config", "convert"},
     "hf_config": MODELS,
     "folders": MODELS,
     "placement": MODELS,
@@ -52,17 +57,23 @@ TABLE: dict[str, set[str]] = {
     "pretrained": DRAFTERS | {"tokenizer"},
     "vocabulary": {"errors", "folders", "pretrained"},
     "spec": DECODING,
+    "machines": {"errors", "metrics"},
+    "hlo": set(),
     "lowering": DECODING,
     "session": DRAFTERS | DECODING | {"pretrained", "tokenizer", "vocabulary"},
     "exactness": DECODING | {"pretrained", "session"},
     "distillation": LIBRARY - {"serve", "bench"},
+    "flops": BASE | {"distillation", "drafters"},
+    "planning": LIBRARY - {"serve", "bench"} | {"flops", "hlo", "machines"},
     "serve": DECODING | LOADING | {"tokenizer"},
     "bench": LIBRARY - {"distillation", "serve"},
     "moa_jax": LIBRARY,
     "configs": {"config"},
     "infer.cli": {"errors", "version"},
-    "infer": LIBRARY | {"moa_jax", "infer.cli", "configs"},
-    "train": LIBRARY | {"moa_jax", "infer.cli", "configs"},
+    "infer.config_file": {"errors"},
+    "infer.plot": {"errors"},
+    "infer": LIBRARY | {"moa_jax", "configs", *SHARED},
+    "train": LIBRARY | {"flops", "planning", "machines", "moa_jax", "configs", *SHARED},
 } | {peer: set() for peer in PEERS}
 
 
@@ -150,6 +161,7 @@ def test_faults_are_found():
     assert one_fault("moa_jax/pretrained.py", "from train.settings import load_config")
     assert one_fault("moa_jax/convert.py", "import torch.nn")
     assert one_fault("train/distill.py", "from infer.generate import main")
+    assert one_fault("infer/config_file.py", "from moa_jax.config import DistillConfig")
     assert one_fault("infer/bench.py", "from infer.peers import transformers_generate")
     assert one_fault("infer/bench.py", "import torch")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
@@ -165,6 +177,7 @@ def test_what_the_table_allows_is_no_fault():
         ("moa_jax/drafters/__init__.py", "from . import moa\nfrom moa_jax.drafters.api import X"),
         ("moa_jax/__init__.py", "from .pretrained import load_target"),
         ("train/distill.py", "from infer.cli import run\nfrom moa_jax import generate"),
+        ("train/settings.py", "from infer.config_file import read_config"),
         ("configs/tiny.py", "from moa_jax.config import RunConfig\nimport tensorflow_datasets"),
         ("infer/peers/transformers_generate.py", "import torch\nimport transformers"),
     ]

@@ -19,22 +19,13 @@ from configs.shapes import SHAPES
 from moa_jax import masks, target
 from moa_jax.config import DraftShape
 from moa_jax.drafters import DRAFTERS
-from moa_jax.lowering import (
-    LARGE,
-    Move,
-    Program,
-    abstract_weights,
-    compile_decode,
-    compile_for,
-    h200,
-    has_cuda_compiler,
-    large_moves,
-    launches,
-    num_bytes,
-)
+from moa_jax.hlo import LARGE, Move, large_moves, launches
+from moa_jax.lowering import Program, abstract_weights, compile_decode, compile_for, num_bytes
+from moa_jax.machines import devices, has_compiler, machine
 from moa_jax.spec.step import Setup
 
 ROOT = Path(__file__).resolve().parents[1]
+H200 = machine("h200:1")
 BIG = "bf16[1024,1024]{1,0}"  # 2 MiB
 
 
@@ -178,7 +169,7 @@ def decode_program(num_nodes: int) -> tuple[Program, int]:
     drafter = DRAFTERS["moa"].make(PAPER.drafter, LLAMA) if shape.num_drafted else None
     setup = Setup(LLAMA, drafter, shape)
     weights = abstract_weights(setup)
-    return compile_decode(h200(), setup, weights, CACHE_ROWS), num_bytes(weights)
+    return compile_decode(devices(H200)[0], setup, weights, CACHE_ROWS), num_bytes(weights)
 
 
 def stacked_program(num_layers: int = 2) -> tuple[Program, int]:
@@ -199,7 +190,7 @@ def stacked_program(num_layers: int = 2) -> tuple[Program, int]:
         return lax.while_loop(lambda carry: carry[0] < count, one, (jnp.int32(0), root_11))
 
     integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), ())]
-    return compile_for(h200(), decode, params, *integers), num_bytes(params)
+    return compile_for(devices(H200)[0], decode, params, *integers), num_bytes(params)
 
 
 def report(name: str) -> None:
@@ -232,7 +223,7 @@ def reported(name: str) -> dict:
 
 
 needs_compiler = pytest.mark.skipif(
-    not has_cuda_compiler(), reason="no compiler for NVIDIA GPUs here: make env PLAN=1"
+    not has_compiler("cuda"), reason="no compiler for NVIDIA GPUs here: make env PLAN=1"
 )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from moa_jax import convert, load_drafter, load_target, masks
 from moa_jax.batch import Batch
-from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, OptimConfig, TargetConfig
+from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, Objective, OptimConfig, TargetConfig
 from moa_jax.distillation import tap
 from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
@@ -21,12 +21,15 @@ from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_from_hf
 from moa_jax.optim import optimizer, schedule
 from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.target import unembed
 from moa_jax.training import init_state, make_update
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import golden_cases
 from tests.oracle import learn, random_pair
 from tests.oracle import moa as oracle
 from tests.oracle.recorded import Case
+
+PAPER = Objective()
 
 recorded = pytest.mark.parametrize("folder", golden_cases("moa_", "train.npz"))
 QUICK = [("llama", 0), ("llama31", 3), ("qwen2", 1), ("qwen3", 1)]
@@ -62,7 +65,8 @@ class Pair:
         def trace(batch: Batch, draws: train.Draws):
             tapped = self.tap(batch)
             found = train.trace(self.moa, self.drafter.params, self.shared, batch, tapped, draws)
-            return found, train.loss_of(found, self.shared, batch, tapped)[1]
+            parts = train.loss_of(found, self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
+            return found, unembed(self.shared, found.feature_BTD), parts
 
         return jax.jit(trace)
 
@@ -91,7 +95,7 @@ class Pair:
         def loss(params, frozen, batch, key, progress):
             tapped = self.tap(batch)
             found = train.trace(self.moa, params, self.shared, batch, tapped, draws)
-            return train.loss_of(found, self.shared, batch, tapped)
+            return train.loss_of(found, self.shared, batch, tapped, PAPER, progress)
 
         return loss
 
@@ -143,11 +147,11 @@ def test_draft_training_forward(folder):
     for variant in case.variants:
         expected = {k: v.numpy() for k, v in case.train.items() if k.startswith(variant)}
         draws = draws_of(case.sample(variant))
-        trace, parts = pair.trace(batch, draws)
+        trace, logits_BTV, parts = pair.trace(batch, draws)
         for name, ours in (("sa_mask", trace.sa_mask_BTT), ("ca_mask", trace.ca_mask_BTT)):
             wanted = np.broadcast_to(expected[f"{variant}/{name}"], ours.shape)
             np.testing.assert_array_equal(np.asarray(ours)[both_BTT], wanted[both_BTT], name)
-        stages = dict(sa_out=trace.sa_BTD, ca_out=trace.ca_BTD, logits=trace.logits_BTV)
+        stages = dict(sa_out=trace.sa_BTD, ca_out=trace.ca_BTD, logits=logits_BTV)
         if case.num_reused:
             stages |= dict(tli_in=trace.entry_BTD, feature=trace.feature_BTD)
         for name, ours in stages.items():
@@ -254,14 +258,14 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
     gradients = learn.gradients(config, state, draft, num_reused, sample)
 
     draws = draws_of(sample)
-    trace, parts = pair.trace(batch, draws)
+    trace, logits_BTV, parts = pair.trace(batch, draws)
     real_BT = rows.attention_mask.numpy() == 1
     for name, ours, expected in (
         ("memory", trace.memory_BTD, forward.memory.memory_BTD),
         ("SA", trace.sa_BTD, forward.sa_BTD),
         ("CA", trace.ca_BTD, forward.ca_BTD),
         ("feature", trace.feature_BTD, forward.feature_BTD),
-        ("logits", trace.logits_BTV, forward.logits_BTV),
+        ("logits", logits_BTV, forward.logits_BTV),
     ):
         assert_close(ours[real_BT], expected.detach().numpy()[real_BT], name)
     gradient, parts = pair.gradient(batch, draws)
@@ -277,8 +281,8 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
 def test_random_draft_cached_equals_training(num_reused, tmp_path):
     *_, rows, sample = random_case("qwen3", num_reused)
     pair, batch = random_opened(tmp_path, "qwen3", num_reused)
-    trace, _ = pair.trace(batch, train.Draws(~batch.response_BT, jnp.zeros(3, bool)))
-    assert_cached_equals(pair, batch, np.asarray(trace.logits_BTV), rows.response_mask.numpy())
+    _, logits_BTV, _ = pair.trace(batch, train.Draws(~batch.response_BT, jnp.zeros(3, bool)))
+    assert_cached_equals(pair, batch, np.asarray(logits_BTV), rows.response_mask.numpy())
 
 
 @pytest.mark.parametrize("num_reused", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -12,7 +12,7 @@ import pytest
 
 from moa_jax import distillation, load_drafter, load_target, losses, masks
 from moa_jax.batch import Batch
-from moa_jax.config import MaskConfig
+from moa_jax.config import MaskConfig, Objective
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.target import unembed
 from tests.compare import ARRAYS, assert_close, assert_value
@@ -61,13 +61,13 @@ def tap(moa: Moa, target_params, batch: Batch):
 
 @partial(jax.jit, static_argnums=0)
 def exact_logits(moa: Moa, params, shared, batch: Batch, tapped, known_BT):
-    return train.teacher_forced(moa, params, shared, batch, tapped, known_BT)
+    return unembed(shared, train.teacher_forced(moa, params, shared, batch, tapped, known_BT))
 
 
 @partial(jax.jit, static_argnums=0)
 def reference_logits(moa: Moa, params, shared, batch: Batch, tapped, known_BT):
     draws = train.Draws(known_BT, jnp.zeros(len(known_BT), bool))
-    return train.trace(moa, params, shared, batch, tapped, draws).logits_BTV
+    return unembed(shared, train.trace(moa, params, shared, batch, tapped, draws).feature_BTD)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -171,7 +171,7 @@ def test_drafts_read_nothing_newer(saved):
     assert_close(exact_TV[known_T], target_TV[known_T], "known tokens give the target's logits")
 
 
-OPTION = MaskConfig(staircase=False, on_policy_reuse=True)
+OPTION = Objective(MaskConfig(staircase=False, on_policy_reuse=True))
 
 
 def trained_on(pair: Pair):
@@ -186,7 +186,7 @@ def test_option_chooses_the_rule(saved):
     pair = open_pair(saved / "qwen3", 1)
     given = params, stacked, batch, tapped, key, progress = trained_on(pair)
     _, parts = jax.jit(partial(train.loss, pair.moa, OPTION))(*given)
-    known_BT = train.draw(OPTION, key, batch, progress).known_BT
+    known_BT = train.draw(OPTION.masks, key, batch, progress).known_BT
     target_BTV = unembed(stacked, tapped.hidden_BTD)
 
     def cross_entropy(rule) -> float:

@@ -2,6 +2,12 @@
 
 import dataclasses
 import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -9,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.config_file import read_config
 from infer.info import ROOT
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.batch import Batch
@@ -25,6 +32,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batches import Batches
 from moa_jax.losses import next_token_loss
+from moa_jax.metrics import read_records
 from moa_jax.optim import optimizer
 from moa_jax.training import init_state, make_update
 from train import distill, pretrain
@@ -83,13 +91,13 @@ def metrics(folder: Path, kind: str) -> list[dict]:
 
 
 def cut_at(monkeypatch, step: int) -> None:
-    """From now on the batch of this step stops the program, as Ctrl-C would."""
+    """From now on the batch of this step ends the program, as any fault would."""
     deal = Batches.batch
 
-    def batch(self, index):
+    def batch(self, index, *rows):
         if index == step:
             raise KeyboardInterrupt
-        return deal(self, index)
+        return deal(self, index, *rows)
 
     monkeypatch.setattr(Batches, "batch", batch)
 
@@ -125,22 +133,39 @@ def test_resume_is_exact(small_target, tmp_path, monkeypatch):
         cut_at(patch, step=8)
         distill.distill(distill_config(tmp_path / "cut", small_target))
     distill.distill(distill_config(tmp_path / "cut", small_target))
-    one, two = (tmp_path / name / "draft" / "model.safetensors" for name in ("whole", "cut"))
-    assert one.read_bytes() == two.read_bytes()
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
     steps = [record["step"] for record in metrics(tmp_path / "cut", "train")]
     assert steps == [2, 4, 6, 8, 10, 12]
-    for a, b in zip(
-        metrics(tmp_path / "whole", "train"), metrics(tmp_path / "cut", "train"), strict=True
-    ):
-        assert a["loss"] == b["loss"]
 
 
-def test_resume_refuses_another_config(small_target, tmp_path):
-    config = distill_config(tmp_path, small_target)
-    distill.distill(config)
-    changed = dataclasses.replace(config.optim, learning_rate=5e-4)
-    with pytest.raises(InputError, match="optim differ"):
-        distill.distill(dataclasses.replace(config, optim=changed))
+def assert_same_run(folder: Path, other: Path) -> None:
+    for name in ("draft/model.safetensors", "run/metrics.jsonl"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_is_exact(small_target, tmp_path):
+    """The trainer as a program, ended by SIGKILL three times."""
+    distill.distill(distill_config(tmp_path / "whole", small_target))
+    settings = tmp_path / "settings.py"
+    settings.write_text(
+        "from pathlib import Path\n"
+        "from tests.test_training import distill_config\n"
+        f"config = distill_config(Path({str(tmp_path / 'cut')!r}), Path({str(small_target)!r}))\n"
+    )
+    command = [sys.executable, "-m", "train.distill", "--config", str(settings)]
+    log = tmp_path / "cut" / "run" / "metrics.jsonl"
+    chance, codes = random.Random(0), []
+    for lines in (1, 4, 7):  # of 8: past step 2, 6 and 10, which have few steps more to go
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
+            while process.poll() is None and len(read_records(log)) < lines:
+                time.sleep(0.001)
+            time.sleep(0.05 * chance.random())
+            process.kill()
+        codes.append(process.returncode)
+    assert -signal.SIGKILL in codes
+    distill.distill(distill_config(tmp_path / "cut", small_target))
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_accumulation_averages_micro_batches():
@@ -207,10 +232,14 @@ def test_config_of_another_program_is_refused(settings_file, tmp_path):
         load_config(str(tmp_path / "none.py"), PretrainConfig, [])
 
 
-CONFIGS = sorted(set((ROOT / "configs").glob("[a-z]*.py")) - {ROOT / "configs" / "shapes.py"})
+def defines_config(path: Path) -> bool:
+    return re.search(r"^config *[:=]", path.read_text(), re.MULTILINE) is not None
+
+
+CONFIGS = sorted(filter(defines_config, (ROOT / "configs").glob("*.py")))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_committed_configs_load(path):
-    kind = PretrainConfig if "demo_target" in path.name else DistillConfig
-    assert load_config(str(path), kind, []).run.directory.startswith("runs/")
+    config = read_config(str(path), PretrainConfig, DistillConfig)
+    assert config.run.directory.startswith("runs/")

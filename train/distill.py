@@ -1,12 +1,14 @@
 """Trains a drafter for a frozen target: `python -m train.distill --config configs/tiny.py`.
 
 Settings of the config file are overridden by dotted flags, as in --optim.total_steps 200.
-A run that was cut off goes on from its last checkpoint when the same command is given again.
+A run that was cut off goes on from its last checkpoint when the same command is given again,
+on as many devices and processes as there are then.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +16,85 @@ import jax
 import jax.numpy as jnp
 
 from infer.cli import run
+from moa_jax import processes, sharding
+from moa_jax.batch import Batch
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
-from moa_jax.distillation import make_loss, make_probe, summarise
-from moa_jax.drafters import DRAFTERS
-from moa_jax.optim import optimizer
-from moa_jax.pretrained import load_target, save_drafter
+from moa_jax.distillation import METHOD, Program, frozen_sharding, make_program, summarise
+from moa_jax.flops import model_flops_per_token
+from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.tokenizer import load_tokenizer
-from train.loop import Job, fingerprint, fit
-from train.settings import config_of_flags
-
-METHOD = "moa"
+from train import cluster
+from train.decoding import make_decode
+from train.loop import Job, fit
+from train.settings import config_parser, parse_config
 
 
 def distill(config: DistillConfig) -> None:
     """Target, data, training, and the finished drafter's folder."""
-    dtype = jnp.dtype(config.run.dtype)
-    target = load_target(config.target, dtype, layers="stacked")
-    tokenizer = load_tokenizer(target.folder)
-    vocab_size = target.config.vocab_size
+    mesh = sharding.make_mesh(config.mesh, jax.devices())
+    described = describe_target(config.target)
+    program = make_program(config, described.config, mesh)  # refuses before anything is loaded
+    tokenizer = load_tokenizer(described.folder)
+    vocab_size = described.config.vocab_size
     train, report = batches.load(config.data, tokenizer, vocab_size, "train")
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation")
-    print(f"data: {report}", file=sys.stderr)
+    if processes.is_first():
+        print(f"data: {report}", file=sys.stderr)
+    where = frozen_sharding(described.config, mesh)
+    dtype = jnp.dtype(config.run.dtype)
+    target = load_target(config.target, dtype, layers="stacked", sharding=where)
+    with jax.set_mesh(mesh):
+        params = fit(_job(config, program, target, train, validation), target.params)
+        if params is None:  # told to stop before the end
+            return
+        params = processes.gathered(params)
+    if processes.is_first():
+        _save(config, params, target)
 
-    drafter = DRAFTERS[METHOD].make(config.drafter, target.config, config.masks)
-    probe = make_probe(target.config, drafter, dtype, config.horizon)
-    job = Job(
-        run=config.run,
-        optim=config.optim,
-        config=fingerprint(config),
-        loss=make_loss(target.config, drafter, dtype),
-        evaluate=_evaluation(config, probe, validation),
-        batches=train,
-        optimizer=optimizer(config.optim),
+
+def _job(
+    config: DistillConfig,
+    program: Program,
+    target: Target,
+    train: batches.Batches,
+    validation: batches.Batches,
+) -> Job:
+    key = jax.random.key(config.run.seed)
+    shardings = (program.state_sharding, None)
+    return Job(
+        config=config,
+        start=lambda: jax.jit(program.init, out_shardings=program.state_sharding)(key),
+        update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
+        batch=_placed(program, train),
+        evaluate=_evaluation(config, program, validation),
+        decode=make_decode(config, target, validation) if config.run.decode_prompts else None,
+        flops_per_token=model_flops_per_token(config, target.config),
     )
-    params = fit(job, drafter.init(jax.random.key(config.run.seed)), frozen=target.params)
+
+
+def _placed(program: Program, source: batches.Batches) -> Callable[[int], Batch]:
+    """The batch of a step on its devices; every process reads its own rows of it."""
+
+    def batch(step: int) -> Batch:
+        read = lambda rows: source.batch(step, rows)  # noqa: E731
+        return sharding.place_rows(read, program.rows_sharding, (source.rows_per_batch,))
+
+    return batch
+
+
+def _evaluation(config: DistillConfig, program: Program, validation: batches.Batches) -> Any:
+    probe, batch = jax.jit(program.probe), _placed(program, validation)
+    count = min(config.run.eval_batches, len(validation))
+
+    def evaluate(params: Any, frozen: Any) -> dict[str, Any]:
+        found = [probe(params, frozen, batch(i)) for i in range(count)]
+        return summarise(jax.tree.map(lambda *sums: sum(sums), *found))
+
+    return evaluate
+
+
+def _save(config: DistillConfig, params: Any, target: Target) -> None:
     save_drafter(
         Path(config.output),
         METHOD,
@@ -60,19 +106,12 @@ def distill(config: DistillConfig) -> None:
     )
 
 
-def _evaluation(config: DistillConfig, probe: Any, validation: batches.Batches) -> Any:
-    one = jax.jit(probe)
-    count = min(config.run.eval_batches, len(validation))
-
-    def evaluate(params: Any, frozen: Any) -> dict[str, Any]:
-        found = [one(params, frozen, validation.batch(i)) for i in range(count)]
-        return summarise(jax.tree.map(lambda *sums: sum(sums), *found))
-
-    return evaluate
-
-
 def main(arguments: list[str] | None = None) -> None:
-    distill(config_of_flags("train.distill", __doc__, DistillConfig, arguments))
+    parser = config_parser("train.distill", __doc__)
+    cluster.add_flags(parser)
+    config, args = parse_config(parser, DistillConfig, arguments)
+    cluster.join(args)
+    distill(config)
 
 
 if __name__ == "__main__":

@@ -1,121 +1,107 @@
-"""The loop that every trainer runs: updates, metrics, evaluations, checkpoints, resume."""
+"""The loop that every trainer runs: updates, metrics, evaluations, checkpoints, resume.
+
+What a run computes depends on its settings alone: it may be killed at any moment, and the same
+command goes on to the same weights, optimiser state and metrics.jsonl.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-import optax
-
-from infer.cli import progress
+from moa_jax.batch import Batch
 from moa_jax.checkpoint import Checkpoints
-from moa_jax.config import DistillConfig, OptimConfig, PretrainConfig, RunConfig
-from moa_jax.data.batches import Batches
+from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError
-from moa_jax.metrics import MetricsLog
+from moa_jax.metrics import check_tensorboard
 from moa_jax.precision import matmul_precision
-from moa_jax.training import Loss, Params, init_state, make_update
+from moa_jax.training import Metrics, Params, TrainState
+from train.stop import StopRequest
+from train.watch import Watch
 
-Evaluate = Callable[[Params, Any], dict[str, Any]]
-
-
-def fingerprint(config: PretrainConfig | DistillConfig) -> dict[str, Any]:
-    """What makes two runs the same: all settings but bookkeeping and where the result goes."""
-    kept = dataclasses.asdict(dataclasses.replace(config, run=None, output=""))
-    return kept | {"seed": config.run.seed, "dtype": config.run.dtype}
+Figures = dict[str, Any]  # numbers and lists of numbers, the same whenever they are taken
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What sets one trainer apart from another."""
+    """What sets one trainer apart from another. Every process of a run calls all of it alike."""
 
-    run: RunConfig
-    optim: OptimConfig
-    config: dict[str, Any]  # of the whole run, for the checkpoint
-    loss: Loss
-    evaluate: Evaluate
-    batches: Batches
-    optimizer: optax.GradientTransformation
+    config: PretrainConfig | DistillConfig
+    start: Callable[[], TrainState]  # a fresh state, on its devices
+    batch: Callable[[int], Batch]  # of a step from 0 on, on its devices
+    # Compiled; donates the state. Metrics as those of `moa_jax.training.make_update`.
+    update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
+    evaluate: Callable[[Params, Any], Figures]  # (params, frozen) -> with `simulated_tau`, if any
+    decode: Callable[[Params], Figures] | None = None  # with `tau`, at checkpoints
+    flops_per_token: float | None = None  # of an update, recomputation left out
 
 
-def fit(job: Job, params: Params, frozen: Any) -> Params:
-    """Trains from the newest checkpoint, or from `params`; returns the final weights.
+def fit(job: Job, frozen: Any) -> Params | None:
+    """Trains from the newest checkpoint or from `job.start()`; `frozen` is only read.
 
-    Raises InputError when a loss is not finite, naming the step.
+    Returns the final weights, or None where the run was told to stop before its end: its state
+    is saved then. Raises InputError for a directory that is in use or another run's, for a disk
+    without room, and for a loss or gradient that is not finite, where run.not_finite is `stop`.
     """
-    run, optim = job.run, job.optim
-    if job.batches.rows_per_batch % optim.accumulate:
-        raise InputError(
-            f"data.rows_per_batch {job.batches.rows_per_batch} does not split into "
-            f"optim.accumulate {optim.accumulate} equal parts: choose numbers that divide"
-        )
-    update = make_update(job.loss, job.optimizer, run.seed, optim.total_steps, optim.accumulate)
-    update = jax.jit(update, donate_argnums=0)
-    checkpoints = Checkpoints(run, job.config)
-    fresh = init_state(params, job.optimizer)
-    state = checkpoints.restore(fresh) or fresh
-    first = int(state.step)
-    log = MetricsLog(Path(run.directory) / "metrics.jsonl", first)
-    bar = progress(optim.total_steps, "train", initial=first)
-    meter = _Meter()
-    try:
-        for step in range(first, optim.total_steps):
-            batch = job.batches.batch(step)
-            with matmul_precision(run.dtype):
-                state, metrics = update(state, frozen, batch)
-            meter.count(batch.segment_BT)
-            done = step + 1
-            if done % run.log_every == 0 or done == optim.total_steps:
-                record = log.write(done, "train", _finite(metrics, done) | meter.rate())
-                bar.note({k: record[k] for k in ("loss", "tokens_per_s")})
-            if done % run.eval_every == 0 or done == optim.total_steps:
-                record = log.write(done, "eval", job.evaluate(state.params, frozen))
-                bar.line(f"step {done} evaluation: {_brief(record)}")
-                meter.pause()
-            if done % run.save_every == 0 or done == optim.total_steps:
-                _finite(metrics, done)
+    config, total = job.config, job.config.optim.total_steps
+    _check(config)
+    with StopRequest() as stop, Checkpoints(config) as checkpoints:
+        state = checkpoints.restore(job.start)
+        done = int(state.step)
+        with Watch(config, done, job.flops_per_token) as watch:
+            for step, tau in watch.taus.items():
+                checkpoints.rate(step, tau)
+            stopped = stop.reached(done)
+            if not stopped:  # a run may have been cut between a save and its evaluation
+                _measure(job, done, state.params, frozen, watch, checkpoints)
+            while done < total and not stopped:
+                batch = job.batch(done)
+                with matmul_precision(config.run.dtype):
+                    state, metrics = job.update(state, frozen, batch)
+                done += 1
+                watch.updated(done, metrics, batch)
+                stopped = stop.reached(done)
+                if not stopped and _is_due(done, config.run.save_every, total):
+                    watch.settle()  # what is saved is known to be finite
+                    checkpoints.save(state)
+                if not stopped:
+                    _measure(job, done, state.params, frozen, watch, checkpoints)
+                checkpoints.check()
+            if stopped:
+                watch.settle()
                 checkpoints.save(state)
-            bar.step()
-    finally:
-        bar.close()
-        checkpoints.close()
-        log.close()
-    return state.params
+            checkpoints.wait()
+            watch.ended(done, stopped)
+    return None if stopped else state.params
 
 
-def _finite(metrics: dict[str, Any], step: int) -> dict[str, Any]:
-    values = jax.device_get(metrics)
-    if not np.isfinite(values["loss"]):
+def _measure(
+    job: Job, step: int, params: Params, frozen: Any, watch: Watch, checkpoints: Checkpoints
+) -> None:
+    """Evaluates and decodes where that is due and not yet recorded."""
+    run, total = job.config.run, job.config.optim.total_steps
+    if _is_due(step, run.eval_every, total) and watch.owes(step, "eval"):
+        watch.settle()
+        watch.measured(step, "eval", job.evaluate(params, frozen))
+        if step in watch.taus:
+            checkpoints.rate(step, watch.taus[step])
+    if job.decode is not None and _is_due(step, run.save_every, total):
+        if watch.owes(step, "decode"):
+            watch.settle()
+            watch.measured(step, "decode", job.decode(params))
+
+
+def _is_due(step: int, every: int, total: int) -> bool:
+    return step > 0 and (step % every == 0 or step == total)
+
+
+def _check(config: PretrainConfig | DistillConfig) -> None:
+    rows, parts = config.data.rows_per_batch, config.optim.accumulate
+    if rows % parts:
         raise InputError(
-            f"step {step}: the loss is {values['loss']}: lower optim.learning_rate, "
-            "and name another run.directory"
+            f"data.rows_per_batch {rows} does not split into optim.accumulate {parts} equal "
+            "parts: choose numbers that divide"
         )
-    return values
-
-
-def _brief(record: dict[str, Any]) -> str:
-    shown = {k: v for k, v in record.items() if isinstance(v, float)}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-
-
-class _Meter:
-    """Tokens per second since the last reading, evaluations left out."""
-
-    def __init__(self) -> None:
-        self.pause()
-
-    def pause(self) -> None:
-        self._tokens, self._since = 0, time.perf_counter()
-
-    def count(self, segment_BT: np.ndarray) -> None:
-        self._tokens += int((segment_BT > 0).sum())
-
-    def rate(self) -> dict[str, float]:
-        rate = self._tokens / (time.perf_counter() - self._since)
-        self.pause()
-        return {"tokens_per_s": rate}
+    if config.run.tensorboard:
+        check_tensorboard()

@@ -24,8 +24,9 @@ from moa_jax.losses import next_token_loss
 from moa_jax.optim import optimizer
 from moa_jax.pretrained import save_target
 from moa_jax.tokenizer import load_tokenizer, train_tokenizer
-from train.loop import Job, fingerprint, fit
-from train.settings import config_of_flags
+from moa_jax.training import init_state, make_update
+from train.loop import Job, fit
+from train.settings import config_parser, parse_config
 
 
 def pretrain(config: PretrainConfig) -> None:
@@ -36,18 +37,18 @@ def pretrain(config: PretrainConfig) -> None:
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation")
     print(f"data: {report}", file=sys.stderr)
     loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)  # noqa: E731
+    optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
+    update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
     job = Job(
-        run=config.run,
-        optim=config.optim,
-        config=fingerprint(config),
-        loss=loss,
+        config=config,
+        start=lambda: init_state(target.init(config.target, key), tx),
+        batch=train.batch,
+        update=jax.jit(update, donate_argnums=0),
         evaluate=_evaluation(config, validation),
-        batches=train,
-        optimizer=optimizer(config.optim),
     )
-    params = target.init(config.target, jax.random.key(config.run.seed))
-    params = fit(job, params, frozen=None)
-    save_target(Path(config.output), config.target, params, Path(config.tokenizer))
+    params = fit(job, frozen=None)
+    if params is not None:
+        save_target(Path(config.output), config.target, params, Path(config.tokenizer))
 
 
 def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
@@ -92,7 +93,8 @@ def _texts(record: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    pretrain(config_of_flags("train.pretrain", __doc__, PretrainConfig, arguments))
+    parser = config_parser("train.pretrain", __doc__)
+    pretrain(parse_config(parser, PretrainConfig, arguments)[0])
 
 
 if __name__ == "__main__":

@@ -3,46 +3,57 @@
     python -m train.regenerate --target runs/demo_target/final --prompts data:chat/train.jsonl.gz \\
         --sources star,taskmaster-4 --output runs/demo_answers.jsonl
 
-Every assistant turn is replaced by the target's own greedy answer to the conversation so far,
-its earlier answers included; records of user turns alone do as well. A conversation ends before
-an answer that does not stop by itself or a prompt that is too long, and one without any answer
-is left out. The output grows in OUTPUT.partial and is renamed when complete; the same command
-goes on where it was cut off.
+Every assistant turn is replaced by the target's own answer to the conversation so far, its
+earlier answers included; records of user turns alone do as well. A conversation ends before an
+answer that does not stop by itself or a prompt that is too long, and one without any answer is
+left out. With --ignore-stop the first answer of each goes on past its end, as in benchmarks of a
+fixed length, and is written as `prompt_ids` and `token_ids`. Answers are greedy, or drawn at a
+--temperature; a drawn one depends on --seed, its record and its turn alone.
+
+The output grows in OUTPUT.partial and is renamed when complete; the same command goes on where it
+was cut off. With --shard 3/8 a process answers every eighth record, from record 3 on (of 0, 1,
+...), into answers-00003-of-00008.jsonl for --output answers.jsonl; a data config may name the
+folder of all eight.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
-import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from infer.cli import Parser, names, positive, progress, run
 from moa_jax import Session, load_target
+from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.tokenizer import load_tokenizer
+from train.partial import Partial
 
 IDLE = [0]  # the prompt of a slot whose conversation is over; it gets one token
-DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "dtype")
+DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop", "dtype")
+DRAWING = ("temperature", "top_k", "top_p", "seed")
 
 
 class Conversation:
     """One record on its way: the turns still to come, what was said, and what waits for answer."""
 
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.record = record
+    def __init__(self, record: dict[str, Any] | InputError, number: int = 0) -> None:
+        """`number` is the record's place among all; a fault stands for an unreadable one."""
+        self.record, self.number = record, number
         self.said: list[chat.Message] = []
         self.prompt: list[int] | None = None
         self.fault = "a record without a user message: give it one"  # why it has no answer
+        self._ids: dict[str, list[int]] | None = None
         self._asked: list[chat.Message] = []
         self._turns = self._messages()
 
@@ -57,18 +68,31 @@ class Conversation:
         """Takes the target's answer."""
         self.said = [*self._asked, {"role": "assistant", "content": answer}]
 
+    def draw(self, law: Sampling) -> Sampling:
+        """How the answer that it waits for is drawn: whatever its batch or shard, the same."""
+        turn = len(self.said)
+        (seed,) = np.random.SeedSequence((law.seed, self.number, turn)).generate_state(1)
+        return dataclasses.replace(law, seed=int(seed))
+
+    def keep(self, token_ids: list[int]) -> None:
+        """Takes an answer as tokens, which ends the conversation."""
+        self._ids = {"prompt_ids": self.prompt, "token_ids": token_ids}
+        self.end("")
+
     def end(self, fault: str) -> None:
         """Ends the conversation before the question at hand."""
         self.fault, self.prompt, self._turns = fault, None, iter(())
 
     def line(self) -> str | None:
         """The JSON line of what was said, None if there was no answer."""
-        if not self.said:
+        if not self.said and self._ids is None:
             return None
         kept = {key: self.record[key] for key in ("source", "license") if key in self.record}
-        return json.dumps({"messages": self.said} | kept, ensure_ascii=False)
+        return json.dumps((self._ids or {"messages": self.said}) | kept, ensure_ascii=False)
 
     def _messages(self) -> Iterator[chat.Message]:
+        if isinstance(self.record, InputError):
+            raise InputError(f"a record that is {self.record}")
         yield from chat.messages_of(self.record)  # not before the first turn: it may raise
 
     def _next_prompt(self, tokenizer: Any, longest: int) -> list[int] | None:
@@ -85,32 +109,59 @@ class Conversation:
 
 
 def regenerate(args: argparse.Namespace) -> None:
-    """Answers all conversations, `--batch` side by side."""
-    output = Path(args.output)
+    """Answers all conversations of its shard, `--batch` side by side."""
+    output = _output(args)
     if output.exists():
         raise InputError(f"{output} exists already: remove it or name another --output")
+    law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
     target = load_target(args.target, args.dtype and jnp.dtype(args.dtype))
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
     session = Session(target)
-    sources = names(args.sources)
-    records = list(itertools.islice(corpora.read(args.prompts, sources), args.limit))
+    records = list(_records(args))
     if not records:
-        raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'}")
-    partial = Partial(output, {name: getattr(args, name) for name in DECISIVE})
+        where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
+        raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
+    partial = Partial(output, _settings(args))
     if partial.done > len(records):
         raise InputError(f"{partial.path} holds {partial.done} already: raise --limit or remove it")
     with progress(len(records), "conversations", initial=partial.done) as bar:
         while partial.done < len(records):
             chunk = records[partial.done : partial.done + args.batch]
-            talks = [Conversation(record) for record in chunk]
+            talks = [Conversation(record, number) for number, record in chunk]
             for _ in _rounds(talks, tokenizer, args.max_prompt):
-                _answer(session, tokenizer, talks, args)
+                _answer(session, tokenizer, talks, args, law)
             partial.append(talks)
             bar.step(len(chunk))
     dropped = partial.finish()
     for fault, count in dropped.most_common():
         print(f"{count} of {len(records)} conversations left out: {fault}", file=sys.stderr)
+
+
+def _output(args: argparse.Namespace) -> Path:
+    output = Path(args.output)
+    if args.shard is None:
+        return output
+    number, count = args.shard
+    return output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that decide the text."""
+    flags = DECISIVE + (DRAWING if args.temperature else ())
+    return {flag: getattr(args, flag) for flag in flags}
+
+
+def _records(args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
+    """Those of this shard, of the first `--limit` records, with their numbers among all."""
+    sources = names(args.sources)
+    records = (
+        record
+        for _, record in corpora.read_all(args.prompts)
+        if isinstance(record, InputError) or corpora.is_from(record, sources)
+    )
+    first, step = args.shard or (0, 1)
+    return itertools.islice(enumerate(itertools.islice(records, args.limit)), first, None, step)
 
 
 def _check_lengths(args: argparse.Namespace, target: Target) -> None:
@@ -133,14 +184,25 @@ def _rounds(talks: list[Conversation], tokenizer: Any, longest: int) -> Iterator
 
 
 def _answer(
-    session: Session, tokenizer: Any, talks: list[Conversation], args: argparse.Namespace
+    session: Session,
+    tokenizer: Any,
+    talks: list[Conversation],
+    args: argparse.Namespace,
+    law: Sampling,
 ) -> None:
     idle = [None] * (args.batch - len(talks))  # one batch size, one program
     prompts = [talk.prompt for talk in talks] + idle
     wanted = [args.max_new_tokens if prompt else 1 for prompt in prompts]
-    results = session.generate([prompt or IDLE for prompt in prompts], wanted)
+    stop_ids = () if args.ignore_stop else None
+    drawn = {}  # nothing for greedy answers
+    if law.temperature:
+        drawn["sampling"] = [talk.draw(law) for talk in talks] + [law] * len(idle)
+    results = session.generate([prompt or IDLE for prompt in prompts], wanted, stop_ids, **drawn)
     for talk, result in zip(talks, results, strict=False):
         if talk.prompt is None:
+            continue
+        if args.ignore_stop:
+            talk.keep(result.token_ids)
             continue
         text = tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
         if result.finish_reason != "stop":
@@ -149,69 +211,6 @@ def _answer(
             talk.end("an answer without text: the target had nothing to say")
         else:
             talk.hear(text)
-
-
-class Partial:
-    """The growing output: a line for the flags that decide its text, then a line for each batch.
-
-    A cut leaves whole batches and at most half a line, which is cut off.
-    """
-
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
-        """Raises InputError for a file that other flags began or that cannot be written."""
-        self.output, self.path = output, output.with_name(output.name + ".partial")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._blocks = self._continue(json.dumps(settings, sort_keys=True).encode())
-        except OSError as error:
-            reason = first_line(error)
-            raise InputError(
-                f"{self.path} cannot be written ({reason}): change --output"
-            ) from error
-
-    def _continue(self, header: bytes) -> list[dict[str, Any]]:
-        """The batches that are there; a new file, or one cut at its creation, gets the header."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        length = content.rfind(b"\n") + 1
-        first, *blocks = content[:length].splitlines() or [header]
-        if first != header:
-            raise InputError(f"{self.path} was made with other flags: repeat those or remove it")
-        if length:
-            os.truncate(self.path, length)
-        else:
-            self.path.write_bytes(header + b"\n")
-        return [json.loads(block) for block in blocks]
-
-    @property
-    def done(self) -> int:
-        """Conversations that are over so far."""
-        return sum(len(block["lines"]) + len(block["faults"]) for block in self._blocks)
-
-    def append(self, talks: list[Conversation]) -> None:
-        """Adds one batch: the lines of its conversations, and the faults of those without."""
-        lines = [talk.line() for talk in talks]
-        faults = [talk.fault for talk, line in zip(talks, lines, strict=True) if line is None]
-        block = {"lines": [line for line in lines if line is not None], "faults": faults}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(block) + "\n")
-        self._blocks.append(block)
-
-    def finish(self) -> Counter[str]:
-        """Writes the lines of all batches as the output; returns the faults of the others.
-
-        Raises InputError, and starts from nothing the next time, where there is no line.
-        """
-        faults = Counter(fault for block in self._blocks for fault in block["faults"])
-        if len(faults) and self.done == faults.total():
-            self.path.unlink()
-            ((fault, count),) = faults.most_common(1)
-            raise InputError(f"none of {self.done} conversations got an answer; {count}: {fault}")
-        whole = self.output.with_name(self.output.name + ".tmp")
-        with whole.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for block in self._blocks for line in block["lines"])
-        os.replace(whole, self.output)
-        self.path.unlink()
-        return faults
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -228,7 +227,20 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--output", required=True, metavar="FILE.jsonl")
     group.add_argument("--batch", type=positive, default=32, help="conversations side by side")
     group.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
+    group.add_argument("--ignore-stop", action="store_true", help="go on past the answer's end")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+    group.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    group.add_argument("--shard", type=_shard, metavar="I/N", help="every N-th record, from I on")
     return parser
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard: write 0/8, 1/8, ... or 7/8")
+    return int(number), int(count)
 
 
 def main(arguments: list[str] | None = None) -> None:

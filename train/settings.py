@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
-import runpy
-import traceback
 import types
 import typing
-from pathlib import Path
 from typing import Any, TypeVar
 
 from infer.cli import Parser
-from moa_jax.errors import InputError, first_line
+from infer.config_file import read_config
+from moa_jax.errors import InputError
 
 Config = TypeVar("Config")
 
 
-def config_of_flags(
-    prog: str, description: str | None, kind: type[Config], arguments: list[str] | None
-) -> Config:
-    """The config that `--config FILE` and the dotted flags after it describe."""
+def config_parser(prog: str, description: str | None) -> Parser:
+    """A parser with `--config`, to which a program adds flags of its own."""
     parser = Parser(prog, description)
     parser.add_argument("--config", required=True, help="a Python file that defines `config`")
-    known, overrides = parser.parse_known_args(arguments)
-    return load_config(known.config, kind, overrides)
+    return parser
+
+
+def parse_config(
+    parser: Parser, kind: type[Config], arguments: list[str] | None
+) -> tuple[Config, argparse.Namespace]:
+    """The config that `--config FILE` and the dotted flags describe, and the other flags."""
+    args, overrides = parser.parse_known_args(arguments)
+    return load_config(args.config, kind, overrides), args
 
 
 def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
     """The `config` that the Python file at `path` defines, with overrides applied in order.
 
-    Raises InputError for a file that is missing, does not run or has no `config` of `kind`,
-    for an unknown field, and for a value of the wrong type or size.
+    Raises InputError as `read_config`, for an unknown field, and for a value of the wrong type
+    or size.
     """
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such config file, see the folder configs/")
-    config = _run(path).get("config")
-    if not isinstance(config, kind):
-        found = type(config).__name__
-        raise InputError(f"{path}: defines a {found} named `config`, expected {kind.__name__}")
+    config = read_config(path, kind)
     for name, value in _pairs(overrides):
         config = _replace(config, name.split("."), value, name)
     return config
-
-
-def _run(path: str) -> dict[str, Any]:
-    try:
-        return runpy.run_path(path)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    except Exception as error:  # a config is Python: it can fail in any way
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" line {frame.lineno}" for frame in frames if frame.filename == path]
-        where = path + "".join(lines[-1:])
-        raise InputError(
-            f"{where}: {type(error).__name__}: {first_line(error)}: mend the config file"
-        ) from error
 
 
 def _pairs(overrides: list[str]) -> list[tuple[str, str]]:

@@ -73,6 +73,21 @@ def encode(
     return Example(np.array(encoding["input_ids"][:max_length], np.int32), response_T)
 
 
+def encode_ids(record: dict, vocab_size: int, max_length: int) -> Example | None:
+    """A record of `prompt_ids` and the `token_ids` that answer them, cut to `max_length`.
+
+    None if no answer token is left. Raises InputError for what is no list of known ids.
+    """
+    prompt, answer = record.get("prompt_ids", []), record["token_ids"]
+    for ids in (prompt, answer):
+        known = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        if not known:
+            raise InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
+    tokens_T = np.array((prompt + answer)[:max_length], np.int32)
+    response_T = np.arange(len(tokens_T)) >= len(prompt)
+    return Example(tokens_T, response_T) if response_T.any() else None
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[Example]:
     """Cut plain text into examples of at most `max_length` tokens, each after the bos token.
 
@@ -136,7 +151,8 @@ def _turns(record: dict) -> list[dict]:
             )
         question = [str(record[key]).strip() for key in ("instruction", "input") if record.get(key)]
         style, turns = "data", ["\n\n".join(question), str(record["output"] or "").strip()]
-    if isinstance(turns, dict):  # a column per key, as TensorFlow Datasets keeps lists of objects
+    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):
+        # A column per key, as TensorFlow Datasets keeps lists of objects.
         columns = zip(*turns.values(), strict=False)
         turns = [dict(zip(turns, values, strict=True)) for values in columns]
     if not isinstance(turns, list | tuple):
@@ -151,7 +167,7 @@ def _role(turn: dict) -> str:
     if not isinstance(turn, dict):
         raise InputError("a message that is not an object: write role and content")
     name = turn.get("role", turn.get("from"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise InputError(f"a message with role {name!r}: use system, user or assistant")
     return ROLES[name]
 

@@ -1,23 +1,26 @@
 """Records from wherever text lies: files, folders, the hub, TensorFlow Datasets.
 
-    chat.jsonl  chat.jsonl.gz  chat.json  chat.parquet   a file, or a folder of these
-    data:chat/train.jsonl.gz                             below $MOA_DATA, else ../shared/data
-    hub:HuggingFaceH4/ultrachat_200k/train_sft           through `datasets`, streamed
-    tfds:NAME/SPLIT                                      through `tensorflow_datasets`
+    chat.jsonl  chat.json  chat.parquet     a file, or a folder of these; JSON also with .gz
+    data:chat/train.jsonl.gz                below $MOA_DATA, else ../shared/data
+    hub:HuggingFaceH4/ultrachat_200k/train_sft   through `datasets`, streamed
+    hub:FOLDER/SPLIT                        of data files, or one that `save_to_disk` wrote
+    tfds:NAME/SPLIT                         through `tensorflow_datasets`
 
 JSON Lines and datasets are streamed; nothing is kept in memory but the record at hand.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from moa_jax.data import files
+from moa_jax.data.files import Found, locate
 from moa_jax.errors import InputError, first_line
+
+__all__ = ["count", "files_of", "is_from", "locate", "read", "read_all", "read_numbered"]
 
 Records = Iterator[tuple[str, dict]]  # each with its place, `FILE line N`
 
@@ -34,119 +37,105 @@ def read(path: str, sources: Sequence[str] = ()) -> Iterator[dict]:
 
 def read_numbered(path: str, sources: Sequence[str] = ()) -> Records:
     """The records of `read`, each behind its place for messages: `FILE line N` or `record N`."""
-    kind, _, rest = path.partition(":")
-    reader = {"hub": _read_hub, "tfds": _read_tfds}.get(kind)
-    records = reader(rest) if reader else _read_files(locate(path))
-    if not sources:
-        return records
+    return (found for found in _sound(read_all(path)) if is_from(found[1], sources))
+
+
+def read_all(path: str) -> Found:
+    """Records of all sources with their places; in place of one that cannot be read, the fault.
+
+    A fault does not name its place, so that equal ones can be counted. Raises InputError as
+    `read` for all that concerns more than one record.
+    """
+    kind, name = _kind(path)
+    if kind == "hub":
+        return _read_hub(name)
+    if kind == "tfds":
+        return _read_tfds(name)
+    return itertools.chain.from_iterable(files.kind_of(f).read(f) for f in files_of(path))
+
+
+def is_from(record: dict, sources: Sequence[str]) -> bool:
+    """Whether a record comes from one of `sources`, as `read` describes; () means all."""
     endings = tuple(f"#{name}" for name in sources)
-    return (found for found in records if f"#{found[1].get('source')}".endswith(endings))
+    return not sources or f"#{record.get('source')}".endswith(endings)
 
 
-def locate(path: str) -> Path:
-    """The file or folder that a path means, `data:` resolved; InputError if it does not exist."""
-    if path.startswith("data:"):
-        beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-        root = Path(os.environ.get("MOA_DATA") or beside)
-        if not root.is_dir():
-            raise InputError(f"no data folder for {path}: set MOA_DATA to the folder that holds it")
-        found = root / path.removeprefix("data:")
-    else:
-        found = Path(path).expanduser()
-    if not found.exists():
-        raise InputError(f"no file or folder {found}: check the path of the data")
-    return found
+def count(path: str) -> int | None:
+    """How many records `read_all` will give, where that is quickly known."""
+    kind, name = _kind(path)
+    if kind == "hub":
+        return _count_hub(name)
+    if kind == "tfds":
+        return len(_open_tfds(name))
+    return sum(files.kind_of(file).count(file) for file in files_of(path))
 
 
-def _read_files(path: Path) -> Records:
-    if path.is_file():
-        files = [path]
-    else:
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _reader_of(file))
-    if not files:
-        raise InputError(f"{path} holds no data: put {', '.join(READERS)} files there")
-    for file in files:
-        reader = _reader_of(file)
-        if reader is None:
-            raise InputError(f"{file} is of no known kind: use {', '.join(READERS)}")
-        yield from reader(file)
+def files_of(path: str) -> list[Path]:
+    """The local files behind a path, in the order of reading; none of a hub id or tfds name."""
+    kind, name = _kind(path)
+    if kind == "tfds":
+        return []
+    if kind == "hub":
+        folder = Path(_name_and_split(kind, name)[0]).expanduser()
+        return sorted(file for file in folder.rglob("*") if file.is_file())
+    return files.below(locate(path))
 
 
-def _reader_of(file: Path) -> Callable[[Path], Records] | None:
-    return next((read for end, read in READERS.items() if file.name.endswith(end)), None)
+def _kind(path: str) -> tuple[str, str]:
+    kind, _, name = path.partition(":")
+    return (kind, name) if kind in ("hub", "tfds") else ("", path)
 
 
-def _read_jsonl(file: Path) -> Records:
-    opener = gzip.open if file.name.endswith(".gz") else open
-    number = 0
+def _sound(found: Found) -> Records:
+    for place, record in found:
+        if isinstance(record, InputError):
+            detail = f" ({first_line(record.__cause__)})" if record.__cause__ else ""
+            raise InputError(f"{place} is {record}{detail}") from record
+        yield place, record
+
+
+def _read_hub(name: str) -> Found:
+    records = _open_hub(name)
     try:
-        with opener(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.isspace():
-                    where = f"{file} line {number}"
-                    yield where, _parse(line, where)
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(
-            f"{file} cannot be read after line {number} ({error}): restore the file"
-        ) from error
+        yield from files.numbered(f"hub:{name}", records)
+    except Exception as error:  # the network may fail at any record
+        raise _unavailable("hub", name, error) from error
 
 
-def _read_json(file: Path) -> Records:
-    try:
-        records = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} is not JSON in UTF-8 ({error}): repair the file") from error
-    for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
-        where = f"{file} record {number}"
-        yield where, _checked(record, where)
-
-
-def _read_parquet(file: Path) -> Records:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise _missing(error, str(file)) from error
-    try:
-        with parquet.ParquetFile(file) as table:
-            parts = table.iter_batches(batch_size=1024)
-            yield from _numbered(str(file), (row for part in parts for row in part.to_pylist()))
-    except (OSError, ArrowException) as error:
-        raise InputError(f"{file} is not Parquet ({error}): restore the file") from error
-
-
-READERS: dict[str, Callable[[Path], Records]] = {
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-
-
-def _read_hub(name: str) -> Records:
+def _open_hub(name: str) -> Any:
     dataset, split = _name_and_split("hub", name)
     try:
         import datasets
 
-        records = datasets.load_dataset(dataset, split=split, streaming=True)
-        yield from _numbered(f"hub:{name}", records)
+        saved = Path(dataset).expanduser() / split
+        if (saved / "state.json").is_file():
+            return datasets.load_from_disk(saved)
+        return datasets.load_dataset(dataset, split=split, streaming=True)
     except Exception as error:  # network, unknown name, unknown split: all of other types
         raise _unavailable("hub", name, error) from error
 
 
-def _read_tfds(name: str) -> Records:
+def _count_hub(name: str) -> int | None:
+    records = _open_hub(name)
+    if hasattr(records, "__len__"):
+        return len(records)
+    split = (records.info.splits or {}).get(_name_and_split("hub", name)[1])
+    return (split and split.num_examples) or None
+
+
+def _read_tfds(name: str) -> Found:
+    source = _open_tfds(name)
+    yield from files.numbered(f"tfds:{name}", (_readable(source[i]) for i in range(len(source))))
+
+
+def _open_tfds(name: str) -> Sequence[dict]:
     dataset, split = _name_and_split("tfds", name)
     try:
         import tensorflow_datasets
 
-        source = tensorflow_datasets.data_source(dataset, split=split)
+        return tensorflow_datasets.data_source(dataset, split=split)
     except Exception as error:
         raise _unavailable("tfds", name, error) from error
-    yield from _numbered(f"tfds:{name}", (_plain(source[i]) for i in range(len(source))))
-
-
-def _numbered(place: str, records: Iterable[dict]) -> Records:
-    for number, record in enumerate(records, start=1):
-        yield f"{place} record {number}", record
 
 
 def _name_and_split(kind: str, name: str) -> tuple[str, str]:
@@ -156,7 +145,14 @@ def _name_and_split(kind: str, name: str) -> tuple[str, str]:
     return dataset, split
 
 
-def _plain(value):
+def _readable(record: dict) -> dict | InputError:
+    try:
+        return _plain(record)
+    except UnicodeDecodeError as error:
+        return files.fault("not text in UTF-8: repair the record", error)
+
+
+def _plain(value: Any) -> Any:
     """Text for bytes and lists for arrays: TensorFlow Datasets gives text as bytes in arrays."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -167,26 +163,8 @@ def _plain(value):
     return [_plain(item) for item in value]
 
 
-def _parse(line: bytes, where: str) -> dict:
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # a UnicodeDecodeError is one, too
-        raise InputError(f"{where} is not JSON in UTF-8 ({error}): repair the line") from error
-    return _checked(record, where)
-
-
-def _checked(record: object, where: str) -> dict:
-    if not isinstance(record, dict):
-        raise InputError(f"{where} is not a JSON object: write one record in braces")
-    return record
-
-
 def _unavailable(kind: str, name: str, error: Exception) -> InputError:
     if isinstance(error, ImportError) and error.name:
-        return _missing(error, f"{kind}:{name}")
+        return files.missing(error, f"{kind}:{name}")
     reason = first_line(error)
     return InputError(f"cannot open {kind}:{name} ({reason}): check the name, split and network")
-
-
-def _missing(error: ImportError, path: str) -> InputError:
-    return InputError(f"{path} needs the package {error.name}: pip install {error.name}")

@@ -103,6 +103,6 @@ class Drafter(NamedTuple):
     propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
     # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
     loss: Callable[[Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]]
-    # (params, shared, batch, tapped, known_BT) -> draft logits_BTV when the drafter has target
-    # activations of known tokens only, as in decoding
+    # (params, shared, batch, tapped, known_BT) -> what goes to the head (B, T, D) when the drafter
+    # has target activations of known tokens only, as in decoding
     teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array], Array]

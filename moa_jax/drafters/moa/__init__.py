@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from moa_jax.config import MaskConfig, MoaConfig, TargetConfig
+from moa_jax.config import MoaConfig, Objective, TargetConfig
 from moa_jax.drafters.api import Drafter, Taps
 from moa_jax.drafters.kinds import DrafterKind
 from moa_jax.drafters.moa import decode, files, train
 from moa_jax.drafters.moa.blocks import Moa, block_configs
 
 
-def make(cfg: MoaConfig, target_cfg: TargetConfig, mask_cfg: MaskConfig | None = None) -> Drafter:
-    """The drafter as pure functions; `mask_cfg` matters for training only."""
+def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
+    """The drafter as pure functions; `objective` matters for training only."""
     reused, layers = cfg.target_layer_inference, target_cfg.num_layers
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
     return Drafter(
@@ -35,7 +35,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, mask_cfg: MaskConfig | None =
         init_cache=partial(decode.init_cache, moa),
         extend=partial(decode.extend, moa),
         propose=partial(decode.propose, moa),
-        loss=partial(train.loss, moa, mask_cfg or MaskConfig()),
+        loss=partial(train.loss, moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
     )
 

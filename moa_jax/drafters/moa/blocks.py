@@ -10,13 +10,14 @@ Memory is computed once per verified token: drafting needs no activation of the 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax import masks
+from moa_jax import chunks, masks
 from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.api import Params, Shared
@@ -113,11 +114,16 @@ class Moa:
     def _ekv2e(self) -> nn.Module:
         return Linear((self.target_cfg.block.hidden_size,), bias=True)
 
-    def memory(self, params: Params, rows_LBKTE: KV) -> Array:
+    def memory(self, params: Params, rows_LBKTE: KV, chunk: int = 0) -> Array:
         """One vector (B, T, D) a token from its keys and values in all layers.
 
+        Tokens do not see each other here, so `chunk` of them can be worked on at a time.
         References: paper section 3.1; authors' train/moa_spec.py (per head: key, then value).
         """
+        token_axis = 3
+        return chunks.map_over(partial(self._memory, params), rows_LBKTE, chunk, token_axis)
+
+    def _memory(self, params: Params, rows_LBKTE: KV) -> Array:
         cfg = self.blocks.layer_self_attention
         L, B, K, T, E = rows_LBKTE.k_BKSE.shape
         kv_LBKT2E = jnp.stack(rows_LBKTE, axis=-2)

@@ -54,8 +54,8 @@ def table(cfg: MoaConfig, target: TargetConfig) -> Table:
         **under(("self_attention",), block_table(sa, "self_attention.")),
         **under(("cross_attention",), _cross_table(ca, "cross_attention.")),
         **under(("layer_self_attention",), block_table(lsa, "layer_self_attention.")),
-        ("ekv2e", "kernel"): kernel(("Ekv2E.weight",), memory, (width,)),
-        ("ekv2e", "bias"): vector(("Ekv2E.bias",), (width,)),
+        ("ekv2e", "kernel"): kernel(("memory", "embed"), ("Ekv2E.weight",), memory, (width,)),
+        ("ekv2e", "bias"): vector((None,), ("Ekv2E.bias",), (width,)),
     }
 
 
@@ -66,9 +66,11 @@ def _cross_table(cfg: BlockConfig, prefix: str) -> Table:
     queries, each = cfg.num_heads * size, (kv_heads, 1, size)
     return {
         **norm_table(width, prefix),
-        ("attention", "q", "kernel"): kernel((q,), width, (queries,)),
-        ("attention", "kv", "kernel"): kernel((k, v), width, each, each),
-        ("attention", "out", "kernel"): kernel((o,), queries, (width,)),
+        ("attention", "q", "kernel"): kernel(("embed", "heads"), (q,), width, (queries,)),
+        ("attention", "kv", "kernel"): kernel(
+            ("embed", "kv_heads", None, None), (k, v), width, each, each
+        ),
+        ("attention", "out", "kernel"): kernel(("heads", "embed"), (o,), queries, (width,)),
         **mlp_table(width, cfg.intermediate_size, False, prefix),
     }
 

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax import losses, masks, target
+from moa_jax import chunks, losses, masks, sharding, target
 from moa_jax.batch import Batch
-from moa_jax.config import MaskConfig
+from moa_jax.config import LossConfig, MaskConfig, Objective
 from moa_jax.drafters.api import Params, Shared, Tapped
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.layers import Block, CrossBlock, rotation
 
 Array = jax.Array
 
-SHORTEST_PERIOD, LONGEST_PERIOD = 6, 14  # of the known tokens that variable length sprinkles
+EVALUATION_CHUNK = 256  # tokens that go through LSA at a time
 
 
 class Draws(NamedTuple):
@@ -42,14 +42,13 @@ class Trace(NamedTuple):
     ca_BTD: Array
     entry_BTD: Array | None  # N > 0: what enters the reused layers
     feature_BTD: Array  # goes to the head
-    logits_BTV: Array
 
 
 def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Draws:
     """Which answer tokens count as known, and which rows use the staircase.
 
-    Known are all prompt tokens and, with variable future length, every 6th to 14th token
-    (one period a row, counted from the start of its conversation). A row uses the
+    Known are all prompt tokens and, with variable future length, one token in every period
+    (drawn for each row, counted from the start of a conversation). A row uses the
     staircase with a probability that falls from 1 to 0 over the first half of the run.
     References: paper section 3.3; the authors step the probability once an epoch.
     """
@@ -57,7 +56,8 @@ def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Dra
     B = batch.tokens_BT.shape[0]
     known_BT = ~batch.response_BT
     if mask_cfg.variable_future_length:
-        period_B1 = jax.random.randint(period_key, (B, 1), SHORTEST_PERIOD, LONGEST_PERIOD + 1)
+        shortest, longest = mask_cfg.shortest_future, mask_cfg.longest_future
+        period_B1 = jax.random.randint(period_key, (B, 1), shortest, longest + 1)
         known_BT |= batch.position_BT % period_B1 == 0
     draw_B = jax.random.uniform(stair_key, (B,))
     staircase_B = (draw_B >= staircase_threshold(progress)) & mask_cfg.staircase
@@ -72,8 +72,11 @@ def trace(
     tapped: Tapped,
     draws: Draws,
     on_policy: bool = False,
+    memory_chunk: int = 0,
 ) -> Trace:
     """The training forward, every stage of it; `on_policy` chooses the reused layers' rule.
+
+    `memory_chunk` tokens at a time go through LSA, 0 is all.
 
     References: paper section 3; authors' train/moa_spec.py, `forward`.
     """
@@ -85,8 +88,10 @@ def trace(
     sa_mask_BTT = jnp.where(draws.staircase_B[:, None, None], stairs_BTT, causal_BTT)
     ca_mask_BTT = masks.bounded_memory(start_BT, segment_BT)
 
-    memory_BTD = moa.memory(params, tapped.rows_LBKTE)
+    memory_BTD = moa.memory(params, tapped.rows_LBKTE, memory_chunk)
+    memory_BTD = sharding.constrain(memory_BTD, "rows")
     x_BTD = target.embed(shared, batch.tokens_BT, memory_BTD.dtype)
+    x_BTD = sharding.constrain(x_BTD, "rows")
     sa_BTD, *_ = Block(sa).apply(
         {"params": params["self_attention"]},
         x_BTD,
@@ -108,10 +113,7 @@ def trace(
             feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
         else:
             feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal_BTT)
-    logits_BTV = target.unembed(shared, feature_BTD)
-    return Trace(
-        memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD, logits_BTV
-    )
+    return Trace(memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
 
 
 def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT: Array) -> Array:
@@ -159,7 +161,7 @@ def _reuse_on_policy(
 
 def loss(
     moa: Moa,
-    mask_cfg: MaskConfig,
+    objective: Objective,
     params: Params,
     shared: Shared,
     batch: Batch,
@@ -167,43 +169,69 @@ def loss(
     key: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """0.1 x cross-entropy to the target + feature distance (TLI: both its ends, halved).
-
-    References: paper section 3.4; authors' train/moa_spec.py.
-    """
-    draws = draw(mask_cfg, key, batch, progress)
-    found = trace(moa, params, shared, batch, tapped, draws, mask_cfg.on_policy_reuse)
-    return loss_of(found, shared, batch, tapped)
+    """What `objective` asks for: a token loss and, unless it has faded out, a feature loss."""
+    draws = draw(objective.masks, key, batch, progress)
+    on_policy, memory_chunk = objective.masks.on_policy_reuse, objective.chunks.memory
+    found = trace(moa, params, shared, batch, tapped, draws, on_policy, memory_chunk)
+    return loss_of(found, shared, batch, tapped, objective, progress)
 
 
 def loss_of(
-    found: Trace, shared: Shared, batch: Batch, tapped: Tapped
+    found: Trace,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    objective: Objective,
+    progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss and its parts for a training forward."""
-    mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
-    target_logits_BTV = target.unembed(shared, tapped.hidden_BTD)
-    cross_entropy = mean(losses.soft_cross_entropy(target_logits_BTV, found.logits_BTV))
+    """The loss and its parts for a training forward, means over answer tokens.
+
+    References: paper section 3.4 and authors' train/moa_spec.py for the default,
+    0.1 x cross-entropy + feature distance (TLI: both its ends, halved).
+    """
+    cfg, mean = objective.loss, lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)
+    share_BT = losses.answer_share(batch.response_BT)
+    pieces = (tapped.hidden_BTD, found.feature_BTD, share_BT)
+    parts = chunks.sum_over(
+        lambda piece: _token_losses(cfg, shared, *piece), pieces, objective.chunks.head
+    )
     feature = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
-    parts = {
-        "cross_entropy": cross_entropy,
-        "kl": cross_entropy - mean(losses.entropy(target_logits_BTV)),
-        "feature_loss": feature,
-    }
-    if found.entry_BTD is None:
-        loss = 0.1 * cross_entropy + feature
-    else:
+    parts["feature_loss"] = feature
+    if found.entry_BTD is not None:
         entry = mean(losses.smooth_l1(found.entry_BTD, tapped.streams[0]))
         parts["prev_feature_loss"] = entry
-        loss = 0.1 * cross_entropy + 0.5 * feature + 0.5 * entry
+        feature = 0.5 * feature + 0.5 * entry
+    weight = cfg.feature_weight
+    if cfg.feature_fade is not None:
+        weight = weight * jnp.maximum(1.0 - progress / cfg.feature_fade, 0.0)
+    loss = cfg.token_weight * parts[cfg.token] + weight * feature
     return loss, {"loss": loss} | parts
+
+
+def _token_losses(
+    cfg: LossConfig, shared: Shared, target_BTD: Array, feature_BTD: Array, share_BT: Array
+) -> dict[str, Array]:
+    """The token loss and what one watches beside it, summed over tokens by their share."""
+    target_BTV = target.unembed(shared, target_BTD)
+    draft_BTV = target.unembed(shared, feature_BTD)
+    each = {
+        "cross_entropy": losses.soft_cross_entropy(target_BTV, draft_BTV),
+        "kl": losses.relative_entropy(target_BTV, jax.lax.stop_gradient(draft_BTV)),
+    }
+    if cfg.token != "cross_entropy":
+        overlap_BT = losses.overlap(target_BTV, draft_BTV)
+        each["total_variation"] = 1.0 - overlap_BT
+        each["log_acceptance"] = -jnp.log(overlap_BT)
+    return {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
 
 
 def teacher_forced(
     moa: Moa, params: Params, shared: Shared, batch: Batch, tapped: Tapped, known_BT: Array
 ) -> Array:
-    """Draft logits of unknown tokens, exactly those of decoding from the last known one."""
+    """The features of unknown tokens, exactly those of decoding from the last known one."""
     draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
-    return trace(moa, params, shared, batch, tapped, draws, on_policy=True).logits_BTV
+    found = trace(moa, params, shared, batch, tapped, draws, True, EVALUATION_CHUNK)
+    return found.feature_BTD
 
 
 def staircase_threshold(progress: Array) -> Array:

@@ -1,0 +1,29 @@
+# Sourced by slurm_*.sbatch: what they are given, and starting again until the run is finished.
+#
+# Resume is exact, so a job that is requeued goes on as if it had never been cut. Slurm requeues
+# by itself after a node's failure or a preemption. A job whose time is nearly up is sent SIGTERM
+# (--signal), saves, ends with code 0 and is requeued here; so is one that failed, but only if it
+# has saved something new since it started: bad input and bugs do not come back for ever.
+
+config=${1:?give a config file, as in: sbatch configs/slurm_gpu.sbatch configs/moa_llama3_8b.py}
+settings=("${@:2}")
+run=${RUN:-runs/$(basename "$config" .py)}
+python=${PYTHON:-.venv/bin/python}
+
+newest_checkpoint() {
+    find "$run/checkpoints" -mindepth 1 -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' \
+        2>/dev/null | sort -n | tail -1
+}
+newest_before=$(newest_checkpoint)
+
+start_again() { # the exit code of all processes together
+    if [ -e "$run/final/config.json" ]; then
+        exit 0
+    fi
+    if [ "$(newest_checkpoint)" = "$newest_before" ]; then
+        echo "ended with code $1 and no new checkpoint in $run: not started again" >&2
+        exit "$(($1 ? $1 : 1))"
+    fi
+    echo "ended with code $1 before the run was finished: started again" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+}

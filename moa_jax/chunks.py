@@ -1,0 +1,61 @@
+"""Work along the token axis done a piece at a time and computed again in the backward pass.
+
+T tokens     | C | C | C | rest |      one piece's intermediate arrays live at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+def sum_over(function: Callable[[Any], Any], arrays: Any, size: int, axis: int = 1) -> Any:
+    """The sum of `function(piece)` over pieces of `size` tokens of arrays along `axis`.
+
+    `size` 0 takes all tokens at once. Neither direction keeps more than one piece's
+    intermediate arrays.
+    """
+    T = jax.tree.leaves(arrays)[0].shape[axis]
+    if not 0 < size < T:
+        return function(arrays)
+    one = _again(function, arrays, axis)
+
+    def add(total: Any, start: Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, one(start, size)), None
+
+    blank = jax.eval_shape(lambda: one(0, size))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blank)
+    total, _ = lax.scan(add, zeros, jnp.arange(T // size) * size)
+    if T % size:
+        total = jax.tree.map(jnp.add, total, one(T - T % size, T % size))
+    return total
+
+
+def map_over(function: Callable[[Any], Array], arrays: Any, size: int, axis: int) -> Array:
+    """`function(piece)` of every piece, joined along axis 1 of the results."""
+    T = jax.tree.leaves(arrays)[0].shape[axis]
+    if not 0 < size < T:
+        return function(arrays)
+    one = _again(function, arrays, axis)
+    found_IBC = lax.map(lambda start: one(start, size), jnp.arange(T // size) * size)
+    I, B, C, *rest = found_IBC.shape  # noqa: E741
+    joined_BT = found_IBC.swapaxes(0, 1).reshape(B, I * C, *rest)
+    if T % size:
+        joined_BT = jnp.concatenate([joined_BT, one(T - T % size, T % size)], axis=1)
+    return joined_BT
+
+
+def _again(function: Callable[[Any], Any], arrays: Any, axis: int) -> Callable[..., Any]:
+    """`function` of one piece, which the backward pass computes again."""
+
+    def piece(start: Array | int, size: int) -> Any:
+        cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis)  # noqa: E731
+        return jax.checkpoint(function)(jax.tree.map(cut, arrays))
+
+    return piece

@@ -1,0 +1,88 @@
+"""Records into examples: what each record makes, here or in many processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from moa_jax.config import DataConfig
+from moa_jax.data import chat, corpora, reference
+from moa_jax.data.chat import Example
+from moa_jax.data.files import Found
+from moa_jax.data.workers import num_cores, ordered_map
+from moa_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 64  # records that a process takes at a time
+FEW = 2048  # records that are sooner encoded than processes are started
+
+# A record's place and its examples, or what is wrong with it; none for a record of other sources.
+Outcome = tuple[str, list[Example] | InputError]
+
+
+class Coder(NamedTuple):
+    """All that decides what a record becomes."""
+
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of an example."""
+        return min(self.config.max_length, self.config.row_length)
+
+
+def outcomes(found: Found, coder: Coder, total: int | None) -> Iterator[Outcome]:
+    """What becomes of each record, in the order given; `total` is their number, if known."""
+    workers = coder.config.workers
+    if workers == 0:
+        workers = 1 if total is not None and total <= FEW else num_cores()
+    chunks = iter(lambda: list(itertools.islice(found, CHUNK)), [])
+    if workers == 1:
+        parts = (encode_chunk(chunk, coder) for chunk in chunks)
+    else:
+        parts = ordered_map(encode_chunk, chunks, coder, workers)
+    return itertools.chain.from_iterable(parts)
+
+
+def encode_chunk(chunk: list[tuple[str, dict | InputError]], coder: Coder) -> list[Outcome]:
+    """What becomes of a few records."""
+    return [(place, _encoded(record, coder)) for place, record in chunk]
+
+
+def examples_of(record: dict, coder: Coder) -> list[Example]:
+    """The examples that a record makes, each with an answer: one, or the chunks of a plain text.
+
+    Raises InputError for a record that cannot be used; equal faults have equal texts.
+    """
+    config, tokenizer, vocab_size = coder
+    if isinstance(record.get("text"), str):
+        chunks = chat.encode_text(tokenizer, record["text"], coder.limit)
+        if not chunks:
+            raise InputError("an empty text: remove it")
+        return chunks
+    if "token_ids" in record:
+        example = chat.encode_ids(record, vocab_size, coder.limit)
+    elif config.answers == "reference":
+        messages = reference.reference_messages(record)
+        example = reference.reference_encode(tokenizer, messages, vocab_size, coder.limit)
+    else:
+        example = chat.encode(tokenizer, chat.messages_of(record), coder.limit)
+    if example is None:
+        raise InputError(f"no answer within {coder.limit} tokens: raise max_length and row_length")
+    return [example]
+
+
+def _encoded(record: dict | InputError, coder: Coder) -> list[Example] | InputError:
+    if isinstance(record, InputError):
+        return record
+    if not corpora.is_from(record, coder.config.sources):
+        return []
+    try:
+        return examples_of(record, coder)
+    except InputError as error:
+        return error

@@ -1,0 +1,178 @@
+"""Records from files: JSON Lines, JSON and Parquet, read in a stream and counted.
+
+A record that cannot be read does not end the stream: the fault stands in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from moa_jax.errors import InputError
+
+Found = Iterator[tuple[str, dict | InputError]]  # a place, `FILE line N`, and what is there
+
+
+class Kind(NamedTuple):
+    """How files of one ending are read, and how their records are counted."""
+
+    read: Callable[[Path], Found]
+    count: Callable[[Path], int]
+
+
+def kind_of(file: Path) -> Kind:
+    """By a file's ending; InputError for one that no reader knows."""
+    kind = next((kind for end, kind in KINDS.items() if file.name.endswith(end)), None)
+    if kind is None:
+        raise InputError(f"{file} is of no known kind: use {', '.join(KINDS)}")
+    return kind
+
+
+def below(path: Path) -> list[Path]:
+    """A file itself, or the data files of a folder in the order of names; InputError if none."""
+    if path.is_file():
+        return [path]
+    endings = tuple(KINDS)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    data = [file for file in files if file.name.endswith(endings)]
+    if not data:
+        raise InputError(f"{path} holds no data: put {', '.join(endings)} files there")
+    return data
+
+
+def locate(path: str) -> Path:
+    """The file or folder that a path means, `data:` resolved; InputError if it does not exist."""
+    if path.startswith("data:"):
+        beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+        root = Path(os.environ.get("MOA_DATA") or beside)
+        if not root.is_dir():
+            raise InputError(f"no data folder for {path}: set MOA_DATA to the folder that holds it")
+        found = root / path.removeprefix("data:")
+    else:
+        found = Path(path).expanduser()
+    if not found.exists():
+        raise InputError(f"no file or folder {found}: check the path of the data")
+    return found
+
+
+def fault(text: str, cause: Exception) -> InputError:
+    """What is wrong with one record, the same text for all that have it; `cause` has details."""
+    error = InputError(text)
+    error.__cause__ = cause
+    return error
+
+
+def numbered(place: str, records: Iterable[dict | InputError]) -> Found:
+    """Records with the places `PLACE record 1`, `PLACE record 2`, ..."""
+    for number, record in enumerate(records, start=1):
+        yield f"{place} record {number}", record
+
+
+def missing(error: ImportError, path: str) -> InputError:
+    """What to say where a package is not installed."""
+    return InputError(f"{path} needs the package {error.name}: pip install {error.name}")
+
+
+def _open(file: Path) -> BinaryIO:
+    return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
+
+
+def _read_jsonl(file: Path) -> Found:
+    for number, line in _lines(file):
+        yield f"{file} line {number}", _parse(line)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers."""
+    number = 0
+    try:
+        with _open(file) as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.isspace():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(
+            f"{file} cannot be read after line {number} ({error}): restore the file"
+        ) from error
+
+
+def _parse(line: bytes) -> dict | InputError:
+    try:
+        return _checked(json.loads(line), escaped=b"\\ud" in line or b"\\uD" in line)
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one, too
+        return fault("not JSON in UTF-8: repair the line", error)
+
+
+def _read_json(file: Path) -> Found:
+    return numbered(str(file), map(_checked, _values(file)))
+
+
+def _values(file: Path) -> list[Any]:
+    try:
+        with _open(file) as content:
+            values = json.load(content)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON in UTF-8 ({error}): repair the file") from error
+    return values if isinstance(values, list) else [values]
+
+
+def _checked(record: object, escaped: bool = True) -> dict | InputError:
+    if not isinstance(record, dict):
+        return InputError("not a JSON object: write one record in braces")
+    try:
+        if escaped:  # an escape like \ud800 is half a character, which no encoding can write
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return fault("not text in UTF-8: repair the record", error)
+    return record
+
+
+def _read_parquet(file: Path) -> Found:
+    with _open_parquet(file) as table:
+        parts = table.iter_batches(batch_size=1024)
+        yield from numbered(str(file), (row for part in parts for row in _rows(part)))
+
+
+def _count_parquet(file: Path) -> int:
+    with _open_parquet(file) as table:
+        return table.metadata.num_rows
+
+
+@contextlib.contextmanager
+def _open_parquet(file: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise missing(error, str(file)) from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            yield table
+    except (OSError, ArrowException) as error:
+        raise InputError(f"{file} is not Parquet ({error}): restore the file") from error
+
+
+def _rows(part: Any) -> list[dict | InputError]:
+    """The rows of a piece of a table; text is decoded here, so one row may spoil the piece."""
+    try:
+        return part.to_pylist()
+    except UnicodeDecodeError as error:
+        if part.num_rows == 1:
+            return [fault("not text in UTF-8: repair the record", error)]
+        return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
+
+
+LINES = Kind(_read_jsonl, lambda file: sum(1 for _ in _lines(file)))
+VALUES = Kind(_read_json, lambda file: len(_values(file)))
+KINDS: dict[str, Kind] = {
+    ".jsonl": LINES,
+    ".jsonl.gz": LINES,
+    ".json": VALUES,
+    ".json.gz": VALUES,
+    ".parquet": Kind(_read_parquet, _count_parquet),
+}

@@ -1,0 +1,71 @@
+"""Rows of several sources in fixed shares, dealt as statelessly as those of one.
+
+Source p with share w_p gives its k-th row at time (k + 1/2) / w_p, and all rows are dealt in the
+order of their times. So among the first n rows of a run every source has n w_p of them, but for
+a few rows however long the run is, and any batch is found without those before it.
+
+    shares 1/2, 1/4, 1/4      a b c a  a b c a  a b c a ...
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from moa_jax.batch import Batch
+
+
+class Mixture:
+    """A stateless source of batches over the rows of several sources, with a share for each.
+
+    Every source runs through epochs of its own and deals all its rows in each, in an order that
+    depends on the seed, the epoch and the source's place in the list.
+    """
+
+    def __init__(
+        self, sources: Sequence[Batch], weights: Sequence[float], rows_per_batch: int, seed: int
+    ) -> None:
+        self.sources = sources
+        self.shares_P = np.array(weights, float) / sum(weights)
+        self.rows_per_batch = rows_per_batch
+        self._order = functools.lru_cache(2 * len(sources))(functools.partial(_order, seed))
+
+    def __len__(self) -> int:
+        """Batches that deal as many rows as the sources hold together."""
+        return max(1, sum(len(rows.tokens_BT) for rows in self.sources) // self.rows_per_batch)
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of it."""
+        source_B, number_B = deal(self.shares_P, step * self.rows_per_batch, self.rows_per_batch)
+        here = slice(None) if rows is None else rows
+        source_B, number_B = source_B[here], number_B[here]
+        parts = [self._take(source, number_B[source_B == source]) for source in np.unique(source_B)]
+        back_B = np.argsort(np.argsort(source_B, kind="stable"))
+        return Batch(*(np.concatenate(arrays)[back_B] for arrays in zip(*parts, strict=True)))
+
+    def _take(self, source: int, number_R: np.ndarray) -> Batch:
+        """The rows with these numbers in the endless run of one source."""
+        rows = self.sources[source]
+        count = len(rows.tokens_BT)
+        epoch_R, place_R = np.divmod(number_R, count)
+        chosen_R = [self._order(e, source, count)[p] for e, p in zip(epoch_R, place_R, strict=True)]
+        return Batch(*(array[np.array(chosen_R)] for array in rows))
+
+
+def deal(shares_P: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows first .. first + count - 1 of a run: their sources, and their numbers in them."""
+    num_sources = len(shares_P)
+    # By time t a source has given t w_p rows to within 1/2, so row n comes at n -+ num_sources.
+    begin_P = np.floor((first - num_sources) * shares_P - 0.5).clip(0).astype(np.int64)
+    end_P = np.ceil((first + count + num_sources) * shares_P + 0.5).astype(np.int64)
+    source_X = np.repeat(np.arange(num_sources), end_P - begin_P)
+    number_X = np.concatenate([np.arange(b, e) for b, e in zip(begin_P, end_P, strict=True)])
+    time_X = (number_X + 0.5) / shares_P[source_X]
+    chosen_X = np.lexsort((source_X, time_X))[first - begin_P.sum() :][:count]
+    return source_X[chosen_X], number_X[chosen_X]
+
+
+def _order(seed: int, epoch: int, source: int, num_rows: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch, source)).permutation(num_rows)

@@ -1,0 +1,192 @@
+"""Rows on disk: tokenised and laid out once, then memory-mapped by every run that asks for them.
+
+    CACHE/1f0c.../manifest.json     what made the rows, the report, the shards with their sizes
+    CACHE/1f0c.../rows-00000.npy    (R, T) of a struct: the arrays of a batch
+    CACHE/1f0c....lock              held by the process that builds them
+    CACHE/1f0c....9d2e.tmp/         the rows of a build at work, or of one that was cut
+
+The folder's name is a fingerprint of all that decides the rows. It appears with its last shard
+in place, so whatever bears the name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moa_jax.batch import Batch
+from moa_jax.data import corpora
+from moa_jax.data.encode import Coder
+from moa_jax.data.report import Report
+from moa_jax.errors import InputError, first_line
+
+FORMAT = 1  # raise it when the same input makes other rows
+MANIFEST = "manifest.json"
+ABANDONED_S = 3600.0  # a build that wrote nothing for so long was cut
+OPEN_FILES = 256  # mapped at a time; each costs a file descriptor
+
+Build = Callable[[], tuple[Iterable[Batch], Callable[[], Report]]]
+
+
+class Column:
+    """One array (R, T) of rows that lie in several files; reads the rows that are asked for."""
+
+    def __init__(
+        self, files: Sequence[Path], ends: np.ndarray, field: str, row_length: int, dtype: Any
+    ) -> None:
+        self._files, self._ends, self._field = files, ends, field
+        self.shape, self.dtype = (int(ends[-1]), row_length), np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows_R: np.ndarray) -> np.ndarray:
+        """The rows (R, T) of these numbers, in their order."""
+        found_RT = np.empty((len(rows_R), self.shape[1]), self.dtype)
+        file_R = np.searchsorted(self._ends, rows_R, side="right")
+        for number in np.unique(file_R):
+            shard = _map(self._files[number])
+            here = file_R == number
+            begin = self._ends[number] - len(shard)
+            found_RT[here] = shard[self._field][rows_R[here] - begin]
+        return found_RT
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[np.arange(len(self))].astype(dtype or self.dtype)
+
+
+def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
+    """All that decides the rows of these paths.
+
+    Of datasets that other packages keep only the name is known: after a new version of one,
+    remove the cache.
+    """
+    config, tokenizer, vocab_size = coder
+    settings = ("max_length", "row_length", "pack", "answers", "sources")
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state in ("truncation", "padding"):  # set anew by each call
+        rules.pop(state, None)
+    text = json.dumps([rules, tokenizer.chat_template, tokenizer.special_tokens_map], default=str)
+    return {
+        "format": FORMAT,
+        "vocab_size": vocab_size,
+        "tokenizer": hashlib.sha256(text.encode()).hexdigest(),
+        "paths": {path: [_facts(file) for file in corpora.files_of(path)] for path in paths},
+        **{name: getattr(config, name) for name in settings},
+    }
+
+
+def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, Report]:
+    """The rows that `made_from` decides, as columns on disk; built if no run has done so.
+
+    Of processes that want the same rows one builds and the others wait. Raises InputError for a
+    folder that cannot be written and for shards that are damaged.
+    """
+    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(cache).expanduser() / key
+    if not folder.exists():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder.with_name(key + ".lock")):
+                if not folder.exists():
+                    _make(folder, made_from, build)
+        except OSError as error:
+            raise InputError(
+                f"{folder.parent} cannot be written ({first_line(error)}): change data.cache"
+            ) from error
+    return _open(folder)
+
+
+def _facts(file: Path) -> list[Any]:
+    status = file.stat()
+    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock; one that is killed holds it no longer."""
+    with path.open("a") as file:
+        with contextlib.suppress(ImportError, OSError):  # without locks, two may build the same
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
+    _sweep(folder)
+    scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    scratch.mkdir()
+    try:
+        blocks, report = build()
+        shards = [_write(scratch, number, rows) for number, rows in enumerate(blocks)]
+        report = dataclasses.asdict(report())
+        manifest = {"made_from": made_from, "report": report, "shards": shards}
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster, and its rows are the same
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what builds that were cut left behind; one at work writes more often than that."""
+    for scratch in folder.parent.glob(f"{folder.name}.*.tmp"):
+        if time.time() - scratch.stat().st_mtime > ABANDONED_S:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(folder: Path, number: int, rows: Batch) -> dict[str, Any]:
+    """Store one block; returns what the manifest says of it."""
+    small = np.min_scalar_type(rows.tokens_BT.shape[1])  # holds segments and positions
+    types = (np.int32, small, small, np.bool_)
+    stored_RT = np.empty(rows.tokens_BT.shape, list(zip(Batch._fields, types, strict=True)))
+    for field, array_RT in zip(Batch._fields, rows, strict=True):
+        stored_RT[field] = array_RT
+    file = folder / f"rows-{number:05}.npy"
+    with file.open("wb") as stream:
+        np.save(stream, stored_RT)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"file": file.name, "rows": len(stored_RT), "bytes": file.stat().st_size}
+
+
+def _open(folder: Path) -> tuple[Batch, Report]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for shard in manifest["shards"]:
+            if (folder / shard["file"]).stat().st_size != shard["bytes"]:
+                raise OSError(f"{shard['file']} is cut")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{folder} is damaged ({first_line(error)}): remove it, it is made again"
+        ) from error
+    files = [folder / shard["file"] for shard in manifest["shards"]]
+    ends = np.cumsum([shard["rows"] for shard in manifest["shards"]])
+    report = Report(**manifest["report"])
+    types = (np.int32, np.int32, np.int32, np.bool_)
+    columns = (
+        Column(files, ends, field, report.row_length, dtype)
+        for field, dtype in zip(Batch._fields, types, strict=True)
+    )
+    return Batch(*columns), report
+
+
+@functools.lru_cache(maxsize=OPEN_FILES)
+def _map(file: Path) -> np.ndarray:
+    return np.load(file, mmap_mode="r")

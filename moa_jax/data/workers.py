@@ -1,0 +1,82 @@
+"""A map over many processes that keeps the order of its items.
+
+    items --> process 0 .. process n --> results, in the order of the items
+
+Processes are spawned, so that none inherits the threads or devices of this one. Few items are
+on their way at a time, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from moa_jax.errors import InputError
+
+Item, Shared, Result = TypeVar("Item"), TypeVar("Shared"), TypeVar("Result")
+AHEAD = 4  # items on their way for each process
+
+
+def ordered_map(
+    function: Callable[[Item, Shared], Result],
+    items: Iterable[Item],
+    shared: Shared,
+    workers: int,
+) -> Iterator[Result]:
+    """`function(item, shared)` of each item; `shared` travels once to each process.
+
+    `function` is found by its name, so it stands at the top of a module. Raises what it raises,
+    and InputError where processes are killed or cannot start.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(shared,))
+    waiting: deque[Future] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(_call, function, item))
+            if len(waiting) > AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise InputError(
+            f"a process of {workers} that tokenise ended, perhaps for want of memory: "
+            "set data.workers lower; 1 starts none"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- in a process of its own ----------------------------------------------------------------
+
+_shared: Any = None
+
+
+def _start(shared: Any) -> None:
+    global _shared
+    _shared = shared
+    for number in (signal.SIGINT, signal.SIGTERM):  # a group gets these; its first process decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot say goodbye."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _call(function: Callable[[Any, Any], Any], item: Any) -> Any:
+    return function(item, _shared)

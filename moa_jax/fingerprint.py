@@ -1,0 +1,78 @@
+"""What makes two runs the same run: their settings, but for bookkeeping and for how it is computed.
+
+A run may be resumed with other values of the free settings. A setting that a run was saved without
+is younger than the run, and counts as its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from moa_jax.config import DistillConfig, PretrainConfig
+
+Settings = dict[str, Any]  # dotted names -> values as JSON gives them back
+
+FREE = ("output", "run", "mesh", "chunks", "data.cache", "data.workers")  # and all below them
+DECISIVE = ("run.seed", "run.dtype")  # though below a free one
+FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names that first versions saved
+MOST_SHOWN = 6
+
+
+def fingerprint(config: PretrainConfig | DistillConfig) -> Settings:
+    """The settings that decide what a run computes."""
+    return _decisive(_flat(dataclasses.asdict(config)))
+
+
+def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> list[str]:
+    """One text for each decisive setting that differs, as `optim.b1: 0.9 -> 0.8`."""
+    saved = {FORMER.get(name, name): value for name, value in _flat(saved).items()}
+    old, new = _decisive(_defaults(config) | saved), fingerprint(config)
+    names = [*new, *(name for name in old if name not in new)]
+    return [
+        f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
+        for name in names
+        if name not in old or name not in new or old[name] != new[name]
+    ]
+
+
+def listed(differences: list[str]) -> str:
+    """The first differences in one line, and how many more there are."""
+    more = len(differences) - MOST_SHOWN
+    rest = [f"{more} more"] if more > 0 else []
+    return ", ".join(differences[:MOST_SHOWN] + rest)
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> Settings:
+    found: Settings = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{above}{name}.")
+        else:
+            found[above + name] = json.loads(json.dumps(value))  # tuples become lists
+    return found
+
+
+def _defaults(config: Any, above: str = "") -> Settings:
+    """The settings that need not be given, as they are when they are not."""
+    found: Settings = {}
+    for field in dataclasses.fields(config):
+        value = field.default
+        if value is dataclasses.MISSING:
+            given = getattr(config, field.name)
+            if dataclasses.is_dataclass(given):
+                found |= _defaults(given, f"{above}{field.name}.")
+        else:
+            value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+            found |= _flat({field.name: value}, above)
+    return found
+
+
+def _decisive(settings: Settings) -> Settings:
+    free = lambda name: any(f"{name}.".startswith(f"{part}.") for part in FREE)  # noqa: E731
+    return {n: v for n, v in settings.items() if n in DECISIVE or not free(n)}
+
+
+def _shown(settings: Settings, name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "none"

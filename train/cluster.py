@@ -1,0 +1,45 @@
+"""The flags with which several processes find each other to train as one."""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+
+from moa_jax.errors import InputError, first_line
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """--distributed on a cluster that tells each process its place, else three flags."""
+    group = parser.add_argument_group("processes")
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, as Slurm, Kubernetes or the TPU slice says",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+
+
+def join(args: argparse.Namespace) -> None:
+    """Meets the other processes, if there are any; must run before jax looks for devices.
+
+    Raises InputError for flags that do not say all, and where the others are not found.
+    """
+    place = (args.coordinator, args.processes, args.process)
+    if place == (None, None, None) and not args.distributed:
+        return
+    if args.distributed and place != (None, None, None):
+        raise InputError("--distributed finds all by itself: leave out --coordinator and the rest")
+    if not args.distributed and None in place:
+        raise InputError("--coordinator, --processes and --process go together: give all three")
+    if not args.distributed and not 0 <= args.process < args.processes:
+        raise InputError(f"--process {args.process}: choose from 0 to {args.processes - 1}")
+    try:
+        jax.distributed.initialize(*(() if args.distributed else place))
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the other processes were not found ({first_line(error)}): check --coordinator and "
+            "that all of them run"
+        ) from error

@@ -1,0 +1,175 @@
+"""Says whether a training step fits a machine that is not there, and what it costs on it.
+
+    python -m train.plan --config configs/moa_llama3_8b.py --topology v5e:4x4
+    python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --largest
+    python -m train.plan --config configs/moa_llama3_8b.py --topology v5p:2x2x4 --mesh.tensor 4
+
+Compiles the step of train.distill ahead of time, so no accelerator, driver or network is needed,
+but the extra `plan` is (make env PLAN=1). Settings of the config file are overridden by dotted
+flags. Times are roofline bounds: what no step can beat, not what one will reach.
+
+The last line of stdout is `fits` (exit code 0) or `does not fit` (3); with --json stdout is one
+JSON document. Where the compiler itself crashes there is no verdict, and the exit code is 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from configs.shapes import SHAPES
+from infer.cli import run
+from moa_jax import planning
+from moa_jax.config import DistillConfig, TargetConfig
+from moa_jax.machines import GIB, Machine, check_compiler, machine
+from moa_jax.planning import CompilerCrash, Plan
+from moa_jax.pretrained import describe_target
+from train.settings import config_parser, parse_config
+
+FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
+PARTS = ("target", "drafter", "optimizer", "batch", "temporary")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    config, args = parse_config(_parser(), DistillConfig, arguments)
+    if args.plain:
+        config = planning.plain(config)
+    wanted = machine(args.topology)
+    check_compiler(wanted)
+    target_cfg = shapes_of(config.target)
+    try:
+        found = planning.plan(config, target_cfg, wanted)
+        if args.largest:
+            found["largest"] = largest(config, target_cfg, wanted, found)
+    except CompilerCrash as crash:
+        print(f"train.plan: {crash}", file=sys.stderr)
+        return CRASHED
+    print(json.dumps(found, indent=2) if args.json else described(found))
+    if not args.json:
+        print("fits" if found["fits"] else "does not fit")
+    return FITS if found["fits"] else DOES_NOT_FIT
+
+
+def shapes_of(name: str) -> TargetConfig:
+    """The sizes of a target that a config names: known ones, else those of its folder."""
+    return SHAPES[name] if name in SHAPES else describe_target(name).config
+
+
+def largest(
+    config: DistillConfig, target_cfg: TargetConfig, wanted: Machine, found: Plan
+) -> dict[str, Any]:
+    """The largest data.rows_per_batch that fits and its peak; tells on stderr what is tried."""
+    unit = found["rows_unit"]
+    plans = {found["rows_per_batch"]: found}
+
+    def fits(units: int) -> bool:
+        rows = units * unit
+        if rows not in plans:
+            try:
+                plans[rows] = planning.plan(planning.with_rows(config, rows), target_cfg, wanted)
+            except CompilerCrash as crash:
+                print(f"{rows} rows: {crash}", file=sys.stderr)
+                plans[rows] = {"fits": False}
+        said = "fit" if plans[rows]["fits"] else "do not fit"
+        print(f"{rows} rows {said}", file=sys.stderr, flush=True)
+        return plans[rows]["fits"]
+
+    rows = unit * planning.largest(fits, planning.expected_rows(found) // unit)
+    return {"rows_per_batch": rows, "peak": plans[rows]["memory"]["peak"] if rows else None}
+
+
+# ---- the table ----------------------------------------------------------------------------
+
+
+def described(found: Plan) -> str:
+    """A plan as a table."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    rows, length, parts = (found[key] for key in ("rows_per_batch", "row_length", "accumulate"))
+    lines = [
+        f"{found['topology']}: {found['chips']} chips, mesh {mesh}",
+        f"a step: {rows} rows of {length} tokens"
+        + (f" in {parts} parts of {rows // parts}" if parts > 1 else ""),
+        "",
+        *_memory(found["memory"]),
+        "",
+        *_work(found),
+    ]
+    if "largest" in found:
+        best = found["largest"]["rows_per_batch"]
+        lines += ["", f"largest data.rows_per_batch that fits: {best or 'none'}"]
+    seconds = found["compile_s"]
+    lines += [
+        "",
+        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _memory(memory: dict[str, int | None]) -> list[str]:
+    names = {
+        "target": "target weights",
+        "drafter": "drafter weights",
+        "optimizer": "optimiser state",
+        "batch": "batch",
+        "temporary": "temporary, step",
+        "evaluation": "temporary, evaluation",
+    }
+    lines = [f"{'memory of each chip':<26}{'GiB':>9}"]
+    lines += [f"  {name:<24}{_gib(memory[part])}" for part, name in names.items()]
+    peak = f"  {'peak':<24}{_gib(memory['peak'])} of {memory['limit'] / GIB:.2f} usable"
+    if memory["peak"] is not None:
+        peak += f" ({memory['peak'] / memory['limit']:.0%})"
+    return [*lines, peak]
+
+
+def _gib(size: int | None) -> str:
+    return f"{'too much':>9}" if size is None else f"{size / GIB:>9.3f}"
+
+
+def _work(found: Plan) -> list[str]:
+    flops, seconds = found["flops"], found["bound_s"]
+    again = flops["step"] / flops["model"] - 1
+    lines = [
+        f"{'FLOPs':<26}{'a step':>9}",
+        f"  {'model':<24}{flops['model']:>9.3g}, {flops['model_per_token']:.3g} a token",
+        f"  {'step, loops in full':<24}{flops['step']:>9.3g}, {again:.1%} computed again",
+        "",
+        f"{'collectives of a step':<26}{'count':>9}   GiB to each chip, at least",
+    ]
+    for kind, traffic in sorted(found["collectives"].items()):
+        lines.append(f"  {kind:<24}{traffic['count']:>9}{_gib(traffic['received'])}")
+    if not found["collectives"]:
+        lines.append("  none" if found["chips"] == 1 else "  not known: not compiled")
+    if found["loops_of_unknown_length"]:
+        lines.append(f"  {found['loops_of_unknown_length']} loops of unknown length count once")
+    lines += ["", f"{'seconds of a step, at least':<28}"]
+    for part in ("compute", "memory", "network"):
+        shown = "not known" if seconds[part] is None else f"{seconds[part]:.4f}"
+        lines.append(f"  {part:<24}{shown:>9}")
+    return lines + [
+        f"  {'roofline bound':<24}{seconds['step']:>9.4f}, so at most "
+        f"{found['bound_tokens_per_s']:,.0f} tokens/s and {found['bound_mfu']:.0%} "
+        "model FLOP utilisation"
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = config_parser("train.plan", __doc__)
+    parser.add_argument(
+        "--topology", required=True, help="v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N (GPUs)"
+    )
+    group = parser.add_argument_group("what to find out")
+    group.add_argument(
+        "--largest", action="store_true", help="search the largest data.rows_per_batch that fits"
+    )
+    group.add_argument(
+        "--plain", action="store_true", help="no chunks, nothing computed again: what these save"
+    )
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

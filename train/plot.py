@@ -1,0 +1,106 @@
+"""Curves of training runs: `python -m train.plot runs/tiny runs/other --output curves.png`.
+
+Loss, KL to the target, simulated tau with the real one where prompts were decoded, and tokens per
+second, each over steps, from metrics.jsonl and speed.jsonl of every run. A run may still go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infer.cli import Parser, run
+from infer.plot import check_plots
+from moa_jax.errors import InputError
+from moa_jax.metrics import Record, read_records
+
+Points = list[tuple[int, float]]
+
+
+class Curve(NamedTuple):
+    """One line of a panel: a number of one kind of record, over steps."""
+
+    kind: str
+    name: str
+    style: dict[str, Any]
+    label: str  # what is said of it in the legend, beside the run's name
+
+
+NOISY = {"alpha": 0.5, "linewidth": 1.0}  # of single batches
+MARKED = {"marker": "o", "markersize": 3.0}
+DECODED = {"marker": "x", "linestyle": "--"}
+# Title and curves of each panel.
+PANELS = (
+    ("loss", (Curve("train", "loss", NOISY, ""), Curve("eval", "loss", MARKED, "held out"))),
+    ("KL", (Curve("train", "kl", NOISY, ""), Curve("eval", "kl", MARKED, "held out"))),
+    (
+        "tau",
+        (
+            Curve("eval", "simulated_tau", MARKED, "simulated"),
+            Curve("decode", "tau", DECODED, "decoded"),
+        ),
+    ),
+    (
+        "tokens/s",  # which first versions wrote to metrics.jsonl
+        (Curve("speed", "tokens_per_s", MARKED, ""), Curve("train", "tokens_per_s", MARKED, "")),
+    ),
+)
+
+
+def points(records: list[Record], kind: str, name: str) -> Points:
+    """(step, number) of all records of a kind that have the number; one not finite is left out."""
+    found = [(r["step"], r.get(name)) for r in records if r["kind"] == kind]
+    return [(step, value) for step, value in found if value is not None]
+
+
+def draw(runs: dict[str, list[Record]], path: Path) -> None:
+    """Writes the picture of these runs, by name: a panel a figure, a colour a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    for panel, (title, curves) in zip(panels, PANELS, strict=True):
+        for index, (run_name, records) in enumerate(runs.items()):
+            for curve in curves:
+                if found := points(records, curve.kind, curve.name):
+                    steps, values = zip(*found, strict=True)
+                    label = ", ".join(filter(None, (run_name, curve.label)))
+                    panel.plot(steps, values, color=f"C{index}", label=label, **curve.style)
+        panel.set_title(title)
+        panel.set_xlabel("step")
+        panel.set_visible(bool(panel.lines))
+        if panel.lines:
+            panel.legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Reads the runs and draws them."""
+    output = Path(args.output)
+    check_plots(output, "--output")
+    runs = {str(Path(folder)): _read(Path(folder)) for folder in args.runs}
+    draw(runs, output)
+    print(output)
+
+
+def _read(folder: Path) -> list[Record]:
+    records = [r for name in ("metrics", "speed") for r in read_records(folder / f"{name}.jsonl")]
+    if not records:
+        raise InputError(f"{folder}: has no metrics.jsonl of a run: name a run.directory")
+    return records
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("train.plot", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run.directory of a run")
+    parser.add_argument("--output", required=True, metavar="FILE", help=".png, .svg or .pdf")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    plot(_parser().parse_args(arguments))
+
+
+if __name__ == "__main__":
+    run(main)
