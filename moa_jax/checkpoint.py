@@ -140,7 +140,7 @@ class Checkpoints:
             try:
                 saved = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
             except (OSError, ValueError, KeyError) as error:
-                return _shortened(error)
+                return f"meta: {_shortened(error)}"
             self._check_config(saved)
         return fault
 

@@ -165,10 +165,10 @@ def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder)
 
 def test_a_cut_run_of_other_draws_is_refused(ask, scripted, tmp_path, monkeypatch):
     def cut(*_):
-        raise KeyboardInterrupt
+        raise EOFError
 
     monkeypatch.setattr(regenerate, "_answer", cut)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(EOFError):
         ask(tmp_path / "a.jsonl", *SAMPLED)
     for others in ((*SAMPLED[:-1], "4"), ("--temperature", "0.8", *SAMPLED[2:]), ()):
         with pytest.raises(InputError, match="made with other flags"):

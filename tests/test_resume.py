@@ -171,9 +171,10 @@ def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):
         return placed_batch(step)
 
     config = toy_config(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
+    heard = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in heard]
     assert loop.fit(toy_job(config, batch=batch), None) is None
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(number) for number in heard] == before
     assert "9" in steps_of(tmp_path)
     assert not any(json.loads(line)["step"] == 9 for line in records_of(tmp_path))
     loop.fit(toy_job(config), None)
@@ -199,6 +200,11 @@ def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
     assert steps_of(tmp_path) == ["3"]
     loop.fit(toy_job(toy_config(tmp_path)), None)
     assert_same_run(tmp_path, whole)
+
+
+def test_a_finished_run_is_left_as_it_is(whole, copy):
+    assert loop.fit(toy_job(toy_config(copy)), None) is not None
+    assert_same_run(copy, whole)
 
 
 def test_records_cut_short_are_written_again(whole, copy):
@@ -229,23 +235,24 @@ def flip_a_bit(path: Path) -> None:
 
 
 DAMAGE = {
-    "cut short": lambda folder: cut_short(arrays_of(folder, 12)),
-    "changed": lambda folder: flip_a_bit(arrays_of(folder, 12)),
-    "missing": lambda folder: arrays_of(folder, 12).unlink(),
-    "list": lambda folder: cut_short(folder / "run/checkpoints/12/files.json"),
-    "no list": lambda folder: (
+    "bytes": lambda folder: cut_short(arrays_of(folder, 12)),
+    "has changed": lambda folder: flip_a_bit(arrays_of(folder, 12)),
+    "is missing": lambda folder: arrays_of(folder, 12).unlink(),
+    "files.json is damaged": lambda folder: cut_short(folder / "run/checkpoints/12/files.json"),
+    "meta: ": lambda folder: (  # of a checkpoint without a list of files
         (folder / "run/checkpoints/12/files.json").unlink(),
         cut_short(folder / "run/checkpoints/12/meta/metadata"),
     ),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole, copy, damage, capsys):
-    DAMAGE[damage](copy)
+@pytest.mark.parametrize("why", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole, copy, why, capsys):
+    DAMAGE[why](copy)
     loop.fit(toy_job(toy_config(copy)), None)
-    told = capsys.readouterr().err
-    assert "checkpoint 12 is damaged" in told and "going on from step 8" in told
+    told = capsys.readouterr().err.splitlines()[0]
+    assert told.startswith("checkpoint 12 is damaged (") and why in told
+    assert told.endswith("going on from step 8")
     assert steps_of(copy) == ["12", "12.damaged", "8"]
     assert_same_run(copy, whole)
 
@@ -279,14 +286,14 @@ def test_an_unlisted_checkpoint_that_orbax_cannot_read_is_passed_over(copy, monk
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
-    """No file may have more than 2.5 kB, which the arrays exceed."""
+    """No file may have more than 5 kB, which the arrays exceed."""
     shutil.rmtree(copy / "run/checkpoints/12")
     code = (
         "import resource, sys\n"
         "from infer.cli import run\n"
         "from tests import toy_run\n"
         "def main(arguments=None):\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "    toy_run.main()\n"
         "run(main)\n"
     )

@@ -37,7 +37,7 @@ from train import cluster
 from train.loop import Job, fit
 from train.settings import config_parser, parse_config
 
-VOCAB, LENGTH, ROWS = 16, 8, 4
+VOCAB, WIDTH, LENGTH, ROWS = 16, 64, 8, 4
 
 
 def toy_config(folder: Path | str, **run_settings: Any) -> PretrainConfig:
@@ -89,8 +89,8 @@ def toy_job(config: PretrainConfig, **changes: Any) -> Job:
     def start() -> Any:
         keys = jax.random.split(jax.random.key(seed))
         params = {
-            "embed": jax.random.normal(keys[0], (VOCAB, 8)),
-            "head": jax.random.normal(keys[1], (8, VOCAB)),
+            "embed": jax.random.normal(keys[0], (VOCAB, WIDTH)),
+            "head": jax.random.normal(keys[1], (WIDTH, VOCAB)),
         }
         return jax.tree.map(lambda x: placed(x, PartitionSpec()), init_state(params, tx))
 

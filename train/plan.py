@@ -29,7 +29,6 @@ from moa_jax.pretrained import describe_target
 from train.settings import config_parser, parse_config
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
-PARTS = ("target", "drafter", "optimizer", "batch", "temporary")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     check_compiler(wanted)
     target_cfg = shapes_of(config.target)
     try:
-        found = planning.plan(config, target_cfg, wanted)
+        found = planning.plan(config, target_cfg, wanted, not args.full)
+        if found["hurried"] and planning.is_close(found):
+            print("close to the limit: compiling as a run does", file=sys.stderr, flush=True)
+            found = planning.plan(config, target_cfg, wanted)
         if args.largest:
             found["largest"] = largest(config, target_cfg, wanted, found)
     except CompilerCrash as crash:
@@ -68,7 +70,8 @@ def largest(
         rows = units * unit
         if rows not in plans:
             try:
-                plans[rows] = planning.plan(planning.with_rows(config, rows), target_cfg, wanted)
+                resized = planning.with_rows(config, rows)
+                plans[rows] = planning.plan(resized, target_cfg, wanted, found["hurried"])
             except CompilerCrash as crash:
                 print(f"{rows} rows: {crash}", file=sys.stderr)
                 plans[rows] = {"fits": False}
@@ -92,7 +95,7 @@ def described(found: Plan) -> str:
         f"a step: {rows} rows of {length} tokens"
         + (f" in {parts} parts of {rows // parts}" if parts > 1 else ""),
         "",
-        *_memory(found["memory"]),
+        *_memory(found["memory"], found["refused"]),
         "",
         *_work(found),
     ]
@@ -102,12 +105,13 @@ def described(found: Plan) -> str:
     seconds = found["compile_s"]
     lines += [
         "",
-        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s",
+        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s"
+        + (" (in a hurry: --full optimises as a run does)" if found["hurried"] else ""),
     ]
     return "\n".join(lines)
 
 
-def _memory(memory: dict[str, int | None]) -> list[str]:
+def _memory(memory: dict[str, int | None], refused: bool) -> list[str]:
     names = {
         "target": "target weights",
         "drafter": "drafter weights",
@@ -118,14 +122,15 @@ def _memory(memory: dict[str, int | None]) -> list[str]:
     }
     lines = [f"{'memory of each chip':<26}{'GiB':>9}"]
     lines += [f"  {name:<24}{_gib(memory[part])}" for part, name in names.items()]
-    peak = f"  {'peak':<24}{_gib(memory['peak'])} of {memory['limit'] / GIB:.2f} usable"
+    peak = f"  {'peak, at least' if refused else 'peak':<24}{_gib(memory['peak'])}"
+    peak += f" of {memory['limit'] / GIB:.2f} usable"
     if memory["peak"] is not None:
         peak += f" ({memory['peak'] / memory['limit']:.0%})"
     return [*lines, peak]
 
 
 def _gib(size: int | None) -> str:
-    return f"{'too much':>9}" if size is None else f"{size / GIB:>9.3f}"
+    return f"{'?':>9}" if size is None else f"{size / GIB:>9.3f}"
 
 
 def _work(found: Plan) -> list[str]:
@@ -141,7 +146,7 @@ def _work(found: Plan) -> list[str]:
     for kind, traffic in sorted(found["collectives"].items()):
         lines.append(f"  {kind:<24}{traffic['count']:>9}{_gib(traffic['received'])}")
     if not found["collectives"]:
-        lines.append("  none" if found["chips"] == 1 else "  not known: not compiled")
+        lines.append("  not known" if found["refused"] else "  none")
     if found["loops_of_unknown_length"]:
         lines.append(f"  {found['loops_of_unknown_length']} loops of unknown length count once")
     lines += ["", f"{'seconds of a step, at least':<28}"]
@@ -166,6 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--plain", action="store_true", help="no chunks, nothing computed again: what these save"
+    )
+    group.add_argument(
+        "--full",
+        action="store_true",
+        help="optimise as a run does: for a TPU this takes minutes, and is done by itself only "
+        "where the verdict is close",
     )
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser

@@ -30,6 +30,7 @@ from moa_jax.batch import Batch
 from moa_jax.data import corpora
 from moa_jax.data.encode import Coder
 from moa_jax.data.report import Report
+from moa_jax.data.rows import BLOCK
 from moa_jax.errors import InputError, first_line
 
 FORMAT = 1  # raise it when the same input makes other rows
@@ -80,7 +81,7 @@ def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
         rules.pop(state, None)
     text = json.dumps([rules, tokenizer.chat_template, tokenizer.special_tokens_map], default=str)
     return {
-        "format": FORMAT,
+        "format": [FORMAT, BLOCK],
         "vocab_size": vocab_size,
         "tokenizer": hashlib.sha256(text.encode()).hexdigest(),
         "paths": {path: [_facts(file) for file in corpora.files_of(path)] for path in paths},

@@ -1,0 +1,198 @@
+"""How fast a training step is on this machine: random weights, random tokens, the real program.
+
+    python -m train.bench --config configs/tiny.py
+    python -m train.bench --config configs/moa_llama3_8b.py --data.rows_per_batch 4 \\
+        --optim.accumulate 1
+
+Runs the step of train.distill (mesh, chunks) and, unless --no-plain, a straightforward one in
+turns: one device, no mesh, no chunks. Speeds are medians over steps; model FLOPs leave out what
+is computed twice. Settings of the config file are overridden by dotted flags. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infer.cli import positive, run
+from moa_jax import sharding
+from moa_jax.batch import Batch
+from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
+from moa_jax.distillation import Program, abstract_frozen, make_program
+from moa_jax.flops import model_flops_per_token
+from moa_jax.layers import INIT_STDDEV
+from moa_jax.metrics import peak_flops
+from moa_jax.planning import plain
+from moa_jax.precision import matmul_precision
+from train.plan import shapes_of
+from train.settings import config_parser, parse_config
+
+
+class Runner(NamedTuple):
+    """One way to compute a step, compiled, with its state."""
+
+    name: str
+    step: Callable[[], float]  # makes one update; seconds
+    compile_s: float
+    temp_bytes: int
+
+
+def main(arguments: list[str] | None = None) -> None:
+    config, args = parse_config(_parser(), DistillConfig, arguments)
+    target_cfg = shapes_of(config.target)
+    runners = [_runner("distill", config, target_cfg, jax.devices())]
+    if not args.no_plain:
+        alone = plain(config)
+        runners.append(_runner("plain", alone, target_cfg, jax.devices()[:1], with_mesh=False))
+    seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
+    for turn in range(args.steps + 1):
+        for runner in runners:
+            spent = runner.step()
+            if turn:  # the first is left out
+                seconds[runner.name].append(spent)
+    report = _report(config, target_cfg, runners, seconds)
+    print(json.dumps(report, indent=2) if args.json else _table(report))
+
+
+def _runner(
+    name: str,
+    config: DistillConfig,
+    target_cfg: TargetConfig,
+    devices: list[Any],
+    with_mesh: bool = True,
+) -> Runner:
+    mesh = sharding.make_mesh(config.mesh if with_mesh else MeshConfig(), devices)
+    program = make_program(config, target_cfg, mesh)
+    if with_mesh:
+        with jax.set_mesh(mesh):
+            return _compiled(name, config, target_cfg, program, program.state_sharding)
+    return _compiled(name, config, target_cfg, program, None)
+
+
+def _compiled(
+    name: str, config: DistillConfig, target_cfg: TargetConfig, program: Program, places: Any
+) -> Runner:
+    on_mesh = places is not None
+    frozen_at = program.frozen_sharding if on_mesh else None
+    frozen = jax.jit(lambda: _random(target_cfg, config.run.dtype), out_shardings=frozen_at)()
+    state = jax.jit(program.init, out_shardings=places)(jax.random.key(0))
+    batch = _batch(config, target_cfg)
+    if on_mesh:
+        rows = (config.data.rows_per_batch,)
+        batch = sharding.place_rows(
+            lambda part: Batch(*(array[part] for array in batch)), program.rows_sharding, rows
+        )
+    out = (places, None) if on_mesh else None
+    begin = time.perf_counter()
+    with matmul_precision(config.run.dtype):
+        lowered = jax.jit(program.update, donate_argnums=0, out_shardings=out).lower(
+            state, frozen, batch
+        )
+    update = lowered.compile()
+    compile_s = time.perf_counter() - begin
+    held = [state]
+
+    def step() -> float:
+        begin = time.perf_counter()
+        held[0], metrics = update(held[0], frozen, batch)
+        jax.block_until_ready((held[0], metrics))
+        return time.perf_counter() - begin
+
+    return Runner(name, step, compile_s, update.memory_analysis().temp_size_in_bytes)
+
+
+def _random(target_cfg: TargetConfig, dtype: str) -> Any:
+    """Weights of a target that no file holds, layers stacked."""
+    leaves, tree = jax.tree.flatten(abstract_frozen(target_cfg, jnp.dtype(dtype)))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [
+        (INIT_STDDEV * jax.random.normal(key, leaf.shape, leaf.dtype)).astype(leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def _batch(config: DistillConfig, target_cfg: TargetConfig) -> Batch:
+    """Full rows of random tokens, the first quarter of each a prompt."""
+    rows, length = config.data.rows_per_batch, config.data.row_length
+    tokens_BT = np.random.default_rng(0).integers(0, target_cfg.vocab_size, (rows, length))
+    position_BT = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    ones_BT = np.ones((rows, length), np.int32)
+    return Batch(tokens_BT.astype(np.int32), ones_BT, position_BT, position_BT >= length // 4)
+
+
+def _report(
+    config: DistillConfig,
+    target_cfg: TargetConfig,
+    runners: list[Runner],
+    seconds: dict[str, list[float]],
+) -> dict[str, Any]:
+    tokens = config.data.rows_per_batch * config.data.row_length
+    per_token = model_flops_per_token(config, target_cfg)
+    device = jax.devices()[0]
+    peak = peak_flops(device.device_kind)
+    modes = []
+    for runner in runners:
+        middle = statistics.median(seconds[runner.name])
+        used = jax.device_count() if runner.name == "distill" else 1
+        rate = per_token * tokens / middle
+        modes.append(
+            {
+                "mode": runner.name,
+                "step_s": middle,
+                "tokens_per_s": tokens / middle,
+                "model_flops_per_s": rate,
+                "mfu": rate / (peak * used) if peak else None,
+                "temp_bytes": runner.temp_bytes,
+                "compile_s": runner.compile_s,
+            }
+        )
+    stats = device.memory_stats() or {}
+    return {
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "rows": config.data.rows_per_batch,
+        "row_length": config.data.row_length,
+        "model_flops_per_token": per_token,
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "modes": modes,
+        "of_plain": modes[0]["tokens_per_s"] / modes[1]["tokens_per_s"] if modes[1:] else None,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    head = f"{report['devices']} x {report['device']}, {report['rows']} x {report['row_length']}"
+    lines = [f"{head} tokens a step", "", "| step | s | tokens/s | MFU | temporary | compile s |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for mode in report["modes"]:
+        mfu = "-" if mode["mfu"] is None else f"{mode['mfu']:.1%}"
+        lines.append(
+            f"| {mode['mode']} | {mode['step_s']:.3f} | {mode['tokens_per_s']:.0f} | {mfu} | "
+            f"{mode['temp_bytes'] / 2**20:.0f} MiB | {mode['compile_s']:.1f} |"
+        )
+    if report["of_plain"]:
+        lines += ["", f"tokens/s over those of the plain step: {report['of_plain']:.2f}"]
+    if report["peak_bytes"]:
+        lines += ["", f"peak memory {report['peak_bytes'] / 2**30:.1f} GiB"]
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = config_parser("train.bench", __doc__)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--steps", type=positive, default=10, help="timed steps of each")
+    group.add_argument("--no-plain", action="store_true", help="leave the plain step out")
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)
