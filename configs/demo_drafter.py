@@ -18,18 +18,18 @@ config = DistillConfig(
         layer_self_attention_intermediate_size=64,
     ),
     data=DataConfig(
-        train=("runs/demo_answers.jsonl",),
-        validation=("runs/demo_answers_validation.jsonl",),
+        train=("runs/demo_answers.jsonl", "runs/demo_past.jsonl"),
+        validation=("runs/demo_answers_validation.jsonl", "runs/demo_past_validation.jsonl"),
         max_length=320,
         row_length=320,
         rows_per_batch=12,
     ),
     optim=OptimConfig(
-        learning_rate=1e-4, warmup_steps=50, decay_steps=550, peak=20.0, total_steps=600
+        learning_rate=1e-4, warmup_steps=50, decay_steps=950, peak=20.0, total_steps=1000
     ),
     run=RunConfig(
         directory="runs/demo_drafter", log_every=20, eval_every=100, eval_batches=8, save_every=100
     ),
     output="moa_jax/demo/draft",
-    horizon=4,
+    horizon=2,  # a chain of depth 3 is the fastest on a CPU
 )

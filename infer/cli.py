@@ -142,7 +142,8 @@ class _Lines(Progress):
     """A plain line every ten seconds and one at the end, for logs and pipes."""
 
     def __init__(self, total: int | None, label: str, initial: int) -> None:
-        self._total, self._label, self._done = total, label, initial
+        self._total, self._label = total, label
+        self._initial = self._done = initial
         self._began = self._shown = time.monotonic()
         self._figures: Mapping[str, object] = {}
 
@@ -163,7 +164,12 @@ class _Lines(Progress):
     def _show(self) -> None:
         self._shown = time.monotonic()
         count = f"{self._done}/{self._total}" if self._total else f"{self._done}"
-        parts = [f"{self._label} {count}", f"{self._shown - self._began:.0f} s"]
+        elapsed, done = self._shown - self._began, self._done - self._initial
+        parts = [f"{self._label} {count}", f"{elapsed:.0f} s"]
+        if done and elapsed:
+            parts.append(f"{done / elapsed:.3g}/s")
+            if self._total and self._done < self._total:
+                parts.append(f"{(self._total - self._done) * elapsed / done:.0f} s left")
         self.line(", ".join(parts + _pairs(self._figures)))
 
 

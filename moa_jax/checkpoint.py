@@ -10,6 +10,7 @@ RUN/checkpoints/STEP.damaged   put aside, never read
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -61,7 +62,12 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=_NewestAndBest(run.keep_checkpoints, self._taus),
                     cleanup_tmp_directories=True,  # what a kill during a save left behind
-                    async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                    # Folders are made before the save is in the background, as a disk without
+                    # room for them would else be waited for by threads.
+                    async_options=ocp.AsyncOptions(
+                        post_finalization_callback=self._seal,
+                        create_directories_asynchronously=False,
+                    ),
                 ),
             )
             self._stack = stack.pop_all()
@@ -199,6 +205,7 @@ class Checkpoints:
         except Exception as error:
             if (code := _disk_fault(error)) is None:
                 raise
+            atexit.register(_mute)
             raise self._unwritten(os.strerror(code)) from error
 
     def _unwritten(self, why: str) -> InputError:
@@ -245,23 +252,29 @@ def _locked(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the pages in which Orbax words a failed write, which we tell in one line."""
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
-    level = logger.level
+    """Without the pages in which Orbax words a failed write, which we tell in one line.
+
+    After a fault it stays so, as threads of that write may speak until the process ends.
+    """
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+    levels = [logger.level for logger in loggers]
 
     def silent(fault: Any) -> None:
-        if (
-            str(fault.exc_value) != "Event loop is closed"
-        ):  # of the writes after the one that failed
+        if str(fault.exc_value) != "Event loop is closed":  # of writes after the one that failed
             hook(fault)
 
-    logger.setLevel(logging.CRITICAL)
     sys.unraisablehook = silent
-    try:
-        yield
-    finally:
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    yield
+    sys.unraisablehook = hook
+    for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
-        sys.unraisablehook = hook
+
+
+def _mute() -> None:
+    """Lets nothing more through to stderr; Python drops its hooks before those threads end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _fault(folder: Path) -> str:

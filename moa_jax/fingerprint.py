@@ -14,7 +14,8 @@ from moa_jax.config import DistillConfig, PretrainConfig
 
 Settings = dict[str, Any]  # dotted names -> values as JSON gives them back
 
-FREE = ("output", "run", "mesh", "chunks", "data.cache", "data.workers")  # and all below them
+# Each with all below it.
+FREE = ("output", "run", "mesh", "chunks", "data.cache", "data.workers", "data.bad_records")
 DECISIVE = ("run.seed", "run.dtype")  # though below a free one
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names that first versions saved
 MOST_SHOWN = 6

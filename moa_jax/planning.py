@@ -79,8 +79,8 @@ def plan(
     if ran.returncode:
         raise RuntimeError(ran.stderr.decode(errors="replace"))
     answer = json.loads(ran.stdout.splitlines()[-1])
-    if "refused" in answer:
-        raise InputError(answer["refused"])
+    if "input_error" in answer:
+        raise InputError(answer["input_error"])
     return answer
 
 
@@ -273,7 +273,7 @@ def main() -> None:
     try:
         answer = compile_plan(*request)
     except InputError as error:
-        answer = {"refused": str(error)}
+        answer = {"input_error": str(error)}
     print(json.dumps(answer))
 
 

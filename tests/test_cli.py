@@ -139,8 +139,8 @@ def test_progress_in_a_pipe_is_lines(capsys, monkeypatch):
     shown = capsys.readouterr()
     assert shown.out == ""
     lines = shown.err.splitlines()
-    assert lines[0] == "train 5/8, 16 s, loss 0.6667, tokens 12"
-    assert lines[-2:] == ["half way", "train 8/8, 36 s, loss 0.6667, tokens 12"]
+    assert lines[0] == "train 5/8, 16 s, 0.188/s, 16 s left, loss 0.6667, tokens 12"
+    assert lines[-2:] == ["half way", "train 8/8, 36 s, 0.167/s, loss 0.6667, tokens 12"]
     assert len(lines) == 4
 
 

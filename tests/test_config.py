@@ -31,7 +31,7 @@ AT_LEAST_1 = {
 }
 AT_LEAST_0 = {
     tiny.config.drafter: ["target_layer_inference"],
-    tiny.config.data: ["seed"],
+    tiny.config.data: ["seed", "workers"],
     tiny.config.optim: ["warmup_steps", "decay_steps"],
 }
 CASES = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 import subprocess
 from typing import Any
@@ -366,14 +369,87 @@ needs = {
 }
 
 
-def run_plan(*flags: str, config: str = "configs/moa_llama3_8b.py") -> tuple[int, dict[str, Any]]:
-    """Exit code and plan of the program itself, compiled in its own process."""
-    command = ["--config", config, "--json", *flags]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            said: list[str] = []
-            patch.setattr("builtins.print", lambda text="", **_: said.append(text))
-            code = plan.main(command)
-    finally:
-        print(*said)
-    return code, json.loads(said[-1])
+LLAMA = ("--config", "configs/moa_llama3_8b.py")
+# The issue's measure: 4 rows of 2048 tokens at once on one H200.
+ALONE = (*LLAMA, "--topology", "h200:1", "--data.rows_per_batch", "4", "--optim.accumulate", "1")
+
+
+@functools.cache
+def run_plan(*flags: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the plan of the program, compiled in its child process."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = plan.main([*flags, "--json"])
+    return code, json.loads(said.getvalue())
+
+
+@pytest.mark.slow
+@needs["tpu"]
+def test_the_8b_step_fits_16_tpu_chips():
+    code, found = run_plan(*LLAMA, "--topology", "v5e:4x4")
+    assert code == plan.FITS and found["fits"]
+    memory = found["memory"]
+    assert memory["target"] == pytest.approx(8.03e9 * 2 / 16, rel=0.01)
+    assert memory["drafter"] == pytest.approx(264e6 * 4 / 16, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(2 * memory["drafter"], rel=0.01)
+    assert 0 < memory["peak"] < 0.5 * memory["limit"]
+    gathered = sum(kind["received"] for kind in found["collectives"].values())
+    assert gathered > 15 * 8.03e9 * 2 / 16  # the weights of the others
+    assert found["loops_of_unknown_length"] == 0
+    assert found["bound_s"]["compute"] == found["flops"]["step"] / (16 * 197e12)
+
+
+@pytest.mark.slow
+@needs["cuda"]
+def test_the_8b_step_fits_one_h200_with_room():
+    code, found = run_plan(*ALONE)
+    assert code == plan.FITS
+    assert found["memory"]["peak"] < 0.25 * found["memory"]["limit"]
+    assert found["collectives"] == {}
+    assert 1 < found["flops"]["step"] / found["flops"]["model"] < 1.25
+
+
+@pytest.mark.slow
+@needs["cuda"]
+def test_chunks_save_three_quarters_of_temporary_memory():
+    chunked, whole = (run_plan(*ALONE, *flag)[1] for flag in ((), ("--plain",)))
+    assert whole["memory"]["temporary"] > 4 * chunked["memory"]["temporary"]
+    assert whole["flops"]["step"] == whole["flops"]["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "topology, rows, refused",
+    [
+        pytest.param("v5e:4x4", 1024, True, marks=needs["tpu"]),
+        pytest.param("h200:1", 512, False, marks=needs["cuda"]),
+    ],
+)
+def test_a_batch_far_too_large_does_not_fit(topology, rows, refused):
+    flags = ("--data.rows_per_batch", str(rows), "--optim.accumulate", "1")
+    code, found = run_plan(*LLAMA, "--topology", topology, *flags)
+    assert code == plan.DOES_NOT_FIT and found["refused"] == refused
+    assert found["memory"]["peak"] > 2 * found["memory"]["limit"]
+
+
+@pytest.mark.slow
+@needs["cuda"]
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        (("--mesh.tensor", "2"), "does not divide"),
+        (("--mesh.data", "3"), "does not use 2 devices"),
+        (("--data.rows_per_batch", "7"), "does not split"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused(flags, fault):
+    with pytest.raises(InputError, match=fault) as refusal:
+        plan.main(["--config", "configs/tiny.py", "--topology", "h200:2", *flags])
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.slow
+@needs["tpu"]
+def test_a_slice_that_libtpu_does_not_know_is_refused():
+    with pytest.raises(InputError, match="no such slice"):
+        plan.main(["--config", "configs/tiny.py", "--topology", "v5e:3x5"])

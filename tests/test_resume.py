@@ -21,17 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from infer.info import ROOT
 from moa_jax import checkpoint
 from moa_jax.checkpoint import Checkpoints
-from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.config import DistillConfig
 from moa_jax.fingerprint import changes, fingerprint, listed
 from tests.model_folders import refusal
-from tests.toy_run import placed_batch, toy_config, toy_job
+from tests.toy_run import final_state, placed_batch, steps_of, toy_config, toy_job
 from train import loop
 
 
@@ -50,23 +49,12 @@ def copy(whole, tmp_path) -> Path:
     return tmp_path
 
 
-def final_state(folder: Path, config: PretrainConfig | None = None) -> list[np.ndarray]:
-    """The arrays of the newest checkpoint: step, parameters, optimiser state."""
-    config = config or toy_config(folder)
-    with Checkpoints(config) as checkpoints:
-        return jax.tree.leaves(jax.device_get(checkpoints.restore(toy_job(config).start)))
-
-
 def assert_same_run(folder: Path, other: Path) -> None:
     """The same state and the same records, bit for bit."""
     for one, two in zip(final_state(folder), final_state(other), strict=True):
         assert one.dtype == two.dtype and one.tobytes() == two.tobytes()
     one, two = (path / "run" / "metrics.jsonl" for path in (folder, other))
     assert one.read_bytes() == two.read_bytes()
-
-
-def steps_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
 # ---- killed and stopped -------------------------------------------------------------------

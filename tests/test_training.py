@@ -188,6 +188,24 @@ def test_accumulation_averages_micro_batches():
     assert float(found["grad_norm"]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    """Though the loss is: the distance of a point from itself."""
+    tx = optimizer(OPTIM)
+    params = {"w": jnp.zeros(3), "b": jnp.ones(2)}
+
+    def loss(params, frozen, batch, key, progress):
+        return jnp.sqrt(jnp.sum(params["w"] ** 2)) + jnp.sum(params["b"]), {}
+
+    ones_BT = np.ones((1, 4), np.int32)
+    state = init_state(params, tx)
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=4))
+    found, metrics = update(state, None, Batch(ones_BT, ones_BT, ones_BT, ones_BT > 0))
+    assert metrics["loss"] == 2.0 and not metrics["finite"] and metrics["tokens"] == 4
+    assert found.step == 1
+    same = jax.tree.map(np.array_equal, found._replace(step=0), state._replace(step=0))
+    assert all(jax.tree.leaves(same))
+
+
 # ---- settings -----------------------------------------------------------------------------
 
 

@@ -16,8 +16,15 @@ import pytest
 
 from moa_jax import metrics
 from tests.model_folders import refusal
-from tests.test_resume import final_state, steps_of
-from tests.toy_run import placed_batch, toy_batch, toy_config, toy_job, toy_update
+from tests.toy_run import (
+    final_state,
+    placed_batch,
+    steps_of,
+    toy_batch,
+    toy_config,
+    toy_job,
+    toy_update,
+)
 from train import plot, watch
 from train.loop import fit
 

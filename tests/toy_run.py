@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from infer.cli import run
 from moa_jax.batch import Batch
+from moa_jax.checkpoint import Checkpoints
 from moa_jax.config import (
     BlockConfig,
     DataConfig,
@@ -105,6 +106,18 @@ def toy_job(config: PretrainConfig, **changes: Any) -> Job:
 def toy_update(optim: OptimConfig, seed: int) -> Any:
     update = make_update(toy_loss, optimizer(optim), seed, optim.total_steps, optim.accumulate)
     return jax.jit(update, donate_argnums=0)
+
+
+def final_state(folder: Path, config: PretrainConfig | None = None) -> list[np.ndarray]:
+    """The arrays of the newest checkpoint: step, parameters, optimiser state."""
+    config = config or toy_config(folder)
+    with Checkpoints(config) as checkpoints:
+        return jax.tree.leaves(jax.device_get(checkpoints.restore(toy_job(config).start)))
+
+
+def steps_of(folder: Path) -> list[str]:
+    """Names in the folder of checkpoints."""
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
 def told(batch: Callable[[int], Batch]) -> Callable[[int], Batch]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def make_decode(
     if jax.process_count() > 1:
         raise InputError("run.decode_prompts needs one process: set it to 0, evaluate afterwards")
     room = target.config.max_position_embeddings - MAX_NEW_TOKENS
-    prompts = [prompt for prompt in _prompts(validation) if len(prompt) <= room]
-    prompts = prompts[: config.run.decode_prompts]
+    fitting = (prompt for prompt in _prompts(validation) if len(prompt) <= room)
+    prompts = list(itertools.islice(fitting, config.run.decode_prompts))
     if not prompts:
         raise InputError(
             f"run.decode_prompts: no validation prompt leaves {MAX_NEW_TOKENS} of the target's "
@@ -58,14 +59,11 @@ def make_decode(
     return decode
 
 
-def _prompts(validation: Batches) -> list[list[int]]:
-    """What stands before the first answer of each conversation of the first batch and on."""
-    return [
-        prompt
-        for step in range(len(validation))
-        for row in zip(*validation.batch(step), strict=True)
-        for prompt in _row_prompts(Batch(*row))
-    ]
+def _prompts(validation: Batches) -> Iterator[list[int]]:
+    """What stands before the first answer of each conversation, from the first batch on."""
+    for step in range(len(validation)):
+        for row in zip(*validation.batch(step), strict=True):
+            yield from _row_prompts(Batch(*row))
 
 
 def _row_prompts(row: Batch) -> list[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.cli import run
+from infer.cli import progress, run
 from moa_jax import processes, sharding
 from moa_jax.batch import Batch
 from moa_jax.config import DistillConfig
@@ -37,8 +37,9 @@ def distill(config: DistillConfig) -> None:
     program = make_program(config, described.config, mesh)  # refuses before anything is loaded
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
-    train, report = batches.load(config.data, tokenizer, vocab_size, "train")
-    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation")
+    watch = progress if processes.is_first() else None
+    train, report = batches.load(config.data, tokenizer, vocab_size, "train", watch)
+    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", watch)
     if processes.is_first():
         print(f"data: {report}", file=sys.stderr)
     where = frozen_sharding(described.config, mesh)

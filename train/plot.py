@@ -94,7 +94,7 @@ def _read(folder: Path) -> list[Record]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.plot", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run.directory of a run")
-    parser.add_argument("--output", required=True, metavar="FILE", help=".png, .svg or .pdf")
+    parser.add_argument("--output", default="curves.png", metavar="FILE", help=".png, .svg, .pdf")
     return parser
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.cli import run
+from infer.cli import progress, run
 from moa_jax import masks, target
 from moa_jax.batch import Batch
 from moa_jax.config import PretrainConfig
@@ -33,8 +33,8 @@ def pretrain(config: PretrainConfig) -> None:
     """Tokenizer (where there is none yet), data, training, and the finished folder."""
     tokenizer = _tokenizer(config)
     vocab_size = config.target.vocab_size
-    train, report = batches.load(config.data, tokenizer, vocab_size, "train")
-    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation")
+    train, report = batches.load(config.data, tokenizer, vocab_size, "train", progress)
+    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", progress)
     print(f"data: {report}", file=sys.stderr)
     loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)  # noqa: E731
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
@@ -76,7 +76,9 @@ def _evaluation(config: PretrainConfig, validation: batches.Batches) -> Any:
 
 def _tokenizer(config: PretrainConfig) -> Any:
     if not Path(config.tokenizer).exists():
-        records = (r for path in config.data.train for r in corpora.read(path, config.data.sources))
+        found = (record for path in config.data.train for _, record in corpora.read_all(path))
+        sources = config.data.sources
+        records = (r for r in found if isinstance(r, dict) and corpora.is_from(r, sources))
         texts = (text for record in records for text in _texts(record))
         train_tokenizer(texts, config.target.vocab_size, Path(config.tokenizer))
     return load_tokenizer(config.tokenizer)

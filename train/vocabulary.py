@@ -49,7 +49,7 @@ def make_vocabulary(args: argparse.Namespace) -> None:
     records = itertools.islice(corpora.read(args.corpus, names(args.sources)), args.limit)
     dropped: Counter[str] = Counter()
     with progress(args.limit, "conversations") as bar:
-        count_V = count_tokens(_answers(records, tokenizer, dropped, bar), vocab_size)
+        count_V = count_tokens(_answers(records, tokenizer, vocab_size, dropped, bar), vocab_size)
     _report(args, dropped, bool(count_V.any()))
     ids_U = most_frequent(count_V, args.size, ends)
     save_vocabulary(output, vocabulary_of(ids_U, target))
@@ -60,13 +60,20 @@ def make_vocabulary(args: argparse.Namespace) -> None:
 
 
 def _answers(
-    records: Iterable[dict[str, Any]], tokenizer: Any, dropped: Counter[str], bar: Progress
+    records: Iterable[dict[str, Any]],
+    tokenizer: Any,
+    vocab_size: int,
+    dropped: Counter[str],
+    bar: Progress,
 ) -> Iterator[np.ndarray]:
     """The answer tokens of each record, whole; why a record has none is counted in `dropped`."""
     for record in records:
         bar.step()
         try:
-            example = chat.encode(tokenizer, chat.messages_of(record), sys.maxsize)
+            if record.get("token_ids") is not None:
+                example = chat.encode_ids(record, vocab_size, sys.maxsize)
+            else:
+                example = chat.encode(tokenizer, chat.messages_of(record), sys.maxsize)
         except InputError as error:
             dropped[str(error)] += 1
             continue

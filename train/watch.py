@@ -13,14 +13,13 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from infer.cli import Progress, progress
 from moa_jax.batch import Batch
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError
 from moa_jax.metrics import MetricsLog, Record, peak_flops, tensorboard
-from moa_jax.processes import is_first, on_first
+from moa_jax.processes import gathered, is_first, on_first
 from moa_jax.training import Metrics
 
 MOST_BATCHES = 16  # recorded of those that were skipped; their steps are recorded all
@@ -86,13 +85,15 @@ class Watch:
             self._read(*before)
 
     def settle(self) -> None:
-        """Waits for the last update and reads its metrics.
+        """Waits for the last update, reads its metrics and puts all records on the disk.
 
         Raises InputError for a loss or gradient that is not finite, where that is to stop a run.
         """
         before, self._pending = self._pending, None
         if before is not None:
             self._read(*before)
+        if self._log is not None:
+            self._log.sync()
 
     def measured(self, step: int, kind: str, figures: dict[str, Any]) -> None:
         """Takes what was measured between updates, and leaves its time out of the speed."""
@@ -206,11 +207,9 @@ class _Meter:
 
 def _record_batch(folder: Path, step: int, batch: Batch) -> Path:
     """Writes a whole batch to an .npz with the batch's own names; all processes take part."""
-    path = folder / f"not_finite_{step}.npz"
-    if jax.process_count() > 1:
-        batch = multihost_utils.process_allgather(batch, tiled=True)
+    path, whole = folder / f"not_finite_{step}.npz", gathered(batch)
     if is_first():
-        np.savez_compressed(path, step=step, **jax.device_get(batch._asdict()))
+        np.savez_compressed(path, step=step, **whole._asdict())
     return path
 
 
