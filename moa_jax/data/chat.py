@@ -78,7 +78,7 @@ def encode_ids(record: dict, vocab_size: int, max_length: int) -> Example | None
 
     None if no answer token is left. Raises InputError for what is no list of known ids.
     """
-    prompt, answer = record.get("prompt_ids", []), record["token_ids"]
+    prompt, answer = record.get("prompt_ids") or [], record["token_ids"]
     for ids in (prompt, answer):
         known = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
         if not known:

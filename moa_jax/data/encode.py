@@ -65,7 +65,7 @@ def examples_of(record: dict, coder: Coder) -> list[Example]:
         if not chunks:
             raise InputError("an empty text: remove it")
         return chunks
-    if "token_ids" in record:
+    if record.get("token_ids") is not None:  # tables that mix both styles hold None
         example = chat.encode_ids(record, vocab_size, coder.limit)
     elif config.answers == "reference":
         messages = reference.reference_messages(record)
