@@ -77,9 +77,14 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         """Waits for a save under way."""
-        with self._stack:
+        try:
             self.wait()
             self._manager.close()
+        except BaseException:
+            exception = sys.exc_info()
+            raise
+        finally:
+            self._stack.__exit__(*exception)
 
     def restore(self, start: Callable[[], TrainState]) -> TrainState:
         """The newest sound state, with the shapes and shardings of `start()`; else `start()`.

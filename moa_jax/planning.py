@@ -92,7 +92,7 @@ def is_close(found: Plan) -> bool:
 
 def _crash(code: int) -> str:
     number = -code if code < 0 else code - 128
-    name = signal.Signals(number).name
+    name = {each.value: each.name for each in signal.Signals}.get(number, f"code {code}")
     if number == signal.SIGKILL:
         return f"the compiler was killed ({name}): this machine may be out of memory"
     return (

@@ -319,6 +319,11 @@ def test_the_largest_batch_is_searched(planned, capsys):
     assert "240 rows do not fit" in captured.err
 
 
+def test_a_search_hurries_even_from_a_close_batch(planned):
+    plan.main([*COMMAND, "--largest", "--data.rows_per_batch", "240"])
+    assert planned == [(240, True), (240, False), (224, True)]
+
+
 def test_a_refused_batch_has_no_collectives(planned, capsys, monkeypatch):
     nothing = a_plan(512, refused=True, collectives={})
     nothing["memory"] |= {"evaluation": None}

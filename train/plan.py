@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("close to the limit: compiling as a run does", file=sys.stderr, flush=True)
             found = planning.plan(config, target_cfg, wanted)
         if args.largest:
-            found["largest"] = largest(config, target_cfg, wanted, found)
+            found["largest"] = largest(config, target_cfg, wanted, found, not args.full)
     except CompilerCrash as crash:
         print(f"train.plan: {crash}", file=sys.stderr)
         return CRASHED
@@ -60,7 +60,7 @@ def shapes_of(name: str) -> TargetConfig:
 
 
 def largest(
-    config: DistillConfig, target_cfg: TargetConfig, wanted: Machine, found: Plan
+    config: DistillConfig, target_cfg: TargetConfig, wanted: Machine, found: Plan, hurry: bool
 ) -> dict[str, Any]:
     """The largest data.rows_per_batch that fits and its peak; tells on stderr what is tried."""
     unit = found["rows_unit"]
@@ -71,7 +71,7 @@ def largest(
         if rows not in plans:
             try:
                 resized = planning.with_rows(config, rows)
-                plans[rows] = planning.plan(resized, target_cfg, wanted, found["hurried"])
+                plans[rows] = planning.plan(resized, target_cfg, wanted, hurry)
             except CompilerCrash as crash:
                 print(f"{rows} rows: {crash}", file=sys.stderr)
                 plans[rows] = {"fits": False}
