@@ -32,7 +32,7 @@ TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, No
 DRAFTER = MoaConfig(2, 24, 2, 24, 2, 16, target_layer_inference=1)
 
 
-def config_of(mesh: MeshConfig, accumulate: int = 2) -> DistillConfig:
+def config_of(mesh: MeshConfig, accumulate: int = 1) -> DistillConfig:
     return DistillConfig(
         target="",
         drafter=DRAFTER,

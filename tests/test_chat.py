@@ -330,7 +330,7 @@ def test_ids_without_a_prompt_or_an_answer():
         assert chat.encode_ids({"prompt_ids": prompt, "token_ids": []}, 10, 99) is None
 
 
-@pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8, None])
+@pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
 @pytest.mark.parametrize("name", ["prompt_ids", "token_ids"])
 def test_what_is_no_list_of_known_ids_is_refused(name, ids):
     """Wherever it stands, behind the cut too."""

@@ -82,6 +82,7 @@ def test_text_streams_and_compares(ask):
     assert "tau" in err and "the same tokens" in err and "tokens/s" in err
 
 
+@pytest.mark.slow  # tests/test_sampling_texts.py has the theorem
 def test_tree_of_samples_equals_plain_samples(ask):
     """The same seed gives the same text, whatever is drafted; --check says so."""
     flags = ["--prompt", "Good morning", "--max-new-tokens", "12", "--json", "--temperature", "0.8"]

@@ -174,5 +174,5 @@ def test_meshes_that_do_not_divide_the_model_are_refused(fsdp, tensor, line):
 
 
 def test_batches_that_do_not_split_are_refused():
-    with pytest.raises(InputError, match="choose a multiple of 6"):
+    with pytest.raises(InputError, match="choose a multiple of 3"):
         make_program(mesh_run.config_of(MeshConfig(1, 3, 1)), mesh_run.TARGET, abstract_mesh(3, 1))

@@ -27,6 +27,7 @@ from tests.compare import assert_norm_close, assert_value
 
 TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
 DRAFTER = MoaConfig(1, 24, 1, 24, 2, 16, target_layer_inference=1)
+ON_POLICY = Objective(MaskConfig(on_policy_reuse=True), LossConfig("log_acceptance"))
 T = 30  # not a multiple of any chunk below
 
 
@@ -66,8 +67,10 @@ def test_chunks_of_any_size_cover_all_tokens_once(size):
 
 @pytest.mark.parametrize(
     "objective",
-    [Objective(), Objective(MaskConfig(on_policy_reuse=True), LossConfig("log_acceptance"))],
-    ids=["paper", "on-policy"],
+    [
+        pytest.param(Objective(), id="paper"),
+        pytest.param(ON_POLICY, id="on-policy", marks=pytest.mark.slow),
+    ],
 )
 def test_chunked_training_equals_plain(objective):
     whole = dataclasses.replace(objective, chunks=ChunkConfig(0, 0))
