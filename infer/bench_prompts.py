@@ -19,11 +19,11 @@ from infer.pair import use_cores
 from moa_jax.bench.random_pair import random_drafter, random_target
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
 from moa_jax.data import corpora
+from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, describe_target
 from moa_jax.tokenizer import load_tokenizer
 
-METHOD = "moa"
 RANDOM_LENGTH = 128
 CONVERSATIONS = 30
 TEXTS = (
@@ -112,7 +112,7 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
     target = random_target(shapes, dtype, Path(path))
     if args.mode == "plain":
         return target, None
-    return target, random_drafter(METHOD, config.drafter, target, dtype)
+    return target, random_drafter(method_of(config.drafter), config.drafter, target, dtype)
 
 
 def shapes_of(name: str) -> TargetConfig:

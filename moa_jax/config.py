@@ -102,11 +102,102 @@ class MoaConfig:
     layer_self_attention_num_key_value_heads: int
     layer_self_attention_intermediate_size: int
     target_layer_inference: int = 0  # the paper's N: target layers reused after CA
+    # What one memory vector is made of: layer self-attention over the keys and values of all
+    # layers, or, as ablations, their mean, or the last layer's alone.
+    layer_mixing: Literal["attention", "mean", "last"] = "attention"
+    has_self_attention: bool = True  # without it embeddings go to cross-attention (an ablation)
 
     def __post_init__(self) -> None:
-        *sizes, reused = (field.name for field in dataclasses.fields(self))
-        _at_least(1, self, *sizes)
-        _at_least(0, self, reused)
+        names = (field.name for field in dataclasses.fields(self))
+        _at_least(1, self, *(name for name in names if name.endswith(("_heads", "_size"))))
+        _at_least(0, self, "target_layer_inference")
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """An EAGLE-1 or EAGLE-2 drafter: one decoder layer over token and feature.
+
+    The official one has no norm at the layer's input and a bias in `fc`; the one of the paper's
+    code is the other way round. Names say whose files it writes.
+    """
+
+    num_key_value_heads: int
+    intermediate_size: int
+    input_norm: bool = False
+    fc_bias: bool = True
+    names: Literal["official", "authors"] = "official"
+    # The paper's code shifts the drafter's tree mask by one column; True decodes like that.
+    shifted_mask: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "num_key_value_heads", "intermediate_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 drafter: three tapped layers fused, one wider layer, a head of its own."""
+
+    num_key_value_heads: int
+    intermediate_size: int
+    draft_ids: tuple[int, ...] = ()  # target ids of its head, ascending; () is the vocabulary
+    tapped_layers: tuple[int, ...] = ()  # streams by the layer they enter; () is 2, L // 2, L - 3
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "num_key_value_heads", "intermediate_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class GlideConfig:
+    """A GLIDE drafter: one layer with cross-attention to the target's last keys and values."""
+
+    self_attention_num_key_value_heads: int
+    self_attention_intermediate_size: int
+    block_size: int = 5  # training: a token sees the target's rows of earlier blocks
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        _at_least(1, self, *names)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndependentConfig:
+    """A small model of its own with the target's vocabulary."""
+
+    model: TargetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class BorrowedConfig:
+    """A small model of the target's width that uses the target's embeddings and head."""
+
+    model: TargetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupConfig:
+    """Prompt lookup: drafts what followed the same tokens the last time."""
+
+    longest_match: int = 3  # tokens that are looked for, then fewer
+    shortest_match: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "shortest_match")
+        if self.longest_match < self.shortest_match:
+            raise InputError(
+                f"longest_match is {self.longest_match}, below shortest_match "
+                f"{self.shortest_match}: raise it"
+            )
+
+
+DrafterConfig = (
+    MoaConfig
+    | EagleConfig
+    | Eagle3Config
+    | GlideConfig
+    | IndependentConfig
+    | BorrowedConfig
+    | LookupConfig
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +410,7 @@ class MaskConfig:
     longest_future: int = 14
     staircase: bool = True
     on_policy_reuse: bool = False  # reused layers see what they see in decoding (masks.on_policy)
+    bounded: bool = True  # False is standard training: all of a token's past counts as known
 
     def __post_init__(self) -> None:
         _at_least(1, self, "shortest_future")
@@ -351,6 +443,27 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class FeedbackConfig:
+    """How drafters that are fed their own features (the EAGLE family) learn to bear that.
+
+    `steps` passes, each fed with the features of the one before it: 1 is EAGLE-1 and EAGLE-2, more
+    is the training-time test of EAGLE-3 (HASS, for the former). Noise is uniform, this wide, on
+    the features and embeddings of the first pass.
+    """
+
+    steps: int = 1
+    noise: float = 0.0
+    noisy_target: bool = False  # the features with noise are also what is learnt (authors' code)
+    decay: float = 1.0  # each pass counts so much less than the one before it
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "steps")
+        for name in ("noise", "decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}: choose a number from 0 on")
+
+
+@dataclasses.dataclass(frozen=True)
 class ChunkConfig:
     """Tokens of each row that are worked on at a time, so that memory stays small; 0 is all.
 
@@ -371,6 +484,7 @@ class Objective:
     masks: MaskConfig = MaskConfig()
     loss: LossConfig = LossConfig()
     chunks: ChunkConfig = ChunkConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,7 +545,7 @@ class DistillConfig:
     """`train.distill`: a drafter for a frozen target."""
 
     target: str  # Hugging Face folder or hub id
-    drafter: MoaConfig
+    drafter: DrafterConfig
     data: DataConfig
     optim: OptimConfig
     run: RunConfig
@@ -439,8 +553,11 @@ class DistillConfig:
     masks: MaskConfig = MaskConfig()
     loss: LossConfig = LossConfig()
     chunks: ChunkConfig = ChunkConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
     mesh: MeshConfig = MeshConfig()
     horizon: int = 6  # future positions whose agreement is reported
+    # Draft vocabulary (a file of train.vocabulary) for drafters with a head of their own.
+    vocabulary: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(1, self, "horizon")
@@ -448,4 +565,4 @@ class DistillConfig:
     @property
     def objective(self) -> Objective:
         """What the drafter's loss is made from."""
-        return Objective(self.masks, self.loss, self.chunks)
+        return Objective(self.masks, self.loss, self.chunks, self.feedback)

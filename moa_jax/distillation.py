@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from moa_jax import chunks, convert, losses, masks, sharding, target
 from moa_jax.batch import Batch
 from moa_jax.config import DistillConfig, TargetConfig
-from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Drafter, Tapped
 from moa_jax.errors import InputError
 from moa_jax.optim import optimizer
@@ -21,7 +21,6 @@ from moa_jax.training import Loss, Metrics, TrainState, init_state, make_update
 
 Array = jax.Array
 
-METHOD = "moa"  # the only kind that is trained so far
 EVALUATION_CHUNK = 256  # tokens of each row whose logits are held at a time
 Probe = Callable[[Any, Any, Batch], dict[str, Array]]
 
@@ -65,22 +64,26 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
         tapped = tap(cfg, drafter, frozen, batch, dtype)
         shared = drafter.borrow(frozen)
         known_BT = ~batch.response_BT | (batch.position_BT % (horizon + 1) == 0)
-        feature_BTD = drafter.teacher_forced(params, shared, batch, tapped, known_BT)
+        feature_BTD = drafter.teacher_forced(params, shared, batch, tapped, known_BT, horizon)
         start_BT = masks.known_until(known_BT, batch.segment_BT)
         distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
         asked_BT = batch.response_BT & _next_is_answer(batch) & (distance_BT > 0)
 
         def sums(piece: tuple[Array, ...]) -> dict[str, Array]:
             target_BTD, feature_BTD, distance_BT, asked_BT = piece
-            target_BTV = target.unembed(shared, target_BTD)
-            draft_BTV = target.unembed(shared, feature_BTD)
-            hits_J, counts_J = losses.agreement_by_distance(
-                target_BTV, draft_BTV, distance_BT, asked_BT, horizon
-            )
-            cross_BT = losses.soft_cross_entropy(target_BTV, draft_BTV)
+            target_BTV = target.unembed(frozen, target_BTD)
+            draft_BTU = drafter.head(params, shared, feature_BTD)
+            # A drafter's own vocabulary is all that it can guess, and all that it is compared on.
+            ids_U = None if drafter.draft_ids is None else jnp.array(drafter.draft_ids)
+            target_BTU = target_BTV if ids_U is None else target_BTV[..., ids_U]
+            guess_BT = jnp.argmax(draft_BTU, axis=-1)
+            guess_BT = guess_BT if ids_U is None else ids_U[guess_BT]
+            hit_BT = guess_BT == jnp.argmax(target_BTV, axis=-1)
+            hits_J, counts_J = losses.agreement_by_distance(hit_BT, distance_BT, asked_BT, horizon)
+            cross_BT = losses.soft_cross_entropy(target_BTU, draft_BTU)
             return {
                 "cross_entropy": jnp.sum(cross_BT * asked_BT),
-                "entropy": jnp.sum(losses.entropy(target_BTV) * asked_BT),
+                "entropy": jnp.sum(losses.entropy(target_BTU) * asked_BT),
                 "tokens": jnp.sum(asked_BT),
                 "hits_J": hits_J,
                 "counts_J": counts_J,
@@ -131,7 +134,7 @@ def make_program(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) ->
     The frozen target and what is trained are cut alike, by `sharding.TRAIN`. Raises InputError
     where the mesh does not divide the models or the batch.
     """
-    kind = DRAFTERS[METHOD]
+    kind = DRAFTERS[method_of(config.drafter)]
     drafter = kind.make(config.drafter, target_cfg, config.objective)
     tx, dtype = optimizer(config.optim), jnp.dtype(config.run.dtype)
     _check_rows(config, mesh)

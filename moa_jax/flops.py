@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from moa_jax.batch import Batch
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
-from moa_jax.distillation import METHOD, abstract_frozen, make_loss
-from moa_jax.drafters import DRAFTERS
+from moa_jax.distillation import abstract_frozen, make_loss
+from moa_jax.drafters import DRAFTERS, method_of
 
 
 def count(function: Callable[..., Any], *arguments: Any) -> int:
@@ -36,7 +36,7 @@ def model_flops_per_token(config: DistillConfig, target_cfg: TargetConfig) -> fl
     as is usual for model FLOP utilisation. Measured by tracing one row, chunks off.
     """
     plain = dataclasses.replace(config, chunks=ChunkConfig(0, 0))
-    drafter = DRAFTERS[METHOD].make(plain.drafter, target_cfg, plain.objective)
+    drafter = DRAFTERS[method_of(plain.drafter)].make(plain.drafter, target_cfg, plain.objective)
     loss = make_loss(target_cfg, drafter, jnp.dtype(plain.run.dtype))
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, frozen = jax.eval_shape(drafter.init, key), abstract_frozen(target_cfg)

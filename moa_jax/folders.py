@@ -157,6 +157,7 @@ def write_tensors(
 ) -> None:
     """Write tensors, given in the order of `shapes`, holding one file's worth at a time.
 
+    Floats become `dtype`, integers and booleans stay what they are.
     More than 4 GiB are split into several files with an index, as Hugging Face does.
     """
     dtype = np.dtype(dtype)
@@ -164,7 +165,8 @@ def write_tensors(
     last_of = {file: name for name, file in file_of.items()}
     held: dict[str, np.ndarray] = {}
     for name, tensor in tensors:
-        held[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
+        kept = tensor if tensor.dtype.kind in "iub" else tensor.astype(dtype, copy=False)
+        held[name] = np.ascontiguousarray(kept)
         if last_of[file_of[name]] == name:
             _write_safetensors(folder / file_of[name], held)
             held = {}
@@ -221,7 +223,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"{folder} holds pytorch_model.bin but no safetensors, and pickles are never read: "
-            "load it once with transformers and call save_pretrained into a new folder"
+            f"run python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
+            "uses torch.load with weights_only=True)"
         )
     raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
 

@@ -72,18 +72,13 @@ def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, A
 
 
 def agreement_by_distance(
-    target_logits_BTV: Array,
-    draft_logits_BTV: Array,
-    distance_BT: Array,
-    response_BT: Array,
-    horizon: int,
+    hit_BT: Array, distance_BT: Array, response_BT: Array, horizon: int
 ) -> tuple[Array, Array]:
-    """How often the drafter's argmax is the target's, by steps since the last known token.
+    """How often the drafter's choice is the target's, by steps since the last known token.
 
     Returns hits and counts, (horizon,) each: entry k - 1 belongs to distance k, where the
     k-th drafted token of a round is chosen.
     """
-    hit_BT = jnp.argmax(target_logits_BTV, -1) == jnp.argmax(draft_logits_BTV, -1)
     step_J = jnp.arange(1, horizon + 1)
     at_BTJ = (distance_BT[..., None] == step_J) & response_BT[..., None]
     return jnp.sum(hit_BT[..., None] & at_BTJ, (0, 1)), jnp.sum(at_BTJ, (0, 1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,13 +46,24 @@ def read_params(
     return convert.nest(leaves)
 
 
-def write_params(folder: Path, table: convert.Table, params: Any, dtype: Any) -> None:
-    """Write every array of a parameter tree under its stored names, a few at a time."""
+def write_params(
+    folder: Path,
+    table: convert.Table,
+    params: Any,
+    dtype: Any,
+    constants: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Write every array of a parameter tree under its stored names, a few at a time.
+
+    `constants` are integer or boolean tensors that stand beside them.
+    """
+    constants = constants or {}
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
     tensors = (
         named for packing, leaf in leaves for named in convert.unpack(packing, np.asarray(leaf))
     )
-    folders.write_tensors(folder, convert.stored_shapes(table), dtype, tensors)
+    shapes = convert.stored_shapes(table) | {name: a.shape for name, a in constants.items()}
+    folders.write_tensors(folder, shapes, dtype, itertools.chain(tensors, constants.items()))
 
 
 def _place(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from moa_jax import convert, folders
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS
-from moa_jax.drafters.kinds import FileLayout, check_pairing, target_sizes
+from moa_jax.drafters.kinds import FileLayout, Files, check_pairing, target_sizes
 from moa_jax.errors import InputError, first_line
 from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.placement import Layout, ShardingOf, read_params, write_params
@@ -140,12 +140,11 @@ def load_drafter(
         method = _method_of(method, config, reader, folder)
         kind = DRAFTERS[method]
         check_pairing(config.get("target", {}), _fingerprint(target))
-        cfg, notices = kind.read_config(
-            config, reader.shapes, target.config, target_layer_inference
-        )
+        files = Files(config, reader.shapes, reader.read)
+        cfg, notices = kind.read_config(files, target.config, target_layer_inference)
         table = kind.table(cfg, target.config)
         depth = _depth_of(config)
-    reader.check(convert.stored_shapes(table))
+    reader.check(convert.stored_shapes(table), [*kind.constants(cfg, target.config), *kind.extras])
     dtype = target.params["embed"].dtype if dtype is None else dtype
     params = read_params(reader, table, dtype)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
@@ -175,12 +174,13 @@ def save_drafter(
         config["speculators_model_type"] = method
         config["speculators_config"] = _speculators_config(method, target, depth)
     if layout == "speculators":
-        config["draft_vocab_size"] = target.config.vocab_size
+        config.setdefault("draft_vocab_size", target.config.vocab_size)
     if layout == "ours":
         config |= {"method": method, "target": _fingerprint(target)}
     with folders.replacing(folder) as fresh:
         folders.write_json(fresh / "config.json", config)
-        write_params(fresh, kind.table(cfg, target.config), params, dtype)
+        constants = kind.constants(cfg, target.config)
+        write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
     return folder
 
 

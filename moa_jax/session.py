@@ -19,6 +19,7 @@ import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
 from moa_jax.precision import matmul_precision
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -88,8 +89,13 @@ class Session:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
         self.shape = shape if drafter else DraftShape(1)
         drafter = drafter if self.shape.num_drafted else None
-        _check_breadth(self.shape, target, vocabulary)
         functions = drafter and DRAFTERS[drafter.method].make(drafter.config, target.config)
+        if vocabulary and functions and functions.own_head:
+            raise InputError(
+                f"a drafter of kind {drafter.method} has a head of its own: leave out the draft "
+                "vocabulary, which is a slice of the target's"
+            )
+        _check_breadth(self.shape, _num_guesses(target, functions, vocabulary))
         self.target = target
         self.setup = Setup(target.config, functions, self.shape, choose)
         head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
@@ -377,8 +383,17 @@ def _cut(accept_lengths: list[int], total: int) -> list[int]:
     return rounds
 
 
-def _check_breadth(shape: DraftShape, target: Target, vocabulary: DraftVocabulary | None) -> None:
-    size = target.config.vocab_size if vocabulary is None else len(vocabulary.ids_U)
+def _num_guesses(
+    target: Target, drafter: Drafter | None, vocabulary: DraftVocabulary | None
+) -> int:
+    """Tokens that can be drafted."""
+    if vocabulary is not None:
+        return len(vocabulary.ids_U)
+    own = drafter.draft_ids if drafter else None
+    return target.config.vocab_size if own is None else len(own)
+
+
+def _check_breadth(shape: DraftShape, size: int) -> None:
     if shape.most_children > size:
         raise InputError(
             f"breadth {shape.most_children} is more than the {size} tokens that can be drafted: "

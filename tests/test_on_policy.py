@@ -61,7 +61,7 @@ def tap(moa: Moa, target_params, batch: Batch):
 
 @partial(jax.jit, static_argnums=0)
 def exact_logits(moa: Moa, params, shared, batch: Batch, tapped, known_BT):
-    return unembed(shared, train.teacher_forced(moa, params, shared, batch, tapped, known_BT))
+    return unembed(shared, train.teacher_forced(moa, params, shared, batch, tapped, known_BT, 1))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -13,7 +13,7 @@ import numpy as np
 from moa_jax.batch import Batch
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.data.batches import Batches
-from moa_jax.distillation import METHOD
+from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.session import Session
@@ -49,7 +49,8 @@ def make_decode(
         nonlocal session
         params = jax.tree.map(lambda leaf: leaf.astype(target.params["embed"].dtype), params)
         if session is None:
-            drafter = LoadedDrafter(METHOD, config.drafter, params, (), Path(), config.horizon + 1)
+            method, depth = method_of(config.drafter), config.horizon + 1
+            drafter = LoadedDrafter(method, config.drafter, params, (), Path(), depth)
             session = Session(unstacked, drafter, DraftShape(config.horizon + 1))
         session.weights = session.weights._replace(drafter=params)
         found = [session.generate([prompt], MAX_NEW_TOKENS)[0] for prompt in prompts]

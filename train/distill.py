@@ -20,7 +20,8 @@ from moa_jax import processes, sharding
 from moa_jax.batch import Batch
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
-from moa_jax.distillation import METHOD, Program, frozen_sharding, make_program, summarise
+from moa_jax.distillation import Program, frozen_sharding, make_program, summarise
+from moa_jax.drafters import method_of
 from moa_jax.flops import model_flops_per_token
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.tokenizer import load_tokenizer
@@ -98,7 +99,7 @@ def _evaluation(config: DistillConfig, program: Program, validation: batches.Bat
 def _save(config: DistillConfig, params: Any, target: Target) -> None:
     save_drafter(
         Path(config.output),
-        METHOD,
+        method_of(config.drafter),
         config.drafter,
         params,
         target,

@@ -3,6 +3,7 @@
     chat.jsonl  chat.json  chat.parquet     a file, or a folder of these; JSON also with .gz
     data:chat/train.jsonl.gz                below $MOA_DATA, else ../shared/data
     hub:HuggingFaceH4/ultrachat_200k/train_sft   through `datasets`, streamed
+    hub:openai/gsm8k:main/test                   one configuration of a dataset that has several
     hub:FOLDER/SPLIT                        of data files, or one that `save_to_disk` wrote
     tfds:NAME/SPLIT                         through `tensorflow_datasets`
 
@@ -110,7 +111,8 @@ def _open_hub(name: str) -> Any:
         saved = Path(dataset).expanduser() / split
         if (saved / "state.json").is_file():
             return datasets.load_from_disk(saved)
-        return datasets.load_dataset(dataset, split=split, streaming=True)
+        hub_id, _, config = dataset.partition(":")
+        return datasets.load_dataset(hub_id, config or None, split=split, streaming=True)
     except Exception as error:  # network, unknown name, unknown split: all of other types
         raise _unavailable("hub", name, error) from error
 

@@ -103,6 +103,11 @@ class Drafter(NamedTuple):
     propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
     # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
     loss: Callable[[Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]]
-    # (params, shared, batch, tapped, known_BT) -> what goes to the head (B, T, D) when the drafter
-    # has target activations of known tokens only, as in decoding
-    teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array], Array]
+    # (params, shared, batch, tapped, known_BT, horizon) -> what goes to the head (B, T, D) when the
+    # drafter has target activations of known tokens only, as in decoding; right for tokens at
+    # most `horizon` after the last known one
+    teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array, int], Array]
+    # (params, shared, what goes to the head_BTD) -> float32 logits_BTU
+    head: Callable[[Params, Shared, Array], Array]
+    own_head: bool = False  # else `head` is the target's, and a draft vocabulary can slice it
+    draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order

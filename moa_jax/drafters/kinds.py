@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from moa_jax.config import TargetConfig
 from moa_jax.convert import Shape, Table
 from moa_jax.errors import InputError
@@ -13,18 +15,26 @@ FileLayout = Literal["ours", "authors", "vllm", "speculators"]
 FILE_LAYOUTS: tuple[FileLayout, ...] = ("ours", "authors", "vllm", "speculators")
 
 
+class Files(NamedTuple):
+    """What is known of a drafter's files before its parameters are read."""
+
+    config: dict[str, Any]  # config.json
+    shapes: Mapping[str, Shape]  # of tensors, by name
+    read: Callable[[str], np.ndarray]  # a tensor by its name
+
+
 class DrafterKind(NamedTuple):
     """One entry of the registry: pure functions over config dictionaries and shapes."""
 
+    config: type  # the frozen dataclass of its sizes and choices
     detect: Callable[[dict[str, Any], set[str]], bool]  # of a config.json and tensor names
-    # (config.json, shapes by name, target, N if the caller states it) -> (config, notices)
-    read_config: Callable[
-        [dict[str, Any], Mapping[str, Shape], TargetConfig, int | None],
-        tuple[Any, tuple[str, ...]],
-    ]
+    read_config: Callable[[Files, TargetConfig, int | None], tuple[Any, tuple[str, ...]]]
     table: Callable[[Any, TargetConfig], Table]  # which stored tensors make its parameters
     write_config: Callable[[Any, TargetConfig, FileLayout], dict[str, Any]]
-    make: Callable[..., Any]
+    make: Callable[..., Any]  # (config, target config, objective or None) -> api.Drafter
+    # tensors beside the parameters, written as they are; `extras` may be in the files unread
+    constants: Callable[[Any, TargetConfig], dict[str, np.ndarray]] = lambda cfg, target: {}
+    extras: tuple[str, ...] = ()
 
 
 def target_sizes(target: TargetConfig) -> dict[str, int]:

@@ -186,7 +186,10 @@ def guide(setup: Setup, weights: Weights, state: DecodeState, law: Law) -> Guide
     """Candidates under the same bias and penalty as the target; its whole law if sampled."""
     shape = setup.shape
     sampled = shape.sampled and law.key_B is not None
-    ids_U = None if weights.vocabulary is None else weights.vocabulary.ids_U
+    own = setup.drafter.draft_ids
+    ids_U = None if own is None else jnp.array(own)
+    if weights.vocabulary is not None:
+        ids_U = weights.vocabulary.ids_U
     narrow = (lambda row_V: row_V) if ids_U is None else (lambda row_V: row_V[..., ids_U])
 
     def log_law(logits_BWU: Array, path_BWP: Array) -> Array:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from moa_jax import target
 from moa_jax.config import MoaConfig, Objective, TargetConfig
 from moa_jax.drafters.api import Drafter, Taps
 from moa_jax.drafters.kinds import DrafterKind
@@ -37,7 +38,10 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         propose=partial(decode.propose, moa),
         loss=partial(train.loss, moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
+        head=lambda params, shared, feature_BTD: target.unembed(shared, feature_BTD),
     )
 
 
-KIND = DrafterKind(files.detect, files.read_config, files.table, files.write_config, make)
+KIND = DrafterKind(
+    MoaConfig, files.detect, files.read_config, files.table, files.write_config, make
+)

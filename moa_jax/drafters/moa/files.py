@@ -26,7 +26,7 @@ from moa_jax.convert import (
     under,
     vector,
 )
-from moa_jax.drafters.kinds import FileLayout, check_pairing, mispaired, target_sizes
+from moa_jax.drafters.kinds import FileLayout, Files, check_pairing, mispaired, target_sizes
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_to_hf
@@ -83,15 +83,13 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 
 
 def read_config(
-    config: dict[str, Any],
-    shapes: Mapping[str, Shape],
-    target: TargetConfig,
-    target_layer_inference: int | None,
+    files: Files, target: TargetConfig, target_layer_inference: int | None
 ) -> tuple[MoaConfig, tuple[str, ...]]:
     """Read a drafter's sizes off its shapes and N from its config or the caller.
 
     Raises InputError where the files contradict themselves, the target or the caller.
     """
+    config, shapes, _ = files
     if config.get("disable_LSA"):
         raise InputError(
             "this drafter was made without layer self-attention (disable_LSA), which is not "

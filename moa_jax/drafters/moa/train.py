@@ -8,14 +8,16 @@ for reused layers only comes close to that, `MaskConfig.on_policy_reuse` is exac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moa_jax import chunks, losses, masks, sharding, target
+from moa_jax import losses, masks, sharding, target
 from moa_jax.batch import Batch
-from moa_jax.config import LossConfig, MaskConfig, Objective
+from moa_jax.config import MaskConfig, Objective
+from moa_jax.drafters import learning
 from moa_jax.drafters.api import Params, Shared, Tapped
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.layers import Block, CrossBlock, rotation
@@ -186,14 +188,13 @@ def loss_of(
 ) -> tuple[Array, dict[str, Array]]:
     """The loss and its parts for a training forward, means over answer tokens.
 
-    References: paper section 3.4 and authors' train/moa_spec.py for the default,
-    0.1 x cross-entropy + feature distance (TLI: both its ends, halved).
+    The feature distance is that of what goes to the head; with TLI, half of it is that of what
+    enters the reused layers. References: paper section 3.4; authors' train/moa_spec.py.
     """
-    cfg, mean = objective.loss, lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)
-    share_BT = losses.answer_share(batch.response_BT)
-    pieces = (tapped.hidden_BTD, found.feature_BTD, share_BT)
-    parts = chunks.sum_over(
-        lambda piece: _token_losses(cfg, shared, *piece), pieces, objective.chunks.head
+    mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
+    head = partial(target.unembed, shared)
+    parts = learning.token_losses(
+        objective, shared, head, tapped.hidden_BTD, found.feature_BTD, batch.response_BT
     )
     feature = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
     parts["feature_loss"] = feature
@@ -201,34 +202,22 @@ def loss_of(
         entry = mean(losses.smooth_l1(found.entry_BTD, tapped.streams[0]))
         parts["prev_feature_loss"] = entry
         feature = 0.5 * feature + 0.5 * entry
-    weight = cfg.feature_weight
-    if cfg.feature_fade is not None:
-        weight = weight * jnp.maximum(1.0 - progress / cfg.feature_fade, 0.0)
-    loss = cfg.token_weight * parts[cfg.token] + weight * feature
-    return loss, {"loss": loss} | parts
-
-
-def _token_losses(
-    cfg: LossConfig, shared: Shared, target_BTD: Array, feature_BTD: Array, share_BT: Array
-) -> dict[str, Array]:
-    """The token loss and what one watches beside it, summed over tokens by their share."""
-    target_BTV = target.unembed(shared, target_BTD)
-    draft_BTV = target.unembed(shared, feature_BTD)
-    each = {
-        "cross_entropy": losses.soft_cross_entropy(target_BTV, draft_BTV),
-        "kl": losses.relative_entropy(target_BTV, jax.lax.stop_gradient(draft_BTV)),
-    }
-    if cfg.token != "cross_entropy":
-        overlap_BT = losses.overlap(target_BTV, draft_BTV)
-        each["total_variation"] = 1.0 - overlap_BT
-        each["log_acceptance"] = -jnp.log(overlap_BT)
-    return {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
+    return learning.weighted(objective.loss, parts, feature, progress)
 
 
 def teacher_forced(
-    moa: Moa, params: Params, shared: Shared, batch: Batch, tapped: Tapped, known_BT: Array
+    moa: Moa,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    known_BT: Array,
+    horizon: int,
 ) -> Array:
-    """The features of unknown tokens, exactly those of decoding from the last known one."""
+    """The features of unknown tokens, exactly those of decoding from the last known one.
+
+    One pass is enough for any `horizon`: nothing of a draft is fed back.
+    """
     draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
     found = trace(moa, params, shared, batch, tapped, draws, True, EVALUATION_CHUNK)
     return found.feature_BTD

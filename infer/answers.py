@@ -1,0 +1,216 @@
+"""Answer files in Spec-Bench's format, one for each way of decoding: OUTPUT/SET/NAME.jsonl.
+
+    {"question_id", "category", "answer_id", "model_id", "choices": [{"index", "turns",
+     "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}], "tstamp"}
+
+Lists have one entry a turn, `accept_lengths` one a round of all turns. Beside them stands what
+the report needs: which run wrote the line, tokens, times of prefill, drafted nodes, and where an
+answer left plain decoding's. A first token comes from prefill, so in each turn new_tokens is 1 +
+the sum of its accept_lengths.
+
+Lines are added when all ways have answered a question, and put on the disk. Whatever a crash
+leaves behind is sorted out when the folder is opened again: a question that some file lacks, or
+that has half a line, is asked anew; all others are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infer.suites import Question
+from moa_jax.errors import InputError
+from moa_jax.session import Result
+
+SETTINGS = "settings.json"
+Key = tuple[str, int | str]  # set and question
+Line = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """One question answered in one way: a result and a text for each of its turns."""
+
+    results: list[Result]
+    texts: list[str]
+    too_long: int | None = None  # the first turn, from 1, that the target had no room for
+    difference: dict[str, Any] | None = None  # the first one from plain decoding's answer
+
+    @property
+    def accept_lengths(self) -> list[int]:
+        return [length for result in self.results for length in result.accept_lengths]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accept_lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(result.token_ids) for result in self.results)
+
+    @property
+    def wall_s(self) -> float:
+        return sum(result.prefill_s + result.decode_s for result in self.results)
+
+
+class AnswerFolder:
+    """The answers of a run, those on disk and those to come."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        questions: Iterable[Question],
+        models: Sequence[str],
+    ) -> None:
+        """Opens or makes the folder. Raises InputError if it holds something of another run."""
+        self.folder, self._models = folder, models
+        self._run = run_id(settings)
+        self._keep_settings(settings)
+        sets = dict.fromkeys(question.set for question in questions)
+        self._lines = {
+            (name, model): self._read(self._path(name, model), model)
+            for name in sets
+            for model in models
+        }
+        for name in sets:
+            self._drop_unfinished(name)
+
+    def has(self, question: Question) -> bool:
+        """Whether it is answered in every way."""
+        return question.id in self._lines[question.set, self._models[0]]
+
+    def add(self, question: Question, answers: Mapping[str, Answer]) -> None:
+        """Keeps the answers of all models to a question; raises OSError where they do not fit."""
+        for model, answer in answers.items():
+            line = _line_of(question, model, answer) | {"run": self._run}
+            path = self._path(question.set, model)
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._lines[question.set, model][question.id] = line
+
+    def answer(self, question: Question, model: str) -> Answer:
+        """One that `has` says is there."""
+        return _answer_of(self._lines[question.set, model][question.id])
+
+    def _path(self, name: str, model: str) -> Path:
+        return self.folder / name / f"{model}.jsonl"
+
+    def _keep_settings(self, settings: Mapping[str, Any]) -> None:
+        path = self.folder / SETTINGS
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(settings, indent=2) + "\n")
+            return
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            differing = sorted(k for k in {*known, *settings} if known.get(k) != settings.get(k))
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path} is no settings file of a run: remove its folder") from error
+        if differing:
+            raise InputError(
+                f"{self.folder} holds the answers of another run, with other {', '.join(differing)}"
+                ": choose another --output"
+            )
+
+    def _read(self, path: Path, model: str) -> dict[Any, Line]:
+        """The lines of a file by question; what a crash cut off at its end is left out."""
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        found: dict[Any, Line] = {}
+        for number, content in enumerate(text.split("\n")[:-1], start=1):
+            try:
+                line = json.loads(content)
+                ours = (line["run"], line["model_id"]) == (self._run, model)
+                found[line["question_id"]] = line
+                _answer_of(line)
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise InputError(
+                    f"{path} line {number} is no answer of a run like this: choose another "
+                    "--output, or remove the line"
+                ) from error
+            if not ours:
+                raise InputError(
+                    f"{path} line {number} is of another run, with other models or settings: "
+                    "choose another --output, or remove the file"
+                )
+        return found
+
+    def _drop_unfinished(self, name: str) -> None:
+        """Leaves only questions that all models have answered, in memory and on disk."""
+        files = {model: self._lines[name, model] for model in self._models}
+        finished = set.intersection(*(set(lines) for lines in files.values()))
+        for model, lines in files.items():
+            kept = {key: line for key, line in lines.items() if key in finished}
+            content = "".join(json.dumps(line) + "\n" for line in kept.values())
+            path = self._path(name, model)
+            if path.exists() and path.read_bytes() != content.encode():
+                write_whole(path, content)
+            self._lines[name, model] = kept
+
+
+def run_id(settings: Mapping[str, Any]) -> str:
+    """A short name that only runs of the same settings share."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Writes a file that is there as a whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.write_text(content, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _line_of(question: Question, model: str, answer: Answer) -> Line:
+    results = answer.results
+    choice = {
+        "index": 0,
+        "turns": answer.texts,
+        "decoding_steps": [result.rounds for result in results],
+        "new_tokens": [len(result.token_ids) for result in results],
+        "wall_time": [result.prefill_s + result.decode_s for result in results],
+        "accept_lengths": answer.accept_lengths,
+        "drafted": [count for result in results for count in result.drafted],
+        "prefill_time": [result.prefill_s for result in results],
+        "prompt_tokens": [len(result.prompt_ids) for result in results],
+        "token_ids": [result.token_ids for result in results],
+        "finish_reasons": [result.finish_reason for result in results],
+    }
+    return {
+        "question_id": question.id,
+        "category": question.category,
+        "answer_id": f"{model}-{question.set}-{question.id}",
+        "model_id": model,
+        "choices": [choice],
+        "tstamp": time.time(),
+        "too_long": answer.too_long,
+        "difference": answer.difference,
+    }
+
+
+def _answer_of(line: Line) -> Answer:
+    """The answer of a line; its prompts are not kept."""
+    (choice,) = line["choices"]
+    results, start = [], 0
+    for index, rounds in enumerate(choice["decoding_steps"]):
+        part = slice(start, start + rounds)
+        prefill_s = choice["prefill_time"][index]
+        results.append(
+            Result(
+                [],
+                choice["token_ids"][index],
+                choice["finish_reasons"][index],
+                choice["accept_lengths"][part],
+                prefill_s,
+                choice["wall_time"][index] - prefill_s,
+                choice["drafted"][part],
+            )
+        )
+        start += rounds
+    return Answer(results, choice["turns"], line["too_long"], line["difference"])

@@ -1,0 +1,146 @@
+"""Question sets: the demo's, the paper's six, Spec-Bench's, a file's, and those of public data.
+
+    demo                            twelve questions of ours in six small sets
+    paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
+    spec_bench                      the 480 of Spec-Bench, in its six subtasks
+    mt_bench,qa                     some of the sets above
+    FOLDER/question.jsonl           lines {"question_id", "category", "turns": [...]}
+    hub:cnn_dailymail:3.0.0/test    through `datasets`
+    tfds:natural_questions/validation    through `tensorflow_datasets`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import moa_jax
+from infer.cli import names
+from moa_jax.data import corpora
+from moa_jax.errors import InputError
+
+PAPER = ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa")
+SPEC_BENCH = "spec_bench"
+FILE = "question.jsonl"
+DEMO = Path(moa_jax.__file__).parent / "demo" / "questions"
+ROWS_OF_PUBLIC_SETS = 80  # as many as each of the paper's sets has
+# Spec-Bench tells the categories of its multi-turn questions and calls them one subtask.
+TALKS = "writing roleplay reasoning math coding extraction stem humanities".split()
+
+
+class Question(NamedTuple):
+    """What is asked, turn by turn; `group` is the row of a table that it counts for."""
+
+    set: str
+    id: int | str
+    category: str
+    group: str
+    turns: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, int | str]:
+        return self.set, self.id
+
+
+def load_suite(text: str, limit: int | None = None) -> list[Question]:
+    """The questions that `--suite` names, at most `limit` of each set.
+
+    Raises InputError for a set that is missing or named twice, and for a line that is no
+    question, naming file and line.
+    """
+    found: list[Question] = []
+    for name, path in _sets_of(text):
+        if any(question.set == name for question in found):
+            raise InputError(f"--suite {text}: two sets are named {name}: take one of them")
+        found += _read(name, path, limit)
+    return found
+
+
+def digest(questions: Iterable[Question]) -> str:
+    """sha256 of all that is asked."""
+    return hashlib.sha256(json.dumps(list(questions)).encode()).hexdigest()
+
+
+def _sets_of(text: str) -> Iterator[tuple[str, str]]:
+    """Name and path of each set."""
+    known = (*PAPER, SPEC_BENCH)
+    for part in names(text):
+        if part == "demo":
+            yield from ((name, str(DEMO / name / FILE)) for name in PAPER)
+        elif part == "paper":
+            yield from ((name, f"data:specbench/{name}/{FILE}") for name in PAPER)
+        elif part in known:
+            yield part, f"data:specbench/{part}/{FILE}"
+        elif part.startswith(("hub:", "tfds:")):
+            yield _name_of_public(part), part
+        elif Path(part).expanduser().exists():
+            path = Path(part).expanduser()
+            path = path / FILE if path.is_dir() else path
+            yield path.resolve().parent.name if path.name == FILE else path.stem, str(path)
+        else:
+            raise InputError(
+                f"--suite {part}: no such set or file; known are demo, paper, {', '.join(known)}, "
+                f"a {FILE}, hub:NAME/SPLIT and tfds:NAME/SPLIT"
+            )
+
+
+def _name_of_public(path: str) -> str:
+    """hub:openai/gsm8k:main/test is gsm8k, tfds:natural_questions/default/test its first part."""
+    kind, _, name = path.partition(":")
+    dataset = name.rpartition("/")[0]
+    return dataset.split("/")[0] if kind == "tfds" else Path(dataset.split(":")[0]).name
+
+
+def _read(name: str, path: str, limit: int | None) -> list[Question]:
+    public = path.startswith(("hub:", "tfds:"))
+    if public and limit is None:
+        limit = ROWS_OF_PUBLIC_SETS
+    found: dict[Any, Question] = {}
+    for place, record in itertools.islice(corpora.read_numbered(path), limit):
+        record = _from_public(record, len(found) + 1) if public else record
+        question = _question(name, record, place)
+        if question.id in found:
+            raise InputError(f"{place}: question_id {question.id} is there twice: number them anew")
+        found[question.id] = question
+    if not found:
+        raise InputError(f"{path} holds no questions: write one a line")
+    return list(found.values())
+
+
+def _question(name: str, record: dict[str, Any], place: str) -> Question:
+    number, turns, category = (record.get(key) for key in ("question_id", "turns", "category"))
+    if type(number) not in (int, str):
+        raise InputError(f"{place}: no `question_id`: give it a number or a name")
+    if not isinstance(turns, list) or not turns:
+        raise InputError(f"{place}: a question without turns: give it a list of texts")
+    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InputError(f"{place}: a turn that is empty or no text: write what is asked")
+    category = category if isinstance(category, str) else ""
+    group = name
+    if name == SPEC_BENCH:
+        group = "multi_turn" if category in TALKS else category or name
+    return Question(name, number, category, group, tuple(turns))
+
+
+def _from_public(record: dict[str, Any], number: int) -> dict[str, Any]:
+    """A record of CNN/DailyMail, Natural Questions, GSM8K or alike as a line of a question file.
+
+    What cannot be asked has no turns, and is refused as such a line is.
+    """
+    asked = record.get("question")
+    asked = asked.get("text") if isinstance(asked, dict) else asked
+    turns = record.get("turns")
+    if isinstance(asked, str) and asked.strip():
+        turns = [_sentence(asked.strip())]
+    elif isinstance(record.get("article"), str):
+        turns = [f"Summarize: {record['article'].strip()}"]
+    return {"question_id": number, "category": "", "turns": turns}
+
+
+def _sentence(text: str) -> str:
+    """Natural Questions are as people type them; the paper's set writes them like this."""
+    return text if text[-1] in ".?!" else f"{text[0].upper()}{text[1:]}?"
