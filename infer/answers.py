@@ -70,7 +70,7 @@ class AnswerFolder:
         """Opens or makes the folder. Raises InputError if it holds something of another run."""
         self.folder, self._models = folder, models
         self._run = run_id(settings)
-        self._keep_settings(settings)
+        self._check_settings(settings)
         sets = dict.fromkeys(question.set for question in questions)
         self._lines = {
             (name, model): self._read(self._path(name, model), model)
@@ -79,6 +79,8 @@ class AnswerFolder:
         }
         for name in sets:
             self._drop_unfinished(name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
     def has(self, question: Question) -> bool:
         """Whether it is answered in every way."""
@@ -103,16 +105,14 @@ class AnswerFolder:
     def _path(self, name: str, model: str) -> Path:
         return self.folder / name / f"{model}.jsonl"
 
-    def _keep_settings(self, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
         path = self.folder / SETTINGS
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(settings, indent=2) + "\n")
             return
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
             differing = sorted(k for k in {*known, *settings} if known.get(k) != settings.get(k))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is no settings file of a run: remove its folder") from error
         if differing:
             raise InputError(

@@ -1,150 +1,175 @@
-"""How a drafter does on conversations: tau, speed and sameness beside plain decoding, by source.
+"""The paper's evaluation in one command: drafters beside plain decoding on sets of questions.
 
+    python -m infer.evaluate --suite demo
+    python -m infer.evaluate --suite paper --target TARGET --draft moa=A --draft eagle=B
+    python -m infer.evaluate --suite spec_bench,FILE.jsonl --modes chain,tree --limit 10
+    python -m infer.evaluate --suite hub:cnn_dailymail:3.0.0/test
     python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
 
-Each conversation gives one prompt: its history up to one of its user turns, another turn for
-each conversation; what is too long is left out. Both ways decode it on the device, one prompt
-at a time. Loops flatter tau, so the share of repeated 8-grams in the answers stands beside it.
+Every question goes through all ways of decoding before the next one comes, another way first
+each time; a second turn follows our own answer to the first. Answers are kept as they come, in
+Spec-Bench's format, and the same command goes on where it was stopped. Then: tau, speedup over
+plain decoding and its spread, acceptance by position, calls of the target, whether every answer
+is plain decoding's, with the paper's figures beside them, as tables, JSON and pictures.
+
+Answers have up to 512 tokens a turn; 128 for the demo suite and for conversations, whose answers
+are short: on a CPU a cache with many unused rows slows plain decoding and flatters drafts.
+`--conversations` compares one drafter on a turn of each conversation, with figures by source.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import importlib.util
 import json
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import sys
+from pathlib import Path
+from typing import Any
 
-from infer.cli import Parser, names, positive, progress, run
-from infer.pair import add_draft_flags, add_pair_flags, load_pair, open_session
-from moa_jax import InputError, Result, Session
-from moa_jax.data import chat, corpora
+import jax
+
+from infer import answers, report, report_plots, suites
+from infer.cli import Parser, positive, progress, run
+from infer.contenders import describe, load_contenders
+from infer.conversations import compare_on_conversations
+from infer.interview import Interview, interview_of, law_of_answers
+from infer.pair import add_cache_flag, add_draft_flags, add_pair_flags
+from infer.sampling import add_sampling_flags
+from moa_jax.errors import InputError
 from moa_jax.tokenizer import load_tokenizer
+from moa_jax.version import __version__
 
-NGRAM = 8
-ALL = "all"  # the source of the last row
-COLUMNS = ("source", "prompts", "tokens", "tau", "speedup", "repeated", "stopped", "same")
-
-
-class Answer(NamedTuple):
-    """One prompt answered both ways."""
-
-    source: str
-    drafted: Result
-    plain: Result
+LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers
+DIFFERENT = 1  # exit code where drafts changed an answer in float32
+SPEED, ACCEPTANCE = "speed.png", "acceptance.png"
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
     args = _parser().parse_args(arguments)
-    if args.mode == "plain":
-        raise InputError("--mode plain: there is nothing to compare, use --mode chain")
-    target, drafter = load_pair(args)
-    drafted, plain = open_session(args, target, drafter), Session(target)
-    tokenizer = load_tokenizer(target.folder)
-    longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
-    prompts = list(itertools.islice(prompts_of(args, tokenizer, longest), args.limit))
-    if not prompts:
-        raise InputError(
-            f"{args.conversations}: no prompt of {args.sources or 'any source'} "
-            f"within {longest} tokens: raise --max-prompt or lower --max-new-tokens"
-        )
-    answers = []
-    with progress(len(prompts), "prompts") as bar:
-        for source, prompt in prompts:
-            found = (s.generate([prompt], args.max_new_tokens)[0] for s in (drafted, plain))
-            answers.append(Answer(source, *found))
-            bar.step()
-    rows = summarise(answers)
-    depth = drafted.shape.depth
-    print(json.dumps({"depth": depth, "rows": rows}) if args.json else as_table(rows))
+    if args.max_new_tokens is None:
+        short = args.conversations is not None or args.suite == "demo"
+        args.max_new_tokens = LONGEST_OF_SHORT if short else LONGEST
+    if args.conversations is not None:
+        return _on_conversations(args)
+    return _on_suite(args)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.evaluate", __doc__)
-    add_pair_flags(parser)
+    add_pair_flags(parser, several=True)
     add_draft_flags(parser)
-    group = parser.add_argument_group("prompts")
-    group.add_argument("--conversations", required=True, metavar="PATH", help="chat records")
-    group.add_argument("--sources", default="", help="names with commas; default: all")
-    group.add_argument("--limit", type=positive, help="at most this many prompts")
-    group.add_argument(
-        "--max-prompt", type=positive, default=256, help="longer prompts are left out"
+    parser.add_argument_group("drafting of several kinds").add_argument(
+        "--modes", metavar="chain,tree", help="decode with each drafter in each of these modes"
     )
-    group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    group = parser.add_argument_group("questions")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--suite",
+        default="demo",
+        help="demo, paper, spec_bench, sets with commas (mt_bench,qa), a question.jsonl, "
+        "hub:NAME/SPLIT or tfds:NAME/SPLIT",
+    )
+    source.add_argument("--conversations", metavar="PATH", help="chat records instead")
+    group.add_argument("--limit", type=positive, help="at most this many questions of each set")
+    group.add_argument("--sources", default="", help="of --conversations: names with commas")
+    group.add_argument(
+        "--max-prompt", type=positive, default=256, help="of --conversations: longer ones are left"
+    )
+    add_cache_flag(parser)
+    add_sampling_flags(parser)
+    parser.set_defaults(max_new_tokens=None)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output", metavar="DIR", help="answers, tables, pictures; default: runs/evaluate/..."
+    )
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 
-def prompts_of(
-    args: argparse.Namespace, tokenizer: Any, longest: int
-) -> Iterator[tuple[str, list[int]]]:
-    """Source and prompt of each conversation; InputError that names the place of a bad record."""
-    sources = names(args.sources)
-    for index, (where, record) in enumerate(corpora.read_numbered(args.conversations, sources)):
-        try:
-            prompt = chat.prompt_ids(tokenizer, _asked(chat.messages_of(record), index))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        if len(prompt) <= longest:
-            yield source_of(record), prompt
+def _on_conversations(args: argparse.Namespace) -> None:
+    if args.modes is not None or len(args.draft or []) > 1:
+        raise InputError("--conversations compares one drafter in one mode: use --suite for more")
+    _, (plain, drafted) = load_contenders(args)
+    print(compare_on_conversations(args, drafted.session, plain.session))
 
 
-def _asked(messages: list[chat.Message], index: int) -> list[chat.Message]:
-    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if not turns:
-        raise InputError("a conversation without a user message: give it one or remove it")
-    return messages[: turns[index % len(turns)] + 1]
+def _on_suite(args: argparse.Namespace) -> int:
+    questions = suites.load_suite(args.suite, args.limit or suites.PUBLIC_ROWS)
+    target, contenders = load_contenders(args)
+    interview = interview_of(args, target, load_tokenizer(target.folder), contenders)
+    settings = _settings(args, interview, questions)
+    folder = _output(args, settings)
+    kept = answers.AnswerFolder(folder, settings, questions, [c.name for c in contenders])
+    asked = suites.first_of_each(questions, args.limit)
+    fitting = [q for q in asked if interview.room(interview.first_prompt(q))]
+    if not fitting:
+        raise InputError(
+            f"--suite {args.suite}: no question fits the target's "
+            f"{target.config.max_position_embeddings} positions: use other questions"
+        )
+    ask_all(interview, kept, fitting)
+    found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in fitting}
+    too_long = [q for q in asked if q not in found]
+    document = report.document_of(found, too_long, settings)
+    _write(folder, document)
+    print(json.dumps(document) if args.json else report.render(document))
+    exact = settings["dtype"] == "float32"
+    return DIFFERENT if document["differences"] and exact else 0
 
 
-def source_of(record: dict[str, Any]) -> str:
-    """The short name of a record's source, never the name of the row of all."""
-    name = str(record.get("source") or "none").rpartition("#")[2]
-    return f"#{name}" if name == ALL else name
+def ask_all(
+    interview: Interview, kept: answers.AnswerFolder, questions: list[suites.Question]
+) -> None:
+    """Asks what has no answer yet; each is kept before the next one is asked."""
+    done = sum(kept.has(question) for question in questions)
+    with progress(len(questions), "questions", initial=done) as bar:
+        for index, question in enumerate(questions):
+            if not kept.has(question):
+                kept.add(question, interview.ask(question, index))
+                bar.step()
 
 
-def summarise(answers: list[Answer]) -> list[dict[str, Any]]:
-    """One row of figures a source, most prompts first, and one for all."""
-    by_source = defaultdict(list)
-    for answer in answers:
-        by_source[answer.source].append(answer)
-    groups = sorted(by_source.items(), key=lambda item: -len(item[1]))
-    return [_row(name, group) for name, group in [*groups, (ALL, answers)]]
-
-
-def _row(source: str, answers: list[Answer]) -> dict[str, Any]:
-    drafted, plain = [a.drafted for a in answers], [a.plain for a in answers]
-    rounds = sum(result.rounds for result in drafted)
-    committed = sum(sum(result.accept_lengths) for result in drafted)
-    repeated = [repeats(result.token_ids) for result in drafted]
-    grams = sum(count for _, count in repeated)
-    return {
-        "source": source,
-        "prompts": len(answers),
-        "tokens": sum(len(result.token_ids) for result in drafted),
-        "tau": committed / rounds if rounds else None,
-        "speedup": sum(r.decode_s for r in plain) / sum(r.decode_s for r in drafted),
-        "repeated": sum(seen for seen, _ in repeated) / grams if grams else 0.0,
-        "stopped": sum(result.finish_reason == "stop" for result in drafted) / len(answers),
-        "same": sum(a.drafted.token_ids == a.plain.token_ids for a in answers),
+def _settings(
+    args: argparse.Namespace, interview: Interview, questions: list[suites.Question]
+) -> dict[str, Any]:
+    """What makes two runs the same run, as JSON has it."""
+    sets: dict[str, list[suites.Question]] = {}
+    for question in questions:
+        sets.setdefault(question.set, []).append(question)
+    target, contenders = interview.target, interview.contenders
+    settings = {
+        "version": __version__,
+        "device": jax.devices()[0].device_kind,
+        "dtype": str(target.params["embed"].dtype),
+        "suite": {name: suites.digest(each) for name, each in sets.items()},
+        **describe(args, target, contenders),
+        "answers": law_of_answers(interview),
     }
+    return json.loads(json.dumps(settings))
 
 
-def repeats(tokens: list[int]) -> tuple[int, int]:
-    """How many 8-grams of an answer it has had before, and how many it has."""
-    grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
-    return len(grams) - len(set(grams)), len(grams)
+def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
+    """The folder asked for, else one that only runs of the same settings share."""
+    if args.output is not None:
+        return Path(args.output).expanduser()
+    name = "-".join([*settings["suite"]][:1] if len(settings["suite"]) == 1 else [])
+    name = name or (args.suite if args.suite in ("demo", "paper") else "suite")
+    return Path("runs", "evaluate", f"{name}-{answers.run_id(settings)}")
 
 
-def as_table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    lines += [[_cell(row[name]) for name in COLUMNS] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+def _write(folder: Path, document: dict[str, Any]) -> None:
+    """The report in Markdown and JSON, and pictures where they can be drawn."""
+    answers.write_whole(folder / "report.json", json.dumps(document, indent=2) + "\n")
+    pictures = []
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
+    else:
+        report_plots.plot_speed(document, folder / SPEED)
+        report_plots.plot_acceptance(document, folder / ACCEPTANCE)
+        pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"]
+    text = "\n\n".join([report.render(document), *pictures])
+    answers.write_whole(folder / "report.md", text + "\n")
+    print(f"{folder}: report.md, report.json and the answers", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,16 @@ _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type
 }
 
 
-def add_pair_flags(parser: argparse.ArgumentParser) -> None:
-    """--target, --draft and what describes them."""
+def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """--target, --draft and what describes them; with `several` a list of drafters."""
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
-    group.add_argument("--draft", metavar="DIR_OR_HUB_ID", help="default: the bundled drafter")
+    more = {"action": "append", "metavar": "[NAME=]DIR_OR_HUB_ID"} if several else {}
+    group.add_argument(
+        "--draft",
+        **{"metavar": "DIR_OR_HUB_ID", **more},
+        help="default: the bundled drafter" + ("; repeat for several" if several else ""),
+    )
     group.add_argument("--method", help="drafter kind, where its files do not say")
     group.add_argument(
         "--target-layer-inference",

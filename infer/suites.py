@@ -1,12 +1,12 @@
 """Question sets: the demo's, the paper's six, Spec-Bench's, a file's, and those of public data.
 
-    demo                            twelve questions of ours in six small sets
-    paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
-    spec_bench                      the 480 of Spec-Bench, in its six subtasks
-    mt_bench,qa                     some of the sets above
-    FOLDER/question.jsonl           lines {"question_id", "category", "turns": [...]}
-    hub:cnn_dailymail:3.0.0/test    through `datasets`
-    tfds:natural_questions/validation    through `tensorflow_datasets`
+demo                            twelve questions of ours in six small sets
+paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
+spec_bench                      the 480 of Spec-Bench, in its six subtasks
+mt_bench,qa                     some of the sets above
+FOLDER/question.jsonl           lines {"question_id", "category", "turns": [...]}
+hub:cnn_dailymail:3.0.0/test    through `datasets`
+tfds:natural_questions/validation    through `tensorflow_datasets`
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ PAPER = ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa")
 SPEC_BENCH = "spec_bench"
 FILE = "question.jsonl"
 DEMO = Path(moa_jax.__file__).parent / "demo" / "questions"
-ROWS_OF_PUBLIC_SETS = 80  # as many as each of the paper's sets has
+PUBLIC = ("hub:", "tfds:")
+PUBLIC_ROWS = 80  # as many as each of the paper's sets has
 # Spec-Bench tells the categories of its multi-turn questions and calls them one subtask.
 TALKS = "writing roleplay reasoning math coding extraction stem humanities".split()
 
@@ -46,8 +48,8 @@ class Question(NamedTuple):
         return self.set, self.id
 
 
-def load_suite(text: str, limit: int | None = None) -> list[Question]:
-    """The questions that `--suite` names, at most `limit` of each set.
+def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
+    """The questions that `--suite` names, of public data the first `public_rows`.
 
     Raises InputError for a set that is missing or named twice, and for a line that is no
     question, naming file and line.
@@ -56,7 +58,18 @@ def load_suite(text: str, limit: int | None = None) -> list[Question]:
     for name, path in _sets_of(text):
         if any(question.set == name for question in found):
             raise InputError(f"--suite {text}: two sets are named {name}: take one of them")
-        found += _read(name, path, limit)
+        found += _read(name, path, public_rows)
+    return found
+
+
+def first_of_each(questions: Iterable[Question], limit: int | None) -> list[Question]:
+    """At most `limit` questions of each set."""
+    count: Counter[str] = Counter()
+    found = []
+    for question in questions:
+        count[question.set] += 1
+        if limit is None or count[question.set] <= limit:
+            found.append(question)
     return found
 
 
@@ -75,7 +88,7 @@ def _sets_of(text: str) -> Iterator[tuple[str, str]]:
             yield from ((name, f"data:specbench/{name}/{FILE}") for name in PAPER)
         elif part in known:
             yield part, f"data:specbench/{part}/{FILE}"
-        elif part.startswith(("hub:", "tfds:")):
+        elif part.startswith(PUBLIC):
             yield _name_of_public(part), part
         elif Path(part).expanduser().exists():
             path = Path(part).expanduser()
@@ -95,12 +108,11 @@ def _name_of_public(path: str) -> str:
     return dataset.split("/")[0] if kind == "tfds" else Path(dataset.split(":")[0]).name
 
 
-def _read(name: str, path: str, limit: int | None) -> list[Question]:
-    public = path.startswith(("hub:", "tfds:"))
-    if public and limit is None:
-        limit = ROWS_OF_PUBLIC_SETS
+def _read(name: str, path: str, public_rows: int) -> list[Question]:
+    public = path.startswith(PUBLIC)
+    records = corpora.read_numbered(path)
     found: dict[Any, Question] = {}
-    for place, record in itertools.islice(corpora.read_numbered(path), limit):
+    for place, record in itertools.islice(records, public_rows) if public else records:
         record = _from_public(record, len(found) + 1) if public else record
         question = _question(name, record, place)
         if question.id in found:
@@ -122,7 +134,7 @@ def _question(name: str, record: dict[str, Any], place: str) -> Question:
     category = category if isinstance(category, str) else ""
     group = name
     if name == SPEC_BENCH:
-        group = "multi_turn" if category in TALKS else category or name
+        group += "/multi_turn" if category in TALKS else f"/{category}"
     return Question(name, number, category, group, tuple(turns))
 
 

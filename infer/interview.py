@@ -1,0 +1,137 @@
+"""A question put to all contenders: turn by turn, in an order that changes, timed apart from
+compiling."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, NamedTuple
+
+from infer.answers import Answer
+from infer.contenders import PLAIN, Contender
+from infer.sampling import before_stop, check_stop_ids, sampling_of, stopper
+from infer.suites import Question
+from moa_jax import Result, Session
+from moa_jax.config import Sampling
+from moa_jax.data import chat
+from moa_jax.exactness import compare
+from moa_jax.pretrained import Target
+from moa_jax.session import StopWhen, bucket, row_of
+
+SHORTEST = 16  # a turn that leaves room for fewer new tokens is not asked
+
+
+class Interview(NamedTuple):
+    """What all questions of a run share."""
+
+    target: Target
+    tokenizer: Any
+    contenders: list[Contender]
+    sampling: Sampling
+    max_new_tokens: int
+    stop: list[str]
+    stop_ids: list[int] | None
+    stop_when: StopWhen | None
+    cache_rows: int | None
+    comparable: bool  # whether drafts may change nothing, not even a sampled text
+
+    def ask(self, question: Question, index: int) -> dict[str, Answer]:
+        """Answers by contender; another one begins at each index, so that drift hits all alike.
+
+        An answer that differs from plain decoding's says where, and by which margin.
+        """
+        turn = index % len(self.contenders)
+        sampling = row_of(self.sampling, index)
+        found = {
+            contender.name: self._talk(contender.session, question, sampling)
+            for contender in self.contenders[turn:] + self.contenders[:turn]
+        }
+        plain = found[PLAIN]
+        for name, answer in found.items():
+            if self.comparable and name != PLAIN:
+                found[name] = answer._replace(difference=self._difference(plain, answer, sampling))
+        return found
+
+    def room(self, prompt: list[int]) -> int:
+        """New tokens that fit behind a prompt; 0 where it is too long."""
+        room = self.target.config.max_position_embeddings - len(prompt)
+        if self.cache_rows is not None:
+            rows = self.cache_rows - max(c.session.shape.num_rows for c in self.contenders)
+            room = min(room, rows - len(prompt)) if bucket(len(prompt)) <= rows else 0
+        return min(room, self.max_new_tokens) if room >= SHORTEST else 0
+
+    def first_prompt(self, question: Question) -> list[int]:
+        return chat.prompt_ids(self.tokenizer, [_message("user", question.turns[0])])
+
+    def _talk(self, session: Session, question: Question, sampling: Sampling) -> Answer:
+        messages: list[chat.Message] = []
+        results: list[Result] = []
+        for number, text in enumerate(question.turns, start=1):
+            messages.append(_message("user", text))
+            prompt = chat.prompt_ids(self.tokenizer, messages)
+            room = self.room(prompt)
+            if not room:
+                return Answer(results, _texts(messages), too_long=number)
+            results.append(self._decode(session, prompt, room, sampling))
+            said = self.tokenizer.decode(results[-1].token_ids, skip_special_tokens=True)
+            messages.append(_message("assistant", before_stop(said, self.stop).strip()))
+        return Answer(results, _texts(messages))
+
+    def _decode(self, session: Session, prompt: list[int], room: int, sampling: Sampling) -> Result:
+        """One turn; a program's first run is a warm-up and is done again."""
+        compiled = session.num_compiled
+        settings = {"stop_ids": self.stop_ids, "stop_when": self.stop_when}
+        (result,) = session.generate([prompt], room, sampling=sampling, **settings)
+        if session.num_compiled > compiled:
+            (result,) = session.generate([prompt], room, sampling=sampling, **settings)
+        return result
+
+    def _difference(
+        self, plain: Answer, drafted: Answer, sampling: Sampling
+    ) -> dict[str, Any] | None:
+        for turn, (ours, theirs) in enumerate(
+            zip(drafted.results, plain.results, strict=False), start=1
+        ):
+            found = compare(
+                self.target, theirs.prompt_ids, theirs.token_ids, ours.token_ids, sampling
+            )
+            if found is not None:
+                return {"turn": turn, **found._asdict()}
+        return None
+
+
+def interview_of(
+    args: argparse.Namespace, target: Target, tokenizer: Any, contenders: list[Contender]
+) -> Interview:
+    """The interview that the flags ask for; InputError for a stop that no answer can hold."""
+    check_stop_ids(args.stop_ids, target.config.vocab_size)
+    return Interview(
+        target,
+        tokenizer,
+        contenders,
+        sampling_of(args),
+        args.max_new_tokens,
+        args.stop,
+        args.stop_ids,
+        stopper(tokenizer, args.stop),
+        args.cache_rows,
+        comparable=args.temperature == 0 or not args.sampled_drafts,
+    )
+
+
+def law_of_answers(interview: Interview) -> dict[str, Any]:
+    """How answers are chosen and where they end, as JSON has it."""
+    return {
+        "max_new_tokens": interview.max_new_tokens,
+        "stop": interview.stop,
+        "stop_ids": interview.stop_ids,
+        **dataclasses.asdict(interview.sampling),
+    }
+
+
+def _message(role: str, text: str) -> chat.Message:
+    return {"role": role, "content": text}
+
+
+def _texts(messages: list[chat.Message]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == "assistant"]

@@ -1,0 +1,226 @@
+"""What a run's answers say: figures by set and decoder, and the tables that show them.
+
+A question's rate is all its new tokens over all its seconds, those of prefill included, as in
+Spec-Bench.
+
+    speedup         median over questions of (rate / that of plain decoding), with quartiles
+    ... of totals   plain decoding's seconds for all questions / those taken
+    ... of rounds   the median again, of tokens after each first one over seconds after prefill
+    tau             tokens after each first one / rounds, both summed over all questions
+    ... a question  the mean over questions of their own tau
+    target calls    prefills and rounds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from infer import paper
+from infer.answers import Answer
+from infer.bench_tables import table
+from infer.contenders import PLAIN
+from infer.suites import PAPER, Question
+from moa_jax.bench.figures import acceptance, median, quartiles
+
+Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
+Row = dict[str, Any]
+ALL = paper.ALL  # the set of the last rows
+CAUTION = (
+    "The rows of the paper are for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens, "
+    "their questions and machine. In their chart the MT-bench and GSM8K figures of all MoA rows "
+    "are the same numbers, so one of the two columns is wrong, and the means hold it (?)."
+)
+
+
+def document_of(
+    answers: Answers, too_long: Iterable[Question], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The whole report: `rows`, one for each set and decoder, and what stands beside them."""
+    groups: dict[str, list[Question]] = {}
+    for question in answers:
+        groups.setdefault(question.group, []).append(question)
+    groups[ALL] = list(answers)
+    rows = [
+        _row(name, model, [answers[q] for q in questions], settings)
+        for name, questions in groups.items()
+        for model in settings["models"]
+    ]
+    skipped = [{"set": q.set, "question_id": q.id, "turn": 1} for q in too_long]
+    skipped += [
+        {"set": question.set, "question_id": question.id, "turn": found[PLAIN].too_long}
+        for question, found in answers.items()
+        if found[PLAIN].too_long
+    ]
+    differences = [
+        {"set": question.set, "question_id": question.id, "model": model, **answer.difference}
+        for question, found in answers.items()
+        for model, answer in found.items()
+        if answer.difference
+    ]
+    return {
+        "rows": rows,
+        "skipped": skipped,
+        "differences": differences,
+        "paper": {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()},
+        "settings": dict(settings),
+    }
+
+
+def _row(
+    group: str, model: str, found: list[Mapping[str, Answer]], settings: Mapping[str, Any]
+) -> Row:
+    ours, plain = [each[model] for each in found], [each[PLAIN] for each in found]
+    results = [result for answer in ours for result in answer.results]
+    rounds = sum(answer.rounds for answer in ours)
+    speedups = [_rate(a) / _rate(b) for a, b in zip(ours, plain, strict=True)]
+    of_rounds = [
+        _rate_of_rounds(a) / _rate_of_rounds(b)
+        for a, b in zip(ours, plain, strict=True)
+        if a.rounds and b.rounds
+    ]
+    own = [sum(answer.accept_lengths) / answer.rounds for answer in ours if answer.rounds]
+    shape = settings["models"][model]
+    return {
+        "set": group,
+        "model": model,
+        "mode": shape["mode"],
+        "questions": len(ours),
+        "turns": len(results),
+        "tokens": sum(answer.tokens for answer in ours),
+        "tau": sum(sum(a.accept_lengths) for a in ours) / rounds if rounds else None,
+        "tau_of_questions": float(np.mean(own)) if own else None,
+        "tokens_per_s": median([_rate(answer) for answer in ours]),
+        "speedup": median(speedups),
+        "speedup_quartiles": quartiles(speedups),
+        "speedup_of_totals": sum(a.wall_s for a in plain) / sum(a.wall_s for a in ours),
+        "speedup_of_rounds": median(of_rounds),
+        **acceptance(results, shape["levels"]),
+        "rounds": rounds,
+        "target_calls": rounds + len(results),
+        "same_as_plain": sum(answer.difference is None for answer in ours),
+    }
+
+
+def _rate(answer: Answer) -> float:
+    return answer.tokens / answer.wall_s
+
+
+def _rate_of_rounds(answer: Answer) -> float:
+    return sum(answer.accept_lengths) / sum(result.decode_s for result in answer.results)
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The report in Markdown."""
+    settings, rows = document["settings"], document["rows"]
+    drafted = [row for row in rows if row["model"] != PLAIN]
+    last = [row for row in drafted if row["set"] == ALL]
+    answers = settings["answers"]
+    how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
+    parts = [
+        f"{settings['target']['name']}, {settings['dtype']}, {settings['device']}, {how}, up to "
+        f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
+        "own plain decoding / tau:",
+        table(_overview(rows)),
+        CAUTION if _is_papers(rows) else "",
+        table([_detail(row) for row in drafted]),
+        "Accepted drafts by position, over all sets:",
+        table([_positions(row) for row in last]),
+        _skips(document["skipped"]),
+        _sameness(document["differences"], last),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _overview(rows: list[Row]) -> list[dict[str, str]]:
+    """A line a decoder and a column a set, as the paper has it, and its own lines below."""
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = {row["set"]: _cell(row) for row in rows if row["model"] == model}
+        found.append({"decoder": model, **cells})
+    if _is_papers(rows):
+        for method, figures in paper.PAPER.items():
+            cells = {name: _papers_cell(method, name, rows) for name in sets}
+            if set(sets) & set(figures) and set(cells.values()) != {"-"}:
+                found.append({"decoder": f"paper: {method}", **cells})
+    return found
+
+
+def _cell(row: Row) -> str:
+    if row["model"] == PLAIN:
+        return f"{_number(row['tokens_per_s'], 1)} tokens/s"
+    return f"{_number(row['speedup'])}x / {_number(row['tau'])}"
+
+
+def _papers_cell(method: str, name: str, rows: list[Row]) -> str:
+    """Their mean is over six sets: it is no reference for some of them."""
+    if name == ALL and not {row["set"] for row in rows} >= set(PAPER):
+        return "-"
+    return paper.cell(method, name)
+
+
+def _is_papers(rows: list[Row]) -> bool:
+    """Whether there is a set of theirs."""
+    return any(row["set"] in PAPER for row in rows)
+
+
+def _detail(row: Row) -> dict[str, str]:
+    low, high = row["speedup_quartiles"]
+    found = {
+        "set": row["set"],
+        "decoder": row["model"],
+        "questions": str(row["questions"]),
+        "tau": _number(row["tau"]),
+        "tau a question": _number(row["tau_of_questions"]),
+        "speedup (quartiles)": f"{_number(row['speedup'])} ({_number(low)} to {_number(high)})",
+        "of totals": _number(row["speedup_of_totals"]),
+        "of rounds": _number(row["speedup_of_rounds"]),
+        "accepted of drafted": _number(row["acceptance_rate"]),
+        "rounds": str(row["rounds"]),
+        "target calls": str(row["target_calls"]),
+        "same as plain": f"{row['same_as_plain']}/{row['questions']}",
+    }
+    shown = row["set"] in PAPER
+    return found | {f"paper, {paper.MAIN}": paper.cell(paper.MAIN, row["set"]) if shown else "-"}
+
+
+def _positions(row: Row) -> dict[str, str]:
+    shown = lambda key: " ".join(_number(value) for value in row[key])  # noqa: E731
+    return {
+        "decoder": row["model"],
+        "of all rounds": shown("acceptance_unconditional"),
+        "given the one before": shown("acceptance_conditional"),
+    }
+
+
+def _skips(skipped: list[dict[str, Any]]) -> str:
+    if not skipped:
+        return ""
+    places = [
+        f"{each['set']} {each['question_id']}"
+        + (f" (turn {each['turn']})" if each["turn"] > 1 else "")
+        for each in skipped
+    ]
+    return f"Skipped, too long for the target: {len(skipped)} ({', '.join(places)})."
+
+
+def _sameness(differences: list[dict[str, Any]], last: list[Row]) -> str:
+    if not differences:
+        answers = sum(row["questions"] for row in last)
+        return f"Each of the {answers} drafted answers is the same as plain decoding's."
+    lines = [f"{len(differences)} answers DIFFER from plain decoding's:"]
+    for each in differences:
+        margin = each["margin"]
+        liked = "one ended sooner" if margin is None else f"plain's is preferred by {margin:.3g}"
+        lines.append(
+            f"- {each['model']}, {each['set']} {each['question_id']} turn {each['turn']}: token "
+            f"{each['index']} is {each['drafted']}, plain {each['plain']}; {liked}"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,103 @@
+"""Pictures of an evaluation: tau and speedup by set, and how far down drafts are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infer import paper
+from infer.contenders import PLAIN
+from infer.report import ALL
+
+SHADES = "tab10"
+PAPER_STYLE = {"marker": "D", "color": "none", "markeredgecolor": "0.35", "linestyle": "none"}
+
+
+def plot_speed(document: Mapping[str, Any], path: Path) -> None:
+    """Speedup with its quartiles above, tau below: a group of bars a set, a colour a decoder."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["rows"] if row["model"] != PLAIN]
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(max(7.0, 1.4 * len(sets) + 2), 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    width = 0.8 / len(models)
+    for index, model in enumerate(models):
+        own = [row for row in rows if row["model"] == model and row["tau"] is not None]
+        x = [sets.index(row["set"]) + (index - (len(models) - 1) / 2) * width for row in own]
+        look = {"width": 0.92 * width, "color": _colour(index), "label": model}
+        speedups = [row["speedup"] for row in own]
+        spread = [
+            [row["speedup"] - row["speedup_quartiles"][0] for row in own],
+            [row["speedup_quartiles"][1] - row["speedup"] for row in own],
+        ]
+        bars = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
+        top.bar(x, speedups, yerr=spread, error_kw=bars, **look)
+        bottom.bar(x, [row["tau"] for row in own], **look)
+        for panel, values in ((bottom, [row["tau"] for row in own]),):
+            for place, value in zip(x, values, strict=True):
+                panel.annotate(f"{value:.2f}", (place, value), ha="center", va="bottom", fontsize=7)
+    _mark_paper(top, bottom, sets)
+    for panel, label in ((top, "speedup over plain decoding"), (bottom, "tau")):
+        panel.axhline(1, color="0.35", linewidth=1)
+        panel.set_ylabel(label)
+        _tidy(panel)
+    bottom.set_xticks(range(len(sets)), sets)
+    figure.legend(
+        *bottom.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False
+    )
+    figure.savefig(path, dpi=150)
+
+
+def plot_acceptance(document: Mapping[str, Any], path: Path) -> None:
+    """Share of drafts accepted at each position, of all rounds and of those that came there."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    rows = [row for row in document["rows"] if row["model"] != PLAIN and row["set"] == ALL]
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    kinds = (
+        ("acceptance_unconditional", "of all rounds"),
+        ("acceptance_conditional", "given the position before"),
+    )
+    for panel, (key, title) in zip(panels, kinds, strict=True):
+        for index, row in enumerate(rows):
+            found = [(i, value) for i, value in enumerate(row[key], 1) if value is not None]
+            if found:
+                look = {"color": _colour(index), "marker": "o", "markersize": 5}
+                panel.plot(*zip(*found, strict=True), label=row["model"], **look)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("position in the draft")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_ylim(0, 1)
+        _tidy(panel)
+    panels[0].set_ylabel("share accepted")
+    panels[1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _mark_paper(top: Any, bottom: Any, sets: list[str]) -> None:
+    """The paper's figures as open diamonds, those that can be trusted."""
+    known = paper.PAPER[paper.MAIN]
+    names = [name for name in sets if name in known and name not in paper.DOUBTFUL]
+    if names:
+        x = [sets.index(name) for name in names]
+        top.plot(x, [known[name].speedup for name in names], **PAPER_STYLE)
+        label = f"paper, {paper.MAIN} (Llama-3-8B)"
+        bottom.plot(x, [known[name].tau for name in names], **PAPER_STYLE, label=label)
+
+
+def _colour(index: int) -> Any:
+    from matplotlib import colormaps
+
+    shades = colormaps[SHADES].colors
+    return shades[index % len(shades)]
+
+
+def _tidy(panel: Any) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", color="0.9")
+    panel.set_axisbelow(True)
