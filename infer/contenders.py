@@ -57,7 +57,7 @@ def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
             session = open_session(
                 _flags_of(args, mode, modes), target, drafter, cache_rows=args.cache_rows
             )
-            name = f"{label or _name_of(drafter)}-{mode_of(session.shape)}"
+            name = f"{label or _public(drafter.folder)}-{mode_of(session.shape)}"
             if any(contender.name == name for contender in found):
                 raise InputError(f"two drafters are named {name}: give one as --draft NAME=DIR")
             found.append(Contender(name, drafter, session))
@@ -126,11 +126,9 @@ def _named(text: str) -> tuple[str | None, str]:
     return name, path
 
 
-def _name_of(drafter: LoadedDrafter) -> str:
-    return "bundled" if drafter.folder == DEMO / "draft" else _public(drafter.folder)
-
-
 def _public(folder: Path) -> str:
+    if folder.parent == DEMO:
+        return "bundled"
     return folders.public_name(folder).rpartition("/")[2]
 
 

@@ -11,7 +11,8 @@ from infer.contenders import PLAIN
 from infer.report import ALL
 
 SHADES = "tab10"
-PAPER_STYLE = {"marker": "D", "color": "none", "markeredgecolor": "0.35", "linestyle": "none"}
+PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}
+MOST_LEVEL = 3  # bars side by side whose figures have room; more are written upright
 
 
 def plot_speed(document: Mapping[str, Any], path: Path) -> None:
@@ -33,21 +34,18 @@ def plot_speed(document: Mapping[str, Any], path: Path) -> None:
             [row["speedup"] - row["speedup_quartiles"][0] for row in own],
             [row["speedup_quartiles"][1] - row["speedup"] for row in own],
         ]
-        bars = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
-        top.bar(x, speedups, yerr=spread, error_kw=bars, **look)
-        bottom.bar(x, [row["tau"] for row in own], **look)
-        for panel, values in ((bottom, [row["tau"] for row in own]),):
-            for place, value in zip(x, values, strict=True):
-                panel.annotate(f"{value:.2f}", (place, value), ha="center", va="bottom", fontsize=7)
+        whiskers = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
+        top.bar(x, speedups, yerr=spread, error_kw=whiskers, **look)
+        bars = bottom.bar(x, [row["tau"] for row in own], **look)
+        upright = 90 if len(models) > MOST_LEVEL else 0
+        bottom.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=upright)
     _mark_paper(top, bottom, sets)
     for panel, label in ((top, "speedup over plain decoding"), (bottom, "tau")):
         panel.axhline(1, color="0.35", linewidth=1)
         panel.set_ylabel(label)
         _tidy(panel)
     bottom.set_xticks(range(len(sets)), sets)
-    figure.legend(
-        *bottom.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False
-    )
+    _legend(figure, bottom)
     figure.savefig(path, dpi=150)
 
 
@@ -75,7 +73,7 @@ def plot_acceptance(document: Mapping[str, Any], path: Path) -> None:
         panel.set_ylim(0, 1)
         _tidy(panel)
     panels[0].set_ylabel("share accepted")
-    panels[1].legend(frameon=False, fontsize=8)
+    _legend(figure, panels[0])
     figure.savefig(path, dpi=150)
 
 
@@ -95,6 +93,12 @@ def _colour(index: int) -> Any:
 
     shades = colormaps[SHADES].colors
     return shades[index % len(shades)]
+
+
+def _legend(figure: Any, panel: Any) -> None:
+    """The names of one panel above all of them."""
+    found = panel.get_legend_handles_labels()
+    figure.legend(*found, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
 
 
 def _tidy(panel: Any) -> None:
