@@ -20,7 +20,27 @@ _LLAMA3_8B = TargetConfig(
     max_position_embeddings=8192,
 )
 
+_QWEN2_7B = TargetConfig(
+    family="qwen2",
+    vocab_size=152_064,
+    num_layers=28,
+    block=BlockConfig(
+        hidden_size=3584,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=18_944,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        qkv_bias=True,
+    ),
+    tie_word_embeddings=False,
+    max_position_embeddings=32_768,
+)
+
 SHAPES: dict[str, TargetConfig] = {
     "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
     "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3_8B,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_7B,
 }

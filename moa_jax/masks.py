@@ -42,6 +42,28 @@ def known_until(known_BT: Array, segment_BT: Array) -> Array:
     return lax.cummax(jnp.where(known_BT | first_BT, index_T, 0), axis=1)
 
 
+def known_past(segment_BT: Array) -> Array:
+    """`known_until` where everything before a token counts as known; (B, T) int32.
+
+    Each token stands as the first one of a round does: its own activations are not there yet.
+    The first of a segment has nothing before it and sees itself. With `bounded_memory`:
+
+        segment 1 1 1 1 2 2
+        start   0 0 1 2 4 4
+
+              1 x . . . . .
+              1 x . . . . .
+              1 x x . . . .
+              1 x x x . . .
+              2 . . . . x .
+              2 . . . . x .
+
+    References: paper section 3, what training without the T-step bound would be.
+    """
+    first_BT = known_until(jnp.zeros(segment_BT.shape, bool), segment_BT)
+    return jnp.maximum(first_BT, jnp.arange(segment_BT.shape[1], dtype=jnp.int32) - 1)
+
+
 def bounded_memory(start_BT: Array, segment_BT: Array) -> Array:
     """Cross-attention sees the memory of known tokens only; (B, T, T), never the future.
 

@@ -9,6 +9,9 @@
 N is `target_layer_inference`. With N = 0 the output of CA goes to the head as it is: it is
 trained to resemble the target's final-normed state.
 
+Two ablations leave parts out: `layer_mixing` mean or last puts the mean over layers, or the
+last layer, in the place of LSA, and without `has_self_attention` embeddings go to CA.
+
     blocks.py   shapes, weights, memory      train.py   known tokens, training forward, loss
     decode.py   caches, extend, step         files.py   the names in its files
 """

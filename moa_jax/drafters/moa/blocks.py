@@ -4,7 +4,7 @@
         -> LSA (attention over the layer axis) -> mean -> Ekv2E  = one memory vector
 
 Memory is computed once per verified token: drafting needs no activation of the target
-(T-step bounded).
+(T-step bounded). Without LSA it is made of the plain mean, or of the last layer.
 """
 
 from __future__ import annotations
@@ -28,50 +28,60 @@ Array = jax.Array
 
 
 class Blocks(NamedTuple):
-    """The shapes of the three attention blocks, as authors' train/moa_spec.py builds them."""
+    """The shapes of the attention blocks, as authors' train/moa_spec.py builds them.
 
-    self_attention: BlockConfig  # the target's own kind, with its RoPE scaling, biases, norms
+    None stands for a block that an ablation leaves out.
+    """
+
+    self_attention: BlockConfig | None  # the target's kind, with its RoPE scaling, biases, norms
     cross_attention: BlockConfig  # plain Llama: no biases, RoPE never scaled
-    layer_self_attention: BlockConfig  # width M over the layer axis, RoPE never scaled
+    layer_self_attention: BlockConfig | None  # width M over the layer axis, RoPE never scaled
 
 
 def block_configs(cfg: MoaConfig, target_cfg: TargetConfig) -> Blocks:
     """Sizes of SA, CA and LSA for a target; InputError when LSA's heads come out odd."""
     block = target_cfg.block
-    plain = dataclasses.replace(
-        block, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
-    )
     if not 0 <= cfg.target_layer_inference <= target_cfg.num_layers:
         raise InputError(
             f"target_layer_inference is {cfg.target_layer_inference}, but the target has "
             f"{target_cfg.num_layers} layers: give a number from 0 to that"
         )
-    width = target_cfg.memory_width
-    if (width // block.num_heads) % 2 or width < 2 * block.num_heads:
-        raise InputError(
-            f"layer self-attention would split a memory of width {width} into {block.num_heads} "
-            f"heads of odd size {width // block.num_heads}, and rotary embeddings turn pairs: "
-            "this target cannot have a MoA drafter with its own number of heads"
-        )
+    plain = dataclasses.replace(
+        block, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
+    )
+    self_attention = dataclasses.replace(
+        block,
+        num_kv_heads=cfg.self_attention_num_key_value_heads,
+        intermediate_size=cfg.self_attention_intermediate_size,
+    )
+    cross_attention = dataclasses.replace(
+        plain,
+        num_kv_heads=cfg.cross_attention_num_key_value_heads,
+        intermediate_size=cfg.cross_attention_intermediate_size,
+    )
     return Blocks(
-        dataclasses.replace(
-            block,
-            num_kv_heads=cfg.self_attention_num_key_value_heads,
-            intermediate_size=cfg.self_attention_intermediate_size,
-        ),
-        dataclasses.replace(
-            plain,
-            num_kv_heads=cfg.cross_attention_num_key_value_heads,
-            intermediate_size=cfg.cross_attention_intermediate_size,
-        ),
-        dataclasses.replace(
-            plain,
-            hidden_size=width,
-            head_dim=width // block.num_heads,
-            num_kv_heads=cfg.layer_self_attention_num_key_value_heads,
-            intermediate_size=cfg.layer_self_attention_intermediate_size,
-            qkv_bias=target_cfg.family == "qwen2",
-        ),
+        self_attention if cfg.has_self_attention else None,
+        cross_attention,
+        _over_layers(cfg, target_cfg, plain) if cfg.layer_mixing == "attention" else None,
+    )
+
+
+def _over_layers(cfg: MoaConfig, target_cfg: TargetConfig, plain: BlockConfig) -> BlockConfig:
+    width, heads = target_cfg.memory_width, plain.num_heads
+    size = width // heads
+    if size % 2 or not size:
+        raise InputError(
+            f"layer self-attention would split a memory of width {width} into {heads} heads of "
+            f"odd size {size}, and rotary embeddings turn pairs: this target cannot have a MoA "
+            "drafter with its own number of heads, but one of layer_mixing mean or last"
+        )
+    return dataclasses.replace(
+        plain,
+        hidden_size=width,
+        head_dim=size,
+        num_kv_heads=cfg.layer_self_attention_num_key_value_heads,
+        intermediate_size=cfg.layer_self_attention_intermediate_size,
+        qkv_bias=target_cfg.family == "qwen2",
     )
 
 
@@ -101,13 +111,16 @@ class Moa:
         sa, ca, lsa = self.blocks
         mask = masks.line(1)
         drawn = {
-            "self_attention": Block(sa).init(sa_key, x, rotation(sa, position), mask),
             "cross_attention": CrossBlock(ca).init(
                 ca_key, x, x, rotation(ca, position), mask, method=CrossBlock.both
             ),
-            "layer_self_attention": Block(lsa).init(lsa_key, width, rotation(lsa, position), mask),
             "ekv2e": self._ekv2e.init(out_key, width),
         }
+        if sa is not None:
+            drawn["self_attention"] = Block(sa).init(sa_key, x, rotation(sa, position), mask)
+        if lsa is not None:
+            turn = rotation(lsa, position)
+            drawn["layer_self_attention"] = Block(lsa).init(lsa_key, width, turn, mask)
         return {name: found["params"] for name, found in drawn.items()}
 
     @property
@@ -120,20 +133,22 @@ class Moa:
         Tokens do not see each other here, so `chunk` of them can be worked on at a time.
         References: paper section 3.1; authors' train/moa_spec.py (per head: key, then value).
         """
+        if self.cfg.layer_mixing == "last":
+            rows_LBKTE = jax.tree.map(lambda a: a[-1:], rows_LBKTE)
         token_axis = 3
         return chunks.map_over(partial(self._memory, params), rows_LBKTE, chunk, token_axis)
 
     def _memory(self, params: Params, rows_LBKTE: KV) -> Array:
-        cfg = self.blocks.layer_self_attention
         L, B, K, T, E = rows_LBKTE.k_BKSE.shape
         kv_LBKT2E = jnp.stack(rows_LBKTE, axis=-2)
         kv_XLM = kv_LBKT2E.transpose(1, 3, 0, 2, 4, 5).reshape(B * T, L, 2 * K * E)
-        layer = jnp.arange(L)[None]
-        mixed_XLM, *_ = Block(cfg).apply(
-            {"params": params["layer_self_attention"]},
-            kv_XLM,
-            rotation(cfg, layer),
-            jnp.ones((1, L, L), bool),
-        )
-        mean_BTM = mixed_XLM.mean(axis=1).reshape(B, T, -1)
+        if (cfg := self.blocks.layer_self_attention) is not None:
+            layer = jnp.arange(L)[None]
+            kv_XLM, *_ = Block(cfg).apply(
+                {"params": params["layer_self_attention"]},
+                kv_XLM,
+                rotation(cfg, layer),
+                jnp.ones((1, L, L), bool),
+            )
+        mean_BTM = kv_XLM.mean(axis=1).reshape(B, T, -1)
         return self._ekv2e.apply({"params": params["ekv2e"]}, mean_BTM)

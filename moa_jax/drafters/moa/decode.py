@@ -22,7 +22,7 @@ Array = jax.Array
 class MoaCache(NamedTuple):
     """Rows of verified tokens in SA, CA and (N > 0) the drafter's copy of the last N layers."""
 
-    self_attention: KV
+    self_attention: KV | None  # None: a drafter without SA
     cross_attention: KV
     reused: tuple[KV, ...]
 
@@ -32,7 +32,7 @@ def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
     sa, ca, _ = moa.blocks
     reused = range(moa.cfg.target_layer_inference)
     return MoaCache(
-        kv_cache.empty(sa, batch, rows, dtype),
+        None if sa is None else kv_cache.empty(sa, batch, rows, dtype),
         kv_cache.empty(ca, batch, rows, dtype),
         tuple(kv_cache.empty(moa.target_cfg.block, batch, rows, dtype) for _ in reused),
     )
@@ -50,10 +50,12 @@ def extend(
     """Adds verified tokens: SA rows from embeddings, CA rows from memory, copies for TLI."""
     sa, ca, _ = moa.blocks
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1])
-    x_BTD = target.embed(shared, tokens_BT)
-    sa_rows = Block(sa).apply(
-        {"params": params["self_attention"]}, x_BTD, rotation(sa, position_BT), method="rows"
-    )
+    sa_cache = cache.self_attention
+    if sa is not None:
+        x_BTD, turn = target.embed(shared, tokens_BT), rotation(sa, position_BT)
+        sa_params = {"params": params["self_attention"]}
+        sa_rows = Block(sa).apply(sa_params, x_BTD, turn, method="rows")
+        sa_cache = kv_cache.write(sa_cache, sa_rows, length_B)
     ca_rows = CrossBlock(ca).apply(
         {"params": params["cross_attention"]},
         moa.memory(params, tapped.rows_LBKTE),
@@ -65,7 +67,7 @@ def extend(
         for i in range(len(cache.reused))
     ]
     return MoaCache(
-        kv_cache.write(cache.self_attention, sa_rows, length_B),
+        sa_cache,
         kv_cache.write(cache.cross_attention, ca_rows, length_B),
         tuple(kv_cache.write(c, r, length_B) for c, r in zip(cache.reused, last, strict=True)),
     )
@@ -117,17 +119,13 @@ def step(
     W, X = ancestor_BWX.shape[1:]
     start_B = length_B + X - W
     position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
-    rows = cache.self_attention.k_BKSE.shape[2]
+    rows = cache.cross_attention.k_BKSE.shape[2]
     seen_BWS = masks.cached(ancestor_BWX, length_B, rows)
     verified_B1S = (jnp.arange(rows) < length_B[:, None])[:, None, :]
-    x_BWD, _, sa_cache = Block(sa).apply(
-        {"params": params["self_attention"]},
-        target.embed(shared, tokens_BW),
-        rotation(sa, position_BW),
-        seen_BWS,
-        cache.self_attention,
-        start_B,
-    )
+    x_BWD, sa_cache = target.embed(shared, tokens_BW), cache.self_attention
+    if sa is not None:
+        sa_params, turn = {"params": params["self_attention"]}, rotation(sa, position_BW)
+        x_BWD, _, sa_cache = Block(sa).apply(sa_params, x_BWD, turn, seen_BWS, sa_cache, start_B)
     x_BWD = CrossBlock(ca).apply(
         {"params": params["cross_attention"]},
         x_BWD,

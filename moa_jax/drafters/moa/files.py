@@ -5,7 +5,8 @@
     speculators  the target's config nested, as the speculators library does, sizes and N beside
     ours         sizes and N, and the sizes of the target that the drafter belongs to
 
-Tensors are the same in all, so sizes are read off shapes and stated ones are checked.
+Tensors are the same in all, so sizes are read off shapes and stated ones are checked. The
+last two also say what an ablation leaves out; the sizes of that are kept as they were given.
 References: paper section 3.1; names and what is stored, authors' train/moa_spec.py.
 """
 
@@ -31,7 +32,8 @@ from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.hf_config import target_config_to_hf
 
-PARTS = ("self_attention", "cross_attention", "layer_self_attention")
+MIXINGS = ("attention", "mean", "last")
+SIZES = ("num_key_value_heads", "intermediate_size")
 _REUSED = "target_layer_inference"
 _FORK_KEYS = (
     "hidden_size",
@@ -50,10 +52,13 @@ def table(cfg: MoaConfig, target: TargetConfig) -> Table:
     """Which stored tensors make up a drafter's parameters."""
     sa, ca, lsa = block_configs(cfg, target)
     memory, width = target.memory_width, target.block.hidden_size
-    return {
-        **under(("self_attention",), block_table(sa, "self_attention.")),
-        **under(("cross_attention",), _cross_table(ca, "cross_attention.")),
-        **under(("layer_self_attention",), block_table(lsa, "layer_self_attention.")),
+    found: Table = {}
+    if sa is not None:
+        found |= under(("self_attention",), block_table(sa, "self_attention."))
+    found |= under(("cross_attention",), _cross_table(ca, "cross_attention."))
+    if lsa is not None:
+        found |= under(("layer_self_attention",), block_table(lsa, "layer_self_attention."))
+    return found | {
         ("ekv2e", "kernel"): kernel(("memory", "embed"), ("Ekv2E.weight",), memory, (width,)),
         ("ekv2e", "bias"): vector((None,), ("Ekv2E.bias",), (width,)),
     }
@@ -90,13 +95,15 @@ def read_config(
     Raises InputError where the files contradict themselves, the target or the caller.
     """
     config, shapes, _ = files
-    if config.get("disable_LSA"):
-        raise InputError(
-            "this drafter was made without layer self-attention (disable_LSA), which is not "
-            "supported: use one that has it"
-        )
+    mixing, has_self_attention = _ablations(config)
     _check_target(config, shapes, target)
-    sizes = {key: size for part in PARTS for key, size in _part_sizes(part, shapes, target).items()}
+    sizes = {}
+    for part, is_there in (
+        ("self_attention", has_self_attention),
+        ("cross_attention", True),
+        ("layer_self_attention", mixing == "attention"),
+    ):
+        sizes |= _part_sizes(part, shapes, target) if is_there else _stated_sizes(part, config)
     for key, size in sizes.items():
         if config.get(key, size) != size:
             raise InputError(
@@ -104,7 +111,13 @@ def read_config(
                 "use the config.json of these weights"
             )
     reused, notices = _reused_layers(config, target, target_layer_inference)
-    return MoaConfig(**sizes, target_layer_inference=reused), notices
+    cfg = MoaConfig(
+        **sizes,
+        target_layer_inference=reused,
+        layer_mixing=mixing,
+        has_self_attention=has_self_attention,
+    )
+    return cfg, notices
 
 
 def write_config(
@@ -112,6 +125,11 @@ def write_config(
 ) -> dict[str, Any]:
     """The config.json of a drafter; raises InputError where the layout cannot say it."""
     whole, sizes = target_config_to_hf(target), dataclasses.asdict(cfg)
+    if layout in ("authors", "vllm") and None in block_configs(cfg, target):
+        raise InputError(
+            f"the layout {layout!r} cannot say that a drafter has no layer self-attention or no "
+            "self-attention: choose ours or speculators"
+        )
     if layout == "authors":
         return whole | {"architectures": ["MOASpec"]}
     if layout == "speculators":
@@ -125,8 +143,24 @@ def write_config(
         **{key: whole[key] for key in _FORK_KEYS},
         **sizes,
         "kv_hidden_size": target.memory_width,
-        "disable_LSA": False,
+        "disable_LSA": cfg.layer_mixing != "attention",
     }
+
+
+def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
+    """How layers are mixed and whether there is self-attention; old files do not say."""
+    mixing = config.get("layer_mixing", "attention")
+    has_self_attention = config.get("has_self_attention", True)
+    if mixing not in MIXINGS:
+        raise InputError(f"layer_mixing is {mixing!r}: give one of {', '.join(MIXINGS)}")
+    if not isinstance(has_self_attention, bool):
+        raise InputError(f"has_self_attention is {has_self_attention!r}: give true or false")
+    if config.get("disable_LSA") and mixing == "attention":
+        raise InputError(
+            "this drafter was made without layer self-attention (disable_LSA) and its files do "
+            "not say what its memory is made of: use one that has it, or one of ours"
+        )
+    return mixing, has_self_attention
 
 
 def _check_target(
@@ -189,6 +223,15 @@ def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) ->
         f"{part}_num_key_value_heads": rows // head_dim,
         f"{part}_intermediate_size": _shape(shapes, f"{part}.mlp.up_proj.weight")[0],
     }
+
+
+def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that a part which was left out would have had."""
+    keys = [f"{part}_{size}" for size in SIZES]
+    for key in keys:
+        if key not in config:
+            raise InputError(f"config.json does not state {key}: use the drafter's own config.json")
+    return {key: config[key] for key in keys}
 
 
 def _shape(shapes: Mapping[str, Shape], name: str) -> Shape:

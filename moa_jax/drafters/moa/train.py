@@ -4,6 +4,10 @@ One pass drafts at every position at once. What stands for "the target has verif
 is the last known token: cross-attention sees memory up to it and no further, and reused
 layers get the target's own stream up to it and the drafter's after it. The reference's rule
 for reused layers only comes close to that, `MaskConfig.on_policy_reuse` is exact.
+
+`MaskConfig.bounded` False is standard training, an ablation: the whole past of every token
+counts as known (`masks.known_past`), as if each were the first one of a round. Reused layers
+then follow the exact rule, since no other has one token both drafted and known.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class Trace(NamedTuple):
     memory_BTD: Array
     sa_mask_BTT: Array
     ca_mask_BTT: Array
-    sa_BTD: Array
+    sa_BTD: Array  # without SA the embeddings
     ca_BTD: Array
     entry_BTD: Array | None  # N > 0: what enters the reused layers
     feature_BTD: Array  # goes to the head
@@ -51,19 +55,21 @@ def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Dra
 
     Known are all prompt tokens and, with variable future length, one token in every period
     (drawn for each row, counted from the start of a conversation). A row uses the
-    staircase with a probability that falls from 1 to 0 over the first half of the run.
+    staircase with a probability that falls from 1 to 0 over the first half of the run. In
+    standard training both are off: no token stands far from the last known one, and a
+    staircase would leave it alone.
     References: paper section 3.3; the authors step the probability once an epoch.
     """
     period_key, stair_key = jax.random.split(key)
     B = batch.tokens_BT.shape[0]
     known_BT = ~batch.response_BT
-    if mask_cfg.variable_future_length:
+    if mask_cfg.variable_future_length and mask_cfg.bounded:
         shortest, longest = mask_cfg.shortest_future, mask_cfg.longest_future
         period_B1 = jax.random.randint(period_key, (B, 1), shortest, longest + 1)
         known_BT |= batch.position_BT % period_B1 == 0
     draw_B = jax.random.uniform(stair_key, (B,))
-    staircase_B = (draw_B >= staircase_threshold(progress)) & mask_cfg.staircase
-    return Draws(known_BT, staircase_B)
+    staircase = mask_cfg.staircase and mask_cfg.bounded
+    return Draws(known_BT, (draw_B >= staircase_threshold(progress)) & staircase)
 
 
 def trace(
@@ -75,16 +81,21 @@ def trace(
     draws: Draws,
     on_policy: bool = False,
     memory_chunk: int = 0,
+    bounded: bool = True,
 ) -> Trace:
     """The training forward, every stage of it; `on_policy` chooses the reused layers' rule.
 
-    `memory_chunk` tokens at a time go through LSA, 0 is all.
+    `memory_chunk` tokens at a time go through LSA, 0 is all. Not `bounded`, every token knows
+    its whole past, and `draws` only tells prompts from answers.
 
     References: paper section 3; authors' train/moa_spec.py, `forward`.
     """
     sa, ca, _ = moa.blocks
     segment_BT = batch.segment_BT
-    start_BT = masks.known_until(draws.known_BT, segment_BT)
+    if bounded:
+        start_BT = masks.known_until(draws.known_BT, segment_BT)
+    else:
+        start_BT = masks.known_past(segment_BT)
     causal_BTT = masks.causal(segment_BT)
     stairs_BTT = masks.staircase(start_BT, segment_BT)
     sa_mask_BTT = jnp.where(draws.staircase_B[:, None, None], stairs_BTT, causal_BTT)
@@ -93,13 +104,11 @@ def trace(
     memory_BTD = moa.memory(params, tapped.rows_LBKTE, memory_chunk)
     memory_BTD = sharding.constrain(memory_BTD, "rows")
     x_BTD = target.embed(shared, batch.tokens_BT, memory_BTD.dtype)
-    x_BTD = sharding.constrain(x_BTD, "rows")
-    sa_BTD, *_ = Block(sa).apply(
-        {"params": params["self_attention"]},
-        x_BTD,
-        rotation(sa, batch.position_BT),
-        sa_mask_BTT,
-    )
+    sa_BTD = sharding.constrain(x_BTD, "rows")
+    if sa is not None:
+        turn = rotation(sa, batch.position_BT)
+        sa_params = {"params": params["self_attention"]}
+        sa_BTD, *_ = Block(sa).apply(sa_params, sa_BTD, turn, sa_mask_BTT)
     ca_BTD = CrossBlock(ca).apply(
         {"params": params["cross_attention"]},
         sa_BTD,
@@ -111,7 +120,7 @@ def trace(
     entry_BTD, feature_BTD = None, ca_BTD
     if moa.cfg.target_layer_inference:
         entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
-        if on_policy:
+        if on_policy or not bounded:
             feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
         else:
             feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal_BTT)
@@ -173,8 +182,9 @@ def loss(
 ) -> tuple[Array, dict[str, Array]]:
     """What `objective` asks for: a token loss and, unless it has faded out, a feature loss."""
     draws = draw(objective.masks, key, batch, progress)
-    on_policy, memory_chunk = objective.masks.on_policy_reuse, objective.chunks.memory
-    found = trace(moa, params, shared, batch, tapped, draws, on_policy, memory_chunk)
+    on_policy, bounded = objective.masks.on_policy_reuse, objective.masks.bounded
+    memory_chunk = objective.chunks.memory
+    found = trace(moa, params, shared, batch, tapped, draws, on_policy, memory_chunk, bounded)
     return loss_of(found, shared, batch, tapped, objective, progress)
 
 
