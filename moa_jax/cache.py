@@ -41,7 +41,7 @@ def write(cache: KV, new: KV, start_B: Array) -> KV:
 
     The rows must fit: a start beyond S - T would be clamped and overwrite older rows.
     """
-    return KV(_write(cache.k_BKSE, new.k_BKSE, start_B), _write(cache.v_BKSE, new.v_BKSE, start_B))
+    return KV(*(write_rows(past, rows, start_B) for past, rows in zip(cache, new, strict=True)))
 
 
 def take(rows: KV, path_BD: Array) -> KV:
@@ -50,7 +50,8 @@ def take(rows: KV, path_BD: Array) -> KV:
     return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
 
 
-def _write(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
+def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
+    """One array of a cache with T new rows; whatever is kept by rows can be written so."""
     new_BKTE = new_BKTE.astype(cache_BKSE.dtype)
     if cache_BKSE.shape[0] == 1:  # a plain slice update stays in place; a scatter may not
         return lax.dynamic_update_slice(cache_BKSE, new_BKTE, (0, 0, start_B[0], 0))

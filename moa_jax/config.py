@@ -123,6 +123,7 @@ class EagleConfig:
 
     num_key_value_heads: int
     intermediate_size: int
+    block: BlockConfig | None = None  # its layer, where heads or RoPE are not the target's
     input_norm: bool = False
     fc_bias: bool = True
     names: Literal["official", "authors"] = "official"
@@ -139,7 +140,8 @@ class Eagle3Config:
 
     num_key_value_heads: int
     intermediate_size: int
-    draft_ids: tuple[int, ...] = ()  # target ids of its head, ascending; () is the vocabulary
+    block: BlockConfig | None = None  # its layer, where heads or RoPE are not the target's
+    draft_ids: tuple[int, ...] = ()  # target ids of its head; () is the whole vocabulary
     tapped_layers: tuple[int, ...] = ()  # streams by the layer they enter; () is 2, L // 2, L - 3
 
     def __post_init__(self) -> None:

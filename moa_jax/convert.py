@@ -132,15 +132,20 @@ def mlp_table(width: int, intermediate: int, bias: bool, prefix: str) -> Table:
     return table
 
 
-def attention_table(cfg: BlockConfig, prefix: str) -> Table:
-    """Self-attention of a block: queries, keys and values packed, then the output."""
+def attention_table(cfg: BlockConfig, prefix: str, inputs: int | None = None) -> Table:
+    """Self-attention of a block: queries, keys and values packed, then the output.
+
+    `inputs` is the width that is projected, the block's own if not given.
+    """
     qkv = tuple(f"{prefix}self_attn.{letter}_proj" for letter in "qkv")
     out = (f"{prefix}self_attn.o_proj",)
     kv_heads, size, width = cfg.num_kv_heads, cfg.head_dim, cfg.hidden_size
     outputs = ((kv_heads, cfg.group_size, size), (kv_heads, 1, size), (kv_heads, 1, size))
     heads: Axes = ("kv_heads", None, None)
     table = {
-        ("attention", "qkv", "kernel"): kernel(("embed", *heads), _weights(qkv), width, *outputs),
+        ("attention", "qkv", "kernel"): kernel(
+            ("embed", *heads), _weights(qkv), inputs or width, *outputs
+        ),
         ("attention", "out", "kernel"): kernel(
             ("heads", "embed"), _weights(out), cfg.num_heads * size, (width,)
         ),

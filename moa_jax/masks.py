@@ -126,6 +126,56 @@ def on_policy(start_BT: Array, segment_BT: Array) -> Array:
     return jnp.concatenate([bounded_memory(start_BT, segment_BT), drafted_BTT], axis=-1)
 
 
+def fed_back(segment_BT: Array, step: int) -> Array:
+    """What a drafter sees that is fed its own features, in pass `step`; (B, T, (step + 1) T).
+
+    In pass j each token is drafted as the (j + 1)-th after the last known one: it sees the rows
+    of the first pass, made of true features, up to j tokens before itself, and of each later
+    pass i the one row on its path. Pass 2, one segment (0 is its first token, which has no
+    feature before it and is seen by itself alone):
+
+             pass 0         pass 1         pass 2
+        0    . . . . .    | . . . . .    | x . . . .
+        1    . . . . .    | x . . . .    | . x . . .
+        2    . . . . .    | . x . . .    | . . x . .
+        3    . x . . .    | . . x . .    | . . . x .
+        4    . x x . .    | . . . x .    | . . . . x
+
+    References: EAGLE-3 (2503.01840), training-time test; in pass 0 EAGLE (2401.15077).
+    """
+    T = segment_BT.shape[1]
+    index_T = jnp.arange(T)
+    behind_TT = index_T[:, None] - index_T  # how far a key stands behind its query
+    same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
+    first_BT = known_until(jnp.zeros(segment_BT.shape, bool), segment_BT) == index_T
+    true_BTT = same_BTT & (behind_TT >= step) & ~first_BT[:, None, :]
+    if step == 0:
+        return true_BTT | jnp.eye(T, dtype=bool)
+    paths = [same_BTT & (behind_TT == step - i) for i in range(1, step + 1)]
+    return jnp.concatenate([true_BTT, *paths], axis=-1)
+
+
+def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Array:
+    """Cross-attention sees whole blocks of `size` tokens before a token's own; (B, T, T).
+
+    Blocks count from the start of each conversation. In decoding memory ends where the target
+    last verified, here at the last block: its tokens are drafted 1 to `size` steps after it.
+    Those of the first block see nothing. With a size of 2:
+
+        block 0 0 1 1 2 0
+            0 . . . . . .
+            0 . . . . . .
+            1 x x . . . .
+            1 x x . . . .
+            2 x x x x . .
+            0 . . . . . .
+
+    References: GLIDE (2402.02082); authors' train/glide.py.
+    """
+    block_BT = position_BT // size
+    return causal(segment_BT) & (block_BT[:, None, :] < block_BT[:, :, None])
+
+
 def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
     """New nodes see all verified rows of the cache and, among what follows, their ancestors.
 

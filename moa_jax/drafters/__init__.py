@@ -2,12 +2,25 @@
 
 from typing import Any
 
-from moa_jax.drafters import moa
+from moa_jax.drafters import eagle, eagle3, glide, independent, lookup, moa
 from moa_jax.drafters.kinds import DrafterKind
 
-DRAFTERS: dict[str, DrafterKind] = {"moa": moa.KIND}
+DRAFTERS: dict[str, DrafterKind] = {
+    "moa": moa.KIND,
+    "eagle3": eagle3.KIND,
+    "eagle": eagle.KIND,
+    "glide": glide.KIND,
+    "independent": independent.OWN,
+    "independent-borrowed": independent.BORROWED,
+    "lookup": lookup.KIND,
+}
 
 
 def method_of(config: Any) -> str:
     """The name of the kind that a drafter's config belongs to."""
     return next(name for name, kind in DRAFTERS.items() if type(config) is kind.config)
+
+
+def needs_no_files(name: str) -> bool:
+    """Whether this is the name of a kind that is there without any files."""
+    return name in DRAFTERS and DRAFTERS[name].without_files is not None

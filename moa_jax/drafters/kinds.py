@@ -35,6 +35,7 @@ class DrafterKind(NamedTuple):
     # tensors beside the parameters, written as they are; `extras` may be in the files unread
     constants: Callable[[Any, TargetConfig], dict[str, np.ndarray]] = lambda cfg, target: {}
     extras: tuple[str, ...] = ()
+    without_files: Any = None  # the config of a kind that has none: its name stands for it
 
 
 def target_sizes(target: TargetConfig) -> dict[str, int]:

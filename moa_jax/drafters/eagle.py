@@ -1,0 +1,196 @@
+"""The EAGLE-1 and EAGLE-2 drafter (2401.15077, 2406.16858): one layer over token and feature.
+
+    embedding of the token --+
+                             +--> fc --> decoder layer --> feature --> target's head
+    feature before it -------+
+
+A feature resembles the target's final-normed state. The two versions differ in how trees are
+drawn, which is the shape of a draft here, not the drafter's. Two layouts of files: the official
+one, and that of the MoA paper's code (its train/eagle.py), whose layer has an input norm and
+whose fc has no bias.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moa_jax import convert, losses, masks, target
+from moa_jax.batch import Batch
+from moa_jax.cache import KV
+from moa_jax.config import BlockConfig, EagleConfig, Objective, TargetConfig
+from moa_jax.convert import Table
+from moa_jax.drafters import feedback, learning
+from moa_jax.drafters.api import Drafter, Params, Shared, Taps
+from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files
+from moa_jax.drafters.layer_files import block_of, read_sizes, write_sizes
+from moa_jax.layers import MLP, Attention, Linear, RMSNorm, Rotation, rotation
+
+Array = jax.Array
+
+PREFIXES = {"official": ("fc", "layers.0."), "authors": ("spec_model_fc", "spec_model.")}
+
+
+class EagleLayer(nn.Module):
+    """fc and a pre-norm decoder layer, with or without its first norm."""
+
+    block: BlockConfig
+    input_norm_there: bool
+    fc_bias: bool
+
+    def setup(self) -> None:
+        cfg = self.block
+        self.fc = Linear((cfg.hidden_size,), self.fc_bias)
+        if self.input_norm_there:
+            self.input_norm = RMSNorm(cfg.rms_norm_eps)
+        self.attention = Attention(cfg)
+        self.post_attention_norm = RMSNorm(cfg.rms_norm_eps)
+        self.mlp = MLP(cfg)
+
+    def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
+        """Only the cache rows that these tokens leave."""
+        return self.attention.project(self._entered(embedding_BTD, feature_BTD)[1], turn)[1]
+
+    def __call__(
+        self,
+        embedding_BTD: Array,
+        feature_BTD: Array,
+        turn: Rotation,
+        mask_BTS: Array,
+        past: KV | None = None,
+        start_B: Array | None = None,
+    ) -> tuple[Array, KV, KV | None]:
+        x_BTD, normed_BTD = self._entered(embedding_BTD, feature_BTD)
+        y_BTD, rows, past = self.attention(normed_BTD, turn, mask_BTS, past, start_B)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
+
+    def _entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
+        """What the residual starts from, and what goes into attention."""
+        x_BTD = self.fc(jnp.concatenate([embedding_BTD, feature_BTD], axis=-1))
+        return x_BTD, self.input_norm(x_BTD) if self.input_norm_there else x_BTD
+
+
+def make(cfg: EagleConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
+    """The drafter as pure functions; `objective` matters for training only."""
+    return feedback.make(layer(cfg, target_cfg), objective or Objective())
+
+
+def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
+    """Its layer for a target."""
+    block = block_of(cfg, target_cfg)
+    module = EagleLayer(block, cfg.input_norm, cfg.fc_bias)
+
+    def init(key: Array) -> Params:
+        x_BTD = jnp.zeros((1, 1, block.hidden_size))
+        turn = rotation(block, jnp.zeros((1, 1), jnp.int32))
+        return module.init(key, x_BTD, x_BTD, turn, masks.line(1))["params"]
+
+    return feedback.Layer(
+        block=block,
+        taps=Taps(),
+        init=init,
+        fuse=lambda params, tapped: tapped.hidden_BTD,
+        rows=lambda params, *rest: module.apply({"params": params}, *rest, method="rows"),
+        apply=lambda params, *rest: module.apply({"params": params}, *rest),
+        head=_head,
+        loss=loss,
+        shifted_mask=cfg.shifted_mask,
+    )
+
+
+def _head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
+    return target.unembed(shared, feature_BTD)
+
+
+def loss(
+    objective: Objective,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    found: list[Array],
+    goal_BTD: Array,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """Token loss and distance of features, over answer tokens that follow another token.
+
+    References: authors' train/eagle.py (0.1 x cross-entropy + feature distance).
+    """
+    each = []
+    for index, feature_BTD in enumerate(found):
+        asked_BT = feedback.asked(batch, index)
+        parts = learning.token_losses(
+            objective, shared, partial(target.unembed, shared), goal_BTD, feature_BTD, asked_BT
+        )
+        distance_BT = losses.smooth_l1(feature_BTD, goal_BTD)
+        each.append(parts | {"feature_loss": losses.answer_mean(distance_BT, asked_BT)})
+    parts = feedback.mean_of_passes(each, objective.feedback.decay)
+    return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def table(cfg: EagleConfig, target_cfg: TargetConfig) -> Table:
+    """Which stored tensors make up its parameters."""
+    block = block_of(cfg, target_cfg)
+    fc, prefix = PREFIXES[cfg.names]
+    width = block.hidden_size
+    found = convert.block_table(block, prefix) | {
+        ("fc", "kernel"): convert.kernel((None, "embed"), (f"{fc}.weight",), 2 * width, (width,))
+    }
+    if cfg.fc_bias:
+        found["fc", "bias"] = convert.vector((None,), (f"{fc}.bias",), (width,))
+    if not cfg.input_norm:
+        del found["input_norm", "scale"]
+    return found
+
+
+def detect(config: dict[str, Any], names: set[str]) -> bool:
+    """Whether these files are an EAGLE-1 or EAGLE-2 drafter's."""
+    official = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names
+    return official or "spec_model_fc.weight" in names
+
+
+def read_config(
+    files: Files, target_cfg: TargetConfig, reused: int | None
+) -> tuple[EagleConfig, tuple[str, ...]]:
+    """Read sizes and layout off the tensors, heads and RoPE off config.json.
+
+    Raises InputError where the files contradict the target.
+    """
+    names = "authors" if "spec_model_fc.weight" in files.shapes else "official"
+    fc, prefix = PREFIXES[names]
+    cfg = EagleConfig(
+        **read_sizes(files, target_cfg, prefix),
+        input_norm=f"{prefix}input_layernorm.weight" in files.shapes,
+        fc_bias=f"{fc}.bias" in files.shapes,
+        names=names,
+        shifted_mask=bool(files.config.get("shifted_mask", False)),
+    )
+    return cfg, ()
+
+
+def write_config(
+    cfg: EagleConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
+) -> dict[str, Any]:
+    """The config.json of a drafter; its tensors have the names that `cfg` says in any layout."""
+    config = write_sizes(cfg, target_cfg, layout, "eagle")
+    if layout == "ours":
+        config["shifted_mask"] = cfg.shifted_mask
+    return config | ({"architectures": ["EAGLE"]} if cfg.names == "authors" else {})
+
+
+KIND = DrafterKind(
+    EagleConfig,
+    detect,
+    read_config,
+    table,
+    write_config,
+    make,
+    extras=("embed_tokens.weight",),  # the target's own, which official files repeat
+)

@@ -1,0 +1,267 @@
+"""The EAGLE-3 drafter (2503.01840): features of three layers, a wider layer, a head of its own.
+
+    tapped low, middle, high --> fc --> feature before (verified tokens)
+                       own output --> feature before (drafted tokens)
+
+    embedding      --> norm --+
+                              +--> attention --> + --> norm --> MLP --> + --> feature
+    feature before --> norm --+                  |                      |
+          +--------------------------------------+                      +--> norm --> own head
+
+The feature is trained through tokens alone, over several passes that are fed with their own
+features (training-time test). The head scores a draft vocabulary; files hold its map as d2t and
+t2d. Tensor names and config.json are the official ones.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax import convert, masks
+from moa_jax.batch import Batch
+from moa_jax.cache import KV
+from moa_jax.config import BlockConfig, Eagle3Config, Objective, TargetConfig
+from moa_jax.convert import Table
+from moa_jax.drafters import feedback, learning
+from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
+from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files
+from moa_jax.drafters.layer_files import block_of, read_sizes, write_sizes
+from moa_jax.errors import InputError
+from moa_jax.layers import INIT_STDDEV, MLP, Attention, Linear, RMSNorm, Rotation, rotation
+
+Array = jax.Array
+
+PREFIX = "midlayer."
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads embedding and feature, each with a norm."""
+
+    block: BlockConfig
+
+    def setup(self) -> None:
+        cfg = self.block
+        self.input_norm = RMSNorm(cfg.rms_norm_eps)  # of embeddings
+        self.hidden_norm = RMSNorm(cfg.rms_norm_eps)  # of features
+        self.attention = Attention(cfg)
+        self.post_attention_norm = RMSNorm(cfg.rms_norm_eps)
+        self.mlp = MLP(cfg)
+
+    def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
+        """Only the cache rows that these tokens leave."""
+        return self.attention.project(self._joined(embedding_BTD, feature_BTD), turn)[1]
+
+    def __call__(
+        self,
+        embedding_BTD: Array,
+        feature_BTD: Array,
+        turn: Rotation,
+        mask_BTS: Array,
+        past: KV | None = None,
+        start_B: Array | None = None,
+    ) -> tuple[Array, KV, KV | None]:
+        joined = self._joined(embedding_BTD, feature_BTD)
+        y_BTD, rows, past = self.attention(joined, turn, mask_BTS, past, start_B)
+        x_BTD = feature_BTD + y_BTD
+        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
+
+    def _joined(self, embedding_BTD: Array, feature_BTD: Array) -> Array:
+        both = (self.input_norm(embedding_BTD), self.hidden_norm(feature_BTD))
+        return jnp.concatenate(both, axis=-1)
+
+
+def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...]:
+    """The streams it is fed with, by the layer they enter; as official files were trained."""
+    layers = target_cfg.num_layers
+    chosen = cfg.tapped_layers or (2, layers // 2, layers - 3)
+    if len(chosen) != 3 or not all(0 <= i < layers for i in chosen):
+        raise InputError(
+            f"tapped_layers {list(chosen)} of a target of {layers} layers: give three, each from "
+            f"0 to {layers - 1}"
+        )
+    return chosen
+
+
+def make(
+    cfg: Eagle3Config, target_cfg: TargetConfig, objective: Objective | None = None
+) -> Drafter:
+    """The drafter as pure functions; `objective` matters for training only."""
+    return feedback.make(layer(cfg, target_cfg), objective or Objective())
+
+
+def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
+    """Its layer for a target."""
+    block, guesses = block_of(cfg, target_cfg, plain=True), _num_guesses(cfg, target_cfg)
+    module, fc = Eagle3Layer(block), Linear((block.hidden_size,))
+    norm = RMSNorm(block.rms_norm_eps)
+
+    def init(key: Array) -> Params:
+        layer_key, fc_key, head_key = jax.random.split(key, 3)
+        x_BTD = jnp.zeros((1, 1, block.hidden_size))
+        turn = rotation(block, jnp.zeros((1, 1), jnp.int32))
+        head_DU = jax.random.normal(head_key, (block.hidden_size, guesses))
+        return {
+            "layer": module.init(layer_key, x_BTD, x_BTD, turn, masks.line(1))["params"],
+            "fc": fc.init(fc_key, jnp.concatenate([x_BTD] * 3, axis=-1))["params"],
+            "norm": {"scale": jnp.ones(block.hidden_size)},
+            "head": INIT_STDDEV * head_DU,
+        }
+
+    def fuse(params: Params, tapped: Tapped) -> Array:
+        return fc.apply({"params": params["fc"]}, jnp.concatenate(tapped.streams, axis=-1))
+
+    def head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
+        normed_BTD = norm.apply({"params": params["norm"]}, feature_BTD)
+        head_DU = params["head"].astype(normed_BTD.dtype)
+        return jnp.matmul(normed_BTD, head_DU, preferred_element_type=jnp.float32)
+
+    return feedback.Layer(
+        block=block,
+        taps=Taps(streams=tapped_layers(cfg, target_cfg)),
+        init=init,
+        fuse=fuse,
+        rows=lambda params, *x: module.apply({"params": params["layer"]}, *x, method="rows"),
+        apply=lambda params, *x: module.apply({"params": params["layer"]}, *x),
+        head=head,
+        loss=partial(loss, head, cfg.draft_ids or None),
+        own_head=True,
+        draft_ids=cfg.draft_ids or None,
+    )
+
+
+def _num_guesses(cfg: Eagle3Config, target_cfg: TargetConfig) -> int:
+    return len(cfg.draft_ids) or target_cfg.vocab_size
+
+
+def loss(
+    head: Any,
+    draft_ids: tuple[int, ...] | None,
+    objective: Objective,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    found: list[Array],
+    goal_BTD: Array,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """Token loss of every pass over answer tokens whose next token its head can guess."""
+    each = [
+        learning.token_losses(
+            objective,
+            shared,
+            partial(head, params, shared),
+            goal_BTD,
+            feature_BTD,
+            feedback.asked(batch, index),
+            draft_ids,
+        )
+        for index, feature_BTD in enumerate(found)
+    ]
+    parts = feedback.mean_of_passes(each, objective.feedback.decay)
+    return learning.weighted(objective.loss, parts, None, progress)
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def table(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
+    """Which stored tensors make up its parameters."""
+    block, guesses = block_of(cfg, target_cfg, plain=True), _num_guesses(cfg, target_cfg)
+    width = block.hidden_size
+    inside = {
+        **convert.norm_table(width, PREFIX),
+        ("hidden_norm", "scale"): convert.vector(
+            (None,), (f"{PREFIX}hidden_norm.weight",), (width,)
+        ),
+        **convert.attention_table(block, PREFIX, inputs=2 * width),
+        **convert.mlp_table(width, block.intermediate_size, block.mlp_bias, PREFIX),
+    }
+    return {
+        **convert.under(("layer",), inside),
+        ("fc", "kernel"): convert.kernel((None, "embed"), ("fc.weight",), 3 * width, (width,)),
+        ("norm", "scale"): convert.vector((None,), ("norm.weight",), (width,)),
+        ("head",): convert.kernel(("embed", "vocab"), ("lm_head.weight",), width, (guesses,)),
+    }
+
+
+def constants(cfg: Eagle3Config, target_cfg: TargetConfig) -> dict[str, np.ndarray]:
+    """The map of its head: target id = draft id + d2t, and which target ids there are."""
+    ids_U = np.array(cfg.draft_ids or range(target_cfg.vocab_size), np.int64)
+    t2d_V = np.zeros(target_cfg.vocab_size, bool)
+    t2d_V[ids_U] = True
+    return {"d2t": ids_U - np.arange(len(ids_U)), "t2d": t2d_V}
+
+
+def detect(config: dict[str, Any], names: set[str]) -> bool:
+    """Whether these files are an EAGLE-3 drafter's."""
+    stated = ARCHITECTURE in (config.get("architectures") or ())
+    return stated or any(name.startswith(PREFIX) for name in names)
+
+
+def read_config(
+    files: Files, target_cfg: TargetConfig, reused: int | None
+) -> tuple[Eagle3Config, tuple[str, ...]]:
+    """Read sizes off the tensors, the head's map off d2t.
+
+    Raises InputError where the files contradict themselves or the target.
+    """
+    sizes = read_sizes(files, target_cfg, PREFIX, plain=True)
+    ids_U = _ids(files, target_cfg)
+    whole = np.array_equal(ids_U, np.arange(target_cfg.vocab_size))
+    streams = files.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") or ()
+    draft_ids = () if whole else tuple(ids_U.tolist())
+    return Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=tuple(streams)), ()
+
+
+def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
+    """Target ids of the head's rows."""
+    guesses = files.shapes.get("lm_head.weight", (0,))[0]
+    if "d2t" not in files.shapes:
+        if guesses == target_cfg.vocab_size:
+            return np.arange(guesses)
+        raise InputError(
+            f"the drafter's head scores {guesses} tokens and no d2t says which of the target's "
+            f"{target_cfg.vocab_size} they are: use files that hold d2t"
+        )
+    ids_U = files.read("d2t").astype(np.int64) + np.arange(files.shapes["d2t"][0])
+    inside = ((ids_U >= 0) & (ids_U < target_cfg.vocab_size)).all()
+    if len(ids_U) != guesses or not inside or len(np.unique(ids_U)) != guesses:
+        raise InputError(
+            f"d2t names {len(ids_U)} tokens for a head of {guesses}, some of them twice or "
+            f"outside the target's vocabulary of {target_cfg.vocab_size}: use the files of one "
+            "drafter for this target"
+        )
+    return ids_U
+
+
+def write_config(
+    cfg: Eagle3Config, target_cfg: TargetConfig, layout: FileLayout = "ours"
+) -> dict[str, Any]:
+    """The config.json that serving engines read."""
+    config = write_sizes(cfg, target_cfg, layout, "eagle3", plain=True)
+    layers = list(tapped_layers(cfg, target_cfg))
+    return config | {
+        "architectures": [ARCHITECTURE],
+        "tie_word_embeddings": False,
+        "draft_vocab_size": _num_guesses(cfg, target_cfg),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
+    }
+
+
+KIND = DrafterKind(
+    Eagle3Config,
+    detect,
+    read_config,
+    table,
+    write_config,
+    make,
+    constants=constants,
+    extras=("embed_tokens.weight", "d2t", "t2d"),
+)

@@ -1,0 +1,324 @@
+"""Drafters that are fed their own features: what EAGLE-1, EAGLE-2 and EAGLE-3 share.
+
+A layer turns a token and the feature of the token before it into the token's own feature,
+which gives the next token and is what the next step is fed. Features of verified tokens come
+from the target:
+
+    position          0     1     2    | 3 = length: root   drafts
+    token             a     b     c    | d                  e        f
+    feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target, o own
+    row of the cache  (0)   1     2    | 3                  4        5
+
+Row 0 has no feature before it and is never seen. Rows are turned as if one position earlier,
+as in the authors' code, whose entries stand at the position of their feature.
+
+References: EAGLE (2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840); authors'
+train/eagle.py and inference/eagle.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax import cache as kv_cache
+from moa_jax import masks, target
+from moa_jax.batch import Batch
+from moa_jax.cache import KV
+from moa_jax.config import BlockConfig, DraftShape, Objective
+from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
+from moa_jax.drafters.grow import grow
+from moa_jax.layers import Rotation, rotation
+
+Array = jax.Array
+
+
+class Layer(NamedTuple):
+    """What one kind of drafter computes."""
+
+    block: BlockConfig  # of its rows and rotary angles
+    taps: Taps
+    init: Callable[[Array], Params]
+    # (params, tapped) -> the features of verified tokens_BTD
+    fuse: Callable[[Params, Tapped], Array]
+    # (params, embedding_BTD, feature before_BTD, turn) -> cache rows of these tokens
+    rows: Callable[[Params, Array, Array, Rotation], KV]
+    # (params, embedding_BTD, feature before_BTD, turn, mask_BTS, past, start_B)
+    # -> (feature_BTD, rows, past with the rows written)
+    apply: Callable[..., tuple[Array, KV, KV | None]]
+    # (params, shared, feature_BTD) -> logits
+    head: Callable[[Params, Shared, Array], Array]
+    # (objective, params, shared, batch, tapped, features of each pass, what they should be_BTD,
+    # progress) -> (loss, metrics)
+    loss: Callable[..., tuple[Array, dict[str, Array]]]
+    own_head: bool = False
+    draft_ids: tuple[int, ...] | None = None
+    shifted_mask: bool = False  # see `_shifted`
+
+
+class FedCache(NamedTuple):
+    """Rows of verified tokens, and the target's features of them."""
+
+    rows: KV
+    feature_B1SD: Array
+
+
+def make(layer: Layer, objective: Objective) -> Drafter:
+    """The drafter as pure functions."""
+    return Drafter(
+        taps=layer.taps,
+        borrow=lambda params: {name: x for name, x in params.items() if name != "layers"},
+        init=layer.init,
+        init_cache=partial(init_cache, layer),
+        extend=partial(extend, layer),
+        propose=partial(propose, layer),
+        loss=partial(loss, layer, objective),
+        teacher_forced=partial(teacher_forced, layer),
+        head=layer.head,
+        own_head=layer.own_head,
+        draft_ids=layer.draft_ids,
+    )
+
+
+# ---- decoding -----------------------------------------------------------------------------
+
+
+def init_cache(layer: Layer, batch: int, rows: int, dtype: jnp.dtype) -> FedCache:
+    """Empty rows."""
+    feature_B1SD = jnp.zeros((batch, 1, rows, layer.block.hidden_size), dtype)
+    return FedCache(kv_cache.empty(layer.block, batch, rows, dtype), feature_B1SD)
+
+
+def extend(
+    layer: Layer,
+    params: Params,
+    shared: Shared,
+    cache: FedCache,
+    tokens_BT: Array,
+    length_B: Array,
+    tapped: Tapped,
+) -> FedCache:
+    """Adds verified tokens: rows of their embeddings and the target's features before them.
+
+    How many of the T tokens count is not known here, so features are kept by row.
+    """
+    feature_BTD = layer.fuse(params, tapped)
+    earlier_BTD = jnp.concatenate([_last_feature(cache, length_B), feature_BTD[:, :-1]], axis=1)
+    position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
+    turn = rotation(layer.block, position_BT)
+    rows = layer.rows(params, target.embed(shared, tokens_BT), earlier_BTD, turn)
+    return FedCache(
+        kv_cache.write(cache.rows, rows, length_B),
+        kv_cache.write_rows(cache.feature_B1SD, feature_BTD[:, None], length_B),
+    )
+
+
+def propose(
+    layer: Layer,
+    params: Params,
+    shared: Shared,
+    cache: FedCache,
+    root_B: Array,
+    length_B: Array,
+    shape: DraftShape,
+    guide: Guide,
+) -> tuple[Tree, FedCache]:
+    """The tree of `shape`, each node fed with its parent's feature."""
+    width = cache.feature_B1SD.shape[-1]
+    fed_BXD = jnp.zeros((root_B.shape[0], shape.num_rows, width), cache.feature_B1SD.dtype)
+
+    def level(
+        carry: tuple[FedCache, Array], tokens_BW: Array, ancestor_BWX: Array, depth: int
+    ) -> tuple[Array, tuple[FedCache, Array]]:
+        cache, fed_BXD = carry
+        parent_BWD = _parents(cache, fed_BXD, ancestor_BWX, length_B)
+        feature_BWD, cache = step(
+            layer, params, shared, cache, tokens_BW, parent_BWD, ancestor_BWX, length_B, depth
+        )
+        W, X = ancestor_BWX.shape[1:]
+        fed_BXD = fed_BXD.at[:, X - W : X].set(feature_BWD)
+        return layer.head(params, shared, feature_BWD), (cache, fed_BXD)
+
+    tree, (cache, _) = grow(level, (cache, fed_BXD), root_B, shape, guide)
+    return tree, cache
+
+
+def step(
+    layer: Layer,
+    params: Params,
+    shared: Shared,
+    cache: FedCache,
+    tokens_BW: Array,
+    parent_BWD: Array,
+    ancestor_BWX: Array,
+    length_B: Array,
+    depth: int,
+) -> tuple[Array, FedCache]:
+    """Features of W nodes of one `depth`, the last of the X fed in this round.
+
+    They see verified rows, the first one apart, and their ancestors.
+    """
+    W, X = ancestor_BWX.shape[1:]
+    if layer.shifted_mask and depth:
+        ancestor_BWX = _shifted(ancestor_BWX)
+    rows = cache.feature_B1SD.shape[2]
+    seen_BWS = masks.cached(ancestor_BWX, length_B, rows) & (jnp.arange(rows) > 0)
+    position_BW = jnp.broadcast_to(length_B[:, None] + depth - 1, tokens_BW.shape)
+    feature_BWD, _, kv = layer.apply(
+        params,
+        target.embed(shared, tokens_BW),
+        parent_BWD,
+        rotation(layer.block, position_BW),
+        seen_BWS,
+        cache.rows,
+        length_B + X - W,
+    )
+    return feature_BWD, cache._replace(rows=kv)
+
+
+def _last_feature(cache: FedCache, length_B: Array) -> Array:
+    """The target's feature (B, 1, D) of the last verified token; of none, some row."""
+    last_B = jnp.maximum(length_B - 1, 0)
+    return jnp.take_along_axis(cache.feature_B1SD[:, 0], last_B[:, None, None], axis=1)
+
+
+def _parents(cache: FedCache, fed_BXD: Array, ancestor_BWX: Array, length_B: Array) -> Array:
+    """The features of the nodes' parents, which are the last of the ancestors that were fed."""
+    W, X = ancestor_BWX.shape[1:]
+    if X == 1:  # the root, whose parent the target has verified
+        return _last_feature(cache, length_B)
+    above_BWX = ancestor_BWX[:, :, : X - W]
+    parent_BW = jnp.max(jnp.where(above_BWX, jnp.arange(X - W), 0), axis=-1)
+    return jnp.take_along_axis(fed_BXD, parent_BW[..., None], axis=1)
+
+
+def _shifted(ancestor_BWX: Array) -> Array:
+    """The authors' mask (reference quirk 5): the root twice, and node i in the place of i + 1.
+
+    right   root  a  b  c        shifted   root  a  b  c
+    a       x     x  .  .        a         x     x  x  .
+    b       x     .  x  .        b         x     x  .  x
+    c       x     .  .  x        c         x     x  .  .
+    """
+    return jnp.concatenate([ancestor_BWX[..., :1], ancestor_BWX[..., :-1]], axis=-1)
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+def passes(
+    layer: Layer,
+    params: Params,
+    embedding_BTD: Array,
+    feature_BTD: Array,
+    batch: Batch,
+    steps: int,
+) -> list[Array]:
+    """The features (B, T, D) of all tokens, in pass j as the (j + 1)-th draft of a round.
+
+    `feature_BTD` are the target's. Pass 0 is fed with them, each later one with the features of
+    the one before it, whose rows it sees as `masks.fed_back` says.
+    """
+    B, T = batch.tokens_BT.shape
+    turn = rotation(layer.block, batch.position_BT - 1)
+    found: list[Array] = []
+    past: KV | None = None
+    for index in range(steps):
+        fed_BTD = _shift(found[-1] if found else feature_BTD, batch)
+        mask_BTS = masks.fed_back(batch.segment_BT, index)
+        room = ((0, 0), (0, 0), (0, T), (0, 0))
+        if index:
+            past = jax.tree.map(lambda a: jnp.pad(a, room), past)  # noqa: B023
+        out_BTD, rows, written = layer.apply(
+            params, embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
+        )
+        past = rows if written is None else written
+        found.append(out_BTD)
+    return found
+
+
+def _shift(feature_BTD: Array, batch: Batch) -> Array:
+    """The feature before each token, zeros where a conversation begins."""
+    before_BTD = jnp.roll(feature_BTD, 1, axis=1)
+    return jnp.where((batch.position_BT > 0)[..., None], before_BTD, 0)
+
+
+def loss(
+    layer: Layer,
+    objective: Objective,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    key: Array,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """The kind's own loss over all passes that `objective.feedback` asks for."""
+    noise_2BTD = None
+    if objective.feedback.noise:
+        shape = (2, *tapped.hidden_BTD.shape)
+        draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
+        noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
+    return loss_of(layer, objective, params, shared, batch, tapped, noise_2BTD, progress)
+
+
+def loss_of(
+    layer: Layer,
+    objective: Objective,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    noise_2BTD: Array | None,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """The loss with given noise, on features and on embeddings."""
+    feature_BTD = layer.fuse(params, tapped)
+    embedding_BTD = target.embed(shared, batch.tokens_BT, feature_BTD.dtype)
+    goal_BTD = tapped.hidden_BTD
+    if noise_2BTD is not None:
+        feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
+        if objective.feedback.noisy_target:
+            goal_BTD = goal_BTD + noise_2BTD[0]
+    steps = objective.feedback.steps
+    found = passes(layer, params, embedding_BTD, feature_BTD, batch, steps)
+    return layer.loss(objective, params, shared, batch, found, goal_BTD, progress)
+
+
+def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
+    """The parts of a loss over passes, each counting `decay` times the one before it."""
+    weights = [decay**index for index in range(len(each))]
+    total = sum(weights)
+    return jax.tree.map(
+        lambda *x: sum(w * v for w, v in zip(weights, x, strict=True)) / total, *each
+    )
+
+
+def asked(batch: Batch, index: int) -> Array:
+    """Answer tokens that pass `index` can be asked about: enough tokens stand before them."""
+    return batch.response_BT & (batch.position_BT > index)
+
+
+def teacher_forced(
+    layer: Layer,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    known_BT: Array,
+    horizon: int,
+) -> Array:
+    """The features of unknown tokens as in decoding from the last known one before them."""
+    feature_BTD = layer.fuse(params, tapped)
+    embedding_BTD = target.embed(shared, batch.tokens_BT, feature_BTD.dtype)
+    found = passes(layer, params, embedding_BTD, feature_BTD, batch, horizon)
+    start_BT = masks.known_until(known_BT, batch.segment_BT)
+    distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
+    chosen_BTD = found[0]
+    for index, out_BTD in enumerate(found[1:], 1):
+        chosen_BTD = jnp.where((distance_BT == index + 1)[..., None], out_BTD, chosen_BTD)
+    return chosen_BTD

@@ -1,0 +1,324 @@
+"""The GLIDE drafter (2402.02082): one decoder layer that also reads the target's last layer.
+
+    embeddings -> self-attention -> cross-attention -> feed-forward -> target's head
+                                        ^
+                    keys and values of the target's last layer, verified tokens only
+
+Cross-attention has a query and an output projection alone: the target's cache is its memory as
+it is. There is no norm before it and none before the head. Files have the names of the MoA
+paper's code (its train/glide.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moa_jax import cache as kv_cache
+from moa_jax import convert, masks, target
+from moa_jax.batch import Batch
+from moa_jax.cache import KV
+from moa_jax.config import BlockConfig, DraftShape, GlideConfig, Objective, TargetConfig
+from moa_jax.drafters import learning
+from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
+from moa_jax.drafters.grow import grow
+from moa_jax.drafters.kinds import (
+    DrafterKind,
+    FileLayout,
+    Files,
+    check_pairing,
+    mispaired,
+    target_sizes,
+)
+from moa_jax.errors import InputError
+from moa_jax.hf_config import target_config_to_hf
+from moa_jax.layers import MLP, Attention, CrossAttention, RMSNorm, Rotation, rotate, rotation
+
+Array = jax.Array
+
+SELF, CROSS = "self_attention.", "cross_attention."  # how the names of its tensors start
+
+
+class GlideCache(NamedTuple):
+    """Rows of verified tokens: its own, and the target's last layer's with keys turned again."""
+
+    own: KV
+    memory: KV
+
+
+class Trace(NamedTuple):
+    """Stages of a pass, for the loss and for parity tests."""
+
+    self_BTD: Array  # after self-attention and its residual: what asks the memory
+    cross_BTD: Array  # what cross-attention adds
+    feature_BTD: Array  # goes to the head
+
+
+class GlideLayer(nn.Module):
+    """A pre-norm decoder layer with cross-attention between its two halves."""
+
+    block: BlockConfig
+    memory: BlockConfig  # the target's own layer, whose rows are read
+
+    def setup(self) -> None:
+        eps = self.block.rms_norm_eps
+        self.input_norm, self.post_attention_norm = RMSNorm(eps), RMSNorm(eps)
+        self.attention = Attention(self.block)
+        self.cross_attention = CrossAttention(self.memory)  # of it, queries and output alone
+        self.mlp = MLP(self.block)
+
+    def rows(self, x_BTD: Array, turn: Rotation) -> KV:
+        """Only the cache rows that these tokens leave."""
+        return self.attention.project(self.input_norm(x_BTD), turn)[1]
+
+    def __call__(
+        self,
+        x_BTD: Array,
+        turn: Rotation,
+        mask_BTS: Array,
+        memory: KV,
+        memory_mask_BTX: Array,
+        past: KV | None = None,
+        start_B: Array | None = None,
+    ) -> tuple[Trace, KV | None]:
+        """Its stages, and the cache with the rows of these tokens written at start."""
+        y_BTD, _, past = self.attention(self.input_norm(x_BTD), turn, mask_BTS, past, start_B)
+        x_BTD = x_BTD + y_BTD
+        cross_BTD = self.cross_attention(x_BTD, turn, memory, memory_mask_BTX)
+        # Softmax over nothing visible is a mean over everything, the future too.
+        cross_BTD = jnp.where(memory_mask_BTX.any(axis=-1, keepdims=True), cross_BTD, 0.0)
+        y_BTD = x_BTD + cross_BTD
+        feature_BTD = y_BTD + self.mlp(self.post_attention_norm(y_BTD))
+        return Trace(x_BTD, cross_BTD, feature_BTD), past
+
+
+def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
+    """The drafter as pure functions; `objective` matters for training only."""
+    layer = layer_of(cfg, target_cfg)
+    return Drafter(
+        taps=Taps(rows=True),
+        borrow=lambda params: {k: params[k] for k in ("embed", "lm_head") if k in params},
+        init=partial(init, layer),
+        init_cache=partial(init_cache, layer),
+        extend=partial(extend, layer),
+        propose=partial(propose, layer),
+        loss=partial(loss, layer, cfg.block_size, objective or Objective()),
+        teacher_forced=partial(teacher_forced, layer),
+        head=lambda params, shared, feature_BTD: target.unembed(shared, feature_BTD),
+    )
+
+
+def layer_of(cfg: GlideConfig, target_cfg: TargetConfig) -> GlideLayer:
+    """Its layer for a target: of the target's kind but for two sizes."""
+    memory = target_cfg.block
+    block = dataclasses.replace(
+        memory,
+        num_kv_heads=cfg.self_attention_num_key_value_heads,
+        intermediate_size=cfg.self_attention_intermediate_size,
+    )
+    return GlideLayer(block, memory)
+
+
+def init(layer: GlideLayer, key: Array) -> Params:
+    """N(0, 0.02) weights, unit norms."""
+    x_BTD = jnp.zeros((1, 1, layer.block.hidden_size))
+    turn = rotation(layer.block, jnp.zeros((1, 1), jnp.int32))
+    memory = kv_cache.empty(layer.memory, 1, 1, jnp.float32)
+    return layer.init(key, x_BTD, turn, masks.line(1), memory, masks.line(1))["params"]
+
+
+def memory_of(tapped: Tapped, turn: Rotation) -> KV:
+    """The target's last rows, whose keys are turned by their positions a second time.
+
+    References: authors' train/cross_attention.py, which turns what the target's cache holds.
+    """
+    last = jax.tree.map(lambda rows_LBKTE: rows_LBKTE[-1], tapped.rows_LBKTE)
+    return last._replace(k_BKSE=rotate(last.k_BKSE.swapaxes(1, 2), turn).swapaxes(1, 2))
+
+
+# ---- decoding -----------------------------------------------------------------------------
+
+
+def init_cache(layer: GlideLayer, batch: int, rows: int, dtype: jnp.dtype) -> GlideCache:
+    """Empty rows for both attentions."""
+    empty = partial(kv_cache.empty, batch=batch, rows=rows, dtype=dtype)
+    return GlideCache(empty(layer.block), empty(layer.memory))
+
+
+def extend(
+    layer: GlideLayer,
+    params: Params,
+    shared: Shared,
+    cache: GlideCache,
+    tokens_BT: Array,
+    length_B: Array,
+    tapped: Tapped,
+) -> GlideCache:
+    """Adds verified tokens: own rows from embeddings, memory from the target's last layer."""
+    turn = rotation(layer.block, length_B[:, None] + jnp.arange(tokens_BT.shape[1]))
+    x_BTD = target.embed(shared, tokens_BT)
+    rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
+    return GlideCache(
+        kv_cache.write(cache.own, rows, length_B),
+        kv_cache.write(cache.memory, memory_of(tapped, turn), length_B),
+    )
+
+
+def propose(
+    layer: GlideLayer,
+    params: Params,
+    shared: Shared,
+    cache: GlideCache,
+    root_B: Array,
+    length_B: Array,
+    shape: DraftShape,
+    guide: Guide,
+) -> tuple[Tree, GlideCache]:
+    """The tree of `shape`; nodes see verified rows and their ancestors, in memory verified ones."""
+
+    def step(
+        cache: GlideCache, tokens_BW: Array, ancestor_BWX: Array, depth: int
+    ) -> tuple[Array, GlideCache]:
+        W, X = ancestor_BWX.shape[1:]
+        position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
+        rows = cache.own.k_BKSE.shape[2]
+        found, own = layer.apply(
+            {"params": params},
+            target.embed(shared, tokens_BW),
+            rotation(layer.block, position_BW),
+            masks.cached(ancestor_BWX, length_B, rows),
+            cache.memory,
+            (jnp.arange(rows) < length_B[:, None])[:, None, :],
+            cache.own,
+            length_B + X - W,
+        )
+        return target.unembed(shared, found.feature_BTD), cache._replace(own=own)
+
+    return grow(step, cache, root_B, shape, guide)
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+def trace(
+    layer: GlideLayer,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    memory_mask_BTT: Array,
+) -> Trace:
+    """The forward over whole conversations, with the memory that a mask lets it see."""
+    turn = rotation(layer.block, batch.position_BT)
+    found, _ = layer.apply(
+        {"params": params},
+        target.embed(shared, batch.tokens_BT, tapped.hidden_BTD.dtype),
+        turn,
+        masks.causal(batch.segment_BT),
+        memory_of(tapped, turn),
+        memory_mask_BTT,
+    )
+    return found
+
+
+def loss(
+    layer: GlideLayer,
+    block_size: int,
+    objective: Objective,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    key: Array,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """The token loss where memory ends with the block before a token's own.
+
+    References: 2402.02082; authors' train/glide.py, whose first block sees all of the memory.
+    """
+    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, block_size)
+    found = trace(layer, params, shared, batch, tapped, mask_BTT)
+    parts = learning.token_losses(
+        objective,
+        shared,
+        partial(target.unembed, shared),
+        tapped.hidden_BTD,
+        found.feature_BTD,
+        batch.response_BT,
+    )
+    return learning.weighted(objective.loss, parts, None, progress)
+
+
+def teacher_forced(
+    layer: GlideLayer,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    known_BT: Array,
+    horizon: int,
+) -> Array:
+    """The features of unknown tokens, exactly those of decoding from the last known one."""
+    start_BT = masks.known_until(known_BT, batch.segment_BT)
+    mask_BTT = masks.bounded_memory(start_BT, batch.segment_BT)
+    return trace(layer, params, shared, batch, tapped, mask_BTT).feature_BTD
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def table(cfg: GlideConfig, target_cfg: TargetConfig) -> convert.Table:
+    """Which stored tensors make up its parameters."""
+    layer = layer_of(cfg, target_cfg)
+    width, queries = layer.memory.hidden_size, layer.memory.num_heads * layer.memory.head_dim
+    return convert.block_table(layer.block, SELF) | {
+        ("cross_attention", "q", "kernel"): convert.kernel(
+            ("embed", "heads"), (f"{CROSS}q_proj.weight",), width, (queries,)
+        ),
+        ("cross_attention", "out", "kernel"): convert.kernel(
+            ("heads", "embed"), (f"{CROSS}o_proj.weight",), queries, (width,)
+        ),
+    }
+
+
+def detect(config: dict[str, Any], names: set[str]) -> bool:
+    """Whether these files are a GLIDE drafter's: by their config, else by their tensors."""
+    return "Glide" in (config.get("architectures") or ()) or f"{CROSS}q_proj.weight" in names
+
+
+def read_config(
+    files: Files, target_cfg: TargetConfig, reused: int | None
+) -> tuple[GlideConfig, tuple[str, ...]]:
+    """Read sizes off the tensors; InputError where they contradict the target."""
+    keys, up = f"{SELF}self_attn.k_proj.weight", f"{SELF}mlp.up_proj.weight"
+    for name in (keys, up):
+        if name not in files.shapes:
+            raise InputError(f"the drafter lacks the tensor {name}: is it a GLIDE drafter?")
+    check_pairing(files.config, target_sizes(target_cfg))
+    width, head_dim = target_cfg.block.hidden_size, target_cfg.block.head_dim
+    rows, found = files.shapes[keys]
+    if found != width:
+        raise mispaired("hidden_size", found, width)
+    if rows % head_dim:
+        raise mispaired("head_dim", f"no divisor of the {rows} rows of its keys", head_dim)
+    rest = {"block_size": files.config["block_size"]} if "block_size" in files.config else {}
+    return GlideConfig(rows // head_dim, files.shapes[up][0], **rest), ()
+
+
+def write_config(
+    cfg: GlideConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
+) -> dict[str, Any]:
+    """The config.json of a drafter; InputError for layouts that know no GLIDE."""
+    if layout == "authors":
+        return target_config_to_hf(target_cfg) | {"architectures": ["Glide"]}
+    if layout == "ours":
+        return {"architectures": ["Glide"], **dataclasses.asdict(cfg)}
+    raise InputError(f"layout {layout} knows no GLIDE drafters: choose ours or authors")
+
+
+KIND = DrafterKind(GlideConfig, detect, read_config, table, write_config, make)

@@ -1,0 +1,281 @@
+"""Small models as drafters: they see tokens alone, nothing of the target's activations.
+
+    independent            a whole model of its own, of any width, with the target's vocabulary
+    independent-borrowed   the decoder layers and final norm of a model of the target's width,
+                           between the target's embedding and the target's head
+
+The first is what "draft model" means elsewhere; the second is the one of the MoA paper's code
+(its train/independent.py). Both are trained as they are run: each token sees all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax import convert, losses, masks, target
+from moa_jax.batch import Batch
+from moa_jax.config import (
+    BorrowedConfig,
+    DraftShape,
+    IndependentConfig,
+    Objective,
+    TargetConfig,
+)
+from moa_jax.drafters import learning
+from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
+from moa_jax.drafters.grow import grow
+from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
+from moa_jax.errors import InputError
+from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
+
+Array = jax.Array
+
+OUTER = ("embed", "lm_head")  # what a model has outside of its layers and final norm
+
+
+class Small(NamedTuple):
+    """A small model, and which weights it runs with."""
+
+    model: TargetConfig
+    # (params, shared) -> a whole model's weights
+    weights: Callable[[Params, Shared], Params]
+    learns_features: bool  # whether what goes to the head should resemble the target's
+
+
+def make_own(
+    cfg: IndependentConfig, target_cfg: TargetConfig, objective: Objective | None = None
+) -> Drafter:
+    """A model of its own; `objective` matters for training only."""
+    check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size"))
+    small = Small(cfg.model, lambda params, shared: params, learns_features=False)
+    return _make(small, objective, partial(target.init, cfg.model), own_head=True)
+
+
+def make_borrowed(
+    cfg: BorrowedConfig, target_cfg: TargetConfig, objective: Objective | None = None
+) -> Drafter:
+    """Layers between the target's embedding and head; `objective` matters for training only."""
+    check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size", "hidden_size"))
+
+    def init(key: Array) -> Params:
+        drawn = target.init(cfg.model, key)
+        return {name: part for name, part in drawn.items() if name not in OUTER}
+
+    small = Small(cfg.model, lambda params, shared: shared | params, learns_features=True)
+    return _make(small, objective, init, own_head=False)
+
+
+def _make(
+    small: Small, objective: Objective | None, init: Callable[[Array], Params], own_head: bool
+) -> Drafter:
+    return Drafter(
+        taps=Taps(),
+        borrow=lambda params: {name: params[name] for name in OUTER if name in params},
+        init=init,
+        init_cache=partial(target.init_caches, small.model),
+        extend=partial(extend, small),
+        propose=partial(propose, small),
+        loss=partial(loss, small, objective or Objective()),
+        teacher_forced=partial(teacher_forced, small),
+        head=partial(head, small),
+        own_head=own_head,
+    )
+
+
+def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Array:
+    """Its own logits or, with borrowed weights, the target's."""
+    return target.unembed(small.weights(params, shared), feature_BTD)
+
+
+# ---- decoding -----------------------------------------------------------------------------
+
+
+def extend(
+    small: Small,
+    params: Params,
+    shared: Shared,
+    caches: target.Caches,
+    tokens_BT: Array,
+    length_B: Array,
+    tapped: Tapped,
+) -> target.Caches:
+    """Runs the model over verified tokens: what they left while drafting may lie elsewhere."""
+    T, rows = tokens_BT.shape[1], caches[0].k_BKSE.shape[2]
+    return target.forward(
+        small.model,
+        small.weights(params, shared),
+        tokens_BT,
+        length_B[:, None] + jnp.arange(T),
+        masks.cached(masks.line(T), length_B, rows),
+        caches,
+        length_B,
+    ).caches
+
+
+def propose(
+    small: Small,
+    params: Params,
+    shared: Shared,
+    caches: target.Caches,
+    root_B: Array,
+    length_B: Array,
+    shape: DraftShape,
+    guide: Guide,
+) -> tuple[Tree, target.Caches]:
+    """The tree of `shape`, grown from the root level by level."""
+    weights = small.weights(params, shared)
+
+    def step(
+        caches: target.Caches, tokens_BW: Array, ancestor_BWX: Array, depth: int
+    ) -> tuple[Array, target.Caches]:
+        W, X = ancestor_BWX.shape[1:]
+        found = target.forward(
+            small.model,
+            weights,
+            tokens_BW,
+            jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape),
+            masks.cached(ancestor_BWX, length_B, caches[0].k_BKSE.shape[2]),
+            caches,
+            length_B + X - W,
+        )
+        return target.unembed(weights, found.hidden_BTD), found.caches
+
+    return grow(step, caches, root_B, shape, guide)
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: Any) -> Array:
+    """What goes to the head (B, T, D) over whole conversations."""
+    return target.forward(
+        small.model,
+        small.weights(params, shared),
+        batch.tokens_BT,
+        batch.position_BT,
+        masks.causal(batch.segment_BT),
+        dtype=dtype,
+    ).hidden_BTD
+
+
+def loss(
+    small: Small,
+    objective: Objective,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    key: Array,
+    progress: Array,
+) -> tuple[Array, dict[str, Array]]:
+    """The token loss and, where the head is the target's, the distance of features.
+
+    References: authors' train/independent.py, which leaves the final norm of its model, a
+    trained one, as it is; ours starts from nothing and learns it too.
+    """
+    feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
+    parts = learning.token_losses(
+        objective,
+        shared,
+        partial(head, small, params, shared),
+        tapped.hidden_BTD,
+        feature_BTD,
+        batch.response_BT,
+    )
+    if not small.learns_features:
+        return learning.weighted(objective.loss, parts, None, progress)
+    distance_BT = losses.smooth_l1(feature_BTD, tapped.hidden_BTD)
+    parts["feature_loss"] = losses.answer_mean(distance_BT, batch.response_BT)
+    return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
+
+
+def teacher_forced(
+    small: Small,
+    params: Params,
+    shared: Shared,
+    batch: Batch,
+    tapped: Tapped,
+    known_BT: Array,
+    horizon: int,
+) -> Array:
+    """The training forward: what the target has verified changes nothing for it."""
+    return feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def borrowed_table(cfg: BorrowedConfig, target_cfg: TargetConfig) -> convert.Table:
+    """The tensors of a whole model without its embedding and head."""
+    whole = convert.target_table(cfg.model)
+    return {path: packing for path, packing in whole.items() if path[0] not in OUTER}
+
+
+def detect_own(config: dict[str, Any], names: set[str]) -> bool:
+    """Whether these are the files of a whole model."""
+    return {"model.embed_tokens.weight", "model.norm.weight"} <= names
+
+
+def read_own(
+    files: Files, target_cfg: TargetConfig, reused: int | None
+) -> tuple[IndependentConfig, tuple[str, ...]]:
+    """Read a model's config; InputError where its vocabulary is not the target's."""
+    check_pairing(files.config, _sizes(target_cfg, "vocab_size"))
+    return IndependentConfig(target_config_from_hf(files.config)), ()
+
+
+def read_borrowed(
+    files: Files, target_cfg: TargetConfig, reused: int | None
+) -> tuple[BorrowedConfig, tuple[str, ...]]:
+    """Read a model's config; InputError where its vocabulary or width is not the target's."""
+    check_pairing(files.config, _sizes(target_cfg, "vocab_size", "hidden_size"))
+    return BorrowedConfig(target_config_from_hf(files.config)), ()
+
+
+def write_own(
+    cfg: IndependentConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
+) -> dict[str, Any]:
+    """The config.json of the model itself: any program that reads models reads it."""
+    if layout == "speculators":
+        raise InputError(f"layout {layout} knows no models of their own: choose vllm or ours")
+    return target_config_to_hf(cfg.model)
+
+
+def write_borrowed(
+    cfg: BorrowedConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
+) -> dict[str, Any]:
+    """The config.json of the model whose layers these are; only our programs know what lacks."""
+    if layout != "ours":
+        raise InputError(
+            f"layout {layout} knows no models that borrow embedding and head: choose ours"
+        )
+    return target_config_to_hf(cfg.model)
+
+
+def _sizes(target_cfg: TargetConfig, *names: str) -> dict[str, Any]:
+    return {name: target_sizes(target_cfg)[name] for name in names}
+
+
+OWN = DrafterKind(
+    IndependentConfig,
+    detect_own,
+    read_own,
+    lambda cfg, target_cfg: convert.target_table(cfg.model),
+    write_own,
+    make_own,
+    extras=("lm_head.weight",),  # the second copy of a tied head
+)
+BORROWED = DrafterKind(
+    BorrowedConfig,
+    lambda config, names: False,  # its layers look like those of a whole model
+    read_borrowed,
+    borrowed_table,
+    write_borrowed,
+    make_borrowed,
+    extras=("model.embed_tokens.weight", "lm_head.weight"),  # the authors' files keep them
+)
