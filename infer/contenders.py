@@ -18,7 +18,13 @@ from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
 
 PLAIN = "plain"  # the name of the decoding that all others are measured beside
-FILES_OF_MODEL = ("*.safetensors", "*.json", "chat_template*")
+FILES_OF_MODEL = (
+    "*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "chat_template*",
+)
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 

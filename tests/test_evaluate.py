@@ -1,91 +1,243 @@
-"""How a drafter is measured on conversations: a row a source, and one line for what is unfit."""
+"""The evaluation as a program: one run of a small pair, resumed, refused, and caught at a lie."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from infer import evaluate
-from moa_jax import InputError, load_target
-from moa_jax.config import MoaConfig
+from infer.contenders import Contender
+from infer.interview import Interview
+from infer.suites import Question
+from moa_jax import InputError, Result, Session, load_target
+from moa_jax.config import MoaConfig, Sampling
 from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
+from moa_jax.tokenizer import load_tokenizer
+from tests.model_folders import refusal
 from tests.test_regenerate import save_talkative_target
 
-ANSWER = {"role": "assistant", "content": "Yes."}
-
-
-def question(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def write(path: Path, *records: dict) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+DIGITS = "1234567 " * 4  # a token each, so that all prompts are of one bucket
+QUESTIONS = [
+    {"question_id": 1, "category": "a", "turns": [DIGITS, "1"]},
+    {"question_id": 2, "turns": ["2" + DIGITS, "1" * 600]},
+    {"question_id": 3, "turns": ["7" * 600]},
+    {"question_id": 4, "turns": ["3" + DIGITS]},
+]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> list[str]:
-    """Flags that name a small random pair."""
+def folder(tmp_path_factory) -> Path:
+    """A small random pair with one drafter in two folders, and questions for it."""
     folder = tmp_path_factory.mktemp("pair")
     target = load_target(save_talkative_target(folder), jnp.float32)
     config = MoaConfig(1, 24, 1, 24, 1, 16)
     params = DRAFTERS["moa"].make(config, target.config).init(jax.random.key(1))
     save_drafter(folder / "draft", "moa", config, params, target)
-    return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    (folder / "talk.jsonl").write_text(text)
+    return folder
 
 
-def test_every_source_has_a_row(pair, capsys, tmp_path):
-    talks = [("a#shop", "Hello!"), ("b#shop", "A cheap hotel."), (3, "Balance?"), ("all", "Hi!")]
-    records = [{"source": s, "messages": [question(text), ANSWER]} for s, text in talks]
-    long = {"messages": [question("1" * 400), ANSWER]}
-    file = write(tmp_path / "talks.jsonl", *records, long, {"messages": [question("Milk!")]})
-    flags = [*pair, "--conversations", file, "--max-new-tokens", "16"]
-    evaluate.main([*flags, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"depth", "rows"}
-    assert [(row["source"], row["prompts"], row["same"]) for row in found["rows"]] == [
-        ("shop", 2, 2),
-        ("3", 1, 1),
-        ("#all", 1, 1),
-        ("none", 1, 1),
-        ("all", 5, 5),
+def flags(folder: Path, output: Path, *more: str) -> list[str]:
+    pair = ["--target", str(folder / "target"), "--draft", f"a={folder}/draft"]
+    suite = ["--suite", str(folder / "talk.jsonl"), "--max-new-tokens", "9"]
+    return [*pair, *suite, "--output", str(output), "--json", *more]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> Path:
+    """The answers of a whole run."""
+    assert not evaluate.main(flags(folder, folder / "run", "--depth", "3"))
+    return folder / "run"
+
+
+@pytest.fixture
+def resumed(folder, finished, tmp_path, capsys):
+    """Runs the same command on a copy of the folder that a function has changed."""
+    command = flags(folder, tmp_path / "run", "--depth", "3")
+    shutil.copytree(finished, tmp_path / "run")
+
+    def run(*more: str, change=lambda folder: None):
+        change(tmp_path / "run")
+        code = evaluate.main([*command, *more])
+        return code, json.loads(capsys.readouterr().out), tmp_path / "run"
+
+    return run
+
+
+def test_answers_and_report(finished):
+    names = ["a-chain", "plain"]
+    assert sorted(p.stem for p in (finished / "talk").iterdir()) == names
+    for name in names:
+        found = lines(finished / "talk" / f"{name}.jsonl")
+        assert [line["question_id"] for line in found] == [1, 2, 4]
+        assert [len(line["choices"][0]["turns"]) for line in found] == [2, 1, 1]
+        for line in found:
+            (choice,) = line["choices"]
+            assert sum(choice["new_tokens"]) == len(choice["new_tokens"]) + sum(
+                choice["accept_lengths"]
+            )
+            assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
+    document = json.loads((finished / "report.json").read_text())
+    assert [(r["set"], r["model"]) for r in document["rows"]] == [
+        (name, model) for name in ("talk", "all") for model in ("plain", "a-chain")
     ]
-    evaluate.main([*flags, "--limit", "1"])
-    table = capsys.readouterr().out
-    assert table.startswith("| source | prompts |") and "| shop | 1 |" in table
+    assert all(row["same_as_plain"] == 3 for row in document["rows"])
+    assert document["skipped"] == [
+        {"set": "talk", "question_id": 3, "turn": 1},
+        {"set": "talk", "question_id": 2, "turn": 2},
+    ]
+    assert "| decoder | talk | all |" in (finished / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("record", "fault"),
-    [
-        ({"messages": [ANSWER]}, "line 3: a conversation without a user message"),
-        ({"nothing": 1}, "line 3: a record of unknown style"),
-        ({"messages": [question(" ")]}, "line 3: a message without text"),
-    ],
-)
-def test_a_bad_record_is_named(pair, tmp_path, record, fault):
-    file = write(tmp_path / "talks.jsonl", {"messages": [question("Hi")]}, record)
-    Path(file).write_text("\n" + Path(file).read_text())
-    with pytest.raises(InputError, match=fault):
-        evaluate.main([*pair, "--conversations", file])
+def test_a_second_turn_follows_our_answer(folder, finished):
+    """It is asked behind the first answer's text, without its end mark."""
+    tokenizer = load_tokenizer(folder / "target")
+    choice = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]
+    said = tokenizer.decode(choice["token_ids"][0], skip_special_tokens=True).strip()
+    messages = [("user", DIGITS), ("assistant", said), ("user", "1")]
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert choice["turns"][0] == said
+    assert choice["prompt_tokens"][1] == len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def test_refused_flags(pair, tmp_path, capsys):
-    file = write(tmp_path / "talks.jsonl", {"messages": [question("1" * 400)]})
-    with pytest.raises(InputError, match="no prompt of any source within 256 tokens"):
-        evaluate.main([*pair, "--conversations", file])
-    with pytest.raises(InputError, match="nothing to compare"):
-        evaluate.main(["--conversations", file, "--mode", "plain"])
-    for flag in ("--limit", "--max-prompt", "--max-new-tokens"):
-        with pytest.raises(SystemExit):
-            evaluate.main(["--conversations", file, flag, "0"])
-        assert flag in capsys.readouterr().err
+def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
+    monkeypatch.setattr(Session, "generate", None)
+    code, document, folder = resumed()
+    assert not code
+    assert document == json.loads((finished / "report.json").read_text())
+    for path in (finished / "talk").iterdir():
+        assert (folder / "talk" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_repeated_grams_are_counted():
-    assert evaluate.repeats(list(range(20))) == (0, 13)
-    assert evaluate.repeats([1, 2] * 8) == (7, 9)
-    assert evaluate.repeats([1, 2, 3]) == (0, 0)
+@pytest.mark.slow
+def test_a_run_that_was_cut_goes_on(resumed, finished):
+    def cut(folder: Path) -> None:
+        path = folder / "talk" / "a-chain.jsonl"
+        path.write_bytes(path.read_bytes()[:-40])
+
+    code, document, folder = resumed(change=cut)
+    assert not code and document["rows"][0]["questions"] == 3
+    for path in (finished / "talk").iterdir():
+        old, new = lines(path), lines(folder / "talk" / path.name)
+        assert new[:2] == old[:2]
+        ours, theirs = new[2]["choices"][0], old[2]["choices"][0]
+        assert ours["token_ids"] == theirs["token_ids"] and ours["wall_time"] != theirs["wall_time"]
+
+
+def test_answers_of_another_run_are_refused(resumed):
+    with pytest.raises(InputError, match="another run, with other answers: choose another --out"):
+        resumed("--max-new-tokens", "25")
+    with pytest.raises(InputError, match="another run, with other models: choose another --outp"):
+        resumed("--confidence", "0.5")
+
+
+def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
+    """The negative control: drafts that change a token must not pass."""
+    honest = Session.generate
+
+    def lying(self, prompts, *arguments, **settings):
+        (result,) = honest(self, prompts, *arguments, **settings)
+        if not self.shape.num_drafted:
+            return [result]
+        return [result._replace(token_ids=[result.token_ids[0] ^ 1, *result.token_ids[1:]])]
+
+    monkeypatch.setattr(Session, "generate", lying)
+    command = flags(folder, tmp_path / "run", "--limit", "1", "--depth", "3")
+    assert evaluate.main(command) == evaluate.DIFFERENT
+    document = json.loads(capsys.readouterr().out)
+    (difference,) = document["differences"]
+    assert (difference["turn"], difference["index"]) == (1, 0)
+    assert difference["drafted"] == difference["plain"] ^ 1 and difference["margin"] > 0
+    assert [row["same_as_plain"] for row in document["rows"]] == [1, 0, 1, 0]
+    assert "1 answers DIFFER" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_refused_flags(folder, tmp_path):
+    again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))  # noqa: E731
+    assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
+    assert "--draft a/b=c: write NAME=DIR" in again("--draft", "a/b=c")
+    assert "choose from chain, tree" in again("--modes", "chain,forest")
+    assert "nothing to compare" in again("--modes", "plain,chain")
+    assert "leave out --mode and" in again("--modes", "chain", "--mode", "tree")
+    (tmp_path / "long.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
+    line = again("--suite", str(tmp_path / "long.jsonl"))
+    assert "no question fits the target's 512 positions" in line
+
+
+@pytest.mark.slow
+def test_the_demo_in_two_modes(tmp_path, capsys):
+    tree = ["--depth", "4", "--breadth", "3", "--total-tokens", "8", "--limit", "1"]
+    command = ["--suite", "demo", "--modes", "chain,tree", *tree, "--output", str(tmp_path)]
+    assert not evaluate.main(command)
+    text = capsys.readouterr().out
+    assert "| decoder | mt_bench | humaneval | gsm8k | alpaca | sum | qa | all |" in text
+    assert "| bundled-chain |" in text and "| bundled-tree |" in text
+    assert "Each of the 12 drafted answers is the same as plain decoding's." in text
+
+
+class Scripted:
+    """Stands for a session: its first answer to prompts of a length costs a compile."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.shape = SimpleNamespace(num_rows=1)
+        self.log, self.name, self.lengths = log, name, set()
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self.lengths)
+
+    def generate(self, prompts, wanted, **settings) -> list[Result]:
+        first = len(prompts[0]) not in self.lengths
+        self.lengths.add(len(prompts[0]))
+        self.log.append(self.name)
+        return [Result(prompts[0], [5, 4], "stop", [1], 100.0 if first else 1.0, 1.0, [1])]
+
+
+def test_turns_rotate_and_no_first_run_is_timed(folder):
+    log: list[str] = []
+    target = load_target(folder / "target")
+    contenders = [Contender(name, None, Scripted(log, name)) for name in ("plain", "b", "c")]
+    interview = Interview(
+        target,
+        load_tokenizer(folder / "target"),
+        contenders,
+        Sampling(),
+        64,
+        [],
+        None,
+        None,
+        None,
+        True,
+    )
+    orders = []
+    for index in range(3):
+        log.clear()
+        answers = interview.ask(Question("x", index, "", "x", ("Hello!",)), index)
+        assert all(answer.wall_s == 2.0 for answer in answers.values())
+        orders.append(list(dict.fromkeys(log)))
+    assert orders == [["plain", "b", "c"], ["b", "c", "plain"], ["c", "plain", "b"]]
+    prompt = [3] * 500
+    assert interview.room(prompt[:400]) == 64
+    assert interview.room(prompt[:490]) == 22
+    assert interview.room(prompt) == 0
+    narrow = interview._replace(cache_rows=101)
+    assert (narrow.room(prompt[:30]), narrow.room(prompt[:60]), narrow.room(prompt[:65])) == (
+        64,
+        40,
+        0,
+    )

@@ -1,0 +1,111 @@
+"""Answer files: Spec-Bench's format, whole after any crash, and never another run's."""
+
+import json
+import shutil
+
+import pytest
+
+from infer.answers import Answer, AnswerFolder
+from infer.suites import Question
+from moa_jax import Result
+from tests.model_folders import refusal
+
+MODELS = ("plain", "moa-chain")
+SETTINGS = {"dtype": "float32", "models": {name: {} for name in MODELS}}
+QUESTIONS = [Question("qa", i, "trivia", "qa", ("Who?", "Why?")) for i in (7, "b", 9)]
+
+
+def answer(question: Question, model: str) -> Answer:
+    """Two turns: one of three tokens in one round or two, one that ended with prefill."""
+    rounds = ([1, 1], [1, 1]) if model == "plain" else ([2], [2])
+    tokens = [QUESTIONS.index(question), 2, 3]
+    results = [
+        Result([1, 2], tokens, "length", rounds[0], 0.25, 0.5, rounds[1]),
+        Result([1, 2, 3], [4], "stop", [], 0.25, 0.0, []),
+    ]
+    return Answer(results, ["é 2 3", ""])
+
+
+def opened(folder, settings=SETTINGS, models=MODELS) -> AnswerFolder:
+    return AnswerFolder(folder, settings, QUESTIONS, models)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run that answered two of three questions."""
+    kept = opened(tmp_path / "run")
+    for question in QUESTIONS[:2]:
+        kept.add(question, {model: answer(question, model) for model in MODELS})
+    return tmp_path / "run"
+
+
+def test_lines_are_spec_benchs(folder):
+    line = json.loads((folder / "qa" / "moa-chain.jsonl").read_text().splitlines()[1])
+    assert line.keys() >= {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
+    assert (line["question_id"], line["category"], line["model_id"]) == ("b", "trivia", "moa-chain")
+    (choice,) = line["choices"]
+    expected = {
+        "index": 0,
+        "turns": ["é 2 3", ""],
+        "decoding_steps": [1, 0],
+        "new_tokens": [3, 1],
+        "wall_time": [0.75, 0.25],
+        "accept_lengths": [2],
+    }
+    assert {key: choice[key] for key in expected} == expected
+
+
+def test_what_was_answered_is_read_again(folder):
+    kept = opened(folder)
+    assert [kept.has(question) for question in QUESTIONS] == [True, True, False]
+    for model in MODELS:
+        made, read = answer(QUESTIONS[1], model), kept.answer(QUESTIONS[1], model)
+        assert read.texts == made.texts
+        assert read.results == [r._replace(prompt_ids=[]) for r in made.results]
+
+
+def test_a_crash_costs_one_question_at_most(folder):
+    """Wherever the second question's lines are cut, the first is kept and the second asked."""
+    plain, chain = (folder / "qa" / f"{model}.jsonl" for model in MODELS)
+    whole = {path: path.read_bytes() for path in (plain, chain)}
+    first = {path: content.index(b"\n") + 1 for path, content in whole.items()}
+    cuts = [(plain, at) for at in range(first[plain], len(whole[plain]), 97)]
+    cuts += [(chain, at) for at in range(first[chain], len(whole[chain]), 97)]
+    cuts += [(chain, len(whole[chain]) - 1)]
+    for cut, at in cuts:
+        plain.write_bytes(whole[plain])
+        chain.write_bytes(whole[chain][: first[chain]])  # written after it
+        cut.write_bytes(whole[cut][:at])
+        kept = opened(folder)
+        assert [kept.has(question) for question in QUESTIONS] == [True, False, False], (cut, at)
+        kept.add(QUESTIONS[1], {model: answer(QUESTIONS[1], model) for model in MODELS})
+        assert opened(folder).has(QUESTIONS[1])
+        for path in (plain, chain):
+            assert path.read_bytes().startswith(whole[path][: first[path]])
+            assert [json.loads(x)["question_id"] for x in path.read_text().splitlines()] == [7, "b"]
+
+
+def test_a_folder_of_another_run_is_refused(folder):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    line = refusal(opened, folder, SETTINGS | {"dtype": "bfloat16"})
+    assert f"{folder} holds the answers of another run, with other dtype: choose" in line
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (folder / "settings.json").write_text("[]")
+    assert "settings.json is no settings file of a run" in refusal(opened, folder)
+
+
+def test_a_file_of_another_run_is_refused(folder, tmp_path):
+    other = opened(tmp_path / "other", SETTINGS | {"dtype": "bfloat16"})
+    other.add(QUESTIONS[0], {model: answer(QUESTIONS[0], model) for model in MODELS})
+    stray = tmp_path / "other" / "qa" / "plain.jsonl"
+    shutil.copy(stray, folder / "qa" / "plain.jsonl")
+    assert f"{folder}/qa/plain.jsonl line 1 is of another run" in refusal(opened, folder)
+    shutil.copy(folder / "qa" / "moa-chain.jsonl", folder / "qa" / "plain.jsonl")
+    assert f"{folder}/qa/plain.jsonl line 1 is of another run" in refusal(opened, folder)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"question_id": 7, "choices": []}'])
+def test_a_damaged_line_is_named(folder, line):
+    path = folder / "qa" / "plain.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    assert f"{path} line 3 is no answer of a run like this" in refusal(opened, folder)

@@ -1,0 +1,134 @@
+"""The figures of a report, from answers made by hand, and the tables and pictures of them."""
+
+import json
+
+import pytest
+
+from infer import paper, report, report_plots
+from infer.answers import Answer
+from infer.suites import PAPER, Question
+from moa_jax import Result
+
+CHAIN = "moa-chain"
+SETTINGS = {
+    "target": {"name": "toy"},
+    "dtype": "float32",
+    "device": "cpu",
+    "models": {
+        "plain": {"mode": "plain", "levels": 1},
+        CHAIN: {"mode": "chain", "levels": 3},
+    },
+    "answers": {"temperature": 0.0, "max_new_tokens": 512},
+}
+
+
+def turn(accept_lengths: list[int], prefill_s: float, decode_s: float, drafts: int) -> Result:
+    tokens = list(range(1 + sum(accept_lengths)))
+    drafted = [drafts] * len(accept_lengths)
+    return Result([], tokens, "length", accept_lengths, prefill_s, decode_s, drafted)
+
+
+def plain(tokens: int, decode_s: float) -> Result:
+    return turn([1] * (tokens - 1), 1.0, decode_s, 0)
+
+
+def asked(name: str, number: int) -> Question:
+    return Question(name, number, "", name, ("Hi",))
+
+
+def answers() -> dict[Question, dict[str, Answer]]:
+    """Plain takes 10, 20 and 7 seconds; the chain 5, 20 and 6."""
+    return {
+        asked("humaneval", 1): {
+            "plain": Answer([plain(7, 9.0)], ["a"]),
+            CHAIN: Answer([turn([3, 3], 1.0, 4.0, 2)], ["a"]),
+        },
+        asked("humaneval", 2): {
+            "plain": Answer([plain(5, 9.0), plain(2, 9.0)], ["a", "b"]),
+            CHAIN: Answer([turn([1, 2, 1], 1.0, 13.0, 2), turn([1], 1.0, 5.0, 2)], ["a", "b"]),
+        },
+        asked("qa", 1): {
+            "plain": Answer([plain(2, 6.0)], ["a"], too_long=2),
+            CHAIN: Answer(
+                [turn([1], 1.0, 5.0, 2)],
+                ["a"],
+                too_long=2,
+                difference={"turn": 1, "index": 4, "plain": 8, "drafted": 9, "margin": 0.25},
+            ),
+        },
+    }
+
+
+@pytest.fixture
+def document():
+    return report.document_of(answers(), [asked("qa", 2)], SETTINGS)
+
+
+def row_of(document, name: str, model: str = CHAIN) -> dict:
+    (row,) = (r for r in document["rows"] if (r["set"], r["model"]) == (name, model))
+    return row
+
+
+def test_speed_is_that_of_questions_and_of_totals(document):
+    row = row_of(document, "humaneval")
+    assert row["speedup"] == pytest.approx(1.5)  # of 2 and 1
+    assert row["speedup_quartiles"] == pytest.approx([1.25, 1.75])
+    assert row["speedup_of_totals"] == pytest.approx(30 / 25)
+    assert row["speedup_of_rounds"] == pytest.approx((9 / 4 + 18 / 18) / 2)
+    everything = row_of(document, "all")
+    assert everything["speedup"] == pytest.approx(7 / 6)  # of 2, 1 and 7/6
+    assert everything["speedup_of_totals"] == pytest.approx(37 / 31)
+    assert row_of(document, "all", "plain")["speedup"] == 1
+
+
+def test_tau_is_that_of_rounds_and_of_questions(document):
+    row = row_of(document, "humaneval")
+    assert row["tau"] == pytest.approx(11 / 6)
+    assert row["tau_of_questions"] == pytest.approx((3 + 5 / 4) / 2)
+    assert (row["questions"], row["turns"], row["tokens"]) == (2, 3, 14)
+    assert (row["rounds"], row["target_calls"]) == (6, 9)
+    calls = row_of(document, "humaneval", "plain")
+    assert (calls["tau"], calls["rounds"], calls["target_calls"]) == (1, 11, 14)
+
+
+def test_acceptance_leaves_out_rounds_that_were_cut(document):
+    """The last round of each turn is left out: of 3, 1 and 2 two accept a first draft."""
+    row = row_of(document, "humaneval")
+    assert row["acceptance_unconditional"] == pytest.approx([2 / 3, 1 / 3])
+    assert row["acceptance_conditional"] == pytest.approx([2 / 3, 1 / 2])
+
+
+def test_differences_and_skips_are_told(document):
+    assert row_of(document, "qa")["same_as_plain"] == 0
+    assert row_of(document, "all")["same_as_plain"] == 2
+    text = report.render(document)
+    assert "1 answers DIFFER from plain decoding's:" in text
+    assert "- moa-chain, qa 1 turn 1: token 4 is 9, plain 8; plain's is preferred by 0.25" in text
+    assert "Skipped, too long for the target: 2 (qa 2, qa 1 (turn 2))." in text
+    json.dumps(document, allow_nan=False)
+
+
+def test_the_papers_figures_stand_below(document):
+    lines = report.render(document).splitlines()
+    assert "| decoder | humaneval | qa | all |" in lines
+    assert "| moa-chain | 1.50x / 1.83 | 1.17x / 1.00 | 1.17x / 1.71 |" in lines
+    assert "| paper: MoA N=0 | 2.28x / 4.98 | 1.72x / 3.73 | - |" in lines  # two sets have no mean
+    assert not any("EAGLE-2" in line for line in lines)
+    assert paper.cell(paper.MAIN, "gsm8k").endswith("?")
+
+
+def test_the_papers_mean_is_that_of_six_sets():
+    given = next(iter(answers().values()))
+    all_sets = {asked(name, 1): given for name in PAPER}
+    text = report.render(report.document_of(all_sets, [], SETTINGS))
+    assert "1.95x / 4.22 ?" in text and "1.78x / 3.60 |" in text
+    assert "Each of the 6 drafted answers is the same as plain decoding's." in text
+    other = {asked("mine", 1): given}
+    assert "paper:" not in report.render(report.document_of(other, [], SETTINGS))
+
+
+def test_pictures(document, tmp_path):
+    pytest.importorskip("matplotlib")
+    report_plots.plot_speed(document, tmp_path / "speed.png")
+    report_plots.plot_acceptance(document, tmp_path / "acceptance.png")
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())

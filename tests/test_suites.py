@@ -1,0 +1,114 @@
+"""Question sets: what every name of --suite gives, and one line for what is no question."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infer import suites
+from moa_jax.data import corpora
+from tests.model_folders import refusal
+
+GOOD = {"question_id": 1, "category": "qa", "turns": ["Who?", "And why?"]}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines))
+    return path
+
+
+def test_the_demo_needs_no_data(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOA_DATA", str(tmp_path / "none"))
+    questions = suites.load_suite("demo")
+    assert len(questions) <= 12
+    assert tuple(dict.fromkeys(q.set for q in questions)) == suites.PAPER
+    assert any(len(q.turns) == 2 for q in questions)
+    assert len(suites.first_of_each(questions, 1)) == 6
+    assert len(suites.first_of_each(questions, None)) == len(questions)
+
+
+def test_sets_below_the_data_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOA_DATA", str(tmp_path))
+    for name in suites.PAPER:
+        write(tmp_path / "specbench" / name / "question.jsonl", GOOD)
+    talk = GOOD | {"category": "roleplay"}
+    rag = GOOD | {"question_id": "b", "category": "rag"}
+    write(tmp_path / "specbench" / "spec_bench" / "question.jsonl", talk, rag)
+    assert [q.set for q in suites.load_suite("paper")] == list(suites.PAPER)
+    assert [q.set for q in suites.load_suite("qa,mt_bench")] == ["qa", "mt_bench"]
+    groups = [q.group for q in suites.load_suite("spec_bench")]
+    assert groups == ["spec_bench/multi_turn", "spec_bench/rag"]
+    (question,) = suites.load_suite("qa")
+    assert question == suites.Question("qa", 1, "qa", "qa", ("Who?", "And why?"))
+    (tmp_path / "specbench" / "qa" / "question.jsonl").unlink()
+    line = refusal(suites.load_suite, "paper")
+    assert "no file or folder" in line and "specbench/qa/question.jsonl" in line
+    assert "two sets are named gsm8k" in refusal(suites.load_suite, "gsm8k,gsm8k")
+    assert "--suite nothing: no such set or file; known are" in refusal(
+        suites.load_suite, "nothing"
+    )
+    monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
+    assert "set MOA_DATA" in refusal(suites.load_suite, "gsm8k")
+
+
+def test_a_file_is_a_set_of_its_own_name(tmp_path):
+    write(tmp_path / "mine" / "question.jsonl", GOOD)
+    file = write(tmp_path / "others.jsonl", GOOD)
+    both = suites.load_suite(f"{tmp_path}/mine,{file}")
+    assert [q.set for q in both] == ["mine", "others"]
+    assert suites.digest(both[:1]) != suites.digest(both[1:])
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{'question_id'\n", " is not JSON"),
+        ("[]\n", " is not a JSON object"),
+        ({"turns": ["Hi"]}, ": no `question_id`"),
+        ({"question_id": 2}, ": a question without turns"),
+        ({"question_id": 2, "turns": []}, ": a question without turns"),
+        ({"question_id": 2, "turns": "Hi"}, ": a question without turns"),
+        ({"question_id": 2, "turns": ["Hi", " "]}, ": a turn that is empty"),
+        (GOOD, ": question_id 1 is there twice"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, line, fault):
+    file = write(tmp_path / "a.jsonl", GOOD, "\n", line)
+    assert f"{file} line 3{fault}" in refusal(suites.load_suite, str(file))
+
+
+def test_a_file_without_questions(tmp_path):
+    assert "holds no questions" in refusal(suites.load_suite, str(write(tmp_path / "a.jsonl")))
+
+
+NEWS = {"article": " A cat was found. ", "highlights": "Cat found.", "id": "ab12"}
+TYPED = {"question": {"text": "who wrote emma", "tokens": []}, "id": "7"}
+SUM = {"question": "Two and two?", "answer": "#### 4"}
+
+
+def test_public_data_becomes_questions(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, config, **rest):
+        asked.append((name, config, rest["split"]))
+        return iter({"gsm8k": [SUM] * 3, "cnn_dailymail": [NEWS] * 3}[name.split("/")[-1]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    questions = suites.load_suite("hub:openai/gsm8k:main/test,hub:cnn_dailymail:3.0.0/test", 2)
+    assert asked == [("openai/gsm8k", "main", "test"), ("cnn_dailymail", "3.0.0", "test")]
+    assert [(q.set, q.id, *q.turns) for q in questions] == [
+        ("gsm8k", 1, "Two and two?"),
+        ("gsm8k", 2, "Two and two?"),
+        ("cnn_dailymail", 1, "Summarize: A cat was found."),
+        ("cnn_dailymail", 2, "Summarize: A cat was found."),
+    ]
+
+
+def test_public_data_of_tensorflow_datasets(monkeypatch):
+    monkeypatch.setattr(corpora, "_open_tfds", lambda name: [TYPED, {"label": 3}])
+    questions = suites.load_suite("tfds:natural_questions/default/validation", 1)
+    assert [(q.set, *q.turns) for q in questions] == [("natural_questions", "Who wrote emma?")]
+    line = refusal(suites.load_suite, "tfds:natural_questions/default/validation")
+    assert "validation record 2: a question without turns" in line
