@@ -18,6 +18,7 @@ from infer.cli import positive
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.bench.tuned import load_tuned
 from moa_jax.config import DraftShape
+from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.session import DEFAULT_DEPTH
@@ -135,7 +136,9 @@ def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     if args.threads is not None:
         use_cores(args.threads)
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
-    if args.target is None and args.draft is not None:
+    if args.draft is None and needs_no_files(args.method):
+        args.draft = args.method
+    if args.target is None and args.draft is not None and not needs_no_files(args.draft):
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
     target = load_target(args.target or DEMO / "target", dtype)
     if getattr(args, "mode", None) == "plain":

@@ -15,7 +15,7 @@ import numpy as np
 
 from moa_jax import convert, folders
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.kinds import FileLayout, Files, check_pairing, target_sizes
 from moa_jax.errors import InputError, first_line
 from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
@@ -130,9 +130,13 @@ def load_drafter(
     """Load a drafter for a target, in any layout of `drafters.kinds.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files, `target_layer_inference` states N where
-    they do not; `dtype` defaults to the target's. Raises InputError for a missing or damaged
-    drafter, and for one of another target.
+    they do not; `dtype` defaults to the target's. A kind without files, as `lookup`, is named
+    instead of a folder. Raises InputError for a missing or damaged drafter, and for one of
+    another target.
     """
+    name = os.fspath(path_or_hub_id)
+    if needs_no_files(name) and not Path(name).is_dir():
+        return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
     folder = folders.find_folder(path_or_hub_id)
     config = folders.read_json(folder / "config.json")
     reader = folders.TensorReader(folder)
