@@ -17,6 +17,7 @@ from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target
 
+BUNDLED = "bundled"  # a name for the bundled drafter's folder
 PLAIN = "plain"  # the name of the decoding that all others are measured beside
 FILES_OF_MODEL = (
     "*.safetensors",
@@ -43,22 +44,21 @@ def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
     make no draft, and for two contenders of one name.
     """
     modes = modes_of(args)
-    named = [_named(text) for text in args.draft or []]
-    args.draft = named[0][1] if named else None
+    named = [_named(text) for text in args.draft or [BUNDLED]]
+    args.draft = None if named[0][1] == BUNDLED else named[0][1]
     target, first = load_pair(args)
     drafters = [first]
     for _, path in named[1:]:
         drafter = load_drafter(
-            path,
+            DEMO / "draft" if path == BUNDLED else path,
             target,
             method=args.method,
             target_layer_inference=args.target_layer_inference,
         )
         print(*drafter.notices, sep="\n", end="\n" if drafter.notices else "", file=sys.stderr)
         drafters.append(drafter)
-    labels = [name for name, _ in named] or [None]
     found = [Contender(PLAIN, None, Session(target, cache_rows=args.cache_rows))]
-    for label, drafter in zip(labels, drafters, strict=True):
+    for (label, _), drafter in zip(named, drafters, strict=True):
         for mode in modes:
             session = open_session(
                 _flags_of(args, mode, modes), target, drafter, cache_rows=args.cache_rows
@@ -134,7 +134,7 @@ def _named(text: str) -> tuple[str | None, str]:
 
 def _public(folder: Path) -> str:
     if folder.parent == DEMO:
-        return "bundled"
+        return BUNDLED
     return folders.public_name(folder).rpartition("/")[2]
 
 

@@ -43,7 +43,8 @@ def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> No
     group.add_argument(
         "--draft",
         **{"metavar": "DIR_OR_HUB_ID", **more},
-        help="default: the bundled drafter" + ("; repeat for several" if several else ""),
+        help="default: the bundled drafter"
+        + (", by the name bundled; repeat for several" if several else ""),
     )
     group.add_argument("--method", help="drafter kind, where its files do not say")
     group.add_argument(
