@@ -26,11 +26,13 @@ CASES = [
 class Pair:
     """Both sessions of a pair on disk, and the torch model where there is one."""
 
-    def __init__(self, folder: Path, num_reused: int, model=None) -> None:
+    def __init__(
+        self, folder: Path, num_reused: int | None, model=None, method: str | None = None
+    ) -> None:
         self.model = model
         self.target = load_target(folder / "target", jnp.float32)
         self.drafter = load_drafter(
-            folder / "draft", self.target, target_layer_inference=num_reused
+            folder / "draft", self.target, method=method, target_layer_inference=num_reused
         )
         self.plain = Session(self.target)
         self.session = functools.cache(self._session)
@@ -61,14 +63,22 @@ def simple_pair(tmp_path_factory) -> Pair:
 
 
 PROMPTS = [[5, 17, 60, 33, 9, 71, 12], [80, 3, 44], [7]]
+METHODS = {"independent": "independent-borrowed"}  # what the authors call differently
+
+
+def method_of_case(folder: Path) -> str:
+    """The kind of a recorded case's drafter, which its files need not say."""
+    method = json.loads((folder / "moa.json").read_text())["method"]
+    return METHODS.get(method, method)
 
 
 @functools.cache
 def recorded(folder: Path) -> tuple[Pair, dict[str, np.ndarray]]:
     settings = json.loads((folder / "moa.json").read_text())
     arrays = np.load(folder / "generate.npz")
-    num_reused = settings["train_args"]["target_layer_inference"]
-    return Pair(folder, num_reused), {name: arrays[name] for name in arrays.files}
+    num_reused = settings["train_args"].get("target_layer_inference")
+    pair = Pair(folder, num_reused, method=method_of_case(folder))
+    return pair, {name: arrays[name] for name in arrays.files}
 
 
 def prompts_of(arrays):

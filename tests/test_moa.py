@@ -25,6 +25,7 @@ from moa_jax.target import unembed
 from moa_jax.training import init_state, make_update
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import golden_cases
+from tests.drafting import batch_of
 from tests.oracle import learn, random_pair
 from tests.oracle import moa as oracle
 from tests.oracle.recorded import Case
@@ -113,14 +114,6 @@ def recorded_pair(folder: Path) -> tuple[Case, Pair, Batch]:
     case = Case(folder)
     rows = [case.train[k].numpy() for k in ("input_ids", "attention_mask", "response_mask")]
     return case, open_pair(folder, case.num_reused), batch_of(*rows)
-
-
-def batch_of(tokens_BT, attention_BT, response_BT) -> Batch:
-    """Right-padded rows of one conversation each; padding is segment 0."""
-    attention_BT = attention_BT.astype(np.int32)
-    position_BT = np.maximum(attention_BT.cumsum(1) - 1, 0) * attention_BT
-    rows = (tokens_BT.astype(np.int32), attention_BT, position_BT.astype(np.int32))
-    return Batch(*map(jnp.asarray, rows), jnp.asarray(response_BT == 1))
 
 
 def draws_of(sample) -> train.Draws:

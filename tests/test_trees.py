@@ -48,12 +48,20 @@ def cases() -> list:
     return list(_cases())
 
 
+KINDS = ("moa_", "glide_", "independent_")  # whose rounds are those of the authors' code
+QUICK = {
+    ("moa_llama_trained", "d7b8t62"),
+    ("moa_qwen2_n0", "d4b3t8"),
+    ("glide_llama", "d4b3t8"),
+    ("independent_llama", "d4b3t8"),
+}
+
+
 def _cases():
-    generated = golden_cases("moa_", "generate.npz")
-    quick = {("moa_llama_trained", "d7b8t62"), ("moa_qwen2_n0", "d4b3t8")}
+    generated = [case for kind in KINDS for case in golden_cases(kind, "generate.npz")]
     for case in generated:
         for name in SHAPES:
-            slow = [] if (case.id, name) in quick else [pytest.mark.slow]
+            slow = [] if (case.id, name) in QUICK else [pytest.mark.slow]
             marks = [*case.marks, *slow]
             yield pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=marks)
 

@@ -1,0 +1,172 @@
+"""Checks that hold for a drafter of any kind, and what they are made with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import Session, convert, load_drafter, load_target
+from moa_jax.batch import Batch
+from moa_jax.config import DraftShape, Objective, Sampling
+from moa_jax.distillation import tap
+from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters.api import Drafter, Guide
+from moa_jax.pretrained import LoadedDrafter, Target
+from tests.compare import assert_close
+from tests.oracle import random_pair
+from tests.pairs import NO_STOP, PROMPTS, method_of_case
+
+TREE = DraftShape(4, 3, 8)
+NUM_NEW = 20
+LAWS = (Sampling(), Sampling(temperature=0.7, top_k=20, seed=3), Sampling(0.9, seed=4))
+
+
+def make(target: Target, drafter: LoadedDrafter, objective: Objective | None = None) -> Drafter:
+    """The drafter's functions."""
+    return DRAFTERS[drafter.method].make(drafter.config, target.config, objective)
+
+
+def batch_of(tokens_BT, attention_BT, response_BT) -> Batch:
+    """Right-padded rows of one conversation each; padding is segment 0."""
+    attention_BT = attention_BT.astype(np.int32)
+    position_BT = np.maximum(attention_BT.cumsum(1) - 1, 0) * attention_BT
+    rows = (tokens_BT.astype(np.int32), attention_BT, position_BT.astype(np.int32))
+    return Batch(*map(jnp.asarray, rows), jnp.asarray(response_BT == 1))
+
+
+def stored(target: Target, drafter: LoadedDrafter, params: Any) -> dict[str, np.ndarray]:
+    """Parameters (or gradients) under the names and in the layout of the drafter's files."""
+    table = DRAFTERS[drafter.method].table(drafter.config, target.config)
+    leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
+    return dict(named for packing, x in leaves for named in convert.unpack(packing, np.asarray(x)))
+
+
+# ---- recorded cases -----------------------------------------------------------------------
+
+
+@functools.cache
+def recorded_training(folder: Path) -> tuple[Target, LoadedDrafter, dict[str, np.ndarray], Batch]:
+    """A recorded pair, the arrays of its training forward, and their batch."""
+    target = load_target(folder / "target", jnp.float32)
+    drafter = load_drafter(folder / "draft", target, method=method_of_case(folder))
+    with np.load(folder / "train.npz") as file:
+        arrays = dict(file)
+    rows = (arrays[name] for name in ("input_ids", "attention_mask", "response_mask"))
+    return target, drafter, arrays, batch_of(*rows)
+
+
+def loss_and_gradient(
+    target: Target, drafter: LoadedDrafter, batch: Batch, objective: Objective | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The parts of the training loss, and its gradient by the names of files."""
+    functions = make(target, drafter, objective or Objective())
+    shared = functions.borrow(target.params)
+
+    def loss(params: Any, batch: Batch) -> Any:
+        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+        return functions.loss(params, shared, batch, tapped, jax.random.key(0), jnp.float32(0))
+
+    gradient, parts = jax.jit(jax.grad(loss, has_aux=True))(drafter.params, batch)
+    return parts, stored(target, drafter, gradient)
+
+
+# ---- any pair -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def calm_target(tmp_path_factory) -> Target:
+    """A random target in which the last token weighs more than all others: drafts may agree."""
+    folder = tmp_path_factory.mktemp("calm") / "target"
+    random_pair.random_target("llama", 21, calm=0.2)[1].save_pretrained(folder)
+    return load_target(folder, jnp.float32)
+
+
+def untrained(target: Target, method: str, config: Any, seed: int = 1) -> LoadedDrafter:
+    """A drafter as training would start it."""
+    params = DRAFTERS[method].make(config, target.config).init(jax.random.key(seed))
+    return LoadedDrafter(method, config, params, (), Path(method), None)
+
+
+def assert_drafting_equals_training(
+    target: Target,
+    drafter: LoadedDrafter,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    depth: int = 5,
+) -> None:
+    """A chain drafted with caches comes from the logits of one pass that knows the prompts.
+
+    The last token of each prompt is the root, the others are verified.
+    """
+    functions, vocab_size = make(target, drafter), target.config.vocab_size
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    B, T = len(prompts), max(map(len, prompts)) + depth
+    length_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
+    tokens_BT = np.zeros((B, T), np.int32)
+    for row, prompt in zip(tokens_BT, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    root_B = jnp.asarray(tokens_BT[np.arange(B), length_B])
+    shared = functions.borrow(target.params)
+
+    @jax.jit
+    def drafted(tokens_BT):
+        batch = batch_of(tokens_BT, np.ones((B, T)), np.ones((B, T)))
+        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+        cache = functions.init_cache(B, T + depth, jnp.float32)
+        zero_B = jnp.zeros(B, jnp.int32)
+        cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, tapped)
+        seen = []
+        law = lambda logits_BWV, _: seen.append(logits_BWV) or logits_BWV  # noqa: E731
+        guide = Guide(law, None, None, vocab_size, jnp.ones(B, bool))
+        rest = (root_B, jnp.asarray(length_B), DraftShape(depth), guide)
+        tree, _ = functions.propose(drafter.params, shared, cache, *rest)
+        return tree.tokens_BN, jnp.concatenate(seen, axis=1)
+
+    @jax.jit
+    def taught(tokens_BT):
+        batch = batch_of(tokens_BT, np.ones((B, T)), np.ones((B, T)))
+        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+        known_BT = jnp.arange(T) < length_B[:, None]
+        feature_BTD = functions.teacher_forced(
+            drafter.params, shared, batch, tapped, known_BT, depth
+        )
+        return functions.head(drafter.params, shared, feature_BTD)
+
+    drafted_BN, logits_BNV = drafted(tokens_BT)
+    for row, start, nodes in zip(tokens_BT, length_B, np.asarray(drafted_BN), strict=True):
+        row[start : start + depth] = nodes
+    expected_BTV = np.asarray(taught(tokens_BT))
+    for b, start in enumerate(length_B):
+        assert_close(logits_BNV[b], expected_BTV[b, start : start + depth - 1], f"row {b}")
+
+
+def assert_changes_nothing(
+    target: Target,
+    drafter: LoadedDrafter,
+    shapes: Sequence[DraftShape] = (DraftShape(4), TREE),
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> list[list[float]]:
+    """Uneven rows side by side, a greedy and two sampled: plain decoding's texts. Returns taus."""
+    expected, taus = _plain_texts(target, tuple(map(tuple, prompts))), []
+    for shape in shapes:
+        found = Session(target, drafter, shape).generate(prompts, NUM_NEW, NO_STOP, LAWS)
+        assert tuple(tuple(row.token_ids) for row in found) == expected
+        taus.append([row.tau for row in found])
+    return taus
+
+
+_PLAIN: dict[Any, Any] = {}  # plain decoding's texts, by the target's folder and the prompts
+
+
+def _plain_texts(target: Target, prompts: tuple[tuple[int, ...], ...]) -> Any:
+    key = (target.folder, prompts)
+    if key not in _PLAIN:
+        found = Session(target).generate(prompts, NUM_NEW, NO_STOP, LAWS)
+        _PLAIN[key] = tuple(tuple(row.token_ids) for row in found)
+    return _PLAIN[key]
