@@ -1,0 +1,198 @@
+"""Prompt lookup: what it drafts, and that it changes no text."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer import generate
+from moa_jax import InputError, Session, load_drafter
+from moa_jax.config import DraftShape, LookupConfig, Objective
+from moa_jax.drafters import lookup
+from moa_jax.drafters.api import NOTHING, Guide
+from tests.drafting import (
+    NUM_NEW,
+    TREE,
+    assert_changes_nothing,
+    calm_target,  # noqa: F401
+    make,
+)
+from tests.model_folders import refusal
+from tests.pairs import PROMPTS
+
+STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
+GUIDE = Guide(lambda x, _: x, None, None, 99, jnp.ones(1, bool))
+
+
+def proposed(texts: list[list[int]], shape: DraftShape, cfg: LookupConfig | None = None):
+    """The trees of texts whose last tokens are the roots; rows of 24 hold left-overs behind."""
+    length_B = np.array([len(text) - 1 for text in texts], np.int32)
+    text_BS = np.full((len(texts), 24), 7, np.int32)
+    for row, text in zip(text_BS, texts, strict=True):
+        row[: len(text) - 1] = text[:-1]
+    root_B = jnp.array([text[-1] for text in texts])
+    config = cfg or LookupConfig()
+    draft = jax.jit(lambda text_BS: lookup.propose(config, {}, {}, text_BS, *rest)[0])
+    rest = (root_B, jnp.asarray(length_B), shape, GUIDE)
+    tree = draft(text_BS)
+    assert tree.tokens_BN.shape == (len(texts), shape.num_nodes)
+    return tree
+
+
+def chain(text: list[int], depth: int = 4, cfg: LookupConfig | None = None) -> list[int]:
+    return proposed([text], DraftShape(depth), cfg).tokens_BN[0, 1:].tolist()
+
+
+def paths_of(tree, row: int = 0) -> list[tuple[int, ...]]:
+    """Tokens from the root to each node that is there, in order."""
+    tokens, parents = np.asarray(tree.tokens_BN[row]), np.asarray(tree.parent_BN[row])
+    depths = np.asarray(tree.depth_BN[row])
+    ancestor_NN = np.asarray(tree.ancestor_BNN[row if len(tree.ancestor_BNN) > 1 else 0])
+    found = {0: ()}
+    for node in np.flatnonzero(tokens != NOTHING)[1:]:
+        found[int(node)] = (*found[int(parents[node])], int(tokens[node]))
+        assert depths[node] == len(found[int(node)]) == ancestor_NN[node].sum() - 1
+        assert ancestor_NN[node, parents[node]] and parents[node] < node
+    paths = [path for path in found.values() if path]
+    assert len(set(paths)) == len(paths), "siblings are distinct"
+    return paths
+
+
+# ---- what is drafted ----------------------------------------------------------------------
+
+
+def test_the_latest_of_the_longest_matches_counts():
+    assert chain([1, 2, 3, 50, 51, 52, 3, 60, 61, 62, 1, 2, 3]) == [50, 51, 52]
+    assert chain([1, 2, 3, 50, 51, 52, 2, 3, 60, 61, 9, 2, 3]) == [60, 61, 9]
+    assert chain([8, 2, 3, 50, 51, 52, 9, 2, 3, 60, 61, 62, 4, 2, 3]) == [60, 61, 62]
+
+
+def test_lengths_of_matches_are_bounded():
+    text = [1, 2, 3, 50, 51, 52, 9, 2, 3, 60, 61, 62, 1, 2, 3]
+    assert chain(text) == [50, 51, 52]
+    assert chain(text, cfg=LookupConfig(2, 1)) == [60, 61, 62]
+    assert chain([3, 50, 51, 52, 3]) == [50, 51, 52]
+    assert chain([3, 50, 51, 52, 3], cfg=LookupConfig(3, 2)) == [NOTHING] * 3
+
+
+def test_nothing_is_drafted_where_nothing_was_said():
+    assert chain([5]) == chain([1, 2, 3, 4]) == [NOTHING] * 3
+    assert chain([7, 1, 2, 3]) == [NOTHING] * 3  # left-overs behind the root are no text
+
+
+def test_a_text_that_repeats_goes_on():
+    assert chain([4, 4], 6) == [4] * 5
+    assert chain([9, 1, 2, 3, 1, 2, 3], 8) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_trees_merge_continuations():
+    text = [3, 50, 51, 3, 60, 61, 3, 50, 52, 3]
+    # The latest first: 3 -> 50 52 3, then 60 61 3, then 50 51 3, which begins as the first does.
+    dynamic = paths_of(proposed([text], DraftShape(4, 3, 8)))
+    merged = {(50,), (50, 52), (50, 52, 3), (60,), (60, 61), (60, 61, 3), (50, 51), (50, 51, 3)}
+    assert set(dynamic) == merged
+    few = paths_of(proposed([text], DraftShape(4, 3, 3)))
+    assert set(few) == {(50,), (50, 52), (60,)}
+    wide = proposed([text], DraftShape(7, 8, 62))
+    assert {path[:3] for path in paths_of(wide)} >= merged
+    assert (wide.tokens_BN[0, 1 + len(paths_of(wide)) :] == NOTHING).all(), "they stand last"
+    static = proposed([text], STATIC)
+    assert static.tokens_BN[0, 1:].tolist() == [50, 60, NOTHING, 52, 51, 61, 3, 3]
+    assert set(paths_of(static)) == merged - {(50, 51, 3)}, "no place for it"
+
+
+def test_random_texts_are_searched_as_defined():
+    """Against a search in Python, rows of uneven lengths side by side."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 3, rng.integers(1, 20)).tolist() for _ in range(40)]
+    for shape in (DraftShape(4), DraftShape(4, 3, 8)):
+        tree = proposed(texts, shape)
+        for row, text in enumerate(texts):
+            expected = by_definition(text, shape)
+            found = paths_of(tree, row)
+            assert set(found) <= {path[:k] for path in expected for k in range(1, 4)}
+            if len({path[:k] for path in expected for k in range(1, 4)}) <= shape.num_drafted:
+                assert {path for path in found if len(path) == 3} == set(expected)
+
+
+def by_definition(text: list[int], shape: DraftShape) -> list[tuple[int, ...]]:
+    """The best distinct continuations of three tokens."""
+    ends = range(len(text) - 1)
+    length = {
+        end: next(
+            (n for n in (3, 2, 1) if end >= n - 1 and text[end - n + 1 : end + 1] == text[-n:]), 0
+        )
+        for end in ends
+    }
+    found = []
+    for end in sorted(ends, key=lambda end: (-length[end], -end)):
+        going = list(text)
+        while len(going) < len(text) + 3:
+            going.append(going[len(going) - (len(text) - 1 - end)])
+        new = tuple(going[len(text) :])
+        if length[end] and new not in found:
+            found.append(new)
+    return found[: shape.breadth]
+
+
+# ---- in decoding --------------------------------------------------------------------------
+
+
+def test_drafts_change_no_text(calm_target):  # noqa: F811
+    """Greedy texts of a small model repeat: there it is often right."""
+    drafter = load_drafter("lookup", calm_target)
+    assert (drafter.method, drafter.config) == ("lookup", LookupConfig())
+    taus = assert_changes_nothing(calm_target, drafter, (DraftShape(4), TREE), PROMPTS[::-1])
+    assert all(greedy > 1.5 for greedy, *_ in taus), "hardly a draft was accepted"
+
+
+def test_sampled_candidates_are_the_same_ones(calm_target):  # noqa: F811
+    drafter = load_drafter("lookup", calm_target)
+    shape = DraftShape(4, sampled=True)
+    assert_changes_nothing(calm_target, drafter, (shape,), PROMPTS[::-1])
+
+
+@pytest.mark.slow
+def test_static_trees_and_confidence_change_no_text(calm_target):  # noqa: F811
+    drafter = load_drafter("lookup", calm_target)
+    shapes = (STATIC, dataclasses.replace(TREE, confidence=0.1))
+    assert_changes_nothing(calm_target, drafter, shapes, PROMPTS[::-1])
+
+
+def test_it_drafts_what_repeats(calm_target):  # noqa: F811
+    """The target goes on with its prompt; nothing is drafted before something has repeated."""
+    drafter, plain = load_drafter("lookup", calm_target), Session(calm_target)
+    session = Session(calm_target, drafter, DraftShape(4))
+    prompts = [[7], [7, *plain.generate([[7]], NUM_NEW, [])[0].token_ids[:6]], [80]]
+    expected = [row.token_ids for row in plain.generate(prompts, NUM_NEW, [])]
+    found = session.generate(prompts, NUM_NEW, [])
+    assert [row.token_ids for row in found] == expected
+    assert found[0].drafted[0] == 0 and found[1].drafted[0] == 3
+    assert found[1].accept_lengths[:3] == [4] * 3 and found[0].tau > 2
+
+
+# ---- by its name --------------------------------------------------------------------------
+
+
+def test_no_training_files_or_vocabulary(calm_target):  # noqa: F811
+    drafter = load_drafter("lookup", calm_target)
+    functions = make(calm_target, drafter)
+    for train in (
+        lambda: make(calm_target, drafter, Objective()),
+        lambda: functions.loss({}, {}, None, None, None, None),
+        lambda: functions.teacher_forced({}, {}, None, None, None, 3),
+    ):
+        with pytest.raises(InputError, match="prompt lookup needs no training"):
+            train()
+    said = refusal(lookup.write_config, LookupConfig(), calm_target.config)
+    assert said == "prompt lookup has no files: name it as it is, `lookup`"
+
+
+@pytest.mark.parametrize("flags", [["--draft", "lookup"], ["--method", "lookup"]])
+def test_programs_take_its_name(flags, capsys):
+    """With the bundled target too."""
+    asked = ["--prompt-ids", "7,8,9,7,8", "--max-new-tokens", "8", "--json", "--check"]
+    generate.main([*flags, *asked, "--dtype", "float32"])
+    assert '"tau"' in capsys.readouterr().out
