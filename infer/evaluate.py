@@ -152,8 +152,9 @@ def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
     """The folder asked for, else one that only runs of the same settings share."""
     if args.output is not None:
         return Path(args.output).expanduser()
-    name = "-".join([*settings["suite"]][:1] if len(settings["suite"]) == 1 else [])
-    name = name or (args.suite if args.suite in ("demo", "paper") else "suite")
+    names = [*settings["suite"]]
+    name = args.suite if args.suite in ("demo", "paper") else "suite"
+    name = names[0] if len(names) == 1 else name
     return Path("runs", "evaluate", f"{name}-{answers.run_id(settings)}")
 
 

@@ -12,6 +12,7 @@ from infer.report import ALL
 
 SHADES = "tab10"
 PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}
+PAPERS = f"paper, {paper.MAIN} (Llama-3-8B)"
 MOST_LEVEL = 3  # bars side by side whose figures have room; more are written upright
 
 
@@ -84,8 +85,7 @@ def _mark_paper(top: Any, bottom: Any, sets: list[str]) -> None:
     if names:
         x = [sets.index(name) for name in names]
         top.plot(x, [known[name].speedup for name in names], **PAPER_STYLE)
-        label = f"paper, {paper.MAIN} (Llama-3-8B)"
-        bottom.plot(x, [known[name].tau for name in names], **PAPER_STYLE, label=label)
+        bottom.plot(x, [known[name].tau for name in names], **PAPER_STYLE, label=PAPERS)
 
 
 def _colour(index: int) -> Any:
@@ -96,9 +96,11 @@ def _colour(index: int) -> Any:
 
 
 def _legend(figure: Any, panel: Any) -> None:
-    """The names of one panel above all of them."""
-    found = panel.get_legend_handles_labels()
-    figure.legend(*found, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    """The names of one panel above all of them, the paper's last."""
+    found = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    labels = sorted(found, key=lambda label: label == PAPERS)
+    handles = [found[label] for label in labels]
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
 
 
 def _tidy(panel: Any) -> None:
