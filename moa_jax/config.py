@@ -568,3 +568,33 @@ class DistillConfig:
     def objective(self) -> Objective:
         """What the drafter's loss is made from."""
         return Objective(self.masks, self.loss, self.chunks, self.feedback)
+
+
+@dataclasses.dataclass(frozen=True)
+class GridConfig:
+    """`train.grid`: drafters trained alike, compared on the same prompts.
+
+    Every cell is trained with each learning rate and seed. Of the learning rates the one with
+    the highest simulated tau counts.
+    """
+
+    cells: tuple[tuple[str, DistillConfig], ...]
+    learning_rates: tuple[float, ...]
+    directory: str  # of runs, drafters and the report
+    reference: str  # the cell that the others are divided by
+    seeds: tuple[int, ...] = (0,)
+    tolerance: float = 0.05  # of trainable parameters, from those of `reference`
+    unmatched: tuple[str, ...] = ()  # cells that may have more or fewer
+    shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
+    prompts: int = 64  # of the validation data, decoded with every finished drafter
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.cells]
+        if len(set(names)) < len(names):
+            raise InputError(f"two cells of one name among {', '.join(names)}: rename one")
+        for name in (self.reference, *self.unmatched):
+            if name not in names:
+                raise InputError(f"no cell {name!r} among {', '.join(names)}: name one of them")
+        if not self.learning_rates or not self.seeds:
+            raise InputError("a grid needs at least one learning rate and one seed")

@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moa_jax", "train", "infer", "configs")
 BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it likes
 # Programs of other software that infer.bench runs as processes; no row may import them.
-PEERS = {"infer.peers.transformers_generate": ("torch",)}
+PEERS = {
+    "infer.peers.transformers_generate": ("torch",),
+    "infer.peers.unpickle": ("torch",),
+}
 
 BASE = {"errors", "config", "batch", "axes", "chunks"}
 BLOCKS = BASE | {"masks", "layers", "cache", "precision", "branch"}

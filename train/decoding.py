@@ -32,7 +32,7 @@ def make_decode(
     if jax.process_count() > 1:
         raise InputError("run.decode_prompts needs one process: set it to 0, evaluate afterwards")
     room = target.config.max_position_embeddings - MAX_NEW_TOKENS
-    fitting = (prompt for prompt in _prompts(validation) if len(prompt) <= room)
+    fitting = (prompt for prompt in prompts_of(validation) if len(prompt) <= room)
     prompts = list(itertools.islice(fitting, config.run.decode_prompts))
     if not prompts:
         raise InputError(
@@ -60,7 +60,7 @@ def make_decode(
     return decode
 
 
-def _prompts(validation: Batches) -> Iterator[list[int]]:
+def prompts_of(validation: Batches) -> Iterator[list[int]]:
     """What stands before the first answer of each conversation, from the first batch on."""
     for step in range(len(validation)):
         for row in zip(*validation.batch(step), strict=True):

@@ -7,6 +7,7 @@ on as many devices and processes as there are then.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,15 @@ import jax.numpy as jnp
 from infer.cli import progress, run
 from moa_jax import processes, sharding
 from moa_jax.batch import Batch
-from moa_jax.config import DistillConfig
+from moa_jax.config import DistillConfig, Eagle3Config
 from moa_jax.data import batches
 from moa_jax.distillation import Program, frozen_sharding, make_program, summarise
 from moa_jax.drafters import method_of
+from moa_jax.errors import InputError
 from moa_jax.flops import model_flops_per_token
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.tokenizer import load_tokenizer
+from moa_jax.vocabulary import load_vocabulary
 from train import cluster
 from train.decoding import make_decode
 from train.loop import Job, fit
@@ -35,6 +38,7 @@ def distill(config: DistillConfig) -> None:
     """Target, data, training, and the finished drafter's folder."""
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
+    config = with_vocabulary(config, described)
     program = make_program(config, described.config, mesh)  # refuses before anything is loaded
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
@@ -53,6 +57,23 @@ def distill(config: DistillConfig) -> None:
         params = processes.gathered(params)
     if processes.is_first():
         _save(config, params, target)
+
+
+def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
+    """The config with the draft vocabulary that it names as its drafter's.
+
+    Raises InputError for a file of another target, and for drafters that use the target's head.
+    """
+    if config.vocabulary is None:
+        return config
+    if not isinstance(config.drafter, Eagle3Config):
+        raise InputError(
+            f"vocabulary {config.vocabulary}: only a drafter with a head of its own is trained "
+            "with one; others take it in decoding, by --draft-vocabulary"
+        )
+    ids_U = load_vocabulary(config.vocabulary, target).ids_U
+    drafter = dataclasses.replace(config.drafter, draft_ids=tuple(ids_U.tolist()))
+    return dataclasses.replace(config, drafter=drafter)
 
 
 def _job(

@@ -1,0 +1,86 @@
+"""The paper's comparison at the size of the bundled target: drafters alike but in kind.
+
+    python -m train.grid --config configs/matched.py
+
+Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
+and gets the same number of updates; the learning rate of each is chosen from two. EAGLE-3 spends
+a third of its parameters on a head for the commonest half of the vocabulary, as its official
+files do with a quarter; `eagle3_large` has head and layer of full size beside the match.
+"""
+
+import dataclasses
+
+from moa_jax.config import (
+    DataConfig,
+    DistillConfig,
+    Eagle3Config,
+    EagleConfig,
+    FeedbackConfig,
+    GridConfig,
+    LossConfig,
+    MaskConfig,
+    MoaConfig,
+    OptimConfig,
+    RunConfig,
+)
+
+UPDATES = 300
+
+
+def moa(width: int = 256, **choices: object) -> MoaConfig:
+    """A MoA drafter whose two MLPs have this width."""
+    return MoaConfig(1, width, 1, width, 1, 64, **choices)
+
+
+base = DistillConfig(
+    target="moa_jax/demo/target",
+    drafter=moa(),
+    data=DataConfig(
+        train=("runs/demo_answers.jsonl", "runs/demo_past.jsonl"),
+        validation=("runs/demo_answers_validation.jsonl", "runs/demo_past_validation.jsonl"),
+        max_length=256,
+        row_length=256,
+        rows_per_batch=8,
+    ),
+    optim=OptimConfig(
+        learning_rate=1e-4, warmup_steps=30, decay_steps=270, peak=20.0, total_steps=UPDATES
+    ),
+    run=RunConfig(directory="", log_every=20, eval_every=100, eval_batches=8, save_every=100),
+    output="",
+    horizon=6,
+)
+with_ = lambda **changes: dataclasses.replace(base, **changes)  # noqa: E731
+noise = FeedbackConfig(noise=0.2)  # EAGLE's
+test_time = FeedbackConfig(steps=6)  # EAGLE-3's, for the horizon
+
+config = GridConfig(
+    cells=(
+        ("moa", base),
+        ("eagle2", with_(drafter=EagleConfig(1, 684), feedback=noise)),
+        (
+            "eagle3",
+            with_(drafter=Eagle3Config(1, 128), feedback=test_time, vocabulary="runs/vocabulary"),
+        ),
+        ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
+        ("moa_without_lsa", with_(drafter=moa(296, layer_mixing="mean"))),
+        ("moa_unbounded", with_(masks=MaskConfig(bounded=False))),
+        (
+            "moa_plus",  # acceptance-shaped loss, feature loss faded out
+            with_(loss=LossConfig(token="log_acceptance", token_weight=1.0, feature_fade=0.5)),
+        ),
+        (
+            "moa_n3_on_policy",
+            with_(
+                drafter=moa(target_layer_inference=3),
+                masks=MaskConfig(on_policy_reuse=True),
+            ),
+        ),
+        ("moa_last_layer", with_(drafter=moa(296, layer_mixing="last"))),
+        ("moa_without_sa", with_(drafter=moa(728, has_self_attention=False))),
+        ("eagle3_large", with_(drafter=Eagle3Config(1, 684), feedback=test_time)),
+    ),
+    learning_rates=(1e-4, 5e-5),
+    directory="runs/matched",
+    reference="eagle2",
+    unmatched=("eagle3_large",),
+)

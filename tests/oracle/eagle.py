@@ -1,0 +1,113 @@
+"""Drafting a chain with EAGLE-1 and EAGLE-3, from their papers: everything anew at each step.
+
+Entry p is made of the token at position p and the feature of position p - 1: the target's where
+that is verified, else the drafter's own. Position 0 has no entry. RoPE counts positions only by
+their differences, so it does not matter that implementations count entries differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .blocks import Block, attend, causal, rms_norm, rope_frequency, rotate
+
+Weights = Mapping[str, Tensor]
+
+
+class Reads(NamedTuple):
+    """What a drafter gets of the target, (T, D) each but the two tables (V, D)."""
+
+    hidden: Tensor  # after the final norm
+    streams: Sequence[Tensor]  # that enter the three tapped layers
+    embed: Tensor
+    head: Tensor
+
+
+def _part(weights: Weights, prefix: str, head_dim: int, eps: float, theta: float) -> Block:
+    inside = {name.removeprefix(prefix): x for name, x in weights.items() if prefix in name}
+    return Block(inside, head_dim, eps, rope_frequency(theta, head_dim))
+
+
+def draft_eagle(
+    weights: Weights,
+    reads: Reads,
+    tokens: Sequence[int],
+    count: int,
+    head_dim: int,
+    eps: float,
+    theta: float,
+) -> tuple[list[int], Tensor]:
+    """The next `count` tokens after `tokens`, the last of which is not verified, and logits."""
+    block = _part(weights, "layers.0.", head_dim, eps, theta)
+
+    def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
+        both = torch.cat([embedding_TD, before_TD], dim=-1)
+        x_TD = functional.linear(both, weights["fc.weight"], weights.get("fc.bias"))
+        mixed_BTX = _attention(block, x_TD[None])  # no norm at the input, as the official layer
+        y_TD = x_TD + block.linear("self_attn.o_proj", mixed_BTX[0])
+        return y_TD + _mlp(block, y_TD)
+
+    return _chain(reads, reads.hidden, tokens, count, feature, lambda x: x @ reads.head.T, None)
+
+
+def draft_eagle3(
+    weights: Weights,
+    reads: Reads,
+    tokens: Sequence[int],
+    count: int,
+    head_dim: int,
+    eps: float,
+    theta: float,
+) -> tuple[list[int], Tensor]:
+    """As `draft_eagle`; logits are over the draft vocabulary."""
+    block = _part(weights, "midlayer.", head_dim, eps, theta)
+    fused_TD = functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
+
+    def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
+        both = [block.norm("input_layernorm", embedding_TD), block.norm("hidden_norm", before_TD)]
+        mixed_TX = _attention(block, torch.cat(both, dim=-1)[None])
+        y_TD = before_TD + block.linear("self_attn.o_proj", mixed_TX[0])
+        return y_TD + _mlp(block, y_TD)
+
+    def logits(x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, weights["norm.weight"], eps) @ weights["lm_head.weight"].T
+
+    return _chain(reads, fused_TD, tokens, count, feature, logits, weights["d2t"])
+
+
+def _chain(reads, true_TD, tokens, count, feature, logits, d2t) -> tuple[list[int], Tensor]:
+    tokens, seen = list(tokens), []
+    verified = len(tokens) - 1
+    features = [true_TD[i] for i in range(verified)]
+    for _ in range(count):
+        entries = range(1, len(tokens))
+        embedding_TD = reads.embed[[tokens[p] for p in entries]]
+        out_TD = feature(embedding_TD, torch.stack([features[p - 1] for p in entries]))
+        seen.append(logits(out_TD[-1]))
+        best = int(seen[-1].argmax())
+        tokens.append(best if d2t is None else best + int(d2t[best]))
+        features.append(out_TD[-1])
+    return tokens[verified + 1 :], torch.stack(seen)
+
+
+def _line(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    T = x_BTD.shape[1]
+    return torch.arange(T)[None], causal(T, T)
+
+
+def _attention(block: Block, h_BTD: Tensor) -> Tensor:
+    """Causal self-attention before its output product, (B, T, H E); the input has its norm."""
+    position_BT, mask_BTT = _line(h_BTD)
+    q, k = (rotate(block.heads(x, h_BTD), position_BT, block.frequency) for x in "qk")
+    return attend(q, k, block.heads("v", h_BTD), mask_BTT).transpose(1, 2).flatten(-2)
+
+
+def _mlp(block: Block, x_BTD: Tensor) -> Tensor:
+    h_BTD = block.norm("post_attention_layernorm", x_BTD)
+    gate = functional.silu(block.linear("mlp.gate_proj", h_BTD))
+    return block.linear("mlp.down_proj", gate * block.linear("mlp.up_proj", h_BTD))

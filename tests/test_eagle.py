@@ -1,0 +1,320 @@
+"""EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files, decoding."""
+
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from infer.peers import unpickle
+from moa_jax import Session, load_drafter, load_target, masks
+from moa_jax.config import (
+    DraftShape,
+    Eagle3Config,
+    EagleConfig,
+    FeedbackConfig,
+    Objective,
+)
+from moa_jax.distillation import tap
+from moa_jax.drafters import eagle, feedback
+from moa_jax.drafters.api import Guide
+from moa_jax.pretrained import save_drafter
+from moa_jax.vocabulary import vocabulary_of
+from tests.compare import assert_close, assert_norm_close, assert_value
+from tests.conftest import golden_cases
+from tests.drafting import (
+    NO_STOP,
+    assert_changes_nothing,
+    assert_drafting_equals_training,
+    batch_of,
+    calm_target,  # noqa: F401
+    make,
+    recorded_training,
+    stored,
+    untrained,
+)
+from tests.model_folders import edit_tensors, refusal, tensors_of
+from tests.oracle import eagle as oracle
+from tests.pairs import prompts_of
+
+IDS = tuple(range(3, 90, 2))
+CONFIGS = {
+    "eagle": EagleConfig(2, 44),
+    "eagle-authors": EagleConfig(3, 36, input_norm=True, fc_bias=False, names="authors"),
+    "eagle3": Eagle3Config(2, 44, draft_ids=IDS),
+    "eagle3-whole": Eagle3Config(1, 36, tapped_layers=(0, 2, 4)),
+}
+recorded = pytest.mark.parametrize("folder", golden_cases("eagle_", "train.npz"))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def drafter(request, calm_target):
+    """A drafter whose weights are large enough for its guesses to differ."""
+    config = CONFIGS[request.param]
+    found = untrained(calm_target, request.param.split("-")[0], config)
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf  # noqa: E731
+    return found._replace(params=jax.tree.map(grown, found.params))
+
+
+# ---- recorded cases -----------------------------------------------------------------------
+
+
+@recorded
+@pytest.mark.parametrize("noise", ["noise0", "noise1"])
+def test_draft_loss_and_gradients(folder, noise):
+    """The authors' loss, whose targets carry the noise too."""
+    target, drafter, arrays, batch = recorded_training(folder)
+    layer = eagle.layer(drafter.config, target.config)
+    functions = make(target, drafter)
+    objective = Objective(feedback=FeedbackConfig(noisy_target=True))
+    noise_2BTD = None
+    if noise == "noise1":
+        draws = (arrays[f"noise1/rand_{what}"] - 0.5 for what in ("hidden", "embed"))
+        noise_2BTD = arrays["noise1/noise_uniform_scale"] * np.stack(list(draws))
+
+    @jax.jit
+    def gradient(params, batch):
+        def loss(params):
+            tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+            shared = functions.borrow(target.params)
+            given = (objective, params, shared, batch, tapped, noise_2BTD, jnp.float32(0))
+            return feedback.loss_of(layer, *given)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    grads, parts = gradient(drafter.params, batch)
+    for ours, theirs in (
+        ("cross_entropy", "forward_KL"),
+        ("feature_loss", "feature_loss"),
+        ("loss", "loss"),
+    ):
+        assert_value(parts[ours], arrays[f"{noise}/{theirs}"], ours)
+    if noise == "noise0":
+        expected = np.load(folder / "grads.npz")
+        for name, value in stored(target, drafter, grads).items():
+            assert_norm_close(value, expected[f"noise0/{name}"], name)
+
+
+@recorded
+def test_draft_features(folder):
+    """Our entry p is the authors' entry p - 1."""
+    target, drafter, arrays, batch = recorded_training(folder)
+    layer, functions = eagle.layer(drafter.config, target.config), make(target, drafter)
+
+    @jax.jit
+    def features(batch):
+        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+        embedding_BTD = target.params["embed"][batch.tokens_BT]
+        fed = (embedding_BTD, tapped.hidden_BTD)
+        return feedback.passes(layer, drafter.params, *fed, batch, 1)[0]
+
+    real_BT = np.asarray(batch.segment_BT[:, 1:] > 0)
+    ours, theirs = features(batch)[:, 1:], arrays["noise0/feature"][:, :-1]
+    assert_close(np.asarray(ours)[real_BT], theirs[real_BT], "feature")
+
+
+SHAPES = {
+    "d4b3t8": DraftShape(4, 3, 8),
+    "d5b1t4": DraftShape(5),
+    "d7b8t62": DraftShape(7, 8, 62),
+}
+
+
+@functools.cache
+def loaded(folder):
+    target = load_target(folder / "target", jnp.float32)
+    return target, load_drafter(folder / "draft", target), dict(np.load(folder / "generate.npz"))
+
+
+def _generations():
+    for case in golden_cases("eagle_", "generate.npz"):
+        for name in SHAPES:
+            quick = (case.id, name) == ("eagle_llama_trained", "d4b3t8")
+            marks = [*case.marks, *([] if quick else [pytest.mark.slow])]
+            yield pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("folder", "name"), _generations())
+@pytest.mark.parametrize("mask", ["shifted", "fixed"])
+def test_draft_accept_lengths(folder, name, mask):
+    """With the authors' shifted mask, and with the right one where that was recorded."""
+    target, drafter, arrays = loaded(folder)
+    config = dataclasses.replace(drafter.config, shifted_mask=mask == "shifted")
+    session = Session(target, drafter._replace(config=config), SHAPES[name])
+    key = "accept_len" if mask == "shifted" else "fixedmask_accept_len"
+    for which, prompt, answer in prompts_of(arrays):
+        (found,) = session.generate([prompt], len(answer), NO_STOP)
+        assert found.token_ids == answer
+        if (wanted := arrays.get(f"{which}/{name}/{key}")) is None:
+            continue
+        gaps = arrays[f"{which}/{name}/rounds_min_gap"]
+        if mask == "shifted":  # up to the first round that rounding may decide
+            close = np.flatnonzero(gaps <= 1e-5)
+            wanted = wanted[: close[0] if len(close) else None]
+        compared = min(len(found.accept_lengths), len(wanted)) - 1
+        assert found.accept_lengths[:compared] == wanted[:compared].tolist()
+
+
+# ---- any pair -----------------------------------------------------------------------------
+
+
+def test_cached_drafting_equals_training(calm_target, drafter):
+    assert_drafting_equals_training(calm_target, drafter)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_drafts_equal_the_oracle(calm_target, name, tmp_path):
+    """Tokens and logits of a chain, from files of the official layout."""
+    found = untrained(calm_target, name, CONFIGS[name], seed=3)
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf  # noqa: E731
+    save_drafter(tmp_path / "d", name, found.config, jax.tree.map(grown, found.params), calm_target)
+    drafter = load_drafter(tmp_path / "d", calm_target)
+    weights = {k: torch.from_numpy(v.copy()) for k, v in tensors_of(tmp_path / "d").items()}
+    assert drafter.config == found.config
+    prompt = [5, 17, 60, 33, 9, 71, 12]
+    reads = _reads(calm_target, drafter, prompt[:-1])
+    block = calm_target.config.block
+    draft = oracle.draft_eagle if name == "eagle" else oracle.draft_eagle3
+    sizes = (block.head_dim, block.rms_norm_eps, block.rope_theta)
+    tokens, logits = draft(weights, reads, prompt, 4, *sizes)
+    ours, logits_NV = _drafted(calm_target, drafter, prompt, 5)
+    assert ours == tokens
+    assert_close(logits_NV, logits.numpy(), "logits")
+
+
+def _reads(target, drafter, tokens):
+    functions = make(target, drafter)
+    batch = _line(tokens)
+    tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+    as_torch = lambda x: torch.from_numpy(np.array(x))  # noqa: E731
+    streams = [as_torch(stream[0]) for stream in tapped.streams]
+    head = as_torch(target.params["lm_head"].T)
+    embed = as_torch(target.params["embed"])
+    return oracle.Reads(as_torch(tapped.hidden_BTD[0]), streams, embed, head)
+
+
+def _line(tokens):
+    ones = np.ones((1, len(tokens)), np.int32)
+    return batch_of(np.array([tokens]), ones, ones)
+
+
+def _drafted(target, drafter, prompt, depth):
+    """The first round's tokens and logits."""
+    functions, verified = make(target, drafter), prompt[:-1]
+    shared = functions.borrow(target.params)
+    tapped = tap(target.config, functions, target.params, _line(verified), jnp.float32)
+    cache = functions.init_cache(1, 16, jnp.float32)
+    zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
+    cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, tapped)
+    seen = []
+    ids = functions.draft_ids
+    guide = Guide(
+        lambda logits_BWU, _: seen.append(logits_BWU[0, 0]) or logits_BWU,
+        None,
+        None if ids is None else jnp.array(ids),
+        target.config.vocab_size,
+        jnp.ones(1, bool),
+    )
+    root = (jnp.array(prompt[-1:]), jnp.array([len(verified)]), DraftShape(depth), guide)
+    tree, _ = functions.propose(drafter.params, shared, cache, *root)
+    return tree.tokens_BN[0, 1:].tolist(), jnp.stack(seen)
+
+
+@pytest.mark.slow
+def test_drafts_change_nothing(calm_target, drafter):
+    assert_changes_nothing(calm_target, drafter)
+
+
+def test_drafts_of_trees_change_nothing(calm_target):
+    """One kind and shape, fast; `test_drafts_change_nothing` has the others."""
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
+    assert_changes_nothing(calm_target, found, [DraftShape(4, 3, 8)])
+
+
+def test_feedback_masks_as_drawn():
+    mask_TS = masks.fed_back(jnp.ones((1, 5), jnp.int32), 2)[0].astype(int).tolist()
+    drawn = [
+        "..... ..... x....",
+        "..... x.... .x...",
+        "..... .x... ..x..",
+        ".x... ..x.. ...x.",
+        ".xx.. ...x. ....x",
+    ]
+    assert mask_TS == [[int(c == "x") for c in row.replace(" ", "")] for row in drawn]
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def test_draft_vocabulary_is_stored_beside_the_head(calm_target, tmp_path):
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
+    save_drafter(tmp_path / "d", "eagle3", found.config, found.params, calm_target, jnp.bfloat16)
+    tensors = tensors_of(tmp_path / "d")
+    assert (tensors["d2t"] + np.arange(len(IDS))).tolist() == list(IDS)
+    assert np.flatnonzero(tensors["t2d"]).tolist() == list(IDS)
+    assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == bool
+    assert load_drafter(tmp_path / "d", calm_target).config.draft_ids == IDS
+
+
+def test_foreign_files_are_read(calm_target, tmp_path):
+    """As the official repositories store them: an embedding beside, and no word of ours."""
+    found = untrained(calm_target, "eagle", CONFIGS["eagle"])
+    save_drafter(tmp_path / "d", "eagle", found.config, found.params, calm_target, layout="authors")
+    embed = np.asarray(calm_target.params["embed"])
+    edit_tensors(tmp_path / "d", **{"embed_tokens.weight": embed})
+    again = load_drafter(tmp_path / "d", calm_target)
+    assert (again.method, again.config) == ("eagle", found.config)
+
+
+def test_wrong_files_are_refused(calm_target, tmp_path):
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
+    save_drafter(tmp_path / "d", "eagle3", found.config, found.params, calm_target)
+    edit_tensors(tmp_path / "d", drop="d2t")
+    assert "no d2t says which" in refusal(load_drafter, tmp_path / "d", calm_target)
+    edit_tensors(tmp_path / "d", d2t=np.zeros(len(IDS), np.int64) + 100)
+    assert "d2t names" in refusal(load_drafter, tmp_path / "d", calm_target)
+    wide = dataclasses.replace(found.config, tapped_layers=(1, 2, 9))
+    assert "give three" in refusal(make, calm_target, found._replace(config=wide))
+
+
+def test_pickles_name_their_converter(calm_target, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    said = refusal(load_drafter, tmp_path, calm_target)
+    assert "infer.peers.unpickle" in said and "weights_only" in said
+
+
+def test_pickles_are_rewritten_once(calm_target, tmp_path):
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
+    save_drafter(tmp_path / "d", "eagle3", found.config, found.params, calm_target)
+    tensors = {name: torch.from_numpy(x.copy()) for name, x in tensors_of(tmp_path / "d").items()}
+    (tmp_path / "d" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "d" / "pytorch_model.bin")
+    unpickle.main([str(tmp_path / "d"), str(tmp_path / "new")])
+    assert load_drafter(tmp_path / "new", calm_target).config == found.config
+
+
+def test_pickles_run_no_code(tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    (tmp_path / "d").mkdir()
+    torch.save({"a": Evil()}, tmp_path / "d" / "pytorch_model.bin")
+    with pytest.raises(SystemExit) as stopped:
+        unpickle.main([str(tmp_path / "d"), str(tmp_path / "new")])
+    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "new").exists()
+
+
+def test_own_heads_refuse_a_draft_vocabulary(calm_target):
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3-whole"])
+    some = vocabulary_of(np.arange(9, dtype=np.int32), calm_target)
+    said = refusal(functools.partial(Session, vocabulary=some), calm_target, found)
+    assert "head of its own" in said

@@ -1,0 +1,288 @@
+"""Drafters trained alike and compared: `python -m train.grid --config configs/matched.py`.
+
+Each cell of the grid is a run of train.distill, so the same command goes on where it was cut, and
+cells, learning rates and seeds may be added later; what is finished is not done again. With
+`--cells a,b` several processes can share the work. The report (Markdown and JSON in the grid's
+directory) has what is there so far: tau of greedy decoding on held-out prompts, with the target's
+own stops, and where every answer goes on to the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from infer.cli import Parser, names, run
+from infer.config_file import read_config
+from moa_jax.config import DistillConfig, DraftShape, GridConfig
+from moa_jax.data import batches
+from moa_jax.drafters import DRAFTERS, method_of
+from moa_jax.errors import InputError
+from moa_jax.fingerprint import fingerprint
+from moa_jax.folders import write_json
+from moa_jax.metrics import read_records
+from moa_jax.pretrained import Target, describe_target, load_drafter, load_target
+from moa_jax.session import Session
+from moa_jax.tokenizer import load_tokenizer
+from train.decoding import prompts_of
+from train.distill import distill, with_vocabulary
+
+BATCH = 16  # prompts decoded side by side; tau is that of each alone
+DECODED = "decoded.json"
+
+
+class Run(NamedTuple):
+    """One training run of the grid."""
+
+    cell: str
+    learning_rate: float
+    seed: int
+    config: DistillConfig
+
+
+def runs_of(grid: GridConfig, cells: Sequence[str]) -> list[Run]:
+    """The runs of the named cells, all learning rates of a seed one after the other."""
+    unknown = sorted(set(cells) - {name for name, _ in grid.cells})
+    if unknown:
+        raise InputError(f"--cells: the grid has no {', '.join(unknown)}")
+    chosen = [(name, config) for name, config in grid.cells if name in cells]
+    return [
+        _run(grid, name, config, rate, seed)
+        for seed, (name, config), rate in itertools.product(grid.seeds, chosen, grid.learning_rates)
+    ]
+
+
+def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: int) -> Run:
+    folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
+    config = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, learning_rate=rate),
+        run=dataclasses.replace(config.run, directory=folder, seed=seed),
+        output=f"{folder}/drafter",
+    )
+    return Run(cell, rate, seed, config)
+
+
+def check_sizes(grid: GridConfig, target: Target) -> dict[str, int]:
+    """Trainable parameters of each cell; InputError for one that is not matched."""
+    sizes = {name: _num_trained(config, target) for name, config in grid.cells}
+    wanted = sizes[grid.reference]
+    for name, size in sizes.items():
+        if name not in grid.unmatched and abs(size / wanted - 1) > grid.tolerance:
+            raise InputError(
+                f"cell {name} trains {size} parameters and {grid.reference} {wanted}, more than "
+                f"{grid.tolerance:.0%} apart: change its sizes or name it in `unmatched`"
+            )
+    return sizes
+
+
+def _num_trained(config: DistillConfig, target: Target) -> int:
+    drafter = with_vocabulary(config, target).drafter
+    functions = DRAFTERS[method_of(drafter)].make(drafter, target.config)
+    shapes = jax.eval_shape(functions.init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+# ---- training and decoding ----------------------------------------------------------------
+
+
+def train(runs: Sequence[Run]) -> None:
+    """Trains what is not finished, one run after the other."""
+    for each in runs:
+        if not _is_trained(each):
+            print(f"{each.config.run.directory}: training", flush=True)
+            distill(each.config)
+            jax.clear_caches()  # or the programs of all cells pile up
+
+
+def _is_trained(each: Run) -> bool:
+    return (Path(each.config.output) / "config.json").is_file()
+
+
+def decode(grid: GridConfig, best: Sequence[Run]) -> None:
+    """Real tau of the chosen runs that were not decoded yet."""
+    todo = [each for each in best if not _decoded(grid, each)]
+    if not todo:
+        return
+    target = load_target(grid.cells[0][1].target)
+    prompts = _prompts(grid, target)
+    for each in todo:
+        drafter = load_drafter(each.config.output, target)
+        found = {"prompts": len(prompts), "settings": _settings(grid, each), "shapes": []}
+        for shape in grid.shapes:
+            session = Session(target, drafter, shape)
+            taus = {
+                key: _tau(session, prompts, grid.max_new_tokens, stops)
+                for key, stops in (("tau", None), ("tau_past_end", []))
+            }
+            found["shapes"].append({"shape": _name_of(shape)} | taus)
+        _write_whole(Path(each.config.run.directory) / DECODED, found)
+        jax.clear_caches()
+
+
+def _prompts(grid: GridConfig, target: Target) -> list[list[int]]:
+    config = grid.cells[0][1].data
+    tokenizer = load_tokenizer(target.folder)
+    validation, _ = batches.load(config, tokenizer, target.config.vocab_size, "validation", None)
+    room = target.config.max_position_embeddings - grid.max_new_tokens
+    fitting = (prompt for prompt in prompts_of(validation) if len(prompt) <= room)
+    return list(itertools.islice(fitting, grid.prompts))
+
+
+def _tau(
+    session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
+) -> float:
+    """Tokens per verification over all rounds of all prompts."""
+    committed = rounds = 0
+    for start in range(0, len(prompts), BATCH):
+        part = prompts[start : start + BATCH]
+        filled = part + part[:1] * (BATCH - len(part))  # one program for all
+        for result in session.generate(filled, max_new_tokens, stops)[: len(part)]:
+            committed += sum(result.accept_lengths)
+            rounds += result.rounds
+    return committed / max(rounds, 1)
+
+
+def _settings(grid: GridConfig, each: Run) -> dict[str, Any]:
+    """What a decoding depends on beside the drafter's run."""
+    return {
+        "run": fingerprint(each.config),
+        "shapes": [_name_of(shape) for shape in grid.shapes],
+        "prompts": grid.prompts,
+        "max_new_tokens": grid.max_new_tokens,
+    }
+
+
+def _decoded(grid: GridConfig, each: Run) -> dict[str, Any] | None:
+    path = Path(each.config.run.directory) / DECODED
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if found["settings"] == _settings(grid, each) else None
+
+
+def _name_of(shape: DraftShape) -> str:
+    if shape.is_chain:
+        return f"chain {shape.depth}"
+    return f"tree {shape.depth}/{shape.breadth}/{shape.num_drafted}"
+
+
+# ---- report -------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What is known of one cell and seed; of several learning rates the best."""
+
+    best: Run
+    simulated_tau: float
+    tried: dict[str, float]  # simulated tau by learning rate
+    decoded: dict[str, Any] | None
+
+
+def rows_of(grid: GridConfig, runs: Sequence[Run]) -> list[Row]:
+    """One row a cell and seed of which at least one run is finished."""
+    found = []
+    key = lambda each: (each.cell, each.seed)  # noqa: E731
+    for _, group in itertools.groupby(runs, key):
+        rated = [(_simulated_tau(each), each) for each in group if _is_trained(each)]
+        if rated:
+            tau, best = max(rated, key=lambda pair: pair[0])
+            tried = {f"{each.learning_rate:g}": tau for tau, each in rated}
+            found.append(Row(best, tau, tried, _decoded(grid, best)))
+    return found
+
+
+def _simulated_tau(each: Run) -> float:
+    """That of the run's last evaluation."""
+    records = read_records(Path(each.config.run.directory) / "metrics.jsonl")
+    return [record for record in records if "simulated_tau" in record][-1]["simulated_tau"]
+
+
+def report(grid: GridConfig, rows: Sequence[Row], sizes: dict[str, int]) -> str:
+    """The table in Markdown; what is missing of the grid is said below it."""
+    shapes = [_name_of(shape) for shape in grid.shapes]
+    columns = ["cell", "seed", "parameters", "learning rate", "simulated tau"]
+    for shape in shapes:
+        columns += [f"tau, {shape}", "of reference", "past end", "of reference"]
+    base = {row.best.seed: row for row in rows if row.best.cell == grid.reference}
+    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join(["---"] * len(columns)) + " |"]
+    for row in rows:
+        cells = [row.best.cell, row.best.seed, f"{sizes[row.best.cell]:,}"]
+        cells += [f"{row.best.learning_rate:g}", f"{row.simulated_tau:.2f}"]
+        cells += _taus(row, base.get(row.best.seed), len(shapes))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    there = {(row.best.cell, row.best.seed) for row in rows}
+    wanted = itertools.product((name for name, _ in grid.cells), grid.seeds)
+    missing = [f"{cell} (seed {seed})" for cell, seed in wanted if (cell, seed) not in there]
+    if missing:
+        lines += ["", f"Not trained yet: {', '.join(missing)}."]
+    return "\n".join(lines)
+
+
+def _taus(row: Row, base: Row | None, count: int) -> Iterator[str]:
+    for index in range(count):
+        for key in ("tau", "tau_past_end"):
+            if row.decoded is None:
+                yield from ("", "")
+                continue
+            tau = row.decoded["shapes"][index][key]
+            yield f"{tau:.2f}"
+            known = base and base.decoded
+            yield f"{tau / base.decoded['shapes'][index][key]:.2f}" if known else ""
+
+
+def _write_whole(path: Path, content: dict[str, Any]) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    write_json(fresh, content)
+    fresh.replace(path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = _parser().parse_args(arguments)
+    grid = read_config(args.config, GridConfig)
+    every = [name for name, _ in grid.cells]
+    sizes = check_sizes(grid, describe_target(grid.cells[0][1].target))
+    chosen = names(args.cells) or every
+    runs = runs_of(grid, chosen)
+    if not args.report:
+        train(runs)
+        decode(grid, [row.best for row in rows_of(grid, runs)])
+    rows = rows_of(grid, runs_of(grid, every))
+    table = report(grid, rows, sizes)
+    Path(grid.directory).mkdir(parents=True, exist_ok=True)
+    Path(grid.directory, "report.md").write_text(table + "\n", encoding="utf-8")
+    _write_whole(Path(grid.directory, "report.json"), {"rows": [_json(row) for row in rows]})
+    print(table)
+
+
+def _json(row: Row) -> dict[str, Any]:
+    shapes = row.decoded and row.decoded["shapes"]
+    return {
+        "cell": row.best.cell,
+        "seed": row.best.seed,
+        "learning_rate": row.best.learning_rate,
+        "simulated_tau": row.simulated_tau,
+        "simulated_tau_by_learning_rate": row.tried,
+        "shapes": shapes,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("train.grid", __doc__)
+    parser.add_argument("--config", required=True, help="a Python file that defines a GridConfig")
+    parser.add_argument("--cells", default="", help="names with commas; default: all")
+    parser.add_argument("--report", action="store_true", help="only say what is there")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)
