@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from infer.cli import names, progress
+from infer.sampling import sampling_of, stopper
 from moa_jax import InputError, Result, Session
 from moa_jax.data import chat, corpora
+from moa_jax.session import row_of
 from moa_jax.tokenizer import load_tokenizer
 
 NGRAM = 8
@@ -43,11 +45,13 @@ def compare_on_conversations(args: argparse.Namespace, drafted: Session, plain: 
             f"{args.conversations}: no prompt of {args.sources or 'any source'} "
             f"within {longest} tokens: raise --max-prompt or lower --max-new-tokens"
         )
+    ends = {"stop_ids": args.stop_ids, "stop_when": stopper(tokenizer, args.stop)}
     answers = []
     with progress(len(prompts), "prompts") as bar:
-        for source, prompt in prompts:
-            found = (s.generate([prompt], args.max_new_tokens)[0] for s in (drafted, plain))
-            answers.append(Answer(source, *found))
+        for index, (source, prompt) in enumerate(prompts):
+            how = {"sampling": row_of(sampling_of(args), index), **ends}
+            found = (s.generate([prompt], args.max_new_tokens, **how) for s in (drafted, plain))
+            answers.append(Answer(source, *(result for (result,) in found)))
             bar.step()
     rows = summarise(answers)
     depth = drafted.shape.depth

@@ -87,8 +87,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _on_conversations(args: argparse.Namespace) -> None:
-    if args.modes is not None or len(args.draft or []) > 1:
-        raise InputError("--conversations compares one drafter in one mode: use --suite for more")
+    if args.modes is not None or args.output is not None or len(args.draft or []) > 1:
+        raise InputError(
+            "--conversations prints the figures of one drafter in one mode: use --suite for more "
+            "and for --output"
+        )
     _, (plain, drafted) = load_contenders(args)
     print(compare_on_conversations(args, drafted.session, plain.session))
 

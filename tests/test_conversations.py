@@ -79,6 +79,8 @@ def test_refused_flags(pair, tmp_path, capsys):
         evaluate.main([*pair, "--conversations", file])
     with pytest.raises(InputError, match="nothing to compare"):
         evaluate.main(["--conversations", file, "--mode", "plain"])
+    with pytest.raises(InputError, match="use --suite for more"):
+        evaluate.main([*pair, "--conversations", file, "--modes", "chain"])
     for flag in ("--limit", "--max-prompt", "--max-new-tokens"):
         with pytest.raises(SystemExit):
             evaluate.main(["--conversations", file, flag, "0"])

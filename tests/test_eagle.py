@@ -140,7 +140,7 @@ def _generations():
             yield pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("folder", "name"), _generations())
+@pytest.mark.parametrize(("folder", "name"), list(_generations()))
 @pytest.mark.parametrize("mask", ["shifted", "fixed"])
 def test_draft_accept_lengths(folder, name, mask):
     """With the authors' shifted mask, and with the right one where that was recorded."""

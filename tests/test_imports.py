@@ -76,7 +76,8 @@ TABLE: dict[str, set[str]] = {
     "infer.config_file": {"errors"},
     "infer.plot": {"errors"},
     "infer": LIBRARY | {"moa_jax", "configs", *SHARED},
-    "train": LIBRARY | {"flops", "planning", "machines", "moa_jax", "configs", *SHARED},
+    "train": LIBRARY
+    | {"fingerprint", "flops", "planning", "machines", "moa_jax", "configs", *SHARED},
 } | {peer: set() for peer in PEERS}
 
 

@@ -23,6 +23,7 @@ from moa_jax.config import (
     BlockConfig,
     DataConfig,
     DistillConfig,
+    GridConfig,
     DraftShape,
     MoaConfig,
     OptimConfig,
@@ -259,5 +260,6 @@ CONFIGS = sorted(filter(defines_config, (ROOT / "configs").glob("*.py")))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_committed_configs_load(path):
-    config = read_config(str(path), PretrainConfig, DistillConfig)
-    assert config.run.directory.startswith("runs/")
+    config = read_config(str(path), PretrainConfig, DistillConfig, GridConfig)
+    place = config.directory if isinstance(config, GridConfig) else config.run.directory
+    assert place.startswith("runs/")

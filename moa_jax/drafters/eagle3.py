@@ -15,6 +15,7 @@ t2d. Tensor names and config.json are the official ones.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -215,9 +216,12 @@ def read_config(
     sizes = read_sizes(files, target_cfg, PREFIX, plain=True)
     ids_U = _ids(files, target_cfg)
     whole = np.array_equal(ids_U, np.arange(target_cfg.vocab_size))
-    streams = files.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") or ()
     draft_ids = () if whole else tuple(ids_U.tolist())
-    return Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=tuple(streams)), ()
+    cfg = Eagle3Config(**sizes, draft_ids=draft_ids)
+    stated = files.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    if stated and tuple(stated) != tapped_layers(cfg, target_cfg):
+        cfg = dataclasses.replace(cfg, tapped_layers=tuple(stated))
+    return cfg, ()
 
 
 def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
