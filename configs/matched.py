@@ -4,8 +4,14 @@
 
 Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
 and gets the same number of updates; the learning rate of each is chosen from two. EAGLE-3 spends
-a third of its parameters on a head for the commonest half of the vocabulary, as its official
-files do with a quarter; `eagle3_large` has head and layer of full size beside the match.
+a sixth of its parameters on a head for the commonest quarter of the vocabulary, which is what its
+official files do; `eagle3_large` has head and layer of full size, beside the match. The data
+(README, "The bundled pair", but fewer):
+
+    python -m train.regenerate ... --limit 256 --output runs/demo_answers.jsonl
+    python -m train.regenerate ... --limit 1536 $P --output runs/demo_past.jsonl
+    python -m train.vocabulary --target moa_jax/demo/target --corpus runs/demo_past.jsonl \
+        --size 512 --output runs/vocabulary
 """
 
 import dataclasses
@@ -59,7 +65,7 @@ config = GridConfig(
         ("eagle2", with_(drafter=EagleConfig(1, 684), feedback=noise)),
         (
             "eagle3",
-            with_(drafter=Eagle3Config(1, 128), feedback=test_time, vocabulary="runs/vocabulary"),
+            with_(drafter=Eagle3Config(1, 296), feedback=test_time, vocabulary="runs/vocabulary"),
         ),
         ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
         ("moa_without_lsa", with_(drafter=moa(296, layer_mixing="mean"))),

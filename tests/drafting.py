@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from moa_jax.pretrained import LoadedDrafter, Target
 from tests.compare import assert_close
 from tests.oracle import random_pair
 from tests.pairs import NO_STOP, PROMPTS, method_of_case
+from tests.test_training import distill_config, metrics
+from train import distill
 
 TREE = DraftShape(4, 3, 8)
 NUM_NEW = 20
@@ -170,3 +173,15 @@ def _plain_texts(target: Target, prompts: tuple[tuple[int, ...], ...]) -> Any:
         found = Session(target).generate(prompts, NUM_NEW, NO_STOP, LAWS)
         _PLAIN[key] = tuple(tuple(row.token_ids) for row in found)
     return _PLAIN[key]
+
+
+def assert_training_makes_a_drafter(folder: Path, scratch: Path, config: Any) -> None:
+    """A dozen updates of train.distill for the target in `folder`: less loss, files that decode."""
+    settings = dataclasses.replace(distill_config(scratch, folder), drafter=config)
+    distill.distill(settings)
+    first, *_, last = metrics(scratch, "train")
+    assert last["loss"] < 0.95 * first["loss"] and last["kl"] < 0.95 * first["kl"]
+    target = load_target(folder, jnp.float32)
+    drafter = load_drafter(scratch / "draft", target)
+    assert drafter.config == config
+    assert_changes_nothing(target, drafter)

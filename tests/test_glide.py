@@ -18,6 +18,7 @@ from tests.conftest import golden_cases
 from tests.drafting import (
     assert_changes_nothing,
     assert_drafting_equals_training,
+    assert_training_makes_a_drafter,
     calm_target,  # noqa: F401
     loss_and_gradient,
     make,
@@ -25,6 +26,7 @@ from tests.drafting import (
     untrained,
 )
 from tests.model_folders import assert_same_tensors, edit_json, refusal
+from tests.test_training import small_target  # noqa: F401
 
 CONFIG = GlideConfig(2, 44, 3)
 recorded = pytest.mark.parametrize("folder", golden_cases("glide_", "train.npz"))
@@ -169,3 +171,11 @@ def test_saved_as_it_is_loaded_and_for_its_target_alone(calm_target, tmp_path): 
     assert "hidden_size is 60 in its files and 64" in refusal(
         load_drafter, tmp_path / "draft", wide
     )
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_trained_one_decodes(small_target, tmp_path):  # noqa: F811
+    assert_training_makes_a_drafter(small_target, tmp_path, GlideConfig(1, 24, 4))

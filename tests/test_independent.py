@@ -18,6 +18,7 @@ from tests.conftest import golden_cases
 from tests.drafting import (
     assert_changes_nothing,
     assert_drafting_equals_training,
+    assert_training_makes_a_drafter,
     batch_of,
     calm_target,  # noqa: F401
     loss_and_gradient,
@@ -27,6 +28,7 @@ from tests.drafting import (
     untrained,
 )
 from tests.model_folders import refusal, tensors_of
+from tests.test_training import small_target  # noqa: F401
 
 BORROWED = "independent-borrowed"
 AUTHORS = "spec_model."  # before the names of recorded gradients
@@ -204,3 +206,13 @@ def test_a_draft_vocabulary_or_layout_that_does_not_fit_is_refused(calm_target, 
             save_drafter, tmp_path / "new", method, config, {}, calm_target, layout=layout
         )
         assert said.startswith(f"layout {layout} knows no models")
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [BorrowedConfig, IndependentConfig])
+def test_trained_ones_decode(small_target, tmp_path, kind):  # noqa: F811
+    model = first_layer(load_target(small_target), intermediate_size=24)
+    assert_training_makes_a_drafter(small_target, tmp_path, kind(model))
