@@ -8,8 +8,8 @@ A match is the root with as many tokens before it as possible, from `longest_mat
 `shortest_match`; among equally long ones the latest counts. Where what followed runs into the end
 of the text, the draft goes on with its own tokens: a text that repeats is drafted to any depth.
 For trees the continuations of several matches are merged. There are no weights, so there is
-nothing to load and nothing to train, and no probabilities: candidates are never drawn, and the
-confidence that a shape asks for leaves nothing out.
+nothing to load and nothing to train, and no probabilities: candidates are never drawn, and a
+shape's confidence leaves nothing out; it only lets the target verify no more than there is.
 
 References: Saxena's prompt lookup decoding; 2304.04487 for drafts copied from text.
 """
