@@ -13,7 +13,7 @@ import numpy as np
 from configs.shapes import SHAPES
 from infer.cli import positive
 from infer.config_file import read_config
-from infer.conversations import prompts_of as conversation_prompts
+from infer.evaluation.conversations import prompts_of as conversation_prompts
 from infer.generate import Writer, prompt_of
 from infer.pair import use_cores
 from moa_jax.bench.random_pair import random_drafter, random_target

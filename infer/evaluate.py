@@ -28,11 +28,11 @@ from typing import Any
 
 import jax
 
-from infer import answers, report, report_plots, suites
 from infer.cli import Parser, positive, progress, run
-from infer.contenders import describe, load_contenders
-from infer.conversations import compare_on_conversations
-from infer.interview import Interview, interview_of, law_of_answers
+from infer.evaluation import answers, plots, report, suites
+from infer.evaluation.contenders import describe, load_contenders
+from infer.evaluation.conversations import compare_on_conversations
+from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.sampling import add_sampling_flags
 from moa_jax.errors import InputError
@@ -168,8 +168,8 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
     else:
-        report_plots.plot_speed(document, folder / SPEED)
-        report_plots.plot_acceptance(document, folder / ACCEPTANCE)
+        plots.plot_speed(document, folder / SPEED)
+        plots.plot_acceptance(document, folder / ACCEPTANCE)
         pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"]
     text = "\n\n".join([report.render(document), *pictures])
     answers.write_whole(folder / "report.md", text + "\n")

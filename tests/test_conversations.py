@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from infer import conversations, evaluate
+from infer import evaluate
+from infer.evaluation import conversations
 from moa_jax import InputError, load_target
 from moa_jax.config import MoaConfig
 from moa_jax.drafters import DRAFTERS

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from infer import evaluate
-from infer.contenders import Contender
-from infer.interview import Interview
-from infer.suites import Question
+from infer.evaluation.contenders import Contender
+from infer.evaluation.interview import Interview
+from infer.evaluation.suites import Question
 from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.drafters import DRAFTERS

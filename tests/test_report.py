@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from infer import paper, report, report_plots
-from infer.answers import Answer
-from infer.suites import PAPER, Question
+from infer.evaluation import paper, plots, report
+from infer.evaluation.answers import Answer
+from infer.evaluation.suites import PAPER, Question
 from moa_jax import Result
 
 CHAIN = "moa-chain"
@@ -129,6 +129,6 @@ def test_the_papers_mean_is_that_of_six_sets():
 
 def test_pictures(document, tmp_path):
     pytest.importorskip("matplotlib")
-    report_plots.plot_speed(document, tmp_path / "speed.png")
-    report_plots.plot_acceptance(document, tmp_path / "acceptance.png")
+    plots.plot_speed(document, tmp_path / "speed.png")
+    plots.plot_acceptance(document, tmp_path / "acceptance.png")
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())

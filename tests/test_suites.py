@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infer import suites
+from infer.evaluation import suites
 from moa_jax.data import corpora
 from tests.model_folders import refusal
 

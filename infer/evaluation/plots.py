@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer import paper
-from infer.contenders import PLAIN
-from infer.report import ALL
+from infer.evaluation import paper
+from infer.evaluation.contenders import PLAIN
+from infer.evaluation.report import ALL
 
 SHADES = "tab10"
 PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}

@@ -7,10 +7,10 @@ import argparse
 import dataclasses
 from typing import Any, NamedTuple
 
-from infer.answers import Answer
-from infer.contenders import PLAIN, Contender
+from infer.evaluation.answers import Answer
+from infer.evaluation.contenders import PLAIN, Contender
+from infer.evaluation.suites import Question
 from infer.sampling import before_stop, check_stop_ids, sampling_of, stopper
-from infer.suites import Question
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.suites import Question
+from infer.evaluation.suites import Question
 from moa_jax.errors import InputError
 from moa_jax.session import Result
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from infer import paper
-from infer.answers import Answer
 from infer.bench_tables import table
-from infer.contenders import PLAIN
-from infer.suites import PAPER, Question
+from infer.evaluation import paper
+from infer.evaluation.answers import Answer
+from infer.evaluation.contenders import PLAIN
+from infer.evaluation.suites import PAPER, Question
 from moa_jax.bench.figures import acceptance, median, quartiles
 
 Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
