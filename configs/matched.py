@@ -85,7 +85,7 @@ config = GridConfig(
         ("moa_without_sa", with_(drafter=moa(728, has_self_attention=False))),
         ("eagle3_large", with_(drafter=Eagle3Config(1, 684), feedback=test_time)),
     ),
-    learning_rates=(1e-4, 5e-5),
+    learning_rates=(1e-4, 2e-4),
     directory="runs/matched",
     reference="eagle2",
     unmatched=("eagle3_large",),

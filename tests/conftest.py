@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-# jax reads these when it is imported. Compiling is most of a test's time: with 0 for the second
-# the tests take half as long again, and test what users run, as .ci/run does once.
+# jax reads these when it is imported. Compiling is most of a test's time; with 0 for the second the
+# tests take longer and test the programs that users run, which .ci/run does for some files.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 

@@ -168,6 +168,7 @@ def test_trees_change_nothing(pair, shape):  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", [("llama", 0), ("llama", 3)], ids=["n0", "n3"], indirect=True)
 @pytest.mark.parametrize("shape", MORE_TREES, ids=str)
 def test_more_trees_change_nothing(pair, shape):  # noqa: F811
     assert_changes_nothing(pair, shape)

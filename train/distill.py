@@ -34,8 +34,8 @@ from train.loop import Job, fit
 from train.settings import config_parser, parse_config
 
 
-def distill(config: DistillConfig) -> None:
-    """Target, data, training, and the finished drafter's folder."""
+def distill(config: DistillConfig) -> bool:
+    """Target, data, training, and the finished drafter's folder; False where told to stop."""
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
@@ -53,10 +53,11 @@ def distill(config: DistillConfig) -> None:
     with jax.set_mesh(mesh):
         params = fit(_job(config, program, target, train, validation), target.params)
         if params is None:  # told to stop before the end
-            return
+            return False
         params = processes.gathered(params)
     if processes.is_first():
         _save(config, params, target)
+    return True
 
 
 def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,13 +96,15 @@ def _num_trained(config: DistillConfig, target: Target) -> int:
 # ---- training and decoding ----------------------------------------------------------------
 
 
-def train(runs: Sequence[Run]) -> None:
-    """Trains what is not finished, one run after the other."""
+def train(runs: Sequence[Run]) -> bool:
+    """Trains what is not finished, one run after the other; False where told to stop."""
     for each in runs:
         if not _is_trained(each):
-            print(f"{each.config.run.directory}: training", flush=True)
-            distill(each.config)
+            print(f"{each.config.run.directory}: training", file=sys.stderr)
+            if not distill(each.config):
+                return False
             jax.clear_caches()  # or the programs of all cells pile up
+    return True
 
 
 def _is_trained(each: Run) -> bool:
@@ -254,7 +257,8 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = names(args.cells) or every
     runs = runs_of(grid, chosen)
     if not args.report:
-        train(runs)
+        if not train(runs):
+            return
         decode(grid, [row.best for row in rows_of(grid, runs)])
     rows = rows_of(grid, runs_of(grid, every))
     table = report(grid, rows, sizes)
