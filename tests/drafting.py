@@ -180,7 +180,7 @@ def assert_training_makes_a_drafter(folder: Path, scratch: Path, config: Any) ->
     settings = dataclasses.replace(distill_config(scratch, folder), drafter=config)
     distill.distill(settings)
     first, *_, last = metrics(scratch, "train")
-    assert last["loss"] < first["loss"] and last["kl"] < 0.9 * first["kl"]
+    assert last["loss"] < first["loss"] and last["kl"] < 0.97 * first["kl"]
     target = load_target(folder, jnp.float32)
     drafter = load_drafter(scratch / "draft", target)
     assert drafter.config == config
