@@ -51,10 +51,15 @@ def finish(run: grids.Run, tau: float) -> None:
 
 def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
     grid = toy_grid(tmp_path, seeds=(0, 1))
-    runs = grids.runs_of(grid, ["moa", "eagle"])
+    runs = grids.runs_of(grid)
     assert len({run.config.run.directory for run in runs}) == len(runs) == 8
     assert {run.config.run.seed for run in runs} == {0, 1}
-    assert "no walrus" in refusal(grids.runs_of, grid, ["walrus"])
+    some = grids.chosen_runs(runs, ["eagle"], ["0.001"])
+    assert [(run.cell, run.learning_rate, run.seed) for run in some] == [
+        ("eagle", 1e-3, 0),
+        ("eagle", 1e-3, 1),
+    ]
+    assert "no walrus" in refusal(grids.chosen_runs, runs, ["walrus"], [])
 
 
 def test_sizes_must_match(tmp_path):
@@ -69,7 +74,7 @@ def test_sizes_must_match(tmp_path):
 
 def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
     grid = toy_grid(tmp_path)
-    runs = grids.runs_of(grid, ["moa", "eagle"])
+    runs = grids.runs_of(grid)
     for run, tau in zip(runs[:2], (1.5, 1.7), strict=True):
         finish(run, tau)
     rows = grids.rows_of(grid, runs)

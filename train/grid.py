@@ -2,9 +2,9 @@
 
 Each cell of the grid is a run of train.distill, so the same command goes on where it was cut, and
 cells, learning rates and seeds may be added later; what is finished is not done again. With
-`--cells a,b` several processes can share the work. The report (Markdown and JSON in the grid's
-directory) has what is there so far: tau of greedy decoding on held-out prompts, with the target's
-own stops, and where every answer goes on to the limit.
+`--cells a,b` and `--learning-rates 1e-4` several processes can share the work. The report (Markdown
+and JSON in the grid's directory) has what is there so far: tau of greedy decoding on held-out
+prompts, with the target's own stops, and where every answer goes on to the limit.
 """
 
 from __future__ import annotations
@@ -50,16 +50,30 @@ class Run(NamedTuple):
     config: DistillConfig
 
 
-def runs_of(grid: GridConfig, cells: Sequence[str]) -> list[Run]:
-    """The runs of the named cells, all learning rates of a seed one after the other."""
-    unknown = sorted(set(cells) - {name for name, _ in grid.cells})
-    if unknown:
-        raise InputError(f"--cells: the grid has no {', '.join(unknown)}")
-    chosen = [(name, config) for name, config in grid.cells if name in cells]
+def runs_of(grid: GridConfig) -> list[Run]:
+    """All runs, the learning rates of a cell and seed one after the other."""
     return [
         _run(grid, name, config, rate, seed)
-        for seed, (name, config), rate in itertools.product(grid.seeds, chosen, grid.learning_rates)
+        for seed, (name, config), rate in itertools.product(
+            grid.seeds, grid.cells, grid.learning_rates
+        )
     ]
+
+
+def chosen_runs(runs: Sequence[Run], cells: Sequence[str], rates: Sequence[str]) -> list[Run]:
+    """Those of the named cells and rates, nothing named being all, in the order of the names."""
+    for flag, asked, known in (
+        ("cells", cells, {each.cell for each in runs}),
+        ("learning-rates", rates, {f"{each.learning_rate:g}" for each in runs}),
+    ):
+        if unknown := sorted(set(asked) - known):
+            raise InputError(
+                f"--{flag}: the grid has no {', '.join(unknown)}, but {', '.join(sorted(known))}"
+            )
+    place = {name: index for index, name in enumerate(cells)}
+    kept = [each for each in runs if not rates or f"{each.learning_rate:g}" in rates]
+    kept = [each for each in kept if not cells or each.cell in place]
+    return sorted(kept, key=lambda each: place.get(each.cell, 0))
 
 
 def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: int) -> Run:
@@ -252,15 +266,15 @@ def _write_whole(path: Path, content: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     grid = read_config(args.config, GridConfig)
-    every = [name for name, _ in grid.cells]
     sizes = check_sizes(grid, describe_target(grid.cells[0][1].target))
-    chosen = names(args.cells) or every
-    runs = runs_of(grid, chosen)
+    runs = runs_of(grid)
+    mine = chosen_runs(runs, names(args.cells), names(args.learning_rates))
     if not args.report:
-        if not train(runs):
+        if not train(mine):
             return
-        decode(grid, [row.best for row in rows_of(grid, runs)])
-    rows = rows_of(grid, runs_of(grid, every))
+        cells = {each.cell for each in mine}
+        decode(grid, [row.best for row in rows_of(grid, runs) if row.best.cell in cells])
+    rows = rows_of(grid, runs)
     table = report(grid, rows, sizes)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
     Path(grid.directory, "report.md").write_text(table + "\n", encoding="utf-8")
@@ -284,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.grid", __doc__)
     parser.add_argument("--config", required=True, help="a Python file that defines a GridConfig")
     parser.add_argument("--cells", default="", help="names with commas; default: all")
+    parser.add_argument("--learning-rates", default="", help="with commas; default: all")
     parser.add_argument("--report", action="store_true", help="only say what is there")
     return parser
 
