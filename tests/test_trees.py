@@ -48,12 +48,13 @@ def cases() -> list:
     return list(_cases())
 
 
-KINDS = ("moa_", "glide_", "independent_")  # whose rounds are those of the authors' code
+KINDS = ("moa_", "glide_", "independent_", "eagle_")  # whose rounds are those of the authors' code
 QUICK = {
     ("moa_llama_trained", "d7b8t62"),
     ("moa_qwen2_n0", "d4b3t8"),
     ("glide_llama", "d4b3t8"),
     ("independent_llama", "d4b3t8"),
+    ("eagle_llama_trained", "d4b3t8"),
 }
 
 
