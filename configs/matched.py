@@ -89,4 +89,5 @@ config = GridConfig(
     directory="runs/matched",
     reference="eagle2",
     unmatched=("eagle3_large",),
+    prompts=32,
 )
