@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import time
@@ -57,6 +58,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+# Where the drivers of NVIDIA (WSL: dxg) and TPU devices show them, and the plugins that look there.
+DEVICES = ("nvidia*", "dxg", "accel*", "vfio/[0-9]*")
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")
+
+
+def keep_to_cpu_without_devices() -> None:
+    """Keeps jax to the CPU where its plugins are installed but no device is there.
+
+    So it is after `make env PLAN=1`: jax would print pages about devices that it cannot find.
+    """
+    if os.environ.get("JAX_PLATFORMS") or any(any(Path("/dev").glob(kind)) for kind in DEVICES):
+        return
+    if any(importlib.util.find_spec(plugin) for plugin in PLUGINS):
+        import jax  # not above: the command line of a program needs no jax
+
+        jax.config.update("jax_platforms", "cpu")
+
+
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Run a program and exit with its code, or with 2 after one line for bad input.
 
@@ -64,6 +83,7 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     Ctrl-C exits with 130 and a closed pipe (`| head`) with 141, both without a word; any
     other exception is a fault of ours and keeps its traceback.
     """
+    keep_to_cpu_without_devices()
     try:
         code = main(arguments) or 0
         sys.stdout.flush()

@@ -162,3 +162,19 @@ def test_progress_can_be_quiet(capsys):
         bar.note({"loss": 1.0})
         bar.line("read")
     assert capsys.readouterr() == ("", "")
+
+
+def test_plugins_without_devices_leave_jax_to_the_cpu(monkeypatch):
+    """As after `make env PLAN=1`; what the user says about platforms stands."""
+    said = []
+    monkeypatch.setattr("jax.config.update", lambda *setting: said.append(setting))
+    monkeypatch.setattr(cli, "PLUGINS", ("json",))  # a module that is surely there
+    monkeypatch.setattr(cli, "DEVICES", ("no device is called so",))
+    cli.keep_to_cpu_without_devices()  # JAX_PLATFORMS is set in tests
+    assert not said
+    monkeypatch.delenv("JAX_PLATFORMS")
+    cli.keep_to_cpu_without_devices()
+    assert said == [("jax_platforms", "cpu")]
+    monkeypatch.setattr(cli, "DEVICES", ("null",))
+    cli.keep_to_cpu_without_devices()
+    assert len(said) == 1
