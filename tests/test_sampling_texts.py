@@ -53,7 +53,7 @@ def table_drafter(logits_VV) -> Drafter:
         return grow.grow(level, cache, root_B, shape, guide)
 
     nothing = lambda *arguments: ()  # noqa: E731
-    return Drafter(Taps(), lambda params: {}, None, nothing, nothing, propose, None, None)
+    return Drafter(Taps(), lambda params: {}, None, nothing, nothing, propose, None, None, None)
 
 
 def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
