@@ -186,9 +186,15 @@ def test_wrong_tensors_are_refused(pair, drop, changes, says):
     assert says in refusal(load_drafter, pair / "draft", load_target(pair / "target"))
 
 
-def test_a_target_is_no_drafter(pair):
-    said = refusal(load_drafter, pair / "target", load_target(pair / "target"))
-    assert "holds no drafter that we recognise: these kinds are known: moa" in said
+def test_files_of_no_kind_are_refused(pair):
+    edit_tensors(pair / "draft", drop="attention")
+    edit_json(pair / "draft" / "config.json", architectures=["Walrus"])
+    said = refusal(load_drafter, pair / "draft", load_target(pair / "target"))
+    assert "holds no drafter that we recognise: these kinds are known: moa, " in said
+
+
+def test_a_whole_model_is_a_drafter_of_its_own(pair):
+    assert load_drafter(pair / "target", load_target(pair / "target")).method == "independent"
 
 
 def test_an_n_that_contradicts_the_files_is_refused(ours):

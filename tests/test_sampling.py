@@ -107,7 +107,8 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
     logits_BNV, seen_BNV = random_logits(1.0, seed=1)
     path_BNP = np.full((*seen_BNV.shape[:2], 2), [[0, 1], [0, 2]])
     law, ids_U = law_of(SETTINGS, V), np.array([1, 2, 3, 5, 7, 11])
-    setup = Setup(SimpleNamespace(vocab_size=V), None, DraftShape(3, sampled=True))
+    drafter = SimpleNamespace(draft_ids=None)
+    setup = Setup(SimpleNamespace(vocab_size=V), drafter, DraftShape(3, sampled=True))
 
     @jax.jit
     def guided(weights, law, logits_BNU):
