@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # jax reads these when it is imported. Compiling is most of a test's time; with 0 for the second the
@@ -39,6 +40,12 @@ def golden_cases(prefix: str = "", needs: str | None = None) -> list:
     if not cases:
         return [_skipped(f"no case {prefix}* with {needs or 'any file'} in {root}")]
     return [pytest.param(path, id=path.name, marks=pytest.mark.golden) for path in cases]
+
+
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an npz file, which is closed again."""
+    with np.load(path) as file:
+        return dict(file)
 
 
 @pytest.fixture(scope="session")

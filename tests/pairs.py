@@ -11,6 +11,7 @@ import pytest
 
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, EagleConfig
+from tests.conftest import arrays_of
 from tests.model_folders import save_random_pair
 from tests.oracle import random_pair
 
@@ -76,13 +77,13 @@ def method_of_case(folder: Path) -> str:
 @functools.cache
 def recorded(folder: Path) -> tuple[Pair, dict[str, np.ndarray]]:
     settings = json.loads((folder / "moa.json").read_text())
-    arrays = np.load(folder / "generate.npz")
+    arrays = arrays_of(folder / "generate.npz")
     num_reused = settings["train_args"].get("target_layer_inference")
     pair = Pair(folder, num_reused, method=method_of_case(folder))
     if isinstance(pair.drafter.config, EagleConfig):  # recorded with a mask one column off
         shifted = dataclasses.replace(pair.drafter.config, shifted_mask=True)
         pair.drafter = pair.drafter._replace(config=shifted)
-    return pair, {name: arrays[name] for name in arrays.files}
+    return pair, arrays
 
 
 def prompts_of(arrays):

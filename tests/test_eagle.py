@@ -27,7 +27,7 @@ from moa_jax.drafters.api import Guide
 from moa_jax.pretrained import save_drafter
 from moa_jax.vocabulary import vocabulary_of
 from tests.compare import assert_close, assert_norm_close, assert_value
-from tests.conftest import golden_cases
+from tests.conftest import arrays_of, golden_cases
 from tests.drafting import (
     NO_STOP,
     assert_changes_nothing,
@@ -96,7 +96,7 @@ def test_draft_loss_and_gradients(folder, noise):
     ):
         assert_value(parts[ours], arrays[f"{noise}/{theirs}"], ours)
     if noise == "noise0":
-        expected = np.load(folder / "grads.npz")
+        expected = arrays_of(folder / "grads.npz")
         for name, value in stored(target, drafter, grads).items():
             assert_norm_close(value, expected[f"noise0/{name}"], name)
 
@@ -129,7 +129,7 @@ SHAPES = {
 @functools.cache
 def loaded(folder):
     target = load_target(folder / "target", jnp.float32)
-    return target, load_drafter(folder / "draft", target), dict(np.load(folder / "generate.npz"))
+    return target, load_drafter(folder / "draft", target), arrays_of(folder / "generate.npz")
 
 
 @pytest.mark.slow

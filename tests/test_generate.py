@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from infer import generate
@@ -20,7 +19,7 @@ from moa_jax.config import Sampling
 from moa_jax.session import rows_of
 from moa_jax.spec import step
 from moa_jax.tokenizer import train_tokenizer
-from tests.conftest import golden_cases
+from tests.conftest import arrays_of, golden_cases
 from tests.model_folders import save_random_pair
 
 RESULT_KEYS = {
@@ -68,7 +67,7 @@ def test_json_is_the_contract(ask, folders):
 
 @pytest.mark.parametrize("folder", golden_cases("moa_llama_trained", "generate.npz"))
 def test_json_equals_recorded_draft(folder, ask):
-    arrays = np.load(folder / "generate.npz")
+    arrays = arrays_of(folder / "generate.npz")
     prompt, whole = (arrays[f"p0/{name}"].reshape(-1).tolist() for name in ("prompt", "vanilla"))
     models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
     flags = ["--mode", "chain", "--json", "--max-new-tokens", str(len(whole) - len(prompt))]

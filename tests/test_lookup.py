@@ -190,7 +190,10 @@ def test_no_training_files_or_vocabulary(calm_target):  # noqa: F811
     assert said == "prompt lookup has no files: name it as it is, `lookup`"
 
 
-@pytest.mark.parametrize("flags", [["--draft", "lookup"], ["--method", "lookup"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--draft", "lookup"], pytest.param(["--method", "lookup"], marks=pytest.mark.slow)],
+)
 def test_programs_take_its_name(flags, capsys):
     """With the bundled target too."""
     asked = ["--prompt-ids", "7,8,9,7,8", "--max-new-tokens", "8", "--json", "--check"]

@@ -108,7 +108,7 @@ def test_pretraining_lowers_the_loss(small_target):
     assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("num_reused", [0, 2])
+@pytest.mark.parametrize("num_reused", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
     distill.distill(distill_config(tmp_path, small_target, num_reused))
     train, evaluations = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
