@@ -53,7 +53,13 @@ CONFIGS = {
 recorded = pytest.mark.parametrize("folder", golden_cases("eagle_", "train.npz"))
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+KINDS = [
+    pytest.param(name, marks=[] if name in ("eagle", "eagle3") else pytest.mark.slow)
+    for name in CONFIGS
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def drafter(request, calm_target):
     """A drafter whose weights are large enough for its guesses to differ."""
     config = CONFIGS[request.param]

@@ -140,6 +140,7 @@ def by_definition(text: list[int], shape: DraftShape) -> list[tuple[int, ...]]:
 # ---- in decoding --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_drafts_change_no_text(calm_target):  # noqa: F811
     """Greedy texts of a small model repeat: there it is often right."""
     drafter = load_drafter("lookup", calm_target)
