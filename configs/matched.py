@@ -3,7 +3,7 @@
     python -m train.grid --config configs/matched.py
 
 Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
-and gets the same number of updates; the learning rate of each is chosen from two. EAGLE-3 spends
+and gets the same number of updates; the learning rate of each is chosen from three. EAGLE-3 spends
 a sixth of its parameters on a head for the commonest quarter of the vocabulary, which is what its
 official files do; `eagle3_large` has head and layer of full size, beside the match. The data
 (README, "The bundled pair", but fewer):
@@ -85,7 +85,7 @@ config = GridConfig(
         ("moa_without_sa", with_(drafter=moa(728, has_self_attention=False))),
         ("eagle3_large", with_(drafter=Eagle3Config(1, 684), feedback=test_time)),
     ),
-    learning_rates=(1e-4, 2e-4),
+    learning_rates=(1e-4, 2e-4, 4e-4),
     directory="runs/matched",
     reference="eagle2",
     unmatched=("eagle3_large",),
