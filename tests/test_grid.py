@@ -54,12 +54,25 @@ def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
     runs = grids.runs_of(grid)
     assert len({run.config.run.directory for run in runs}) == len(runs) == 8
     assert {run.config.run.seed for run in runs} == {0, 1}
-    some = grids.chosen_runs(runs, ["eagle"], ["0.001"])
+    some = grids.chosen_runs(runs, ["eagle"], [1e-3])
     assert [(run.cell, run.learning_rate, run.seed) for run in some] == [
         ("eagle", 1e-3, 0),
         ("eagle", 1e-3, 1),
     ]
     assert "no walrus" in refusal(grids.chosen_runs, runs, ["walrus"], [])
+
+
+def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
+    grid, trained = toy_grid(tmp_path), []
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
+    monkeypatch.setattr(grids, "train", lambda runs: trained.extend(runs))
+    asked = lambda rates: grids.main(["--config", "given", "--learning-rates", rates])  # noqa: E731
+    for text in ("1e-4", "0.0001", "1.0e-04"):
+        trained.clear()
+        asked(text)
+        assert [(run.cell, run.learning_rate) for run in trained] == [("moa", 1e-4), ("eagle", 1e-4)]
+    assert "grid has no 0.0002, but 0.0001, 0.001" in refusal(asked, "2e-4")
+    assert "--learning-rates 1e-4,fast: " in refusal(asked, "1e-4,fast")
 
 
 def test_sizes_must_match(tmp_path):

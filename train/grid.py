@@ -27,7 +27,7 @@ from infer.config_file import read_config
 from moa_jax.config import DistillConfig, DraftShape, GridConfig
 from moa_jax.data import batches
 from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 from moa_jax.fingerprint import fingerprint
 from moa_jax.folders import write_json
 from moa_jax.metrics import read_records
@@ -60,18 +60,22 @@ def runs_of(grid: GridConfig) -> list[Run]:
     ]
 
 
-def chosen_runs(runs: Sequence[Run], cells: Sequence[str], rates: Sequence[str]) -> list[Run]:
-    """Those of the named cells and rates, nothing named being all, in the order of the names."""
+def chosen_runs(runs: Sequence[Run], cells: Sequence[str], rates: Sequence[float]) -> list[Run]:
+    """Those of the named cells and rates, nothing named being all, in the order of the names.
+
+    Raises InputError for a cell or rate that no run has.
+    """
+    wanted = {f"{rate:g}" for rate in rates}  # as in folder names: 2e-4 is 0.0002
     for flag, asked, known in (
-        ("cells", cells, {each.cell for each in runs}),
-        ("learning-rates", rates, {f"{each.learning_rate:g}" for each in runs}),
+        ("cells", set(cells), {each.cell for each in runs}),
+        ("learning-rates", wanted, {f"{each.learning_rate:g}" for each in runs}),
     ):
-        if unknown := sorted(set(asked) - known):
+        if unknown := sorted(asked - known):
             raise InputError(
                 f"--{flag}: the grid has no {', '.join(unknown)}, but {', '.join(sorted(known))}"
             )
     place = {name: index for index, name in enumerate(cells)}
-    kept = [each for each in runs if not rates or f"{each.learning_rate:g}" in rates]
+    kept = [each for each in runs if not wanted or f"{each.learning_rate:g}" in wanted]
     kept = [each for each in kept if not cells or each.cell in place]
     return sorted(kept, key=lambda each: place.get(each.cell, 0))
 
@@ -268,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     grid = read_config(args.config, GridConfig)
     sizes = check_sizes(grid, describe_target(grid.cells[0][1].target))
     runs = runs_of(grid)
-    mine = chosen_runs(runs, names(args.cells), names(args.learning_rates))
+    mine = chosen_runs(runs, names(args.cells), _rates(args.learning_rates))
     if not args.report:
         if not train(mine):
             return
@@ -292,6 +296,15 @@ def _json(row: Row) -> dict[str, Any]:
         "simulated_tau_by_learning_rate": row.tried,
         "shapes": shapes,
     }
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(name) for name in names(text)]
+    except ValueError as error:
+        raise InputError(
+            f"--learning-rates {text}: {first_line(error)}: give numbers with commas between them"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
