@@ -36,6 +36,7 @@ from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.sampling import add_sampling_flags
 from moa_jax.errors import InputError
+from moa_jax.folders import write_whole
 from moa_jax.tokenizer import load_tokenizer
 from moa_jax.version import __version__
 
@@ -163,7 +164,7 @@ def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
     """The report in Markdown and JSON, and pictures where they can be drawn."""
-    answers.write_whole(folder / "report.json", json.dumps(document, indent=2) + "\n")
+    write_whole(folder / "report.json", json.dumps(document, indent=2) + "\n")
     pictures = []
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
@@ -172,7 +173,7 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
         plots.plot_acceptance(document, folder / ACCEPTANCE)
         pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"]
     text = "\n\n".join([report.render(document), *pictures])
-    answers.write_whole(folder / "report.md", text + "\n")
+    write_whole(folder / "report.md", text + "\n")
     print(f"{folder}: report.md, report.json and the answers", file=sys.stderr)
 
 

@@ -83,9 +83,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is there as a whole or not at all, over one of its name.
+
+    Raises OSError where it cannot, and leaves what was there.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        fresh = Path(scratch, path.name)
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(fresh, path)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object as Hugging Face does: indented, with sorted keys."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """Write a JSON object as Hugging Face does, indented and with sorted keys, as a whole."""
+    write_whole(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def file_hash(path: Path) -> str | None:

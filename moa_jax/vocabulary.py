@@ -15,7 +15,6 @@ References: FR-Spec (arXiv 2502.14856) for the ranking; EAGLE-3 (arXiv 2503.0184
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,10 +99,7 @@ def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -
         metadata[_TOKENIZER] = vocabulary.tokenizer_sha256
     content = save({_D2T: ids - np.arange(len(ids)), _T2D: t2d_V}, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        fresh = Path(scratch, path.name)
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
+    folders.write_whole(path, content)
     return path
 
 

@@ -351,13 +351,15 @@ def test_tuned_keeps_one_entry_a_device(tmp_path, monkeypatch):
     assert tuned.load_tuned(tmp_path, "two", "bfloat16") is None
     before = path.read_text()
 
-    def full_disk(fresh: Path, content: dict) -> None:
-        fresh.write_text("half")
+    def full_disk(fresh: Path, content: bytes) -> None:
+        with fresh.open("wb") as file:
+            file.write(content[:9])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuned, "write_json", full_disk)
-    with pytest.raises(OSError):
-        tuned.save_tuned(tmp_path, entry_of("one", 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_disk)
+        with pytest.raises(OSError):
+            tuned.save_tuned(tmp_path, entry_of("one", 2))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
     path.write_text('{"tuned": [{"depth": 3}]}')
     assert "remove it" in refusal(tuned.load_tuned, tmp_path, "one", "float32")

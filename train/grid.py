@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from moa_jax.data import batches
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError, first_line
 from moa_jax.fingerprint import fingerprint
-from moa_jax.folders import write_json
+from moa_jax.folders import write_json, write_whole
 from moa_jax.metrics import read_records
 from moa_jax.pretrained import Target, describe_target, load_drafter, load_target
 from moa_jax.session import Session
@@ -146,7 +145,7 @@ def decode(grid: GridConfig, best: Sequence[Run]) -> None:
                 for key, stops in (("tau", None), ("tau_past_end", []))
             }
             found["shapes"].append({"shape": _name_of(shape)} | taus)
-        _write_whole(Path(each.config.run.directory) / DECODED, found)
+        write_json(Path(each.config.run.directory) / DECODED, found)
         jax.clear_caches()
 
 
@@ -261,12 +260,6 @@ def _taus(row: Row, base: Row | None, count: int) -> Iterator[str]:
             yield f"{tau / base.decoded['shapes'][index][key]:.2f}" if known else ""
 
 
-def _write_whole(path: Path, content: dict[str, Any]) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    write_json(fresh, content)
-    fresh.replace(path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     grid = read_config(args.config, GridConfig)
@@ -281,8 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = rows_of(grid, runs)
     table = report(grid, rows, sizes)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
-    Path(grid.directory, "report.md").write_text(table + "\n", encoding="utf-8")
-    _write_whole(Path(grid.directory, "report.json"), {"rows": [_json(row) for row in rows]})
+    write_whole(Path(grid.directory, "report.md"), table + "\n")
+    write_json(Path(grid.directory, "report.json"), {"rows": [_json(row) for row in rows]})
     print(table)
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from infer.evaluation.suites import Question
 from moa_jax.errors import InputError
+from moa_jax.folders import write_whole
 from moa_jax.session import Result
 
 SETTINGS = "settings.json"
@@ -158,13 +159,6 @@ class AnswerFolder:
 def run_id(settings: Mapping[str, Any]) -> str:
     """A short name that only runs of the same settings share."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Writes a file that is there as a whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.new")
-    unfinished.write_text(content, encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def _line_of(question: Question, model: str, answer: Answer) -> Line:

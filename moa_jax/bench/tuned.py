@@ -9,8 +9,6 @@ One entry a device kind, dtype and batch; what was found on one says nothing of 
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,7 @@ def save_tuned(folder: Path, entry: dict[str, Any]) -> Path:
     """Put an entry in the file, over that of the same device; it appears whole or not at all."""
     path = folder / FILE
     others = [old for old in _entries(path) if any(old[k] != entry[k] for k in PLACE)]
-    with tempfile.TemporaryDirectory(prefix=f".{FILE}.", dir=folder) as scratch:
-        fresh = Path(scratch, FILE)
-        write_json(fresh, {"tuned": [*others, entry]})
-        os.replace(fresh, path)
+    write_json(path, {"tuned": [*others, entry]})
     return path
 
 
