@@ -70,9 +70,23 @@ def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
     for text in ("1e-4", "0.0001", "1.0e-04"):
         trained.clear()
         asked(text)
-        assert [(run.cell, run.learning_rate) for run in trained] == [("moa", 1e-4), ("eagle", 1e-4)]
+        assert [(run.cell, run.learning_rate) for run in trained] == [
+            ("moa", 1e-4),
+            ("eagle", 1e-4),
+        ]
     assert "grid has no 0.0002, but 0.0001, 0.001" in refusal(asked, "2e-4")
     assert "--learning-rates 1e-4,fast: " in refusal(asked, "1e-4,fast")
+
+
+def test_without_rates_each_cell_keeps_its_own(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=())
+    (name, config), other = grid.cells
+    fast = dataclasses.replace(config.optim, learning_rate=5e-3)
+    cells = ((name, dataclasses.replace(config, optim=fast)), other)
+    runs = grids.runs_of(dataclasses.replace(grid, cells=cells))
+    assert [(run.cell, run.learning_rate) for run in runs] == [("moa", 5e-3), ("eagle", 1e-3)]
+    assert [run.config.optim.learning_rate for run in runs] == [5e-3, 1e-3]
+    assert runs[0].config.run.directory.endswith("/moa-lr0.005-seed0")
 
 
 def test_sizes_must_match(tmp_path):
@@ -100,6 +114,8 @@ def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
 def test_a_config_that_cannot_be_compared(tmp_path):
     with pytest.raises(InputError, match="no cell"):
         toy_grid(tmp_path, reference="walrus")
+    with pytest.raises(InputError, match="one seed"):
+        toy_grid(tmp_path, seeds=())
 
 
 @pytest.mark.slow

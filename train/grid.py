@@ -53,9 +53,8 @@ def runs_of(grid: GridConfig) -> list[Run]:
     """All runs, the learning rates of a cell and seed one after the other."""
     return [
         _run(grid, name, config, rate, seed)
-        for seed, (name, config), rate in itertools.product(
-            grid.seeds, grid.cells, grid.learning_rates
-        )
+        for seed, (name, config) in itertools.product(grid.seeds, grid.cells)
+        for rate in grid.learning_rates or (config.optim.learning_rate,)
     ]
 
 
