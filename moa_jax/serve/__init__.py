@@ -1,0 +1,1 @@
+"""Split decoding without sockets: messages, the server's slots, the client's half, the pairing."""
