@@ -1,9 +1,11 @@
 """What `infer.evaluate` is made of.
 
-suites.py         questions, from files, the hub, tfds, the package
-contenders.py     drafters and modes that take part, plain decoding first
-interview.py      a question put to all of them, turn by turn, timed
-answers.py        their answers on disk, in Spec-Bench's format, resumable
-report.py         tables and JSON;  plots.py  pictures;  paper.py  the paper's figures
-conversations.py  one drafter on chat records, by source
+From questions to reports:
+
+    suites.py         questions, from files, the hub, tfds, the package
+    contenders.py     drafters and modes that take part, plain decoding first
+    interview.py      a question put to all of them, turn by turn, timed
+    answers.py        their answers on disk, in Spec-Bench's format, resumable
+    report.py         tables and JSON;  plots.py  pictures;  paper.py  the paper's figures
+    conversations.py  one drafter on chat records, by source
 """

@@ -1,12 +1,14 @@
 """Question sets: the demo's, the paper's six, Spec-Bench's, a file's, and those of public data.
 
-demo                            twelve questions of ours in six small sets
-paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
-spec_bench                      the 480 of Spec-Bench, in its six subtasks
-mt_bench,qa                     some of the sets above
-FOLDER/question.jsonl           lines {"question_id", "category", "turns": [...]}
-hub:cnn_dailymail:3.0.0/test    through `datasets`
-tfds:natural_questions/validation    through `tensorflow_datasets`
+`--suite` takes any of these, with commas between them:
+
+    demo                            twelve questions of ours in six small sets
+    paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
+    spec_bench                      the 480 of Spec-Bench, in its six subtasks
+    mt_bench,qa                     some of the sets above
+    FOLDER/question.jsonl           lines {"question_id", "category", "turns": [...]}
+    hub:cnn_dailymail:3.0.0/test    through `datasets`
+    tfds:natural_questions/validation    through `tensorflow_datasets`
 """
 
 from __future__ import annotations
