@@ -15,62 +15,37 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax import convert, losses, masks, target
+from moa_jax import convert, losses, target
 from moa_jax.batch import Batch
-from moa_jax.cache import KV
-from moa_jax.config import BlockConfig, EagleConfig, Objective, TargetConfig
+from moa_jax.config import EagleConfig, Objective, TargetConfig
 from moa_jax.convert import Table
 from moa_jax.drafters import feedback, learning
 from moa_jax.drafters.api import Drafter, Params, Shared, Taps
 from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files
 from moa_jax.drafters.layer_files import block_of, read_sizes, write_sizes
-from moa_jax.layers import MLP, Attention, Linear, RMSNorm, Rotation, rotation
+from moa_jax.layers import Linear, RMSNorm
 
 Array = jax.Array
 
 PREFIXES = {"official": ("fc", "layers.0."), "authors": ("spec_model_fc", "spec_model.")}
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(feedback.FedLayer):
     """fc and a pre-norm decoder layer, with or without its first norm."""
 
-    block: BlockConfig
     input_norm_there: bool
     fc_bias: bool
 
     def setup(self) -> None:
-        cfg = self.block
-        self.fc = Linear((cfg.hidden_size,), self.fc_bias)
+        super().setup()
+        self.fc = Linear((self.block.hidden_size,), self.fc_bias)
         if self.input_norm_there:
-            self.input_norm = RMSNorm(cfg.rms_norm_eps)
-        self.attention = Attention(cfg)
-        self.post_attention_norm = RMSNorm(cfg.rms_norm_eps)
-        self.mlp = MLP(cfg)
+            self.input_norm = RMSNorm(self.block.rms_norm_eps)
 
-    def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
-        """Only the cache rows that these tokens leave."""
-        return self.attention.project(self._entered(embedding_BTD, feature_BTD)[1], turn)[1]
-
-    def __call__(
-        self,
-        embedding_BTD: Array,
-        feature_BTD: Array,
-        turn: Rotation,
-        mask_BTS: Array,
-        past: KV | None = None,
-        start_B: Array | None = None,
-    ) -> tuple[Array, KV, KV | None]:
-        x_BTD, normed_BTD = self._entered(embedding_BTD, feature_BTD)
-        y_BTD, rows, past = self.attention(normed_BTD, turn, mask_BTS, past, start_B)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
-
-    def _entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
-        """What the residual starts from, and what goes into attention."""
+    def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
         x_BTD = self.fc(jnp.concatenate([embedding_BTD, feature_BTD], axis=-1))
         return x_BTD, self.input_norm(x_BTD) if self.input_norm_there else x_BTD
 
@@ -84,16 +59,10 @@ def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
     """Its layer for a target."""
     block = block_of(cfg, target_cfg)
     module = EagleLayer(block, cfg.input_norm, cfg.fc_bias)
-
-    def init(key: Array) -> Params:
-        x_BTD = jnp.zeros((1, 1, block.hidden_size))
-        turn = rotation(block, jnp.zeros((1, 1), jnp.int32))
-        return module.init(key, x_BTD, x_BTD, turn, masks.line(1))["params"]
-
     return feedback.Layer(
         block=block,
         taps=Taps(),
-        init=init,
+        init=partial(feedback.init_layer, module),
         fuse=lambda params, tapped: tapped.hidden_BTD,
         rows=lambda params, *rest: module.apply({"params": params}, *rest, method="rows"),
         apply=lambda params, *rest: module.apply({"params": params}, *rest),

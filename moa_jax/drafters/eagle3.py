@@ -19,22 +19,20 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax import convert, masks
+from moa_jax import convert
 from moa_jax.batch import Batch
-from moa_jax.cache import KV
-from moa_jax.config import BlockConfig, Eagle3Config, Objective, TargetConfig
+from moa_jax.config import Eagle3Config, Objective, TargetConfig
 from moa_jax.convert import Table
 from moa_jax.drafters import feedback, learning
 from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
 from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files
 from moa_jax.drafters.layer_files import block_of, read_sizes, write_sizes
 from moa_jax.errors import InputError
-from moa_jax.layers import INIT_STDDEV, MLP, Attention, Linear, RMSNorm, Rotation, rotation
+from moa_jax.layers import INIT_STDDEV, Linear, RMSNorm
 
 Array = jax.Array
 
@@ -42,40 +40,17 @@ PREFIX = "midlayer."
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(feedback.FedLayer):
     """A decoder layer whose attention reads embedding and feature, each with a norm."""
 
-    block: BlockConfig
-
     def setup(self) -> None:
-        cfg = self.block
-        self.input_norm = RMSNorm(cfg.rms_norm_eps)  # of embeddings
-        self.hidden_norm = RMSNorm(cfg.rms_norm_eps)  # of features
-        self.attention = Attention(cfg)
-        self.post_attention_norm = RMSNorm(cfg.rms_norm_eps)
-        self.mlp = MLP(cfg)
+        super().setup()
+        self.input_norm = RMSNorm(self.block.rms_norm_eps)  # of embeddings
+        self.hidden_norm = RMSNorm(self.block.rms_norm_eps)  # of features
 
-    def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
-        """Only the cache rows that these tokens leave."""
-        return self.attention.project(self._joined(embedding_BTD, feature_BTD), turn)[1]
-
-    def __call__(
-        self,
-        embedding_BTD: Array,
-        feature_BTD: Array,
-        turn: Rotation,
-        mask_BTS: Array,
-        past: KV | None = None,
-        start_B: Array | None = None,
-    ) -> tuple[Array, KV, KV | None]:
-        joined = self._joined(embedding_BTD, feature_BTD)
-        y_BTD, rows, past = self.attention(joined, turn, mask_BTS, past, start_B)
-        x_BTD = feature_BTD + y_BTD
-        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
-
-    def _joined(self, embedding_BTD: Array, feature_BTD: Array) -> Array:
+    def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
         both = (self.input_norm(embedding_BTD), self.hidden_norm(feature_BTD))
-        return jnp.concatenate(both, axis=-1)
+        return feature_BTD, jnp.concatenate(both, axis=-1)
 
 
 def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...]:
@@ -105,12 +80,11 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
 
     def init(key: Array) -> Params:
         layer_key, fc_key, head_key = jax.random.split(key, 3)
-        x_BTD = jnp.zeros((1, 1, block.hidden_size))
-        turn = rotation(block, jnp.zeros((1, 1), jnp.int32))
+        streams_11C = jnp.zeros((1, 1, 3 * block.hidden_size))
         head_DU = jax.random.normal(head_key, (block.hidden_size, guesses))
         return {
-            "layer": module.init(layer_key, x_BTD, x_BTD, turn, masks.line(1))["params"],
-            "fc": fc.init(fc_key, jnp.concatenate([x_BTD] * 3, axis=-1))["params"],
+            "layer": feedback.init_layer(module, layer_key),
+            "fc": fc.init(fc_key, streams_11C)["params"],
             "norm": {"scale": jnp.ones(block.hidden_size)},
             "head": INIT_STDDEV * head_DU,
         }

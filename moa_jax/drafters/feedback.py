@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -32,9 +33,54 @@ from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, DraftShape, Objective
 from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
 from moa_jax.drafters.grow import grow
-from moa_jax.layers import Rotation, rotation
+from moa_jax.layers import MLP, Attention, RMSNorm, Rotation, rotation
 
 Array = jax.Array
+
+
+class FedLayer(nn.Module):
+    """A decoder layer over the embeddings of tokens and the features before them.
+
+    A kind says in `entered` what the residual stream starts from and what attention reads.
+    """
+
+    block: BlockConfig
+
+    def setup(self) -> None:
+        self.attention = Attention(self.block)
+        self.post_attention_norm = RMSNorm(self.block.rms_norm_eps)
+        self.mlp = MLP(self.block)
+
+    def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
+        """The start of the residual stream (B, T, D), and what goes into attention."""
+        raise NotImplementedError
+
+    def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
+        """Only the cache rows that these tokens leave."""
+        _, read_BTX = self.entered(embedding_BTD, feature_BTD)
+        return self.attention.project(read_BTX, turn)[1]
+
+    def __call__(
+        self,
+        embedding_BTD: Array,
+        feature_BTD: Array,
+        turn: Rotation,
+        mask_BTS: Array,
+        past: KV | None = None,
+        start_B: Array | None = None,
+    ) -> tuple[Array, KV, KV | None]:
+        """Their own features, their rows, and the cache with these rows written at start."""
+        x_BTD, read_BTX = self.entered(embedding_BTD, feature_BTD)
+        y_BTD, rows, past = self.attention(read_BTX, turn, mask_BTS, past, start_B)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
+
+
+def init_layer(module: FedLayer, key: Array) -> Params:
+    """N(0, 0.02) weights, unit norms."""
+    x_BTD = jnp.zeros((1, 1, module.block.hidden_size))
+    turn = rotation(module.block, jnp.zeros((1, 1), jnp.int32))
+    return module.init(key, x_BTD, x_BTD, turn, masks.line(1))["params"]
 
 
 class Layer(NamedTuple):
