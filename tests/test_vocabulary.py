@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import stat
 from collections import Counter
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import moa_jax
 from infer.cli import run
-from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.config import BlockConfig, Eagle3Config, TargetConfig
 from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError
 from moa_jax.folders import file_hash
@@ -30,7 +31,10 @@ from moa_jax.vocabulary import (
     save_vocabulary,
     vocabulary_of,
 )
+from tests.model_folders import refusal
+from tests.test_training import distill_config
 from train import vocabulary as program
+from train.distill import with_vocabulary
 
 DEMO = Path(moa_jax.__file__).parent / "demo" / "target"
 CONVERSATIONS = Path(__file__).parent / "data" / "conversations.jsonl"
@@ -327,6 +331,21 @@ def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
         assert exit.value.code == 2 and len(lines) == 1, err
         assert lines[0].startswith("train.vocabulary: ") and words in lines[0]
         assert not fresh.exists()
+
+
+def test_trained_with_where_the_drafter_has_draft_ids(tmp_path, target):
+    """Whatever its kind; refused where its config has no place for them."""
+
+    @dataclasses.dataclass(frozen=True)
+    class OtherConfig:
+        draft_ids: tuple[int, ...] = ()
+
+    path = save_vocabulary(tmp_path / "v.safetensors", vocabulary_of(IDS, target))
+    config = dataclasses.replace(distill_config(tmp_path, target.folder), vocabulary=str(path))
+    for drafter in (Eagle3Config(1, 24), OtherConfig()):
+        found = with_vocabulary(dataclasses.replace(config, drafter=drafter), target)
+        assert found.drafter == dataclasses.replace(drafter, draft_ids=(1, 4, 5))
+    assert "only a drafter with a head of its own" in refusal(with_vocabulary, config, target)
 
 
 def test_help_is_grouped(capsys):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from infer.cli import progress, run
 from moa_jax import processes, sharding
 from moa_jax.batch import Batch
-from moa_jax.config import DistillConfig, Eagle3Config
+from moa_jax.config import DistillConfig
 from moa_jax.data import batches
 from moa_jax.distillation import Program, frozen_sharding, make_program, summarise
 from moa_jax.drafters import method_of
@@ -67,7 +67,7 @@ def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
     """
     if config.vocabulary is None:
         return config
-    if not isinstance(config.drafter, Eagle3Config):
+    if not hasattr(config.drafter, "draft_ids"):
         raise InputError(
             f"vocabulary {config.vocabulary}: only a drafter with a head of its own is trained "
             "with one; others take it in decoding, by --draft-vocabulary"
