@@ -29,7 +29,6 @@ from moa_jax.vocabulary import vocabulary_of
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
 from tests.drafting import (
-    NO_STOP,
     assert_changes_nothing,
     assert_drafting_equals_training,
     batch_of,
@@ -41,7 +40,7 @@ from tests.drafting import (
 )
 from tests.model_folders import edit_tensors, refusal, tensors_of
 from tests.oracle import eagle as oracle
-from tests.pairs import prompts_of
+from tests.pairs import NO_STOP, prompts_of
 
 IDS = tuple(range(3, 90, 2))
 CONFIGS = {
