@@ -105,7 +105,8 @@ def assert_drafting_equals_training(
 ) -> None:
     """A chain drafted with caches comes from the logits of one pass that knows the prompts.
 
-    The last token of each prompt is the root, the others are verified.
+    The last token of each prompt is the root, the others are verified. Token by token with
+    `go_on` it is the same chain, from the same logits.
     """
     functions, vocab_size = make(target, drafter), target.config.vocab_size
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
@@ -123,13 +124,20 @@ def assert_drafting_equals_training(
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         cache = functions.init_cache(B, T + depth, jnp.float32)
         zero_B = jnp.zeros(B, jnp.int32)
-        cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, tapped)
+        digest = functions.digest(drafter.params, zero_B, tapped)
+        for leaf in jax.tree.leaves(digest):
+            assert (leaf.shape[0], leaf.shape[-2]) == (B, T)
+        cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, digest)
+        alone_BJV = None
+        if functions.go_on is not None:
+            given = (drafter.params, shared, cache, root_B, length_B)
+            alone_BJV = _alone(functions, *given, depth - 1)
         seen = []
         law = lambda logits_BWV, _: seen.append(logits_BWV) or logits_BWV  # noqa: E731
         guide = Guide(law, None, None, vocab_size, jnp.ones(B, bool))
         rest = (root_B, jnp.asarray(length_B), DraftShape(depth), guide)
         tree, _ = functions.propose(drafter.params, shared, cache, *rest)
-        return tree.tokens_BN, jnp.concatenate(seen, axis=1)
+        return tree.tokens_BN, jnp.concatenate(seen, axis=1), alone_BJV
 
     @jax.jit
     def taught(tokens_BT):
@@ -141,12 +149,24 @@ def assert_drafting_equals_training(
         )
         return functions.head(drafter.params, shared, feature_BTD)
 
-    drafted_BN, logits_BNV = drafted(tokens_BT)
+    drafted_BN, logits_BNV, alone_BJV = drafted(tokens_BT)
+    if alone_BJV is not None:
+        assert_close(alone_BJV, logits_BNV, "token by token")
     for row, start, nodes in zip(tokens_BT, length_B, np.asarray(drafted_BN), strict=True):
         row[start : start + depth] = nodes
     expected_BTV = np.asarray(taught(tokens_BT))
     for b, start in enumerate(length_B):
         assert_close(logits_BNV[b], expected_BTV[b, start : start + depth - 1], f"row {b}")
+
+
+def _alone(functions, params, shared, cache, root_B, length_B, count: int):
+    """Logits (B, count, U) of a chain that the drafter goes on with by itself."""
+    token_B, known_B, found = root_B, jnp.asarray(length_B), []
+    for index in range(count):
+        logits_BU, cache = functions.go_on(params, shared, cache, token_B, known_B + index, known_B)
+        found.append(logits_BU)
+        token_B = jnp.argmax(logits_BU, axis=-1)  # in `propose` too, ids of a draft vocabulary
+    return jnp.stack(found, axis=1)
 
 
 def assert_changes_nothing(

@@ -99,11 +99,12 @@ class Pair:
     def _drafted(self, batch: Batch, tapped, length_B, count: int):
         given, zero_B = (self.moa, self.params, self.shared), jnp.zeros_like(length_B)
         cache = decode.init_cache(self.moa, len(length_B), T + 1, jnp.float32)
-        cache = decode.extend(*given, cache, batch.tokens_BT, zero_B, tapped)
+        digest = decode.digest(self.moa, self.params, zero_B, tapped)
+        cache = decode.extend(*given, cache, batch.tokens_BT, zero_B, digest)
         chain_BW = length_B[:, None] + jnp.arange(count)
         tokens_BW = jnp.take_along_axis(batch.tokens_BT, chain_BW, axis=1)
         line, depth_W = masks.line(count), jnp.arange(count)
-        return decode.step(*given, cache, tokens_BW, line, length_B, depth_W)[0]
+        return decode.step(*given, cache, tokens_BW, line, length_B, depth_W, length_B)[0]
 
     def _traced(self, batch: Batch, tapped, bounded: bool):
         draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))

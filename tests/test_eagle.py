@@ -205,7 +205,8 @@ def _drafted(target, drafter, prompt, depth):
     tapped = tap(target.config, functions, target.params, _line(verified), jnp.float32)
     cache = functions.init_cache(1, 16, jnp.float32)
     zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
-    cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, tapped)
+    digest = functions.digest(drafter.params, zero_B, tapped)
+    cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, digest)
     seen = []
     ids = functions.draft_ids
     guide = Guide(

@@ -203,17 +203,20 @@ def test_draft_cached_equals_training(folder):
 def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) -> None:
     """Each row's first answer, drafted as in decoding with memory of the prompt only."""
     params, rows = pair.drafter.params, batch.tokens_BT.shape[1] + 1
-    extend, step = (jax.jit(partial(f, pair.moa)) for f in (decode.extend, decode.step))
+    parts = (decode.digest, decode.extend, decode.step)
+    digest, extend, step = (jax.jit(partial(part, pair.moa)) for part in parts)
     for b in range(len(response_BT)):
         start = int(response_BT[b].argmax())
         count = int(np.argmin(np.append(response_BT[b, start:], 0)))
         one = jax.tree.map(lambda x, b=b: x[b : b + 1], batch)
         cache = decode.init_cache(pair.moa, 1, rows, jnp.float32)
         zero_B, length_B = jnp.zeros(1, jnp.int32), jnp.array([start])
-        cache = extend(params, pair.shared, cache, one.tokens_BT, zero_B, pair.tap(one))
+        read = digest(params, zero_B, pair.tap(one))
+        cache = extend(params, pair.shared, cache, one.tokens_BT, zero_B, read)
         tokens_1W = one.tokens_BT[:, start : start + count]
         line_1WW, depth_W = masks.line(count), jnp.arange(count)
-        logits, _ = step(params, pair.shared, cache, tokens_1W, line_1WW, length_B, depth_W)
+        given = (params, pair.shared, cache, tokens_1W, line_1WW)
+        logits, _ = step(*given, length_B, depth_W, length_B)
         assert_close(logits[0], expected_BTV[b, start : start + count], f"row {b}")
 
 

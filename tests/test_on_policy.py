@@ -77,13 +77,14 @@ def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B):
     B, T = tokens_BT.shape
     length_B, none_B = start_B + 1, jnp.zeros_like(start_B)
     cache = decode.init_cache(moa, B, T, jnp.float32)
-    cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, tapped)
+    digest = decode.digest(moa, params, none_B, tapped)
+    cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
     found = []
     for index in range(LONGEST):
         token_B1 = jnp.take_along_axis(tokens_BT, length_B[:, None] + index, axis=1)
         chain_B1X = jnp.ones((B, 1, index + 1), bool)
         logits_B1V, cache = decode.step(
-            moa, params, shared, cache, token_B1, chain_B1X, length_B, index
+            moa, params, shared, cache, token_B1, chain_B1X, length_B, index, length_B
         )
         found.append(logits_B1V[:, 0])
     return jnp.stack(found, axis=1)

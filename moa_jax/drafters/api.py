@@ -22,6 +22,7 @@ Array = jax.Array
 Params = Any
 Shared = Any
 Cache = Any
+Digest = Any
 
 
 class Taps(NamedTuple):
@@ -81,13 +82,26 @@ def chain(tokens_BN: Array) -> Tree:
     return Tree(tokens_BN, parent_BN, spread(index_N), masks.line(N))
 
 
+def streams(params: Params, length_B: Array, tapped: Tapped) -> Tapped:
+    """The digest of a drafter that reads residual streams as they are.
+
+    One that taps rows of all layers says itself what it makes of them: they are too much to keep.
+    """
+    return tapped._replace(rows_LBKTE=None)
+
+
 class Drafter(NamedTuple):
     """A drafter for one target, closed over frozen configs.
 
-    `extend` takes T tokens that the target has just processed and adds them to the cache at
-    rows length .. length + T - 1: after prefill the prompt, after a verification the path.
-    Rows that turn out unaccepted need no removal, since lengths alone say what is seen.
-    `propose` drafts from the root, which stands at `length` and is in no cache.
+    `digest` and `extend` take T tokens that the target has just processed, those at positions
+    length .. length + T - 1: after prefill the prompt, after a verification the path. `digest`
+    is the part that needs the target's activations, `extend` writes what comes of it to the
+    cache; between them there may be a network. Rows that turn out unaccepted need no removal,
+    since lengths alone say what is seen. `propose` drafts from the root, which stands at
+    `length` and is in no cache; `go_on` drafts one token and needs no target beyond `known`:
+
+        position   0 .. known-1 | known .. length-1 | length
+                   verified     | fed to `go_on`    | the token fed now
     """
 
     taps: Taps
@@ -97,8 +111,8 @@ class Drafter(NamedTuple):
     init: Callable[[Array], Params]
     # (batch, rows, dtype) -> cache
     init_cache: Callable[[int, int, jnp.dtype], Cache]
-    # (params, shared, cache, tokens_BT, length_B, tapped) -> cache
-    extend: Callable[[Params, Shared, Cache, Array, Array, Tapped], Cache]
+    # (params, shared, cache, tokens_BT, length_B, digest) -> cache
+    extend: Callable[[Params, Shared, Cache, Array, Array, Digest], Cache]
     # (params, shared, cache, root_B, length_B, shape, guide) -> (tree, cache)
     propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
     # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
@@ -111,3 +125,7 @@ class Drafter(NamedTuple):
     head: Callable[[Params, Shared, Array], Array]
     own_head: bool = False  # else `head` is the target's, and a draft vocabulary can slice it
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
+    # (params, length_B, tapped) -> what `extend` needs: arrays with B first and T last but one
+    digest: Callable[[Params, Array, Tapped], Digest] = streams
+    # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: it cannot
+    go_on: Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None = None

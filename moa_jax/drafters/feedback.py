@@ -122,6 +122,8 @@ def make(layer: Layer, objective: Objective) -> Drafter:
         init_cache=partial(init_cache, layer),
         extend=partial(extend, layer),
         propose=partial(propose, layer),
+        digest=lambda params, length_B, tapped: layer.fuse(params, tapped),
+        go_on=partial(go_on, layer),
         loss=partial(loss, layer, objective),
         teacher_forced=partial(teacher_forced, layer),
         head=layer.head,
@@ -146,13 +148,12 @@ def extend(
     cache: FedCache,
     tokens_BT: Array,
     length_B: Array,
-    tapped: Tapped,
+    feature_BTD: Array,
 ) -> FedCache:
     """Adds verified tokens: rows of their embeddings and the target's features before them.
 
     How many of the T tokens count is not known here, so features are kept by row.
     """
-    feature_BTD = layer.fuse(params, tapped)
     earlier_BTD = jnp.concatenate([_last_feature(cache, length_B), feature_BTD[:, :-1]], axis=1)
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
     turn = rotation(layer.block, position_BT)
@@ -191,6 +192,33 @@ def propose(
 
     tree, (cache, _) = grow(level, (cache, fed_BXD), root_B, shape, guide)
     return tree, cache
+
+
+def go_on(
+    layer: Layer,
+    params: Params,
+    shared: Shared,
+    cache: FedCache,
+    token_B: Array,
+    length_B: Array,
+    known_B: Array,
+) -> tuple[Array, FedCache]:
+    """One token further; its own feature takes the place of the target's."""
+    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
+    feature_B1D, cache = step(
+        layer,
+        params,
+        shared,
+        cache,
+        token_B[:, None],
+        _last_feature(cache, length_B),
+        itself_B11,
+        length_B,
+        0,
+    )
+    kept_B1SD = kv_cache.write_rows(cache.feature_B1SD, feature_B1D[:, None], length_B)
+    logits_B1U = layer.head(params, shared, feature_B1D)
+    return logits_B1U[:, 0], cache._replace(feature_B1SD=kept_B1SD)
 
 
 def step(

@@ -107,6 +107,8 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
         init_cache=partial(init_cache, layer),
         extend=partial(extend, layer),
         propose=partial(propose, layer),
+        digest=partial(digest, layer),
+        go_on=partial(go_on, layer),
         loss=partial(loss, layer, cfg.block_size, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
         head=lambda params, shared, feature_BTD: target.unembed(shared, feature_BTD),
@@ -150,6 +152,12 @@ def init_cache(layer: GlideLayer, batch: int, rows: int, dtype: jnp.dtype) -> Gl
     return GlideCache(empty(layer.block), empty(layer.memory))
 
 
+def digest(layer: GlideLayer, params: Params, length_B: Array, tapped: Tapped) -> KV:
+    """Memory of verified tokens: the target's last layer."""
+    position_BT = length_B[:, None] + jnp.arange(tapped.hidden_BTD.shape[1])
+    return memory_of(tapped, rotation(layer.block, position_BT))
+
+
 def extend(
     layer: GlideLayer,
     params: Params,
@@ -157,15 +165,15 @@ def extend(
     cache: GlideCache,
     tokens_BT: Array,
     length_B: Array,
-    tapped: Tapped,
+    memory: KV,
 ) -> GlideCache:
-    """Adds verified tokens: own rows from embeddings, memory from the target's last layer."""
+    """Adds verified tokens: own rows from embeddings, memory as it comes."""
     turn = rotation(layer.block, length_B[:, None] + jnp.arange(tokens_BT.shape[1]))
     x_BTD = target.embed(shared, tokens_BT)
     rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
     return GlideCache(
         kv_cache.write(cache.own, rows, length_B),
-        kv_cache.write(cache.memory, memory_of(tapped, turn), length_B),
+        kv_cache.write(cache.memory, memory, length_B),
     )
 
 
@@ -179,27 +187,61 @@ def propose(
     shape: DraftShape,
     guide: Guide,
 ) -> tuple[Tree, GlideCache]:
-    """The tree of `shape`; nodes see verified rows and their ancestors, in memory verified ones."""
+    """The tree of `shape`, grown from the root level by level."""
 
-    def step(
+    def level(
         cache: GlideCache, tokens_BW: Array, ancestor_BWX: Array, depth: int
     ) -> tuple[Array, GlideCache]:
-        W, X = ancestor_BWX.shape[1:]
-        position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
-        rows = cache.own.k_BKSE.shape[2]
-        found, own = layer.apply(
-            {"params": params},
-            target.embed(shared, tokens_BW),
-            rotation(layer.block, position_BW),
-            masks.cached(ancestor_BWX, length_B, rows),
-            cache.memory,
-            (jnp.arange(rows) < length_B[:, None])[:, None, :],
-            cache.own,
-            length_B + X - W,
+        return step(
+            layer, params, shared, cache, tokens_BW, ancestor_BWX, length_B, depth, length_B
         )
-        return target.unembed(shared, found.feature_BTD), cache._replace(own=own)
 
-    return grow(step, cache, root_B, shape, guide)
+    return grow(level, cache, root_B, shape, guide)
+
+
+def go_on(
+    layer: GlideLayer,
+    params: Params,
+    shared: Shared,
+    cache: GlideCache,
+    token_B: Array,
+    length_B: Array,
+    known_B: Array,
+) -> tuple[Array, GlideCache]:
+    """One token further, with the memory of the known ones only."""
+    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
+    logits_B1V, cache = step(
+        layer, params, shared, cache, token_B[:, None], itself_B11, length_B, 0, known_B
+    )
+    return logits_B1V[:, 0], cache
+
+
+def step(
+    layer: GlideLayer,
+    params: Params,
+    shared: Shared,
+    cache: GlideCache,
+    tokens_BW: Array,
+    ancestor_BWX: Array,
+    length_B: Array,
+    depth: int,
+    known_B: Array,
+) -> tuple[Array, GlideCache]:
+    """Logits after W nodes: they see committed rows and their ancestors, in memory known rows."""
+    W, X = ancestor_BWX.shape[1:]
+    position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
+    rows = cache.own.k_BKSE.shape[2]
+    found, own = layer.apply(
+        {"params": params},
+        target.embed(shared, tokens_BW),
+        rotation(layer.block, position_BW),
+        masks.cached(ancestor_BWX, length_B, rows),
+        cache.memory,
+        (jnp.arange(rows) < known_B[:, None])[:, None, :],
+        cache.own,
+        length_B + X - W,
+    )
+    return target.unembed(shared, found.feature_BTD), cache._replace(own=own)
 
 
 # ---- training -----------------------------------------------------------------------------

@@ -80,6 +80,8 @@ def _make(
         init_cache=partial(target.init_caches, small.model),
         extend=partial(extend, small),
         propose=partial(propose, small),
+        digest=lambda params, length_B, tapped: (),
+        go_on=partial(go_on, small),
         loss=partial(loss, small, objective or Objective()),
         teacher_forced=partial(teacher_forced, small),
         head=partial(head, small),
@@ -102,7 +104,7 @@ def extend(
     caches: target.Caches,
     tokens_BT: Array,
     length_B: Array,
-    tapped: Tapped,
+    digest: tuple[()],
 ) -> target.Caches:
     """Runs the model over verified tokens: what they left while drafting may lie elsewhere."""
     T, rows = tokens_BT.shape[1], caches[0].k_BKSE.shape[2]
@@ -128,24 +130,55 @@ def propose(
     guide: Guide,
 ) -> tuple[Tree, target.Caches]:
     """The tree of `shape`, grown from the root level by level."""
-    weights = small.weights(params, shared)
 
-    def step(
+    def level(
         caches: target.Caches, tokens_BW: Array, ancestor_BWX: Array, depth: int
     ) -> tuple[Array, target.Caches]:
-        W, X = ancestor_BWX.shape[1:]
-        found = target.forward(
-            small.model,
-            weights,
-            tokens_BW,
-            jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape),
-            masks.cached(ancestor_BWX, length_B, caches[0].k_BKSE.shape[2]),
-            caches,
-            length_B + X - W,
-        )
-        return target.unembed(weights, found.hidden_BTD), found.caches
+        return step(small, params, shared, caches, tokens_BW, ancestor_BWX, length_B, depth)
 
-    return grow(step, caches, root_B, shape, guide)
+    return grow(level, caches, root_B, shape, guide)
+
+
+def go_on(
+    small: Small,
+    params: Params,
+    shared: Shared,
+    caches: target.Caches,
+    token_B: Array,
+    length_B: Array,
+    known_B: Array,
+) -> tuple[Array, target.Caches]:
+    """One token further; it never knows more of the target than its tokens."""
+    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
+    logits_B1V, caches = step(
+        small, params, shared, caches, token_B[:, None], itself_B11, length_B, 0
+    )
+    return logits_B1V[:, 0], caches
+
+
+def step(
+    small: Small,
+    params: Params,
+    shared: Shared,
+    caches: target.Caches,
+    tokens_BW: Array,
+    ancestor_BWX: Array,
+    length_B: Array,
+    depth: int,
+) -> tuple[Array, target.Caches]:
+    """Logits after W nodes of one `depth`, the last of the X fed in this round."""
+    weights = small.weights(params, shared)
+    W, X = ancestor_BWX.shape[1:]
+    found = target.forward(
+        small.model,
+        weights,
+        tokens_BW,
+        jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape),
+        masks.cached(ancestor_BWX, length_B, caches[0].k_BKSE.shape[2]),
+        caches,
+        length_B + X - W,
+    )
+    return target.unembed(weights, found.hidden_BTD), found.caches
 
 
 # ---- training -----------------------------------------------------------------------------

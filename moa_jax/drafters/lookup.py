@@ -26,7 +26,7 @@ from jax import lax
 
 from moa_jax.config import DraftShape, LookupConfig, Objective, TargetConfig
 from moa_jax.drafters import grow
-from moa_jax.drafters.api import NOTHING, Drafter, Guide, Params, Shared, Tapped, Taps, Tree
+from moa_jax.drafters.api import NOTHING, Drafter, Guide, Params, Shared, Taps, Tree
 from moa_jax.drafters.kinds import DrafterKind, FileLayout
 from moa_jax.errors import InputError
 
@@ -60,6 +60,7 @@ def make(
         init_cache=lambda batch, rows, dtype: jnp.zeros((batch, rows), jnp.int32),
         extend=extend,
         propose=partial(propose, cfg),
+        digest=lambda params, length_B, tapped: (),
         loss=_untrained,
         teacher_forced=_untrained,
         head=_untrained,
@@ -77,7 +78,7 @@ def extend(
     text_BS: Array,
     tokens_BT: Array,
     length_B: Array,
-    tapped: Tapped | None,
+    digest: tuple[()],
 ) -> Array:
     """The text of each row with tokens written from its length on."""
     write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
@@ -95,7 +96,7 @@ def propose(
     guide: Guide,
 ) -> tuple[Tree, Array]:
     """The tree of `shape`, NOTHING in the nodes for which the text has no continuation."""
-    text_BS = extend(params, shared, text_BS, root_B[:, None], length_B, None)
+    text_BS = extend(params, shared, text_BS, root_B[:, None], length_B, ())
     many = shape.breadth if shape.is_dynamic else _leaves(shape)
     trie = merge(continuations(cfg, text_BS, length_B, many, shape.levels - 1))
     fill = _likeliest if shape.is_dynamic else _by_rank

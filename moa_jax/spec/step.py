@@ -225,8 +225,9 @@ def extend(
     """The drafter's cache with T tokens that the target has just processed."""
     with jax.named_scope("extend"):
         shared = setup.drafter.borrow(weights.target)
+        digest = setup.drafter.digest(weights.drafter, length_B, tapped)
         return setup.drafter.extend(
-            weights.drafter, shared, draft_cache, tokens_BT, length_B, tapped
+            weights.drafter, shared, draft_cache, tokens_BT, length_B, digest
         )
 
 

@@ -1,4 +1,5 @@
-"""Cached drafting with a MoA drafter: `extend` once per verification, `step` per drafted token."""
+"""Cached drafting with a MoA drafter: `digest` and `extend` once per verification, `step` per
+drafted token. LSA works in `digest` alone, which is what makes a client and a server of it."""
 
 from __future__ import annotations
 
@@ -27,6 +28,13 @@ class MoaCache(NamedTuple):
     reused: tuple[KV, ...]
 
 
+class MoaDigest(NamedTuple):
+    """What decoding needs of the target for T verified tokens: CA rows, and those for TLI."""
+
+    cross_attention: KV
+    reused: tuple[KV, ...]
+
+
 def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
     """Empty rows for every part."""
     sa, ca, _ = moa.blocks
@@ -38,6 +46,19 @@ def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
     )
 
 
+def digest(moa: Moa, params: Params, length_B: Array, tapped: Tapped) -> MoaDigest:
+    """Memory of verified tokens as CA's keys and values, and the last N layers' rows."""
+    _, ca, _ = moa.blocks
+    memory_BTM = moa.memory(params, tapped.rows_LBKTE)
+    position_BT = length_B[:, None] + jnp.arange(memory_BTM.shape[1])
+    ca_rows = CrossBlock(ca).apply(
+        {"params": params["cross_attention"]}, memory_BTM, rotation(ca, position_BT), method="rows"
+    )
+    layers = range(-moa.cfg.target_layer_inference, 0)
+    reused = tuple(jax.tree.map(lambda a, i=i: a[i], tapped.rows_LBKTE) for i in layers)
+    return MoaDigest(ca_rows, reused)
+
+
 def extend(
     moa: Moa,
     params: Params,
@@ -45,10 +66,10 @@ def extend(
     cache: MoaCache,
     tokens_BT: Array,
     length_B: Array,
-    tapped: Tapped,
+    digest: MoaDigest,
 ) -> MoaCache:
-    """Adds verified tokens: SA rows from embeddings, CA rows from memory, copies for TLI."""
-    sa, ca, _ = moa.blocks
+    """Adds verified tokens: SA rows from embeddings, the others as they come."""
+    sa, _, _ = moa.blocks
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1])
     sa_cache = cache.self_attention
     if sa is not None:
@@ -56,20 +77,11 @@ def extend(
         sa_params = {"params": params["self_attention"]}
         sa_rows = Block(sa).apply(sa_params, x_BTD, turn, method="rows")
         sa_cache = kv_cache.write(sa_cache, sa_rows, length_B)
-    ca_rows = CrossBlock(ca).apply(
-        {"params": params["cross_attention"]},
-        moa.memory(params, tapped.rows_LBKTE),
-        rotation(ca, position_BT),
-        method="rows",
-    )
-    last = [
-        jax.tree.map(lambda a, i=i: a[i - len(cache.reused)], tapped.rows_LBKTE)
-        for i in range(len(cache.reused))
-    ]
+    pairs = zip(cache.reused, digest.reused, strict=True)
     return MoaCache(
         sa_cache,
-        kv_cache.write(cache.cross_attention, ca_rows, length_B),
-        tuple(kv_cache.write(c, r, length_B) for c, r in zip(cache.reused, last, strict=True)),
+        kv_cache.write(cache.cross_attention, digest.cross_attention, length_B),
+        tuple(kv_cache.write(past, rows, length_B) for past, rows in pairs),
     )
 
 
@@ -88,9 +100,26 @@ def propose(
     def level(
         cache: MoaCache, tokens_BW: Array, ancestor_BWX: Array, depth: int
     ) -> tuple[Array, MoaCache]:
-        return step(moa, params, shared, cache, tokens_BW, ancestor_BWX, length_B, depth)
+        return step(moa, params, shared, cache, tokens_BW, ancestor_BWX, length_B, depth, length_B)
 
     return grow(level, cache, root_B, shape, guide)
+
+
+def go_on(
+    moa: Moa,
+    params: Params,
+    shared: Shared,
+    cache: MoaCache,
+    token_B: Array,
+    length_B: Array,
+    known_B: Array,
+) -> tuple[Array, MoaCache]:
+    """One token further, with the memory of the known ones only."""
+    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
+    logits_B1V, cache = step(
+        moa, params, shared, cache, token_B[:, None], itself_B11, length_B, 0, known_B
+    )
+    return logits_B1V[:, 0], cache
 
 
 def step(
@@ -102,13 +131,15 @@ def step(
     ancestor_BWX: Array,
     length_B: Array,
     depth: int | Array,
+    known_B: Array,
 ) -> tuple[Array, MoaCache]:
     """Logits after W nodes, of one `depth` or each its own, the last of the X fed in this round.
 
-    SA and the reused layers see verified rows and a node's ancestors, CA verified rows only.
-    The reused layers' verified rows are the target's own:
+    SA and the reused layers see committed rows and a node's ancestors, CA known rows only, whose
+    memory the target gave. The reused layers' known rows are the target's own. In a round all
+    committed tokens but the root are known:
 
-        row        0 .. n-1 | n     n+1 n+2   ...     n = length
+        row        0 .. n-1 | n     n+1 n+2   ...     n = length = known
         SA, TLI    x .. x   | root  its ancestors
         CA         x .. x   | .     .
 
@@ -121,7 +152,7 @@ def step(
     position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
     rows = cache.cross_attention.k_BKSE.shape[2]
     seen_BWS = masks.cached(ancestor_BWX, length_B, rows)
-    verified_B1S = (jnp.arange(rows) < length_B[:, None])[:, None, :]
+    known_B1S = (jnp.arange(rows) < known_B[:, None])[:, None, :]
     x_BWD, sa_cache = target.embed(shared, tokens_BW), cache.self_attention
     if sa is not None:
         sa_params, turn = {"params": params["self_attention"]}, rotation(sa, position_BW)
@@ -131,7 +162,7 @@ def step(
         x_BWD,
         rotation(ca, position_BW),
         cache.cross_attention,
-        verified_B1S,
+        known_B1S,
     )
     reused = cache.reused
     if reused:
