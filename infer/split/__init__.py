@@ -1,0 +1,1 @@
+"""What `infer.server` and `infer.client` are made of."""

@@ -1,0 +1,103 @@
+"""A link between two network namespaces, with delay, loss and a rate, that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from infer.split.network.profiles import Profile, Way
+from infer.split.network.tun import ADDRESSES, TUN, Side, ip, namespace, remove_stale
+from moa_jax.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def can_emulate() -> str | None:
+    """Why `emulate` cannot work here and what would help, in one line; None where it can."""
+    instead = "or use the TCP proxy"
+    if not sys.platform.startswith("linux"):
+        return f"network emulation: only Linux has network namespaces: use Linux {instead}"
+    if os.geteuid():
+        return f"network emulation: it needs root: run it as root {instead}"
+    if shutil.which("ip") is None:
+        return f"network emulation: there is no program `ip`: install iproute2 {instead}"
+    name = namespace(secrets.token_hex(4))
+    try:
+        os.close(os.open(TUN, os.O_RDWR))
+        ip("netns", "add", name)
+        ip("netns", "del", name)
+    except OSError as error:
+        return f"network emulation: {TUN}: {error.strerror}: let this machine have it {instead}"
+    except subprocess.CalledProcessError as error:
+        said = " ".join(error.stderr.split())
+        return f"network emulation: no network namespace ({said}): allow it {instead}"
+    return None
+
+
+class Emulation:
+    """A link that is up: how to run programs at its ends, and its plug. Safe for threads."""
+
+    address = ADDRESSES["server"]  # of the server, as the client sees it
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._turn = threading.Lock()
+        self.namespaces: dict[Side, str] = self._answer()
+
+    def prefix(self, side: Side) -> list[str]:
+        """What to put before a command so that it runs at one end of the link."""
+        return ["ip", "netns", "exec", self.namespaces[side]]
+
+    def cut(self) -> dict[Way, dict[str, int]]:
+        """Lose all packets, those under way too, both ways; returns as `stats` does."""
+        return self._ask("cut")
+
+    def heal(self) -> dict[Way, dict[str, int]]:
+        """Carry packets again; returns as `stats` does."""
+        return self._ask("heal")
+
+    def stats(self) -> dict[Way, dict[str, int]]:
+        """Each way: packets and bytes that came through; packets lost, overflowed and cut."""
+        return self._ask("stats")
+
+    def _ask(self, command: str) -> dict[Way, dict[str, int]]:
+        with self._turn:
+            with contextlib.suppress(BrokenPipeError):  # the answer that is missing says it all
+                print(command, file=self._process.stdin, flush=True)
+            return self._answer()
+
+    def _answer(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the network emulator ended with code {self._process.wait()}")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def emulate(profile: Profile, seed: int = 0) -> Iterator[Emulation]:
+    """A link as the profile describes it, in a process that ends with this one.
+
+    Raises InputError where `can_emulate` gives a reason. The losses and delays of a seed are the
+    same for the same packets, whose number and times the kernel chooses.
+    """
+    if reason := can_emulate():
+        raise InputError(reason)
+    remove_stale()
+    settings = json.dumps(dataclasses.asdict(profile))
+    command = [sys.executable, "-m", "infer.split.network.tun", settings, str(seed)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    try:
+        # A session of its own: Ctrl-C ends the programs at the ends first, and then the link.
+        with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+            yield Emulation(process)
+    finally:
+        remove_stale()  # if somebody killed it

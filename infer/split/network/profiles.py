@@ -1,0 +1,79 @@
+"""Named networks, and what one direction of a link does to a packet."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+Way = Literal["up", "down"]  # from client to server, and back
+WAYS: tuple[Way, Way] = ("up", "down")
+QUEUE_S = 0.4  # what the bottleneck holds at its rate: a packet that finds more is dropped
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A link that is the same in both directions.
+
+    Delay and jitter are those of one way, as `tc netem` counts them: jitter is the standard
+    deviation of a normal law that is cut at 0. Loss is the probability that a packet is lost.
+    """
+
+    name: str
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    loss: float = 0.0
+    rate_mbit: float | None = None  # None: as fast as the machine
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.delay_ms, self.jitter_ms) < 0 or not 0 <= self.loss <= 1:
+            raise ValueError(f"{self}: no delay is below 0, and loss lies between 0 and 1")
+        if self.rate_mbit is not None and self.rate_mbit <= 0:
+            raise ValueError(f"{self}: a rate is above 0, or None for no limit")
+
+    @property
+    def round_trip_ms(self) -> float:
+        """What a ping of this link says, without jitter and queues."""
+        return 2 * self.delay_ms
+
+
+# The paper's 4G, 5G and wired network and a bad one. It gives a ping for the wired network, which
+# is a round trip: half of it is the delay. Its other figures are a mean and a deviation, which are
+# one way here: so 4G has a ping of 42 ms, which phones do measure.
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("loopback", note="nothing is added"),
+        Profile("wired", 4.5, 0.0, 0.0, 50.0, "the paper's: a ping of 9 ms, 50 Mbit/s"),
+        Profile("5g", 10.0, 10.0, 0.001, 100.0, "the paper's; the rate is our choice"),
+        Profile("4g", 21.0, 19.0, 0.001, 20.0, "the paper's"),
+        Profile("far", 100.0, 0.0, 0.01, 20.0, "100 ms and 1 % loss; the rate is our choice"),
+    )
+}
+
+
+class Lane:
+    """One direction of a link: all its packets share one queue, and none overtakes another."""
+
+    def __init__(self, profile: Profile, seed: int, way: Way) -> None:
+        self._profile = profile
+        self._random = random.Random(f"{seed} {way}")
+        self._free_at = self._last_due = 0.0  # seconds, on the caller's clock
+
+    def loses(self) -> bool:
+        """Whether the next packet is lost."""
+        return self._random.random() < self._profile.loss
+
+    def overflows(self, now: float) -> bool:
+        """Whether a packet that comes now finds the queue full."""
+        return self._free_at - now > QUEUE_S
+
+    def due(self, now: float, size: int, held: float = 0.0) -> float:
+        """When a packet of `size` bytes that enters now comes out; `held` seconds later still."""
+        profile = self._profile
+        sending = 0.0 if profile.rate_mbit is None else size * 8e-6 / profile.rate_mbit
+        self._free_at = max(self._free_at, now) + sending
+        delay = max(0.0, self._random.gauss(profile.delay_ms, profile.jitter_ms)) / 1e3
+        self._last_due = max(self._last_due, self._free_at + delay + held)
+        return self._last_due
