@@ -167,13 +167,12 @@ class Proxy:
 
     def _before_reset(self, way: Way, data: bytes) -> tuple[bytes, bool]:
         """What of the data may pass, and whether its connection is reset then."""
-        left = self._until_reset.get(way)
-        if left is None or left > len(data):
-            if left is not None:
-                self._until_reset[way] = left - len(data)
+        if way not in self._until_reset:
             return data, False
-        del self._until_reset[way]
-        return data[:left], True
+        left = self._until_reset.pop(way)
+        if left > len(data):
+            self._until_reset[way] = left - len(data)
+        return data[:left], left <= len(data)
 
 
 async def _taken(sink: socket.socket) -> None:
