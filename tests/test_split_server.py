@@ -1,0 +1,469 @@
+"""The server of split decoding over real sockets: what it answers, refuses and survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import httpx
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from infer.split.app import Manners
+from moa_jax.serve import rows, wire
+from tests.split_server import (
+    PAIRING,
+    SPECS,
+    Client,
+    ToySlots,
+    next_token,
+    opening,
+    plain,
+    rows_of,
+    running,
+)
+
+PROMPT = list(range(1, 21))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as found:
+        yield found
+        assert found.metric("split_failures_total") == 0
+
+
+def ended(client: Client) -> wire.Fault | None:
+    """The last Fault of a connection that the server closed; None if it closed without one."""
+    fault = None
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            message = client.receive()
+            fault = message if isinstance(message, wire.Fault) else fault
+    return fault
+
+
+def unpacked(parts: list[wire.Verdict]) -> list[np.ndarray]:
+    made = [rows.unpack(p.rows, p.count, SPECS, "float32", False) for p in parts]
+    return [np.concatenate(leaves) for leaves in zip(*made, strict=True)]
+
+
+def test_split_answer_is_the_targets_with_all_rows(server):
+    with Client(server) as client:
+        assert (client.welcome.pairing, client.welcome.chunk) == (PAIRING, 8)
+        parts = client.open(PROMPT)
+        assert [part.more for part in parts] == [True, True, False]
+        assert parts[-1].tokens == plain(PROMPT, 1)
+        text = PROMPT + parts[-1].tokens
+        for ours, theirs in zip(unpacked(parts), rows_of(PROMPT, 0, 20), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        right = plain(text, 4)
+        verdict = client.draft(1, [*right[:2], (right[2] + 1) % 97])
+        assert (verdict.start, verdict.count, verdict.tokens) == (20, 3, right[:3])
+        for ours, theirs in zip(unpacked([verdict]), rows_of(text + right, 20, 3), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        tree = client.draft(2, [5, right[3], 6], [0, 0, 2])
+        assert tree.tokens[0] == right[3] and tree.count == 2
+        assert client.draft(3).count == 1  # no drafts: a plain step
+
+
+def test_split_session_reads_what_was_kept_and_replays(server):
+    with Client(server) as client:
+        root = client.open(PROMPT)[-1].tokens
+        kept = [9, 8, 7]
+        client.send(wire.Read(1, kept))
+        (verdict,) = client.reply()
+        assert (verdict.start, verdict.count, verdict.tokens) == (20, 3, kept)
+        text = PROMPT + root + kept
+        assert client.draft(2).tokens == [next_token(text)]
+        client.send(wire.Close())
+        parts = client.open(text, root_given=True, known=11)
+        assert parts[-1].tokens == [] and parts[0].start == 11
+        assert parts[-1].start + parts[-1].count == len(text) - 1
+        assert client.draft(1).tokens == [next_token(text)]
+
+
+def test_split_limits_of_a_text_end_it(server):
+    with Client(server) as client:
+        client.open(PROMPT, total=23)
+        verdict = client.draft(1, plain(PROMPT, 5)[1:])
+        assert (len(verdict.tokens), verdict.done) == (2, "length")
+        client.send(wire.Draft(2, [], []))
+        assert ended(client).code == "state"
+    stop = plain(PROMPT, 3)[2]
+    with Client(server) as client:
+        client.open(PROMPT, stop_ids=[stop])
+        verdict = client.draft(1, plain(PROMPT, 6)[1:])
+        assert verdict.done == "stop" and verdict.tokens[-1] == stop
+
+
+def test_split_duplicates_get_the_same_bytes(server):
+    with Client(server) as client:
+        client.send(opening(PROMPT))
+        first = [client.socket.recv(5) for _ in range(4)]
+        client.send(opening(PROMPT))
+        assert [client.socket.recv(5) for _ in range(4)] == first
+        client.send(wire.Draft(1, [3], [0]))
+        verdict = client.socket.recv(5)
+        before = len(server.slots.diary)
+        for _ in range(3):
+            client.send(wire.Draft(1, [3], [0]))
+            assert client.socket.recv(5) == verdict
+        assert len(server.slots.diary) == before
+        assert client.draft(2).start == wire.decode_down(verdict, server.server.limits).start + 1
+
+
+def test_split_resume_sends_the_lost_reply(server):
+    with Client(server) as client:
+        root = client.open(PROMPT)[-1].tokens
+        client.send(wire.Draft(1, [], []))
+        server.wait(lambda: any(s.answer.complete for s in server.scheduler._sessions.values()))
+        session = client.session
+        client.drop()
+    with Client(server) as client:
+        client.send(wire.Resume(session, 0))
+        assert client.receive() == wire.Resumed(1)
+        (verdict,) = client.reply()
+        assert verdict.seq == 1 and verdict.tokens == [next_token(PROMPT + root)]
+        client.drop()
+    with Client(server) as client:
+        client.send(wire.Resume(session, 1))
+        assert client.receive() == wire.Resumed(1)
+        assert client.draft(2).seq == 2  # nothing was sent twice
+
+
+def test_split_resume_takes_a_session_from_a_half_open_connection(server):
+    with Client(server) as old, Client(server) as new:
+        old.open(PROMPT)
+        new.send(wire.Resume(old.session, 0))
+        assert new.receive() == wire.Resumed(0)
+        assert ended(old).code == "state"
+        assert new.draft(1).seq == 1
+
+
+def test_split_resume_in_another_codec_or_of_a_stranger_is_gone(server):
+    with Client(server) as client:
+        client.open(PROMPT)
+        session = client.session
+    with Client(server, codec="int8") as client:
+        for name in (session, "0" * 32):
+            client.send(wire.Resume(name, 0))
+            fault = client.receive()
+            assert (fault.code, fault.fatal) == ("gone", False)
+        assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
+
+
+def test_split_resume_after_expiry_is_gone():
+    with running(resume_seconds=0.1) as server:
+        with Client(server) as client:
+            client.open(PROMPT)
+            session = client.session
+        server.wait(lambda: server.named("expire"))
+        server.wait(lambda: server.slots.slots == [None] * 4)
+        with Client(server) as client:
+            client.send(wire.Resume(session, 0))
+            assert client.receive().code == "gone"
+            assert client.answer(PROMPT, 8)[:8] == plain(PROMPT, 8)
+
+
+TOKEN = Manners(token="right")
+
+
+def status(server, **headers) -> int:
+    with pytest.raises(InvalidStatus) as error:
+        Client(server, additional_headers=headers)
+    return error.value.response.status_code
+
+
+def test_split_wrong_token_is_401_before_the_upgrade():
+    with running(manners=TOKEN) as server:
+        for shown in ("wrong", "Bearer wrong", "Bearer right ", "Basic right"):
+            if shown.strip() != "Bearer right":
+                assert status(server, Authorization=shown) == 401
+        assert status(server) == 401
+        assert server.get("/metrics").status_code == 401
+        assert server.get("/health").json() == {"status": "ok"}
+        assert server.get("/metrics", authorization="Bearer right").status_code == 200
+        with Client(server, additional_headers={"Authorization": "Bearer right"}) as client:
+            assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+        assert "right" not in repr(server.events) and "wrong" not in repr(server.events)
+
+
+def test_split_too_many_clients_are_503():
+    with running(manners=Manners(max_clients=1)) as server:
+        with Client(server) as client:
+            assert status(server) == 503
+            assert client.open(PROMPT)
+        server.wait(lambda: not server.server.connections)
+        with Client(server):
+            pass
+
+
+HELLO = wire.encode(wire.Hello("x", PAIRING, "float32", False))
+
+
+def pairing(**changes) -> bytes:
+    return wire.encode(wire.Hello("x", PAIRING | changes, "float32", False))
+
+
+REFUSED = {  # what is said first, the code and a part of the text
+    "version": (b"\x07" + HELLO[1:], "version", "version 7"),
+    "vocabulary": (pairing(vocab_size=96), "pairing", "97 on the server, 96 on the client"),
+    "method": (pairing(method="moa"), "pairing", "toy on the server, moa on the client"),
+    "extra": (pairing(width=3), "pairing", "width: none on the server"),
+    "before_hello": (wire.encode(wire.Close()), "state", "Close came before Hello"),
+    "open_before_hello": (wire.encode(opening([1])), "state", "Open came before Hello"),
+    "nonsense": (b"\x01\x02nonsense", "message", "Open"),
+    "empty": (b"", "message", "empty"),
+    "text": ("hello", "message", "text"),
+    "down": (wire.encode(wire.Opened("0" * 32)), "message", "none of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_split_protocol_refuses_a_first_message(server, name):
+    message, code, text = REFUSED[name]
+    with Client(server, hello=False) as client:
+        client.send(message)
+        fault = ended(client)
+        assert (fault.code, fault.fatal) == (code, True) and text in fault.text
+
+
+WRONG = {  # what is said in a session, and the code
+    "hello_again": (HELLO, "state"),
+    "open_again": (opening([1, 2], seq=5), "state"),
+    "resume": (wire.Resume("0" * 32, 0), "state"),
+    "skipped": (wire.Draft(3, [], []), "state"),
+    "read_too_much": (wire.Read(2, [1] * 400), "state"),
+    "outside": (wire.Draft(2, [97], [0]), "message"),
+    "twins": (wire.Draft(2, [5, 5], [0, 0]), "message"),
+    "too_many": (wire.Draft(2, [1] * 64, list(range(64))), "message"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_split_protocol_wrong_states_end_the_connection_and_keep_the_session(server, name):
+    message, code = WRONG[name]
+    with Client(server) as client:
+        client.open(PROMPT)
+        client.draft(1)
+        client.send(message)
+        fault = ended(client)
+        assert (fault.code, fault.fatal) == (code, True)
+        session = client.session
+    with Client(server) as client:
+        client.send(wire.Resume(session, 1))
+        assert client.receive() == wire.Resumed(1)
+        assert client.draft(2).seq == 2
+        client.send(wire.Close())
+
+
+def test_split_requests_that_do_not_fit_leave_the_connection(server):
+    with Client(server) as client:
+        for message in (opening([1] * 600, 600), opening([1], 600), opening([1], 1)):
+            fault = ask(client, message)
+            assert (fault.code, fault.fatal) == ("too_long", False), message
+        assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+
+
+def ask(client: Client, message):
+    """The answer to a message; what Opened promises comes after it."""
+    client.send(message)
+    found = client.receive()
+    return client.receive() if isinstance(found, wire.Opened) else found
+
+
+def test_split_oversized_messages_end_the_connection():
+    with running(manners=Manners(max_message_bytes=2000)) as server, Client(server) as client:
+        client.send(b"\x01\x02" + bytes(5000))
+        with pytest.raises(ConnectionClosed) as closed:
+            client.receive()
+        assert closed.value.rcvd.code == 1009
+
+
+def test_split_silence_ends_connections_and_frees_their_slots():
+    manners = Manners(hello_seconds=0.2, idle_seconds=0.3)
+    with running(manners=manners) as server:
+        with Client(server, hello=False) as client:
+            assert "no Hello" in ended(client).text
+        with Client(server) as client:
+            client.open(PROMPT)
+            assert ended(client).code == "gone"
+        server.wait(lambda: server.slots.slots == [None] * 4)
+        assert server.named("close")[-1]["reason"] == "idle"
+
+
+def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
+    slots = ToySlots(chunk=64, width=2000)  # one reply is some 20 MB
+    with running(slots, Manners(send_seconds=0.3), max_prompt=512) as server:
+        with Client(server, max_queue=1, max_size=None) as slow, Client(server) as other:
+            slow.send(opening([1] * 300, 500))
+            began = time.monotonic()
+            assert other.answer([5], 6)[:6] == plain([5], 6)
+            assert time.monotonic() - began < 5
+            server.wait(lambda: server.named("slow"))
+            server.wait(lambda: len(server.server.connections) == 1)
+            assert sum(slot is not None for slot in slots.slots) == 2  # kept for its return
+            slow.drop()
+
+
+def test_split_slots_under_pressure_go_from_those_who_left_longest(server):
+    with running(ToySlots(num_slots=2), queue_seconds=5.0) as server:
+        gone = []
+        for _ in range(2):
+            with Client(server) as client:
+                client.open(PROMPT)
+                gone.append(client.session)
+            server.wait(lambda: not server.server.connections)
+        with Client(server) as client:
+            assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+            with Client(server) as back:
+                back.send(wire.Resume(gone[1], 0))
+                assert back.receive() == wire.Resumed(0)
+                with Client(server) as third:
+                    third.send(wire.Resume(gone[0], 0))
+                    assert third.receive().code == "gone"
+                    third.send(opening(PROMPT))  # waits, as both slots are in use
+                    server.wait(lambda: server.metric("split_queue") == 1)
+                    client.send(wire.Close())
+                    assert isinstance(third.receive(), wire.Opened)
+                    assert third.reply()[-1].tokens == plain(PROMPT, 1)
+
+
+def test_split_full_queue_is_busy():
+    with running(ToySlots(num_slots=1), max_queue=1, queue_seconds=0.3) as server:
+        with Client(server) as first, Client(server) as second, Client(server) as third:
+            first.open(PROMPT)
+            second.send(opening(PROMPT))
+            server.wait(lambda: server.metric("split_queue") == 1)
+            (fault,) = third.open(PROMPT)
+            assert (fault.code, fault.fatal) == ("busy", False) and "queue" in fault.text
+            assert second.receive().code == "busy"  # its time was up
+            first.send(wire.Close())
+            assert second.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+
+
+def test_split_drain_lets_running_sessions_end():
+    with running() as server:
+        with Client(server) as client, Client(server) as late:
+            client.open(PROMPT)
+            done = server.drain(10)
+            server.wait(lambda: server.scheduler.draining)
+            (fault,) = late.open(PROMPT)
+            assert (fault.code, fault.fatal) == ("draining", False)
+            assert server.get("/health").status_code == 503
+            assert client.draft(1).seq == 1
+            assert not done.done()
+            client.send(wire.Close())
+            done.result(5)
+            assert ended(client).code == "draining"
+
+
+def test_split_drain_does_not_wait_for_ever():
+    with running() as server, Client(server) as client:
+        client.open(PROMPT)
+        began = time.monotonic()
+        server.drain(0.2).result(5)
+        assert time.monotonic() - began < 2
+        assert ended(client).code == "draining"
+
+
+def test_split_failure_of_the_target_ends_the_session_alone():
+    with running() as server, Client(server) as client:
+        client.open(PROMPT)
+        server.slots.error = RuntimeError("secret text")
+        fault = ask(client, wire.Draft(1, [], []))
+        assert (fault.code, fault.fatal) == ("gone", False)
+        server.slots.error = None
+        assert "secret" not in repr(server.events) + fault.text
+        assert client.answer(PROMPT, 8)[:8] == plain(PROMPT, 8)
+        server.wait(lambda: sum(slot is not None for slot in server.slots.slots) == 1)
+
+
+async def crowd(*works):
+    return await asyncio.gather(*(asyncio.to_thread(work) for work in works))
+
+
+def test_split_two_sessions_are_untouched_by_a_hostile_third(server):
+    def honest(prompt):
+        with Client(server) as client:
+            text = client.answer(prompt, 60)
+            client.send(wire.Close())
+            return text[:60]
+
+    def hostile():
+        random = np.random.default_rng(3)
+        for turn in range(40):
+            with Client(server, hello=turn % 3 > 0) as client:
+                if turn % 2:
+                    client.send(opening(random.integers(0, 97, 30).tolist()))
+                with contextlib.suppress(ConnectionClosed):
+                    client.send(random.bytes(random.integers(1, 300)))
+                    client.send(wire.Draft(int(random.integers(0, 9)), [1, 2], [0, 1]))
+                client.drop()
+
+    prompts = [[1, 2, 3], list(range(40))]
+    works = [lambda p=p: honest(p) for p in prompts]
+    *texts, _ = asyncio.run(crowd(*works, hostile))
+    assert texts == [plain(prompt, 60) for prompt in prompts]
+    server.wait(lambda: not server.server.connections)
+
+
+def test_split_messages_that_come_too_fast_wait():
+    with running(manners=Manners(max_requests_per_second=20)) as server:
+        with Client(server) as client:
+            client.open(PROMPT)
+            began = time.monotonic()
+            for _ in range(30):
+                client.send(wire.Draft(1, [], []))
+            for _ in range(5):
+                client.receive()
+            server.wait(lambda: server.metric("split_bytes_up_total") > 0)
+            with Client(server) as other:
+                assert other.answer([4], 4)[:4] == plain([4], 4)
+            client.send(wire.Draft(2, [], []))
+            while client.receive().seq != 2:
+                pass
+            assert time.monotonic() - began > 0.4
+
+
+def test_split_metrics_count_as_vllm_does():
+    with running() as server, Client(server) as client:
+        root = client.open(PROMPT)[-1].tokens
+        right = plain(PROMPT + root, 3)
+        client.draft(1, [right[0], right[1], (right[2] + 1) % 97])
+        client.draft(2, [(plain(PROMPT, 5)[4] + 1) % 97])
+        text = server.get("/metrics").text
+        for line in (
+            "spec_decode_num_drafts_total 2.0",
+            "spec_decode_num_draft_tokens_total 4.0",
+            "spec_decode_num_accepted_tokens_total 2.0",
+            'spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1.0',
+            'spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1.0',
+            "split_sessions 1.0",
+            "split_slots_in_use 1.0",
+            "split_batch_size_count 2.0",
+            "split_verify_seconds_count 2.0",
+        ):
+            assert line in text, line
+        assert server.metric("split_bytes_down_total") > server.metric("split_bytes_up_total") > 0
+
+
+def test_split_events_hold_counts_and_never_tokens(server):
+    with Client(server) as client:
+        client.answer([11, 12, 13], 8)
+        client.send(wire.Close())
+        server.wait(lambda: server.named("close"))
+    facts = server.named("close")[-1]
+    assert facts["reason"] == "done" and facts["accepted"] <= facts["drafted"]
+    plain_kinds = (str, int, float, bool, type(None))
+    assert all(type(v) in plain_kinds for _, facts in server.events for v in facts.values())
+    assert client.session not in repr(server.events)  # who knows it could resume it
+
+
+def test_health_of_plain_http(server):
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/").status_code == 404
+    assert httpx.post(f"http://127.0.0.1:{server.port}/health").status_code == 405
