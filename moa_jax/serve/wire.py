@@ -10,7 +10,6 @@ their headers promise. A message that is refused is named with its field, never 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
@@ -163,10 +162,10 @@ def _read_sampling(value: Any, limits: Limits) -> dict[str, float]:
         raise BadMessage(f"is no map with just {', '.join(SAMPLING_TYPES)}")
     for name, kind in SAMPLING_TYPES.items():
         entry = value[name]
-        if type(entry) not in (int, kind) or not math.isfinite(entry):
-            raise BadMessage(f"has a {name} that is no finite {kind.__name__}")
+        if type(entry) not in (int, kind):
+            raise BadMessage(f"has a {name} that is no {kind.__name__}")
         try:
-            Sampling(**{name: entry})
+            Sampling(**{name: entry})  # refuses what is not finite, too
         except InputError:  # whose line shows the value
             raise BadMessage(f"has a {name} out of range") from None
         if kind is int and name != "seed" and entry > LARGEST:
