@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax import masks
+from moa_jax import masks, target
 from moa_jax.batch import Batch
 from moa_jax.cache import KV
 from moa_jax.config import DraftShape
@@ -90,6 +90,11 @@ def streams(params: Params, length_B: Array, tapped: Tapped) -> Tapped:
     return tapped._replace(rows_LBKTE=None)
 
 
+def target_head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
+    """The head of a drafter that has none of its own: the target's."""
+    return target.unembed(shared, feature_BTD)
+
+
 class Drafter(NamedTuple):
     """A drafter for one target, closed over frozen configs.
 
@@ -122,7 +127,7 @@ class Drafter(NamedTuple):
     # most `horizon` after the last known one
     teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array, int], Array]
     # (params, shared, what goes to the head_BTD) -> float32 logits_BTU
-    head: Callable[[Params, Shared, Array], Array]
+    head: Callable[[Params, Shared, Array], Array] = target_head
     own_head: bool = False  # else `head` is the target's, and a draft vocabulary can slice it
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
     # (params, length_B, tapped) -> what `extend` needs: arrays with B first and T last but one

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from moa_jax import target
 from moa_jax.config import MoaConfig, Objective, TargetConfig
 from moa_jax.drafters.api import Drafter, Taps
 from moa_jax.drafters.kinds import DrafterKind
@@ -43,7 +42,6 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         go_on=partial(decode.go_on, moa),
         loss=partial(train.loss, moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
-        head=lambda params, shared, feature_BTD: target.unembed(shared, feature_BTD),
     )
 
 
