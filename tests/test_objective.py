@@ -22,6 +22,7 @@ from moa_jax.config import (
     TargetConfig,
 )
 from moa_jax.distillation import abstract_frozen, make_loss, make_probe
+from moa_jax.drafters import learning
 from moa_jax.drafters.moa import make
 from tests.compare import assert_norm_close, assert_value
 
@@ -110,6 +111,38 @@ def test_probe_in_chunks_equals_whole(monkeypatch):
     monkeypatch.setattr(distillation, "EVALUATION_CHUNK", 8)
     for name, value in found().items():
         np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("draft_ids", [None, tuple(range(1, 96, 3))], ids=["whole", "some"])
+def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
+    """Losses and gradients, and the target's head is asked no more often than for one."""
+    objective = Objective(chunks=ChunkConfig(head=7), loss=LossConfig("log_acceptance"))
+    shared, batch, scored = stacked_target(), batch_of(), []
+    unembed = llama.unembed
+    monkeypatch.setattr(llama, "unembed", lambda *x: scored.append(1) or unembed(*x))
+    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    head_DU, hidden_BTD = drawn(0, 32, len(draft_ids or range(96))), drawn(1, 3, T, 32)
+    features = [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
+    asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
+
+    def parts(head_DU, drafts):
+        head = lambda x_BTD: x_BTD @ head_DU  # noqa: E731
+        return learning.token_losses(objective, shared, head, hidden_BTD, drafts, draft_ids)
+
+    def total(together, head_DU, features):
+        drafts = [learning.Draft(*each) for each in zip(features, asked, strict=True)]
+        scored.clear()
+        first, second = (
+            parts(head_DU, drafts) if together else [parts(head_DU, [x])[0] for x in drafts]
+        )
+        return first["log_acceptance"] + 3 * second["log_acceptance"], (first, second, len(scored))
+
+    gradient = jax.value_and_grad(total, (1, 2), has_aux=True)
+    (value, (*found, once)), grads = gradient(True, head_DU, features)
+    (expected, (*alone, twice)), expected_grads = gradient(False, head_DU, features)
+    assert 2 * once == twice
+    compared = lambda a, b: assert_norm_close(a, b, "together")  # noqa: E731
+    jax.tree.map(compared, (value, found, grads), (expected, alone, expected_grads))
 
 
 # ---- losses -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ whose fc has no bias.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax import convert, losses, target
-from moa_jax.batch import Batch
 from moa_jax.config import EagleConfig, Objective, TargetConfig
 from moa_jax.convert import Table
 from moa_jax.drafters import feedback, learning
@@ -66,22 +66,16 @@ def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
         fuse=lambda params, tapped: tapped.hidden_BTD,
         rows=lambda params, *rest: module.apply({"params": params}, *rest, method="rows"),
         apply=lambda params, *rest: module.apply({"params": params}, *rest),
-        head=_head,
         loss=loss,
         shifted_mask=cfg.shifted_mask,
     )
-
-
-def _head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
-    return target.unembed(shared, feature_BTD)
 
 
 def loss(
     objective: Objective,
     params: Params,
     shared: Shared,
-    batch: Batch,
-    found: list[Array],
+    drafts: Sequence[learning.Draft],
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
@@ -89,14 +83,11 @@ def loss(
 
     References: authors' train/eagle.py (0.1 x cross-entropy + feature distance).
     """
-    each = []
-    for index, feature_BTD in enumerate(found):
-        asked_BT = feedback.asked(batch, index)
-        parts = learning.token_losses(
-            objective, shared, partial(target.unembed, shared), goal_BTD, feature_BTD, asked_BT
-        )
-        distance_BT = losses.smooth_l1(feature_BTD, goal_BTD)
-        each.append(parts | {"feature_loss": losses.answer_mean(distance_BT, asked_BT)})
+    head = partial(target.unembed, shared)
+    each = learning.token_losses(objective, shared, head, goal_BTD, drafts)
+    for parts, draft in zip(each, drafts, strict=True):
+        distance_BT = losses.smooth_l1(draft.feature_BTD, goal_BTD)
+        parts["feature_loss"] = losses.answer_mean(distance_BT, draft.response_BT)
     parts = feedback.mean_of_passes(each, objective.feedback.decay)
     return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
 

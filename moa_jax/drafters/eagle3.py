@@ -16,6 +16,7 @@ t2d. Tensor names and config.json are the official ones.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax import convert
-from moa_jax.batch import Batch
 from moa_jax.config import Eagle3Config, Objective, TargetConfig
 from moa_jax.convert import Table
 from moa_jax.drafters import feedback, learning
@@ -121,24 +121,13 @@ def loss(
     objective: Objective,
     params: Params,
     shared: Shared,
-    batch: Batch,
-    found: list[Array],
+    drafts: Sequence[learning.Draft],
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """Token loss of every pass over answer tokens whose next token its head can guess."""
-    each = [
-        learning.token_losses(
-            objective,
-            shared,
-            partial(head, params, shared),
-            goal_BTD,
-            feature_BTD,
-            feedback.asked(batch, index),
-            draft_ids,
-        )
-        for index, feature_BTD in enumerate(found)
-    ]
+    own_head = partial(head, params, shared)
+    each = learning.token_losses(objective, shared, own_head, goal_BTD, drafts, draft_ids)
     parts = feedback.mean_of_passes(each, objective.feedback.decay)
     return learning.weighted(objective.loss, parts, None, progress)
 

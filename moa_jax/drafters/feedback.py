@@ -31,7 +31,17 @@ from moa_jax import masks, target
 from moa_jax.batch import Batch
 from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, DraftShape, Objective
-from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
+from moa_jax.drafters import learning
+from moa_jax.drafters.api import (
+    Drafter,
+    Guide,
+    Params,
+    Shared,
+    Tapped,
+    Taps,
+    Tree,
+    target_head,
+)
 from moa_jax.drafters.grow import grow
 from moa_jax.layers import MLP, Attention, RMSNorm, Rotation, rotation
 
@@ -96,11 +106,11 @@ class Layer(NamedTuple):
     # (params, embedding_BTD, feature before_BTD, turn, mask_BTS, past, start_B)
     # -> (feature_BTD, rows, past with the rows written)
     apply: Callable[..., tuple[Array, KV, KV | None]]
-    # (params, shared, feature_BTD) -> logits
-    head: Callable[[Params, Shared, Array], Array]
-    # (objective, params, shared, batch, tapped, features of each pass, what they should be_BTD,
-    # progress) -> (loss, metrics)
+    # (objective, params, shared, draft of each pass, what its features should be_BTD, progress)
+    # -> (loss, metrics)
     loss: Callable[..., tuple[Array, dict[str, Array]]]
+    # (params, shared, feature_BTD) -> logits
+    head: Callable[[Params, Shared, Array], Array] = target_head
     own_head: bool = False
     draft_ids: tuple[int, ...] | None = None
     shifted_mask: bool = False  # see `_shifted`
@@ -360,7 +370,8 @@ def loss_of(
             goal_BTD = goal_BTD + noise_2BTD[0]
     steps = objective.feedback.steps
     found = passes(layer, params, embedding_BTD, feature_BTD, batch, steps)
-    return layer.loss(objective, params, shared, batch, found, goal_BTD, progress)
+    drafts = [learning.Draft(x_BTD, _asked(batch, index)) for index, x_BTD in enumerate(found)]
+    return layer.loss(objective, params, shared, drafts, goal_BTD, progress)
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
@@ -372,7 +383,7 @@ def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Arra
     )
 
 
-def asked(batch: Batch, index: int) -> Array:
+def _asked(batch: Batch, index: int) -> Array:
     """Answer tokens that pass `index` can be asked about: enough tokens stand before them."""
     return batch.response_BT & (batch.position_BT > index)
 

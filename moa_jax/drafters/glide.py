@@ -111,7 +111,6 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
         go_on=partial(go_on, layer),
         loss=partial(loss, layer, cfg.block_size, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
-        head=lambda params, shared, feature_BTD: target.unembed(shared, feature_BTD),
     )
 
 
@@ -285,14 +284,9 @@ def loss(
     """
     mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, block_size)
     found = trace(layer, params, shared, batch, tapped, mask_BTT)
-    parts = learning.token_losses(
-        objective,
-        shared,
-        partial(target.unembed, shared),
-        tapped.hidden_BTD,
-        found.feature_BTD,
-        batch.response_BT,
-    )
+    draft = learning.Draft(found.feature_BTD, batch.response_BT)
+    head = partial(target.unembed, shared)
+    (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
     return learning.weighted(objective.loss, parts, None, progress)
 
 

@@ -212,14 +212,9 @@ def loss(
     trained one, as it is; ours starts from nothing and learns it too.
     """
     feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
-    parts = learning.token_losses(
-        objective,
-        shared,
-        partial(head, small, params, shared),
-        tapped.hidden_BTD,
-        feature_BTD,
-        batch.response_BT,
-    )
+    draft = learning.Draft(feature_BTD, batch.response_BT)
+    own_head = partial(head, small, params, shared)
+    (parts,) = learning.token_losses(objective, shared, own_head, tapped.hidden_BTD, [draft])
     if not small.learns_features:
         return learning.weighted(objective.loss, parts, None, progress)
     distance_BT = losses.smooth_l1(feature_BTD, tapped.hidden_BTD)

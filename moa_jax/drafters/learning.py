@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moa_jax import chunks, losses, target
 from moa_jax.config import LossConfig, Objective
@@ -15,36 +17,49 @@ Array = jax.Array
 Parts = dict[str, Array]
 
 
+class Draft(NamedTuple):
+    """What a pass of the drafter has to say, and where it is asked."""
+
+    feature_BTD: Array  # goes to the head
+    response_BT: Array  # the answer tokens that count
+
+
 def token_losses(
     objective: Objective,
     shared: Shared,
     head: Callable[[Array], Array],
     hidden_BTD: Array,
-    feature_BTD: Array,
-    response_BT: Array,
+    drafts: Sequence[Draft],
     draft_ids: tuple[int, ...] | None = None,
-) -> Parts:
-    """The token loss that `objective` names and what one watches beside it, means over answers.
+) -> list[Parts]:
+    """The token loss that `objective` names and what one watches beside it, for each of `drafts`.
 
-    `hidden_BTD` becomes the target's logits through its head in `shared`, `feature_BTD` the
-    drafter's through `head`, a chunk of tokens at a time. With `draft_ids` the target's law is
-    taken over these tokens, and where its own choice is none of them nothing is learnt
-    (EAGLE-3, 2503.01840).
+    They are means over the answers of a draft. `hidden_BTD` becomes the target's logits through
+    its head in `shared`, once for all drafts, and their features the drafter's through `head`, a
+    chunk of tokens at a time. With `draft_ids` the target's law is taken over these tokens, and
+    where its own choice is none of them nothing is learnt (EAGLE-3, 2503.01840).
     """
+    if draft_ids is not None:
+        ids_U = np.array(draft_ids)
+        known_V = jnp.array(np.isin(np.arange(shared["embed"].shape[0]), ids_U))
 
-    def sums(piece: tuple[Array, ...]) -> Parts:
-        hidden_BTD, feature_BTD, share_BT = piece
-        target_BTV = target.unembed(shared, hidden_BTD)
+    def sums(piece: tuple[Array, list[tuple[Array, Array]]]) -> list[Parts]:
+        hidden_BTD, asked = piece
+        target_BTU = target.unembed(shared, hidden_BTD)
+        known_BT = 1.0
         if draft_ids is not None:
-            ids_U = jnp.array(draft_ids)
-            choice_BT = jnp.argmax(target_BTV, axis=-1)
-            known_V = jnp.zeros(target_BTV.shape[-1], bool).at[ids_U].set(True)
-            share_BT, target_BTV = share_BT * known_V[choice_BT], target_BTV[..., ids_U]
-        each = _each_token(objective.loss, target_BTV, head(feature_BTD))
-        return {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
+            known_BT = known_V[jnp.argmax(target_BTU, axis=-1)]
+            target_BTU = target_BTU[..., ids_U]
 
-    pieces = (hidden_BTD, feature_BTD, losses.answer_share(response_BT))
-    return chunks.sum_over(sums, pieces, objective.chunks.head)
+        @jax.checkpoint  # one draft's logits live at a time
+        def of_draft(target_BTU: Array, feature_BTD: Array, share_BT: Array) -> Parts:
+            each = _each_token(objective.loss, target_BTU, head(feature_BTD))
+            return {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
+
+        return [of_draft(target_BTU, x_BTD, share_BT * known_BT) for x_BTD, share_BT in asked]
+
+    shares = [(draft.feature_BTD, losses.answer_share(draft.response_BT)) for draft in drafts]
+    return chunks.sum_over(sums, (hidden_BTD, shares), objective.chunks.head)
 
 
 def _each_token(cfg: LossConfig, target_BTU: Array, draft_BTU: Array) -> Parts:

@@ -203,9 +203,8 @@ def loss_of(
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
     head = partial(target.unembed, shared)
-    parts = learning.token_losses(
-        objective, shared, head, tapped.hidden_BTD, found.feature_BTD, batch.response_BT
-    )
+    draft = learning.Draft(found.feature_BTD, batch.response_BT)
+    (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
     feature = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
     parts["feature_loss"] = feature
     if found.entry_BTD is not None:
