@@ -1,0 +1,350 @@
+"""Whose turn it is: batches, long prompts between them, slots that are waited for and lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infer.split.metrics import Metrics
+from infer.split.scheduler import Encoding, Reading, Refused, Rules, Scheduler, Session
+from moa_jax.errors import InputError
+from moa_jax.serve import wire
+from tests.split_server import LIMITS, ToySlots, next_token, opening, plain
+
+AS_IS = Encoding("float32", False)
+
+
+def nobody(refused: Refused) -> None:
+    """An owner who does not mind."""
+
+
+class Work:
+    """A scheduler over toy slots, with a clock that the test turns."""
+
+    def __init__(self, slots: ToySlots, rules: Rules) -> None:
+        self.slots, self.now, self.events = slots, 0.0, []
+        self.metrics = Metrics()
+        log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
+        self.scheduler = Scheduler(slots, rules, self.metrics, log, lambda: self.now)
+
+    async def open(self, tokens: list[int], **changes) -> Session:
+        """A session whose prompt has been read."""
+        session = await self.scheduler.open(opening(tokens, **changes), AS_IS, nobody)
+        await verdicts(session.answer)
+        return session
+
+    def entries(self, kind: str) -> list[tuple]:
+        return [entry[1:] for entry in self.slots.diary if entry[0] == kind]
+
+
+@contextlib.asynccontextmanager
+async def working(slots: ToySlots | None = None, **rules) -> AsyncIterator[Work]:
+    slots = slots or ToySlots()
+    given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | rules
+    work = Work(slots, Rules(**given))
+    async with work.scheduler:
+        yield work
+        slots.hold.set()
+    assert slots.slots == [None] * len(slots.slots)  # nothing leaks
+    assert all(name.startswith("target") for name in slots.threads)  # one thread's alone
+
+
+async def verdicts(answer) -> list[wire.Verdict]:
+    async with asyncio.timeout(10):
+        parts = [wire.decode_down(part, LIMITS) async for part in answer.read()]
+    return [part for part in parts if isinstance(part, wire.Verdict)]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def refusal(awaitable) -> tuple[str, str]:
+    with pytest.raises(Refused) as error:
+        await awaitable
+    return error.value.code, error.value.text
+
+
+def test_split_waiting_drafts_become_one_batch():
+    async def check():
+        async with working() as work:
+            sessions = [await work.open([n, n + 1]) for n in range(4)]
+            work.slots.hold.clear()
+            first = work.scheduler.submit(sessions[0], wire.Draft(1, [], []))
+            await until(lambda: work.entries("verify"))
+            rest = [work.scheduler.submit(s, wire.Draft(1, [], [])) for s in sessions[1:]]
+            work.slots.hold.set()
+            found = [(await verdicts(answer))[0].tokens for answer in (first, *rest)]
+            assert found == [plain([n, n + 1], 2)[1:] for n in range(4)]
+            assert work.entries("verify") == [(0,), (1, 2, 3)]
+            text = work.metrics.text().decode()
+            assert "split_batch_size_count 2.0" in text and "split_batch_size_sum 4.0" in text
+
+    asyncio.run(check())
+
+
+def test_split_long_prompt_lets_drafts_through_after_each_chunk():
+    async def check():
+        async with working(ToySlots(chunk=4)) as work:
+            session = await work.open([1, 2])
+            work.slots.seconds = 0.005
+            long = await work.scheduler.open(opening(list(range(60))), AS_IS, nobody)
+            begun = len(work.slots.diary)
+            for seq in range(1, 6):
+                await verdicts(work.scheduler.submit(session, wire.Draft(seq, [], [])))
+            kinds = [entry[0] for entry in work.slots.diary[begun:]]
+            assert kinds.count("verify") == 5 and not long.answer.complete
+            places = [index for index, kind in enumerate(kinds) if kind == "verify"]
+            assert max(b - a for a, b in zip(places, places[1:], strict=False)) <= 3
+            assert (await verdicts(long.answer))[-1].tokens == plain(list(range(60)), 1)
+
+    asyncio.run(check())
+
+
+def test_split_prompts_take_turns_and_their_parts_keep_their_order():
+    async def check():
+        async with working(ToySlots(chunk=4)) as work:
+            work.slots.hold.clear()
+            prompts = [list(range(20)), list(range(30, 41))]
+            sessions = [
+                await work.scheduler.open(opening(prompt), AS_IS, nobody) for prompt in prompts
+            ]
+            work.slots.hold.set()
+            for prompt, session in zip(prompts, sessions, strict=True):
+                parts = await verdicts(session.answer)
+                starts = [part.start for part in parts]
+                assert starts == sorted(starts) and parts[-1].tokens == plain(prompt, 1)
+                assert sum(part.count for part in parts) == len(prompt)
+            turns = [slot for slot, _ in work.entries("read")]
+            assert turns[:8] == [0, 1, 0, 1, 0, 1, 0, 1]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 25])
+def test_split_chunks_hold_at_most_what_a_pass_takes(chunk, count):
+    for pick in (True, False):
+        reading, processed = Reading(list(range(count)), pick), 0
+        while reading.seen < count:
+            part = reading.chunk(chunk)
+            seen = reading.seen + len(part)
+            passed = reading.has_root + len(part) - (not (pick and seen == count))
+            assert part and passed <= chunk
+            processed += passed
+            reading = reading._replace(seen=seen, has_root=True)
+        assert processed == count - (not pick)
+
+
+def test_split_rows_that_the_client_has_are_not_sent():
+    async def check():
+        async with working(ToySlots(chunk=4)) as work:
+            for known in (0, 3, 4, 9, 12):
+                text = list(range(12))
+                ask = opening(text, root_given=True, known=known)
+                session = await work.scheduler.open(ask, AS_IS, nobody)
+                parts = await verdicts(session.answer)
+                rows = [i for part in parts for i in range(part.start, part.start + part.count)]
+                assert rows == list(range(known, 11)) and not parts[-1].tokens
+                answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+                assert (await verdicts(answer))[0].tokens == [next_token(text)]
+                work.scheduler.close(session, "done")
+
+    asyncio.run(check())
+
+
+def test_split_requests_come_one_at_a_time_and_in_order():
+    async def check():
+        async with working() as work:
+            session = await work.open([1, 2])
+            work.slots.hold.clear()
+            answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+            assert work.scheduler.submit(session, wire.Draft(1, [], [])) is answer
+            for seq, text in ((2, "before the reply"), (0, "next"), (7, "next")):
+                with pytest.raises(Refused, match=text) as error:
+                    work.scheduler.submit(session, wire.Draft(seq, [], []))
+                assert error.value.code == "state"
+            work.slots.hold.set()
+            parts = await verdicts(answer)
+            assert await verdicts(work.scheduler.submit(session, wire.Draft(1, [], []))) == parts
+            assert len(work.entries("verify")) == 1
+
+    asyncio.run(check())
+
+
+def test_split_slot_is_waited_for_in_order_and_never_leaks():
+    async def check():
+        async with working(ToySlots(num_slots=1), queue_seconds=5.0) as work:
+            held = await work.open([1])
+            waiting = [asyncio.create_task(work.open([n])) for n in (2, 3, 4)]
+            await until(lambda: len(work.scheduler._queue) == 3)
+            waiting[0].cancel()
+            await asyncio.gather(waiting[0], return_exceptions=True)
+            work.scheduler.close(held, "done")
+            second = await waiting[1]
+            assert not waiting[2].done()
+            # The slot comes and the wait is over in the same moment: it goes on to nobody.
+            work.scheduler.close(second, "done")
+            waiting[2].cancel()
+            await asyncio.gather(waiting[2], return_exceptions=True)
+            assert work.scheduler._free == 1
+            await work.open([5])
+
+    asyncio.run(check())
+
+
+def test_split_queue_has_an_end_and_a_deadline():
+    async def check():
+        async with working(ToySlots(num_slots=1), max_queue=1, queue_seconds=0.05) as work:
+            await work.open([1])
+            waiting = asyncio.create_task(work.open([2]))
+            await until(lambda: work.scheduler._queue)
+            assert (await refusal(work.open([3])))[0] == "busy"
+            assert "in time" in (await refusal(waiting))[1]
+            assert not work.scheduler._queue
+            work.scheduler.drain()
+            assert (await refusal(work.open([3])))[0] == "draining"
+
+    asyncio.run(check())
+
+
+def test_split_drain_ends_the_wait_for_slots():
+    async def check():
+        async with working(ToySlots(num_slots=1)) as work:
+            await work.open([1])
+            waiting = asyncio.create_task(work.open([2]))
+            await until(lambda: work.scheduler._queue)
+            work.scheduler.drain()
+            assert (await refusal(waiting))[0] == "draining"
+
+    asyncio.run(check())
+
+
+def test_split_lost_sessions_expire_by_the_clock():
+    async def check():
+        async with working(resume_seconds=0.2) as work:  # looked after four times in that time
+            lost, kept = await work.open([1]), await work.open([2])
+            work.scheduler.disconnect(lost)
+            await asyncio.sleep(0.3)
+            assert not lost.closed
+            work.now = 0.3
+            await until(lambda: lost.closed)
+            assert not kept.closed
+            ask = wire.Resume(lost.id, 0)
+            with pytest.raises(Refused) as error:
+                work.scheduler.resume(ask, AS_IS, nobody)
+            assert error.value.code == "gone"
+            assert work.scheduler.num_connected == 1
+
+    asyncio.run(check())
+
+
+def test_split_longest_lost_session_makes_room():
+    async def check():
+        async with working(ToySlots(num_slots=3)) as work:
+            sessions = [await work.open([n]) for n in range(3)]
+            for now, index in ((1.0, 1), (2.0, 0)):
+                work.now = now
+                work.scheduler.disconnect(sessions[index])
+            await work.open([7])
+            assert [session.closed for session in sessions] == [False, True, False]
+            await work.open([8])
+            assert [session.closed for session in sessions] == [True, True, False]
+            reasons = [facts["reason"] for event, facts in work.events if event == "close"]
+            assert reasons == ["evicted", "evicted"]
+
+    asyncio.run(check())
+
+
+def test_split_sessions_lost_while_others_wait_make_room():
+    async def check():
+        async with working(ToySlots(num_slots=1), resume_seconds=0.4) as work:
+            first = await work.open([1])
+            waiting = asyncio.create_task(work.open([2]))
+            await until(lambda: work.scheduler._queue)
+            work.scheduler.disconnect(first)
+            await asyncio.wait_for(waiting, 5)
+            assert first.closed
+
+    asyncio.run(check())
+
+
+def test_split_reply_of_a_client_that_left_is_there_when_it_comes_back():
+    async def check():
+        async with working() as work:
+            session = await work.open([1, 2])
+            work.slots.hold.clear()
+            work.scheduler.submit(session, wire.Draft(1, [], []))
+            work.scheduler.disconnect(session)
+            work.slots.hold.set()
+            back = work.scheduler.resume(wire.Resume(session.id, 0), AS_IS, nobody)
+            assert (await verdicts(back.answer))[0].tokens == plain([1, 2], 2)[1:]
+
+    asyncio.run(check())
+
+
+def test_split_session_closed_at_work_hands_a_clean_slot_on():
+    async def check():
+        async with working(ToySlots(num_slots=1)) as work:
+            session = await work.open([1, 2])
+            work.slots.hold.clear()
+            answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+            await until(lambda: work.entries("verify"))
+            work.scheduler.close(session, "done")
+            asking = asyncio.create_task(work.open([3, 4]))
+            work.slots.hold.set()
+            assert (await refusal(verdicts(answer)))[0] == "gone"
+            other = await asking
+            parts = await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
+            assert parts[0].tokens == plain([3, 4], 2)[1:]
+
+    asyncio.run(check())
+
+
+def test_split_failures_end_their_sessions_and_show_in_health():
+    async def check():
+        async with working() as work:
+            bystander = await work.open([9])
+            for _ in range(3):
+                session = await work.open([1, 2])
+                work.slots.error = RuntimeError("what users wrote")
+                answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+                assert (await refusal(verdicts(answer)))[0] == "gone"
+                work.slots.error = None
+            assert "users" not in repr(work.events)
+            assert len([1 for event, _ in work.events if event == "error"]) == 3
+            assert work.scheduler.healthy  # it worked in between
+            work.slots.error = RuntimeError("again")
+            for _ in range(3):
+                session = await work.scheduler.open(opening([5]), AS_IS, nobody)
+                await refusal(verdicts(session.answer))
+            assert not work.scheduler.healthy
+            work.slots.error = None
+            await verdicts(work.scheduler.submit(bystander, wire.Draft(1, [], [])))
+            assert work.scheduler.healthy
+
+    asyncio.run(check())
+
+
+def test_split_text_is_logged_only_if_asked_for():
+    async def check(text_of):
+        slots, events = ToySlots(), []
+        log = lambda event, **facts: events.append((event, facts))  # noqa: E731
+        rules = Rules(num_slots=4, chunk=8)
+        async with Scheduler(slots, rules, Metrics(), log, text_of=text_of) as scheduler:
+            session = await scheduler.open(opening([61, 62, 63]), AS_IS, nobody)
+            await verdicts(session.answer)
+        return [facts["text"] for event, facts in events if event == "text"]
+
+    assert asyncio.run(check(None)) == []
+    assert asyncio.run(check(str)) == ["[61, 62, 63]", str(plain([61, 62, 63], 1))]
+
+
+def test_split_rules_need_a_chunk_with_room():
+    with pytest.raises(InputError, match="2 at least"):
+        Rules(chunk=1)
