@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -210,6 +211,15 @@ def test_reset_at_a_byte(way, position):
         check_echo(proxy, listener)  # it happens once
 
 
+def test_reset_waits_for_a_slow_reader():
+    with linked() as (proxy, client, server, _):
+        proxy.reset_after(1 << 20, "up")
+        client.sendall(bytes((1 << 20) + 99))
+        time.sleep(0.2)  # for a reset that does not wait
+        assert len(receive(server, 2 << 20)) == 1 << 20
+        assert is_reset(client)
+
+
 def check_echo(proxy: Proxy, listener: socket.socket) -> None:
     """A new connection works."""
     with dial(proxy) as client, listener.accept()[0] as server:
@@ -230,6 +240,7 @@ def test_cut_is_silent_and_heal_delivers_the_rest():
         assert proxy.carried == {"up": 6, "down": 0}
         with dial(proxy) as late:  # taken, and then nothing
             assert is_silent(late)
+            assert not select.select([listener], [], [], 0)[0]  # the target knows nothing of it
             proxy.heal()
             assert receive(server, 99) == b"while cut"
             assert receive(client, 7) == b"unheard"
