@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,30 @@ def load_target(
     dtype = default_dtype() if dtype is None else dtype
     params = read_params(reader, table, dtype, layers=layers, sharding=sharding)
     return target._replace(params=params)
+
+
+def load_borrowed(target: Target, borrow: Callable[[Any], Any], dtype: Any = None) -> Any:
+    """What a drafter borrows of a target, and no other array of it; `dtype` as in `load_target`.
+
+    `target` may be one without its weights (`describe_target`). Raises InputError as `load_target`.
+    """
+    table = convert.target_table(target.config)
+    folder = folders.find_folder(target.folder)
+    reader = folders.TensorReader(folder)
+    reader.check(convert.stored_shapes(table), _harmless_extras(reader, target.config))
+    dtype = default_dtype() if dtype is None else dtype
+    # What is borrowed says a tree whose leaves are their own places.
+    places = borrow(convert.nest({path: _Place(path) for path in table}))
+    leaves, structure = jax.tree.flatten(places)
+    found = [read_params(reader, {(): table[leaf.path]}, dtype) for leaf in leaves]
+    return jax.tree.unflatten(structure, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A leaf of a parameter tree, by where it stands."""
+
+    path: convert.Path
 
 
 def save_target(

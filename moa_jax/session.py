@@ -99,7 +99,7 @@ class Session:
         self.target = target
         self.setup = Setup(target.config, functions, self.shape, choose)
         head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
-        self.weights = Weights(_for_decoding(target.params), drafter and drafter.params, head)
+        self.weights = Weights(for_decoding(target.params), drafter and drafter.params, head)
         self.cache_rows = cache_rows
         self._prefill = jax.jit(
             functools.partial(step.prefill, self.setup), static_argnames="capacity"
@@ -320,8 +320,11 @@ def row_of(sampling: Sampling, row: int) -> Sampling:
     return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
 
 
-def law_of(rows: Sequence[Sampling], vocab_size: int) -> Law:
-    """The arrays of a batch's settings; those that no row uses are left out."""
+def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
+    """The arrays of a batch's settings; those that no row uses are left out, bar biases if `whole`.
+
+    A whole law serves any settings with one program.
+    """
     bias_BV = None
     if any(row.logit_bias for row in rows):
         bias_BV = np.zeros((len(rows), vocab_size), np.float32)
@@ -335,12 +338,12 @@ def law_of(rows: Sequence[Sampling], vocab_size: int) -> Law:
         values = [getattr(row, name) for row in rows]
         if name == "top_k":
             values = [min(value, vocab_size) for value in values]
-        if all(value == off for value in values):
+        if not whole and all(value == off for value in values):
             return None
         return jnp.array([used if used and value == off else value for value in values])
 
     law = Law(repetition_B=array("repetition_penalty", 1.0), bias_BV=bias_BV)
-    if all(row.temperature == 0 for row in rows):
+    if not whole and all(row.temperature == 0 for row in rows):
         return law
     return law._replace(
         key_B=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows], jnp.uint32)),
@@ -401,7 +404,7 @@ def _check_breadth(shape: DraftShape, size: int) -> None:
         )
 
 
-def _for_decoding(params: Any) -> Any:
+def for_decoding(params: Any) -> Any:
     """On a CPU a tied head gets its own array (D, V): products with a table (V, D) of several
     tokens first transpose it, which costs more than the product."""
     if "lm_head" in params or jax.default_backend() != "cpu":

@@ -68,7 +68,7 @@ TABLE: dict[str, set[str]] = {
     "distillation": LIBRARY - {"serve", "bench"},
     "flops": BASE | {"distillation", "drafters"},
     "planning": LIBRARY - {"serve", "bench"} | {"flops", "hlo", "machines"},
-    "serve": DECODING | LOADING | {"tokenizer"},
+    "serve": DRAFTERS | DECODING | LOADING | {"tokenizer"},
     "bench": LIBRARY - {"distillation", "serve"},
     "moa_jax": LIBRARY,
     "configs": {"config"},

@@ -80,7 +80,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1), jnp.int32(99))
     head = ids and step.Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
     with monkeypatch.context() as patch:
-        patch.setattr(step, "_target_pass", target_pass)
+        patch.setattr(step, "target_pass", target_pass)
         patch.setattr(step.target, "unembed", lambda table_VV, hidden_BNV: hidden_BNV @ table_VV)
         decode = jax.jit(functools.partial(step.decode, setup))
         state = decode(Weights(jnp.asarray(LOGITS_VV[0]), None, head), state, limits, law)

@@ -132,5 +132,6 @@ class Drafter(NamedTuple):
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
     # (params, length_B, tapped) -> what `extend` needs: arrays with B first and T last but one
     digest: Callable[[Params, Array, Tapped], Digest] = streams
+    digest_only: tuple[str, ...] = ()  # parts of the params that nothing but `digest` reads
     # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: it cannot
     go_on: Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None = None

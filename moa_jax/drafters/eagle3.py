@@ -108,6 +108,7 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
         loss=partial(loss, head, cfg.draft_ids or None),
         own_head=True,
         draft_ids=cfg.draft_ids or None,
+        fuse_only=("fc",),
     )
 
 

@@ -113,6 +113,7 @@ class Layer(NamedTuple):
     head: Callable[[Params, Shared, Array], Array] = target_head
     own_head: bool = False
     draft_ids: tuple[int, ...] | None = None
+    fuse_only: tuple[str, ...] = ()  # parts of the params that `fuse` alone reads
     shifted_mask: bool = False  # see `_shifted`
 
 
@@ -133,6 +134,7 @@ def make(layer: Layer, objective: Objective) -> Drafter:
         extend=partial(extend, layer),
         propose=partial(propose, layer),
         digest=lambda params, length_B, tapped: layer.fuse(params, tapped),
+        digest_only=layer.fuse_only,
         go_on=partial(go_on, layer),
         loss=partial(loss, layer, objective),
         teacher_forced=partial(teacher_forced, layer),

@@ -106,14 +106,10 @@ def prefill(
     caches = target.init_caches(setup.target, B, rows, dtype)
     zero_B = jnp.zeros(B, jnp.int32)
     with jax.named_scope("prefill"):
-        found = _target_pass(setup, weights, chain(prompt_BT), caches, zero_B)
-        last_B1 = (prompt_length_B - 1)[:, None]
-        hidden_B1D = jnp.take_along_axis(found.hidden_BTD, last_B1[..., None], axis=1)
-        logits_B1V = target.unembed(weights.target, hidden_B1D)
+        found = target_pass(setup, weights, chain(prompt_BT), caches, zero_B)
         seen_BV = sample.seen_in(law, prompt_BT, prompt_length_B, setup.target.vocab_size)
-        seen_B1V = None if seen_BV is None else seen_BV[:, None]
-        score_B1V = sample.scores(law, logits_B1V, seen_B1V, prompt_length_B[:, None])
-        root_B = jnp.argmax(score_B1V[:, 0], axis=-1).astype(jnp.int32)
+        last_B = prompt_length_B - 1
+        root_B = token_after(weights, law, found.hidden_BTD, last_B, prompt_length_B, seen_BV)
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(B), root_B].set(True)
     draft_cache = None
@@ -129,6 +125,22 @@ def prefill(
         *(tokens_BC, prompt_length_B, done_B, found.caches, draft_cache),
         *(zero_B, zero_BR, zero_BR, seen_BV),
     )
+
+
+def token_after(
+    weights: Weights,
+    law: Law,
+    hidden_BTD: Array,
+    index_B: Array,
+    position_B: Array,
+    seen_BV: Array | None,
+) -> Array:
+    """What the target chooses after the `index`-th token of a pass, for that position."""
+    hidden_B1D = jnp.take_along_axis(hidden_BTD, index_B[:, None, None], axis=1)
+    logits_B1V = target.unembed(weights.target, hidden_B1D)
+    seen_B1V = None if seen_BV is None else seen_BV[:, None]
+    score_B1V = sample.scores(law, logits_B1V, seen_B1V, position_B[:, None])
+    return jnp.argmax(score_B1V[:, 0], axis=-1).astype(jnp.int32)
 
 
 def advance(
@@ -262,7 +274,7 @@ def _verify_first(
 ) -> Verified:
     """Verifies the first `width` nodes, and puts the accepted path's rows behind the cache's."""
     tree = _first_nodes(tree, width)
-    found = _target_pass(setup, weights, tree, state.target_caches, state.length_B)
+    found = target_pass(setup, weights, tree, state.target_caches, state.length_B)
     logits_BNV = target.unembed(weights.target, found.hidden_BTD)
     choice_BN = (setup.choose or choose)(setup, law, state, tree, logits_BNV)
     levels = setup.shape.levels
@@ -315,7 +327,7 @@ def _reads_rows(setup: Setup) -> bool:
     return setup.drafter is not None and setup.drafter.taps.rows
 
 
-def _target_pass(
+def target_pass(
     setup: Setup, weights: Weights, tree: Tree, caches: target.Caches, length_B: Array
 ) -> target.Pass:
     """The target over all nodes at once; their rows are written behind the verified ones."""

@@ -39,6 +39,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         extend=partial(decode.extend, moa),
         propose=partial(decode.propose, moa),
         digest=partial(decode.digest, moa),
+        digest_only=("layer_self_attention", "ekv2e"),
         go_on=partial(decode.go_on, moa),
         loss=partial(train.loss, moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
