@@ -27,7 +27,7 @@ import uvicorn
 from infer.cli import INTERRUPTED, Parser, names, positive, run
 from infer.pair import add_pair_flags, load_pair
 from infer.split.app import PATH, Manners, Server
-from infer.split.events import log_warnings
+from infer.split.events import EventLog, Log, WarningsTo
 from infer.split.listener import PatientHttp
 from infer.split.metrics import Metrics
 from infer.split.scheduler import Rules, Scheduler
@@ -47,8 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     rules = _rules_of(args)
     token = _token_of(args)
     _check_certificate(args)
-    with bind(args.host, args.port) as listener:  # before the models, which take their time
-        server = _load(args, rules, token)
+    # The port comes before the models, which take their time.
+    with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
+        server = _load(args, rules, token, log)
         return asyncio.run(_serve(args, server, listener))
 
 
@@ -138,7 +139,7 @@ def _manners_of(args: argparse.Namespace, token: str | None) -> Manners:
     )
 
 
-def _load(args: argparse.Namespace, rules: Rules, token: str | None) -> Server:
+def _load(args: argparse.Namespace, rules: Rules, token: str | None, log: Log) -> Server:
     """The models, their slots with everything compiled, and the application over them."""
     target, drafter = load_pair(args)
     positions = target.config.max_position_embeddings
@@ -151,17 +152,17 @@ def _load(args: argparse.Namespace, rules: Rules, token: str | None) -> Server:
         max_nodes=rules.max_nodes + 1,
         chunk=rules.chunk,
     )
-    slots.warm(args.warm or (1, drafter.depth or DEFAULT_DEPTH), rules.num_slots)
-    scheduler = Scheduler(
-        slots, rules, Metrics(), text_of=_decoder(target) if args.log_text else None
-    )
+    sizes = args.warm or (1, drafter.depth or DEFAULT_DEPTH)
+    log("compile", nodes=list(sizes), slots=rules.num_slots)
+    slots.warm(sizes, rules.num_slots)
+    text_of = _decoder(target) if args.log_text else None
+    scheduler = Scheduler(slots, rules, Metrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
-    return Server(scheduler, pairing, target.config.vocab_size, _manners_of(args, token))
+    return Server(scheduler, pairing, target.config.vocab_size, _manners_of(args, token), log)
 
 
 async def _serve(args: argparse.Namespace, server: Server, listener: socket.socket) -> int:
     """Listen until a signal comes; the exit code is that of a program that was asked to end."""
-    log_warnings()
     config = uvicorn.Config(
         server.app,
         http=PatientHttp,

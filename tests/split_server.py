@@ -216,7 +216,8 @@ class Client:
 
     def drop(self) -> None:
         """As a link that dies: no goodbye."""
-        self.socket.socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the server was faster
+            self.socket.socket.shutdown(socket.SHUT_RDWR)
         self._stack.close()
 
     def send(self, message: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -10,8 +12,10 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ import pytest
 from websockets.sync.client import connect
 
 from infer import cli, server
+from infer.split.events import EventLog, WarningsTo
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
@@ -120,7 +125,7 @@ def started(pair, tmp_path) -> Iterator:
         ready = tmp_path / "ready.json"
         models = ["--target", pair / "target", "--draft", pair / "draft"]
         command = [sys.executable, "-m", "infer.server", "--port", "0", "--ready-file", ready]
-        small = ["--slots", "1", "--chunk", "16", "--max-tokens", "64", "--warm", "1"]
+        small = ["--slots", "2", "--chunk", "16", "--max-tokens", "64", "--warm", "1"]
         program = subprocess.Popen(
             [*command, *models, *small, *flags],
             cwd=ROOT,
@@ -142,6 +147,41 @@ def started(pair, tmp_path) -> Iterator:
         program.communicate()
 
 
+def test_events_are_lines_that_a_full_pipe_cannot_stop():
+    class Stuck(io.StringIO):
+        free = threading.Event()
+
+        def write(self, text):
+            assert self.free.wait(10)
+            return super().write(text)
+
+    stream = Stuck()
+    with EventLog(stream, most=3) as log:
+        for count in range(50):
+            log("open", tokens=count, session=None)
+        stream.free.set()
+        while not stream.getvalue():
+            time.sleep(0.01)
+        time.sleep(0.05)
+        log("close", reason="done")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len(lines) in (4, 5) and lines[0].keys() == {"time", "event", "tokens"}
+    assert lines[-1]["event"] == "close" and lines[-1]["lost_events"] == 51 - len(lines)
+
+
+def test_warnings_of_libraries_become_events_without_their_text():
+    events = []
+    with WarningsTo(lambda event, **facts: events.append(facts)):
+        logger = logging.getLogger("uvicorn.error")
+        logger.warning("first line\nsecond")
+        try:
+            raise ValueError("what users wrote")
+        except ValueError:
+            logger.exception("failed")
+    assert events[0]["what"] == "first line"
+    assert events[1]["what"].startswith("ValueError at test_split_program.py:")
+
+
 def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> list[int]:
     """An answer with drafts of one token that are always the same."""
     target = load_target(pair / "target", jnp.float32)
@@ -156,7 +196,8 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
         sampling = wire.sampling_fields(Sampling())
         total = len(prompt) + count
         assert isinstance(ask(wire.Open(0, prompt, False, 0, total, [], sampling)), wire.Opened)
-        verdict = wire.decode_down(link.recv(60), LIMITS)
+        while (verdict := wire.decode_down(link.recv(60), LIMITS)).more:
+            pass
         text = list(verdict.tokens)
         while not verdict.done:
             verdict = ask(wire.Draft(verdict.seq + 1, [text[-1]], [0]))
@@ -169,17 +210,19 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
 def test_split_program_serves_the_targets_text_and_goes_on_sigterm(pair, started):
     program, ready = started()
     assert program.stdout.readline() == f"listening on {ready['url']}\n"
-    prompt = [5, 17, 60, 33, 9]
-    (plain,) = Session(load_target(pair / "target", jnp.float32)).generate(
-        [prompt], 12, stop_ids=[]
-    )
-    assert answer(ready["url"], pair, prompt, 12) == plain.token_ids
+    prompts = [[5, 17, 60, 33, 9], [7], list(range(40))]  # the last in chunks, one waits
+    target = load_target(pair / "target", jnp.float32)
+    plain = Session(target).generate(prompts, 12, stop_ids=[])
+    with ThreadPoolExecutor() as clients:
+        texts = clients.map(lambda prompt: answer(ready["url"], pair, prompt, 12), prompts)
+        assert list(texts) == [result.token_ids for result in plain]
     program.send_signal(signal.SIGTERM)
     _, log = program.communicate(timeout=30)
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert program.returncode == 0
     assert [event["event"] for event in events][-1] == "drain"
-    assert [event["tokens"] for event in events if event["event"] == "close"] == [17]
+    closed = [event for event in events if event["event"] == "close"]
+    assert sorted(event["tokens"] for event in closed) == [13, 17, 52]
     assert "Traceback" not in log
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
+import threading
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -409,6 +413,82 @@ def test_split_two_sessions_are_untouched_by_a_hostile_third(server):
     *texts, _ = asyncio.run(crowd(*works, hostile))
     assert texts == [plain(prompt, 60) for prompt in prompts]
     server.wait(lambda: not server.server.connections)
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def hostile_message(random: np.random.Generator) -> bytes | str:
+    """Noise, or a good message with a piece torn out, changed or added."""
+    good = [
+        HELLO,
+        wire.encode(opening(random.integers(0, 97, 30).tolist())),
+        wire.encode(wire.Draft(int(random.integers(3)), [1, 2], [0, 1])),
+        wire.encode(wire.Resume("0" * 32, -1)),
+        wire.encode(wire.Read(1, [5])),
+        wire.encode(wire.Close()),
+    ][random.integers(6)]
+    place = int(random.integers(len(good)))
+    changed = bytes([random.integers(256)])
+    return [
+        random.bytes(random.integers(0, 400)),
+        good[:place],
+        good[:place] + changed + good[place + 1 :],
+        good + random.bytes(3),
+        good,
+        "text",
+        bytes(70_000),
+    ][random.integers(7)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone():
+    manners = Manners(max_message_bytes=60_000, max_clients=8)
+    with running(manners=manners, resume_seconds=0.2) as server, Client(server) as other:
+        random = np.random.default_rng(7)
+
+        def attack(count: int) -> None:
+            sent = 0
+            while sent < count:
+                with Client(server, hello=bool(random.integers(4))) as client:
+                    with contextlib.suppress(ConnectionClosed, TimeoutError):
+                        for _ in range(random.integers(1, 6)):
+                            sent += 1
+                            client.send(hostile_message(random))
+                    client.drop()
+                if sent % 7 == 0:
+                    seq = int(other_seq[0]) + 1
+                    other_seq[0] = seq
+                    text.extend(other.draft(seq).tokens)
+
+        text, other_seq = list(other.open(PROMPT)[-1].tokens), [0]
+        attack(200)
+        before, threads = resident(), threading.active_count()
+        attack(1000)
+        assert text == plain(PROMPT, len(text)) and len(text) > 30
+        assert resident() - before < 20e6 and threading.active_count() <= threads + 2
+        server.wait(lambda: len(server.server.connections) == 1)
+        server.wait(lambda: len(server.scheduler._sessions) == 1)
+        assert server.metric("split_failures_total") == 0
+        assert server.get("/health").status_code == 200
+        # Of each connection nothing is left but its events.
+        assert len(asyncio.all_tasks(server.loop)) < 16
+
+
+def test_split_connections_that_ask_for_nothing_are_given_up(monkeypatch):
+    monkeypatch.setattr("infer.split.listener.REQUEST_SECONDS", 0.2)
+    with running() as server, Client(server) as client:
+        for sent in (b"", b"GET /v1/split HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port)) as silent:
+                silent.sendall(sent)
+                silent.settimeout(5)
+                with contextlib.suppress(ConnectionResetError):
+                    assert silent.recv(1) == b""
+        assert client.open(PROMPT)  # who has asked stays
 
 
 def test_split_messages_that_come_too_fast_wait():

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from infer.split.events import Log, place_of, write_event
+from infer.split.events import Log, place_of
 from infer.split.metrics import CONTENT_TYPE
 from infer.split.scheduler import Answer, Encoding, Refused, Scheduler, Session
 from moa_jax.serve import wire
@@ -60,7 +60,7 @@ class Server:
         pairing: Pairing,
         vocab_size: int,
         manners: Manners,
-        log: Log = write_event,
+        log: Log,
     ) -> None:
         self.scheduler, self.pairing, self.manners, self.log = scheduler, pairing, manners, log
         self.metrics = scheduler.metrics

@@ -4,46 +4,93 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TextIO
 
 Log = Callable[..., None]  # log("open", session="...", tokens=12)
 
 
-def write_event(event: str, **facts: Any) -> None:
-    """Write one event with its time; facts that are None are left out."""
+class EventLog:
+    """Writes events from a thread of its own, so that a pipe which nobody reads stops nothing.
+
+    A context, which writes the last events at its end; beyond `most` that wait, events are lost
+    and counted.
+    """
+
+    def __init__(self, stream: TextIO | None = None, most: int = 10_000) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._lines: queue.Queue[str | None] = queue.Queue(most)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Note one event with its time; facts that are None are left out."""
+        if self._lost:
+            facts["lost_events"] = self._lost
+        try:
+            self._lines.put_nowait(_as_line(event, facts))
+            self._lost = 0
+        except queue.Full:
+            self._lost += 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._lines.put(None, timeout=1.0)
+        except queue.Full:
+            return
+        self._thread.join(1.0)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._stream.write(line)
+            self._stream.flush()
+
+
+def _as_line(event: str, facts: dict[str, Any]) -> str:
     now = time.time()
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
     known = {name: fact for name, fact in facts.items() if fact is not None}
-    # One write a line, so that lines of several threads do not mix.
-    sys.stderr.write(json.dumps({"time": stamp, "event": event} | known) + "\n")
-    sys.stderr.flush()
+    return json.dumps({"time": stamp, "event": event} | known) + "\n"
 
 
 def place_of(error: BaseException) -> str:
     """Kind of an exception and the lines it came through; its text could hold what users wrote."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
-    lines = (f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
-    return f"{type(error).__name__} at {' < '.join(reversed(list(lines)))}"
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
+    return f"{type(error).__name__} at {' < '.join(reversed(lines))}"
 
 
-class _AsEvent(logging.Handler):
-    """Warnings of libraries as events; tracebacks shrink to their places."""
+class WarningsTo(logging.Handler):
+    """Warnings of uvicorn as events of a log; tracebacks shrink to their places.
+
+    A context, in which uvicorn writes nowhere else.
+    """
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log, self._logger = log, logging.getLogger("uvicorn")
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        message = place_of(error) if error else record.getMessage().splitlines()[0]
-        write_event("library", name=record.name, level=record.levelname.lower(), what=message)
+        what = place_of(error) if error else record.getMessage().partition("\n")[0]
+        self._log("library", name=record.name, level=record.levelname.lower(), what=what)
 
+    def __enter__(self) -> Self:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.WARNING)
+        self._logger.propagate = False
+        return self
 
-def log_warnings() -> None:
-    """Have uvicorn's warnings and errors in the same log."""
-    logger = logging.getLogger("uvicorn")
-    if not logger.handlers:
-        logger.addHandler(_AsEvent(logging.WARNING))
-        logger.setLevel(logging.WARNING)
-        logger.propagate = False
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.propagate = True

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from infer.split.events import Log, place_of, write_event
+from infer.split.events import Log, place_of
 from infer.split.metrics import Metrics
 from moa_jax.config import MAX_DEPTH, Sampling
 from moa_jax.errors import InputError
@@ -160,7 +160,7 @@ class Scheduler:
         slots: Slots,
         rules: Rules,
         metrics: Metrics,
-        log: Log = write_event,
+        log: Log,
         clock: Callable[[], float] = time.monotonic,
         text_of: Callable[[list[int]], str] | None = None,  # given to have texts in the log
     ) -> None:
