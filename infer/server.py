@@ -36,7 +36,6 @@ from moa_jax.folders import write_whole
 from moa_jax.pretrained import Target
 from moa_jax.serve.pairing import pairing_of
 from moa_jax.serve.slots import Slots
-from moa_jax.session import DEFAULT_DEPTH
 from moa_jax.tokenizer import load_tokenizer
 
 PING_SECONDS = 20.0  # between pings, and again until the answer must be there
@@ -70,9 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument_group("compiling").add_argument(
         "--warm",
         type=_sizes,
+        default="1,2,4,8",
         metavar="N,N",
-        help="nodes of drafts, the root included, to compile for before clients come; others "
-        "compile when they come first; default: 1 and the drafter's depth",
+        help="nodes of drafts, the root included, to compile for before clients come; others, "
+        "rounded up to a power of two, make everybody wait when they come first",
     )
     group = parser.add_argument_group("log")
     group.add_argument(
@@ -152,9 +152,8 @@ def _load(args: argparse.Namespace, rules: Rules, token: str | None, log: Log) -
         max_nodes=rules.max_nodes + 1,
         chunk=rules.chunk,
     )
-    sizes = args.warm or (1, drafter.depth or DEFAULT_DEPTH)
-    log("compile", nodes=list(sizes), slots=rules.num_slots)
-    slots.warm(sizes, rules.num_slots)
+    log("compile", nodes=args.warm, slots=rules.num_slots)  # a minute, perhaps
+    slots.warm(args.warm, rules.num_slots)
     text_of = _decoder(target) if args.log_text else None
     scheduler = Scheduler(slots, rules, Metrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)

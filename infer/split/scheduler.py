@@ -52,7 +52,7 @@ class Refused(Exception):
 class Rules:
     """What one server lends, to how many and for how long."""
 
-    num_slots: int = 8
+    num_slots: int = 4
     max_prompt: int = 4096
     max_tokens: int = 8192  # of one session, prompt included
     max_nodes: int = MAX_DEPTH - 1  # of one draft, the root left out
