@@ -34,7 +34,7 @@ $(STAMP):
 	$(if $(VERSION),,$(error $(NO_PYTHON)))
 	$(PY) -c 'import pip, sys; assert sys.version.startswith("$(VERSION).")' 2>/dev/null \
 		|| $(word 2,$(FOUND)) -m venv --clear $(VENV)
-	$(PIP) install --editable '.[test]' $(TORCH)
+	$(PIP) install --editable '.[serve,plots,test]' $(TORCH)
 	rm -f $(VENV)/.made-*
 	touch $@
 

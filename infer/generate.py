@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     if not args.json and not _asked(args):
         _chat(ask)
         return None
-    prompts = list(_prompts(args, writer))
+    prompts = list(prompts_of(args, writer))
     session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
     if args.json:
         return _answer_as_json(ask, prompts)
@@ -209,7 +209,7 @@ def _asked(args: argparse.Namespace) -> bool:
     return any(flag is not None for flag in flags) or not sys.stdin.isatty()
 
 
-def _prompts(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
+def prompts_of(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
     """The prompts of the flags, or of stdin when it is not a terminal."""
     if args.prompt_ids is not None:
         yield args.prompt_ids

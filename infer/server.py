@@ -69,10 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument_group("compiling").add_argument(
         "--warm",
         type=_sizes,
-        default="1,2,4,8",
+        default="1,4,8,16",
         metavar="N,N",
-        help="nodes of drafts, the root included, to compile for before clients come; others, "
-        "rounded up to a power of two, make everybody wait when they come first",
+        help="nodes of drafts, the root included, to compile for before clients come; others "
+        "(all are rounded up to one of these, 32 or 64) make everybody wait when they come first",
     )
     group = parser.add_argument_group("log")
     group.add_argument(
@@ -153,7 +153,7 @@ def _load(args: argparse.Namespace, rules: Rules, token: str | None, log: Log) -
         chunk=rules.chunk,
     )
     log("compile", nodes=args.warm, slots=rules.num_slots)  # a minute, perhaps
-    slots.warm(args.warm, rules.num_slots)
+    slots.warm(args.warm)
     text_of = _decoder(target) if args.log_text else None
     scheduler = Scheduler(slots, rules, Metrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)

@@ -17,6 +17,7 @@ import numpy as np
 from moa_jax import convert, folders
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
+from moa_jax.drafters.api import Drafter
 from moa_jax.drafters.kinds import FileLayout, Files, check_pairing, target_sizes
 from moa_jax.errors import InputError, first_line
 from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
@@ -155,7 +156,8 @@ def load_drafter(
     """Load a drafter for a target, in any layout of `drafters.kinds.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files, `target_layer_inference` states N where
-    they do not; `dtype` defaults to the target's. A kind without files, as `lookup`, is named
+    they do not; `dtype` defaults to the target's, or to `default_dtype()` for a target without
+    its weights. A kind without files, as `lookup`, is named
     instead of a folder. Raises InputError for a missing or damaged drafter, and for one of
     another target.
     """
@@ -174,9 +176,15 @@ def load_drafter(
         table = kind.table(cfg, target.config)
         depth = _depth_of(config)
     reader.check(convert.stored_shapes(table), [*kind.constants(cfg, target.config), *kind.extras])
-    dtype = target.params["embed"].dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = default_dtype() if target.params is None else target.params["embed"].dtype
     params = read_params(reader, table, dtype)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
+
+
+def functions_of(drafter: LoadedDrafter, target_cfg: TargetConfig) -> Drafter:
+    """A loaded drafter as the functions that decoding calls."""
+    return DRAFTERS[drafter.method].make(drafter.config, target_cfg)
 
 
 def save_drafter(

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
 from moa_jax.precision import matmul_precision
-from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 from moa_jax.spec import step
 from moa_jax.spec.sample import Law
 from moa_jax.spec.step import DecodeState, Limits, Setup, Weights
@@ -89,7 +88,7 @@ class Session:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
         self.shape = shape if drafter else DraftShape(1)
         drafter = drafter if self.shape.num_drafted else None
-        functions = drafter and DRAFTERS[drafter.method].make(drafter.config, target.config)
+        functions = drafter and functions_of(drafter, target.config)
         if vocabulary and functions and functions.own_head:
             raise InputError(
                 f"a drafter of kind {drafter.method} has a head of its own: leave out the draft "

@@ -46,8 +46,11 @@ class Pair:
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
 def pair(request, tmp_path_factory) -> Pair:
     """A random pair that agrees now and then."""
-    family, num_reused = request.param
-    folder = tmp_path_factory.mktemp("pair")
+    return random_pair_of(*request.param, tmp_path_factory.mktemp("pair"))
+
+
+def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
+    """A random pair in a folder."""
     calm = 0.5 if family == "qwen2" else 0.2
     config, model = random_pair.random_target(family, 21, calm)
     sizes = random_pair.draft_sizes(config, num_reused)

@@ -68,7 +68,7 @@ TABLE: dict[str, set[str]] = {
     "distillation": LIBRARY - {"serve", "bench"},
     "flops": BASE | {"distillation", "drafters"},
     "planning": LIBRARY - {"serve", "bench"} | {"flops", "hlo", "machines"},
-    "serve": DRAFTERS | DECODING | LOADING | {"tokenizer"},
+    "serve": DECODING | LOADING | {"tokenizer"},
     "bench": LIBRARY - {"distillation", "serve"},
     "moa_jax": LIBRARY,
     "configs": {"config"},

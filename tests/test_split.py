@@ -16,7 +16,7 @@ from moa_jax.pretrained import describe_target
 from moa_jax.serve.half import DraftHalf
 from moa_jax.serve.rows import pack, unpack
 from moa_jax.serve.slots import Full, Request, Slots
-from tests.pairs import NO_STOP, Pair, pair  # noqa: F401
+from tests.pairs import NO_STOP, Pair, random_pair_of
 
 NUM_NEW = 24
 PROMPTS = ([5, 9, 4, 17, 23], [11], [3, 8, 8, 61, 7, 30, 31, 32, 33, 34])
@@ -52,9 +52,7 @@ class Split:
         data = pack(reply.rows, self.codec, True)
         rows = unpack(data, reply.count, self.half.leaves, self.codec, True)
         if reply.count:
-            self.half.absorb(
-                reply.start, self.text[reply.start : reply.start + reply.count], rows
-            )
+            self.half.absorb(reply.start, self.text[reply.start : reply.start + reply.count], rows)
         self.known = reply.start + reply.count
 
     def draft(self, shape: DraftShape | int) -> Request:
@@ -64,13 +62,25 @@ class Split:
         return Request(self.slot, tokens, list(range(len(tokens))))
 
 
-@pytest.fixture(scope="module")
-def slots(pair: Pair) -> Slots:  # noqa: F811
-    return Slots(pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32)
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(0, marks=pytest.mark.slow)], ids=["n1", "n0"]
+)
+def pair(request, tmp_path_factory) -> Pair:
+    """A random pair that agrees now and then; the drafter reuses this many layers."""
+    return random_pair_of("llama", request.param, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
-def half(pair: Pair) -> DraftHalf:  # noqa: F811
+def slots(pair: Pair):
+    """Few sizes, and so few programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moa_jax.serve.slots.NODES", (16,))
+        patch.setattr("moa_jax.serve.slots.SESSIONS", (4,))
+        yield Slots(pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32)
+
+
+@pytest.fixture(scope="module")
+def half(pair: Pair) -> DraftHalf:
     """Made without the target's weights: it reads from its files what the drafter borrows."""
     described = describe_target(pair.target.folder)
     drafter = pair.drafter._replace(params=pair.drafter.params)
@@ -79,7 +89,7 @@ def half(pair: Pair) -> DraftHalf:  # noqa: F811
 
 @pytest.mark.parametrize("sampling", LAWS, ids=["greedy", "top-k", "penalty"])
 @pytest.mark.parametrize("shape", [4, TREE], ids=["chain", "tree"])
-def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampling):  # noqa: F811
+def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampling):
     split, taus = Split(slots, half), []
     for prompt in PROMPTS:
         (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, sampling)
@@ -94,7 +104,7 @@ def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampl
     assert max(taus) > 1  # something was accepted
 
 
-def test_split_drafts_what_the_local_step_drafts(pair, slots, half):  # noqa: F811
+def test_split_drafts_what_the_local_step_drafts(pair, slots, half):
     """Accept lengths of every round are those of one process, chain and tree."""
     split = Split(slots, half)
     for shape, local in ((4, pair.session(5)), (TREE, Session(pair.target, pair.drafter, TREE))):
@@ -110,9 +120,9 @@ def test_split_drafts_what_the_local_step_drafts(pair, slots, half):  # noqa: F8
             slots.close(split.slot)
 
 
-def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, half):  # noqa: F811
+def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, half):
     """Three sessions of their own laws, in passes of one, two or three of them."""
-    splits = [Split(slots, DraftHalf(pair.target, pair.drafter, max_tokens=64)) for _ in PROMPTS]
+    splits = [Split(slots, half.twin()) for _ in PROMPTS]
     for split, prompt, law in zip(splits, PROMPTS, LAWS, strict=True):
         split.open(prompt, law)
     random = np.random.default_rng(0)
@@ -129,7 +139,7 @@ def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, ha
     assert slots.num_free == 4
 
 
-def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):  # noqa: F811
+def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):
     """Tokens written alone are verified as a chain: the text is the target's again."""
     prompt = PROMPTS[0]
     (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP)
@@ -149,7 +159,7 @@ def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):  #
     slots.close(split.slot)
 
 
-def test_split_keeps_given_tokens(pair, slots, half):  # noqa: F811
+def test_split_keeps_given_tokens(pair, slots, half):
     """Tokens that were read as they are stay; what follows is the target's answer to them."""
     prompt, given = PROMPTS[0], [40, 41, 42]
     split = Split(slots, half)
@@ -165,7 +175,7 @@ def test_split_keeps_given_tokens(pair, slots, half):  # noqa: F811
     slots.close(split.slot)
 
 
-def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, half):  # noqa: F811
+def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, half):
     """What was drafted beyond a draft is the next draft if all before it was right; taking in
     the target's rows leaves the rows behind them."""
     split = Split(slots, half)
@@ -189,7 +199,7 @@ def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, half):  # noqa
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-def test_split_text_does_not_depend_on_the_codec(pair, slots, half, codec):  # noqa: F811
+def test_split_text_does_not_depend_on_the_codec(pair, slots, half, codec):
     split = Split(slots, half, codec)
     split.open(PROMPTS[0], Sampling())
     while not split.done:
@@ -199,7 +209,7 @@ def test_split_text_does_not_depend_on_the_codec(pair, slots, half, codec):  # n
     slots.close(split.slot)
 
 
-def test_split_stops_where_plain_decoding_stops(pair, slots, half):  # noqa: F811
+def test_split_stops_where_plain_decoding_stops(pair, slots, half):
     (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
     stop = plain.token_ids[7]
     (stopped,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, [stop])
@@ -211,7 +221,7 @@ def test_split_stops_where_plain_decoding_stops(pair, slots, half):  # noqa: F81
     slots.close(split.slot)
 
 
-def test_split_long_prompts_come_in_chunks(pair, slots, half):  # noqa: F811
+def test_split_long_prompts_come_in_chunks(pair, slots, half):
     prompt = (np.arange(45) * 7 % 90 + 3).tolist()
     (plain,) = pair.plain.generate([prompt], 12, NO_STOP)
     split = Split(slots, half)
@@ -222,7 +232,7 @@ def test_split_long_prompts_come_in_chunks(pair, slots, half):  # noqa: F811
     slots.close(split.slot)
 
 
-def test_split_client_holds_less_than_the_pair(pair, half):  # noqa: F811
+def test_split_client_holds_less_than_the_pair(pair, half):
     whole = sum(leaf.size for leaf in jax.tree.leaves((pair.target.params, pair.drafter.params)))
     assert half.num_params < whole
 
@@ -263,9 +273,9 @@ def test_split_slots_run_out_and_sessions_are_bounded(slots):
         slots.read(slot, [5], pick_root=True)
 
 
-def test_split_needs_no_drafter_on_the_server(pair):  # noqa: F811
+def test_split_needs_no_drafter_on_the_server(pair):
     """A client that drafts nothing streams the target's tokens, one a pass."""
-    slots = Slots(pair.target, None, num_slots=1, max_tokens=64)
+    slots = Slots(pair.target, None, num_slots=1, max_tokens=64, max_nodes=1)
     slot = slots.open(Sampling(), NO_STOP, 15)
     text = slots.read(slot, PROMPTS[0], pick_root=True).tokens
     while len(text) < 15:
@@ -276,7 +286,7 @@ def test_split_needs_no_drafter_on_the_server(pair):  # noqa: F811
     assert text == [*PROMPTS[0], *plain.token_ids]
 
 
-def test_split_pairs_are_loaded_in_part(pair):  # noqa: F811
+def test_split_pairs_are_loaded_in_part(pair):
     """The drafter's files are read without the target's weights, too."""
     described = describe_target(pair.target.folder)
     reused = getattr(pair.drafter.config, "target_layer_inference", None)

@@ -9,6 +9,7 @@ the target: while a verification is under way, and when there is no connection.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +20,16 @@ import numpy as np
 
 from moa_jax import target
 from moa_jax.config import DraftShape, Sampling, TargetConfig
-from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Params, Shared, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.precision import matmul_precision
-from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, load_borrowed
+from moa_jax.pretrained import (
+    LoadedDrafter,
+    Target,
+    default_dtype,
+    functions_of,
+    load_borrowed,
+)
 from moa_jax.serve.rows import LeafSpec
 from moa_jax.session import bucket, for_decoding, law_of
 from moa_jax.spec import sample, step
@@ -51,9 +57,10 @@ class DraftHalf:
 
         Raises InputError for a target without the weights, or a drafter that cannot be split.
         """
-        functions = DRAFTERS[drafter.method].make(drafter.config, target_.config)
+        functions = functions_of(drafter, target_.config)
         self.functions, self.cfg = functions, target_.config
-        dtype = default_dtype() if target_.params is None else target_.params["embed"].dtype
+        weights = jax.tree.leaves((drafter.params, target_.params))
+        dtype = weights[0].dtype if weights else default_dtype()
         if target_.params is None:
             shared = load_borrowed(target_, functions.borrow, dtype)
         else:
@@ -87,6 +94,18 @@ class DraftHalf:
         leaves = [_batched(row, width, spec) for row, spec in zip(rows, self.leaves, strict=True)]
         digest = jax.tree.unflatten(self._treedef, leaves)
         (self._cache,) = self._run(_absorb, self._cache, padded_1T, _one(start), digest)
+
+    def absorb_nothing(self, tokens: Sequence[int]) -> None:
+        """Takes in the first tokens of a text of which the target says nothing at all."""
+        for start in range(0, len(tokens), MOST_STEPS):
+            part = tokens[start : start + MOST_STEPS]
+            self.absorb(start, part, [np.zeros((len(part), *leaf.shape)) for leaf in self.leaves])
+
+    def twin(self) -> DraftHalf:
+        """Another session's caches, with the same weights and programs."""
+        other = copy.copy(self)
+        other.reset(Sampling())
+        return other
 
     def chain(
         self, text: Sequence[int], known: int, steps: int, min_log_prob: float = -np.inf

@@ -7,8 +7,8 @@ does what a round of `spec.step` does, and puts back what it wrote:
                  \\ \\  ______/                    0 .. length-1 | length | length+1 ..
     pass         2 3 + padding                   in the caches | root   | not read yet (a prompt)
 
-Numbers of rows and of nodes come in powers of two, so few programs serve everything. All methods
-belong to one thread.
+Numbers of rows and of nodes are padded to a few sizes, so few programs serve everything. All
+methods belong to one thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ import numpy as np
 
 from moa_jax import cache, target
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
-from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.api import NOTHING, Tapped, Tree, chain
 from moa_jax.errors import InputError
 from moa_jax.precision import matmul_precision
-from moa_jax.pretrained import LoadedDrafter, Target
-from moa_jax.session import SMALLEST_BUCKET, for_decoding, law_of
+from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+from moa_jax.session import bucket, for_decoding, law_of
 from moa_jax.spec import sample, step
 from moa_jax.spec.sample import Law
 from moa_jax.spec.step import DecodeState, Setup, Weights
 
 Array = jax.Array
+
+NODES = (1, 4, 8, 16, 32, MAX_DEPTH)  # of a pass, the root included
+SESSIONS = tuple(4**k for k in range(8))  # of a pass
 
 
 class Full(InputError):
@@ -91,11 +93,11 @@ class Slots:
             raise InputError(f"{max_tokens} tokens: the target has {positions} positions")
         if not 1 <= max_nodes <= MAX_DEPTH:
             raise InputError(f"{max_nodes} nodes: choose from 1 to {MAX_DEPTH}")
-        functions = drafter and DRAFTERS[drafter.method].make(drafter.config, target_.config)
+        functions = drafter and functions_of(drafter, target_.config)
         self.target, self.functions = target_, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
         self.weights = Weights(for_decoding(target_.params), drafter and drafter.params)
-        rows = max_tokens + max(_padded(max_nodes), _padded(chunk, SMALLEST_BUCKET))
+        rows = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
         dtype = target_.params["embed"].dtype
         self._caches = target.init_caches(target_.config, num_slots + 1, rows, dtype)
         self._scratch = num_slots  # where the padding of a pass writes
@@ -140,7 +142,7 @@ class Slots:
             )
         start, news, rows = session.length, list(tokens), []
         if todo:
-            padded_1T = np.zeros((1, _padded(len(todo), SMALLEST_BUCKET)), np.int32)
+            padded_1T = np.zeros((1, bucket(len(todo))), np.int32)
             padded_1T[0, : len(todo)] = todo
             law, text_AC = self._law([session])
             given = (_one(slot), padded_1T, _one(start), _one(len(todo)))
@@ -166,8 +168,8 @@ class Slots:
             if session.done or session.length != len(session.tokens) - 1:
                 raise InputError("the session is over or has no root: nothing can be drafted")
             self._check_draft(request)
-        A = _padded(len(requests))
-        N = _padded(max(1 + len(request.tokens) for request in requests))
+        A = self._num_rows(len(requests))
+        N = _padded(max(1 + len(request.tokens) for request in requests), NODES)
         slot_A = np.full(A, self._scratch, np.int32)
         slot_A[: len(requests)] = [request.slot for request in requests]
         length_A = np.zeros(A, np.int32)
@@ -185,22 +187,28 @@ class Slots:
             for row, session in enumerate(sessions)
         ]
 
-    def warm(self, nodes: Sequence[int], batch: int, sampled: bool = False) -> None:
-        """Compiles what drafts of these sizes need, for 1 to `batch` sessions, and prompts."""
+    def warm(self, nodes: Sequence[int] = NODES, sampled: bool = False) -> None:
+        """Compiles what prompts, and drafts of so many nodes, need for any number of sessions."""
         sampling = Sampling(temperature=1.0) if sampled else Sampling()
         spare = Slot(sampling, frozenset(), self.max_tokens)
-        for T in sorted({SMALLEST_BUCKET, *_powers(SMALLEST_BUCKET, self.chunk)}):
+        for T in sorted({bucket(count) for count in range(1, self.chunk + 1)}):
             law, text_AC = self._law([spare])
             one = (_one(self._scratch), np.zeros((1, T), np.int32))
             self._run(_read, *one, _one(0), _one(T), law, text_AC)
-        for A in _powers(1, batch):
-            for N in sorted({_padded(number) for number in nodes}):
+        most = _padded(self.max_nodes, NODES)
+        sizes = {self._num_rows(count) for count in range(1, len(self._slots) + 1)}
+        for A in sorted(sizes):
+            for N in sorted({min(_padded(number, NODES), most) for number in nodes}):
                 tree = _tree_of(0, Request(0, (), ()), N)
                 trees = jax.tree.map(lambda a, A=A: np.stack([a] * A), tree)
                 law, text_AC = self._law([spare] * A)
                 slot_A = np.full(A, self._scratch, np.int32)
                 length_A = np.zeros(A, np.int32)
                 self._run(_verify, slot_A, trees, length_A, law, text_AC)
+
+    def _num_rows(self, count: int) -> int:
+        """Rows of a pass over so many sessions: never more than there are slots."""
+        return min(_padded(count, SESSIONS), len(self._slots))
 
     def _session(self, slot: int) -> Slot:
         session = self._slots[slot]
@@ -255,21 +263,13 @@ class Slots:
 # ---- on the host --------------------------------------------------------------------------
 
 
-def _padded(count: int, least: int = 1) -> int:
-    """The smallest power of two that holds `count`."""
-    return max(least, 1 << (count - 1).bit_length())
+def _padded(count: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that holds `count`."""
+    return next(size for size in sizes if size >= count)
 
 
 def _one(value: int) -> np.ndarray:
     return np.array([value], np.int32)
-
-
-def _powers(low: int, high: int) -> list[int]:
-    """The powers of two from `low` until one holds `high`."""
-    found = [low]
-    while found[-1] < high:
-        found.append(2 * found[-1])
-    return found
 
 
 def _tree_of(root: int, request: Request, size: int) -> Tree:

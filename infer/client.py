@@ -1,0 +1,447 @@
+"""Answers prompts with the drafter here and the target on a server; goes on alone without it.
+
+python -m infer.client --connect ws://127.0.0.1:8765/v1/split --prompt "I need a hotel."
+python -m infer.client --connect wss://HOST:8765/v1/split --token-file TOKEN --tls-ca CA.pem
+python -m infer.client --offline --prompt "Hello"      the drafter alone, no server at all
+python -m infer.client ... --policy keep               what was written alone stays (or: verify)
+
+Nothing of the target is loaded but what the drafter borrows of it. Unverified text is dim on a
+terminal; what the server said of the link goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import ssl
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax.numpy as jnp
+
+from infer.cli import Parser, names, positive, run
+from infer.generate import Writer, prompts_of
+from infer.pair import DEFAULT_TREE, DEMO, use_cores
+from infer.sampling import (
+    add_sampling_flags,
+    before_stop,
+    check_stop_ids,
+    ids,
+    sampling_of,
+    stopper,
+)
+from infer.split.answering import Answering, Event, Policy, Ways
+from infer.split.link import Lost, Server
+from moa_jax.config import DraftShape
+from moa_jax.drafters import needs_no_files
+from moa_jax.errors import InputError
+from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
+from moa_jax.serve.half import MOST_STEPS, DraftHalf
+from moa_jax.serve.pairing import pairing_of
+from moa_jax.serve.wire import Codec
+from moa_jax.session import bucket, row_of
+
+MODES = ("plain", "chain", "tree")
+DIM, PLAIN = "\033[2m", "\033[0m"
+
+
+def main(arguments: list[str] | None = None) -> int | None:
+    args = _parser().parse_args(arguments)
+    sampling = sampling_of(args)
+    ways = ways_of(args)
+    tls, token = _tls_of(args), _token_of(args)
+    target, drafter = load_client_pair(args)
+    check_stop_ids(args.stop_ids, target.config.vocab_size)
+    writer = Writer(target.folder)
+    prompts = list(prompts_of(args, writer))
+    for index, prompt in enumerate(prompts):
+        _check(prompt, index, args.max_new_tokens, target)
+    most = max(map(len, prompts)) + args.max_new_tokens
+    half = DraftHalf(target, drafter, max_tokens=bucket(most))
+    server = None
+    if not args.offline:
+        server = Server(
+            args.connect,
+            pairing_of(target, drafter),
+            token,
+            tls,
+            args.codec,
+            args.compress,
+            args.timeout,
+        )
+    stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
+    asked = Asked(args, writer, prompts, list(stops), sampling)
+    with ThreadPoolExecutor(1, "drafter") as worker:
+        answering = Answering(half, server, ways, worker)
+        try:
+            return asyncio.run(_answer_all(answering, asked))
+        except Lost as error:
+            raise InputError(
+                f"--connect {args.connect}: {error}: start infer.server there, or give --offline "
+                "to have the drafter answer alone"
+            ) from error
+
+
+class Asked(NamedTuple):
+    """What all prompts of one run share."""
+
+    args: argparse.Namespace
+    writer: Writer
+    prompts: list[list[int]]
+    stop_ids: list[int]
+    sampling: Any
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("infer.client", __doc__)
+    group = parser.add_argument_group("server").add_mutually_exclusive_group(required=True)
+    group.add_argument("--connect", metavar="URL", help="ws://HOST:PORT/v1/split, or wss://")
+    group.add_argument("--offline", action="store_true", help="no server: the drafter alone")
+    group = parser.add_argument_group("connection")
+    group.add_argument("--token-file", metavar="FILE", help="with the server's token")
+    group.add_argument("--tls-ca", metavar="FILE.pem", help="what a wss:// server's is signed by")
+    group.add_argument(
+        "--codec",
+        choices=get_args(Codec),
+        default="bfloat16",
+        help="how rows of verified tokens travel; it changes what is accepted, never the text",
+    )
+    group.add_argument("--compress", action="store_true", help="rows through zlib, too")
+    group.add_argument(
+        "--timeout", type=float, default=5.0, metavar="S", help="until a silent link counts as lost"
+    )
+    group.add_argument(
+        "--policy",
+        choices=get_args(Policy),
+        default="verify",
+        help="with what was written alone: keep it, or have it verified and rewritten",
+    )
+    group.add_argument(
+        "--reconnect-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="to wait for a link once an answer was written alone (verify)",
+    )
+    add_client_pair_flags(parser)
+    group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
+    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
+    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
+    group.add_argument(
+        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
+    )
+    add_ways_flags(parser)
+    add_sampling_flags(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser
+
+
+def add_client_pair_flags(parser: argparse.ArgumentParser) -> None:
+    """--target and --draft, of which a client loads what it needs."""
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
+    group.add_argument("--draft", metavar="DIR_OR_HUB_ID", help="default: the bundled drafter")
+    group.add_argument("--method", help="drafter kind, where its files do not say")
+    group.add_argument(
+        "--target-layer-inference",
+        type=int,
+        metavar="N",
+        help="target layers that the drafter reuses, where its files do not say",
+    )
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
+    group.add_argument("--threads", type=positive, help="CPU cores to use")
+
+
+def add_ways_flags(parser: argparse.ArgumentParser) -> None:
+    """How a client drafts."""
+    group = parser.add_argument_group("drafting")
+    group.add_argument(
+        "--mode", choices=MODES, default="chain", help="plain asks for one token at a time"
+    )
+    group.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=Ways().lengths,
+        metavar="K,K",
+        help="tokens of a chain to choose from, by what is measured; one number fixes it",
+    )
+    tree = DEFAULT_TREE
+    group.add_argument("--depth", type=positive, help=f"levels of a tree; default: {tree.depth}")
+    group.add_argument("--breadth", type=positive, help=f"default: {tree.breadth}")
+    group.add_argument("--total-tokens", type=positive, help=f"default: {tree.total_tokens}")
+    group.add_argument(
+        "--no-ahead", action="store_true", help="do not draft while a reply is under way"
+    )
+    group.add_argument(
+        "--client-slowdown",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="drafting takes this many times as long, to play a slower device",
+    )
+
+
+def ways_of(args: argparse.Namespace) -> Ways:
+    """The flags as `Ways`; InputError for those that do not go together."""
+    tree = (args.depth, args.breadth, args.total_tokens)
+    if args.mode != "tree" and any(tree):
+        raise InputError("--depth, --breadth and --total-tokens describe a tree: add --mode tree")
+    shape = None
+    if args.mode == "tree":
+        given = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
+        shape = DraftShape(*(own or other for own, other in zip(tree, given, strict=True)))
+        if shape.depth < 2:
+            raise InputError("--depth 1 drafts nothing: use --mode plain")
+    if args.client_slowdown < 1:
+        raise InputError(f"--client-slowdown {args.client_slowdown}: choose 1 or more")
+    return Ways(
+        shape,
+        () if args.mode == "plain" else args.lengths,
+        not args.no_ahead,
+        getattr(args, "policy", "verify"),
+        reconnect_seconds=getattr(args, "reconnect_seconds", 30.0),
+        slowdown=args.client_slowdown,
+    )
+
+
+def load_client_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter]:
+    """The target without its weights, and the drafter; raises InputError as `load_pair`."""
+    if args.threads is not None:
+        use_cores(args.threads)
+    if args.draft is None and needs_no_files(args.method):
+        args.draft = args.method
+    if (args.target is None) != (args.draft is None) and not needs_no_files(args.draft):
+        raise InputError("a drafter belongs to one target: give both --target and --draft")
+    target = describe_target(args.target or DEMO / "target")
+    drafter = load_drafter(
+        args.draft or DEMO / "draft",
+        target,
+        method=args.method,
+        target_layer_inference=args.target_layer_inference,
+        dtype=None if args.dtype is None else jnp.dtype(args.dtype),
+    )
+    for notice in drafter.notices:
+        print(notice, file=sys.stderr)
+    return target, drafter
+
+
+def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
+    """Raise InputError for a prompt that no session can hold."""
+    positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
+    if not prompt:
+        raise InputError(f"prompt {index} is empty: give it at least one token")
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise InputError(f"prompt {index} has an id outside the vocabulary of {vocab_size}")
+    if len(prompt) + new > positions:
+        raise InputError(
+            f"prompt {index} has {len(prompt)} tokens and {new} are to follow, but the target has "
+            f"{positions} positions: shorten one of the two"
+        )
+
+
+def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """How a wss:// server is known; InputError for files that are no certificates."""
+    secure = (args.connect or "").startswith("wss://")
+    if args.tls_ca is not None and not secure:
+        raise InputError("--tls-ca is for wss:// servers: change --connect, or leave it out")
+    if not secure:
+        return None
+    context = ssl.create_default_context()
+    if args.tls_ca is not None:
+        try:
+            context.load_verify_locations(args.tls_ca)
+        except ssl.SSLError as error:
+            raise InputError(f"{args.tls_ca} holds no certificate: give a PEM file") from error
+    return context
+
+
+def _token_of(args: argparse.Namespace) -> str | None:
+    if args.token_file is None:
+        return None
+    token = Path(args.token_file).read_text(encoding="utf-8", errors="replace").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise InputError(f"{args.token_file} holds no token: one word of printable ASCII")
+    return token
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = tuple(sorted(set(map(positive, names(text)))))
+    if not lengths or lengths[-1] > MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 to {MOST_STEPS}")
+    return lengths
+
+
+async def _answer_all(answering: Answering, asked: Asked) -> None:
+    show = _Json() if asked.args.json else _Text(asked.writer, asked.args.stop)
+    try:
+        for index, prompt in enumerate(asked.prompts):
+            show.start()
+            figures = await _answer(answering, asked, index, prompt, show)
+            show.end(figures, asked)
+    finally:
+        await answering.close()
+    show.close(asked)
+
+
+async def _answer(
+    answering: Answering, asked: Asked, index: int, prompt: list[int], show: _Json | _Text
+) -> dict[str, Any]:
+    """One answer from its prompt to its end, or to the first stop text."""
+    stop_when = stopper(asked.writer.tokenizer, asked.args.stop)
+    begin, first = time.perf_counter(), 0.0
+    total = len(prompt) + asked.args.max_new_tokens
+    events = answering.answer(prompt, total, asked.stop_ids, row_of(asked.sampling, index))
+    async with contextlib.aclosing(events):
+        async for event in events:
+            first = first or time.perf_counter()
+            show.take(event, answering)
+            cut = stop_when(answering.tokens) if stop_when else None
+            if cut is not None:
+                await answering.stop(cut)
+                break
+    return _figures(answering, prompt, first - begin, time.perf_counter() - first)
+
+
+def _figures(
+    answering: Answering, prompt: list[int], prefill_s: float, decode_s: float
+) -> dict[str, Any]:
+    """What one answer was and cost, as infer.generate says it and what a link adds."""
+    counts, tokens = answering.counts, answering.tokens
+    rounds = len(counts.accept_lengths)
+    trips = [1000 * seconds for seconds in counts.round_trips_s]
+    calls = rounds + counts.prompts
+    return {
+        "prompt_ids": prompt,
+        "token_ids": tokens,
+        "finish_reason": answering.done,
+        "rounds": rounds,
+        "accept_lengths": counts.accept_lengths,
+        "tau": sum(counts.accept_lengths) / rounds if rounds else None,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "tokens_per_s": (len(tokens) - 1) / decode_s if decode_s and len(tokens) > 1 else None,
+        "server_calls": calls,
+        "server_calls_per_token": calls / len(tokens) if tokens else None,
+        "reply_ms": statistics.median(trips) if trips else None,
+        "drafted": counts.drafted,
+        "rounds_drafted_ahead": counts.ahead,
+        "drafting_s": counts.drafting_s,
+        "waiting_s": counts.waiting_s,
+        "alone_s": counts.alone_s,
+        "drops": counts.drops,
+        "unverified": answering.unverified,
+        "rewritten": counts.rewritten,
+    }
+
+
+class _Json:
+    """Collects answers for one document."""
+
+    def __init__(self) -> None:
+        self._results: list[dict[str, Any]] = []
+        self._bytes = (0, 0)
+
+    def start(self) -> None:
+        """Nothing is shown while an answer grows."""
+
+    def take(self, event: Event, answering: Answering) -> None:
+        """Only the link's own news."""
+        self._bytes = (answering.traffic.bytes_up, answering.traffic.bytes_down)
+        _notice(event)
+
+    def end(self, figures: dict[str, Any], asked: Asked) -> None:
+        """One answer is whole."""
+        text = before_stop(asked.writer.text(figures["token_ids"]), asked.args.stop)
+        self._results.append(figures | {"text": text})
+
+    def close(self, asked: Asked) -> None:
+        """Print the document."""
+        args = asked.args
+        settings = {
+            "target": str(args.target or "bundled"),
+            "draft": str(args.draft or "bundled"),
+            "mode": args.mode,
+            "max_new_tokens": args.max_new_tokens,
+            "policy": args.policy,
+            "codec": args.codec,
+            "offline": args.offline,
+        }
+        up, down = self._bytes
+        traffic = {"bytes_up": up, "bytes_down": down}
+        print(json.dumps({"results": self._results, "settings": settings, "traffic": traffic}))
+
+
+class _Text:
+    """Writes an answer as it grows; on a terminal unverified text is dim until it is verified."""
+
+    def __init__(self, writer: Writer, stops: list[str]) -> None:
+        self._writer, self._stops = writer, stops
+        self._styled = sys.stdout.isatty()
+
+    def start(self) -> None:
+        """A new answer."""
+        self._shown = ""  # verified text on the screen
+        self._dim = ""  # unverified text behind it
+
+    def take(self, event: Event, answering: Answering) -> None:
+        """Show what is new; off a terminal, verified text alone, which is never taken back."""
+        verified = self._text(answering.tokens[: event.verified])
+        dim = self._text(answering.tokens)[len(verified) :] if self._styled else ""
+        if (verified, dim) != (self._shown, self._dim):
+            if self._dim:
+                sys.stdout.write("\0338")  # back to where the unverified text begins
+                sys.stdout.write("\033[J")
+            sys.stdout.write(verified[len(self._shown) :])
+            if dim:
+                sys.stdout.write(f"\0337{DIM}{dim}{PLAIN}")
+            sys.stdout.flush()
+            self._shown, self._dim = verified, dim
+        _notice(event)
+
+    def end(self, figures: dict[str, Any], asked: Asked) -> None:
+        """The rest of the text, what was never verified included, and a line of figures."""
+        whole = self._text(figures["token_ids"])
+        if not self._styled:
+            sys.stdout.write(whole[len(self._shown) :])
+        print(flush=True)
+        print(_line(figures), file=sys.stderr)
+
+    def close(self, asked: Asked) -> None:
+        """Nothing is left to show."""
+
+    def _text(self, tokens: list[int]) -> str:
+        text = self._writer.text(tokens)
+        if text is None:
+            return "".join(f"{token} " for token in tokens)
+        return (before_stop(text, self._stops) or "").rstrip("\ufffd")
+
+
+def _notice(event: Event) -> None:
+    if event.notice:
+        print(f"[{event.notice}]", file=sys.stderr, flush=True)
+
+
+def _line(figures: dict[str, Any]) -> str:
+    count = len(figures["token_ids"])
+    parts = [f"{count} tokens", f"{figures['server_calls']} server calls"]
+    if figures["tau"] is not None:
+        parts.append(f"tau {figures['tau']:.2f}")
+    if figures["tokens_per_s"]:
+        parts.append(f"{figures['tokens_per_s']:.1f} tokens/s")
+    if figures["reply_ms"] is not None:
+        parts.append(f"replies {figures['reply_ms']:.1f} ms")
+    for name in ("unverified", "rewritten", "drops"):
+        if figures[name]:
+            parts.append(f"{figures[name]} {name}")
+    return "[" + ", ".join(parts) + "]"
+
+
+if __name__ == "__main__":
+    run(main)

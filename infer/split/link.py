@@ -1,0 +1,200 @@
+"""One connection of a client: Hello at its start, messages with a deadline after it.
+
+What goes wrong is one of two things. `Lost`: the network or the server failed, and trying again may
+help. `Denied`: the server answered and will not have this client, and trying again will not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+from typing import Any
+
+import websockets
+from websockets.asyncio.client import ClientConnection, connect
+
+from moa_jax.errors import InputError, first_line
+from moa_jax.serve import wire
+from moa_jax.serve.pairing import Pairing
+from moa_jax.version import __version__
+
+LARGEST_CHUNK = 4096  # tokens whose rows one message may bring
+MOST_BYTES = 256 << 20  # of one message, which holds the rows of a chunk
+UNAUTHORIZED = (401, 403)
+PASSING = {"busy", "draining", "gone"}  # faults that another attempt may get around
+
+
+class Lost(Exception):
+    """The connection is gone, or never came about."""
+
+
+class Denied(InputError):
+    """The server refuses this client, for a reason that will stay."""
+
+    def __init__(self, code: str, text: str) -> None:
+        self.code = code
+        super().__init__(text)
+
+
+class Gone(Exception):
+    """The server has no such session any more."""
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Bytes and messages of all of a client's connections."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages_up: int = 0
+    messages_down: int = 0
+    connections: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Where a server is, and how a client speaks to it."""
+
+    url: str
+    pairing: Pairing
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+    codec: wire.Codec = "bfloat16"
+    compress: bool = False
+    timeout: float = 5.0  # seconds for each message of the other side
+    ping_seconds: float = 5.0
+
+
+class Link:
+    """A connection that has been welcomed."""
+
+    def __init__(
+        self, socket: ClientConnection, server: Server, limits: wire.Limits, traffic: Traffic
+    ) -> None:
+        self._socket, self._server, self._limits = socket, server, limits
+        self._traffic = traffic
+        self.welcome: wire.Welcome
+
+    @classmethod
+    async def open(cls, server: Server, vocab_size: int, traffic: Traffic) -> Link:
+        """Connects and says Hello; raises Lost, Denied or (for the URL) InputError."""
+        limits = wire.Limits(
+            max_tokens=wire.LARGEST,
+            max_nodes=(1 << 16) - 1,
+            max_rows=LARGEST_CHUNK,
+            max_bytes=MOST_BYTES,
+            vocab_size=vocab_size,
+        )
+        link = cls(await _socket(server), server, limits, traffic)
+        traffic.connections += 1
+        try:
+            hello = wire.Hello(
+                f"moa-jax {__version__}", server.pairing, server.codec, server.compress
+            )
+            await link.send(hello)
+            link.welcome = await link.receive(wire.Welcome)
+        except Exception:
+            link.abort()
+            raise
+        return link
+
+    async def send(self, message: wire.Up) -> None:
+        """Sends one message; raises Lost where the other side does not take it in time."""
+        data = wire.encode(message)
+        try:
+            async with asyncio.timeout(self._server.timeout):
+                await self._socket.send(data)
+        except (websockets.ConnectionClosed, OSError, TimeoutError) as error:
+            raise await self._why(error) from error
+        self._traffic.bytes_up += len(data)
+        self._traffic.messages_up += 1
+
+    async def receive(self, *kinds: type, timeout: float | None = None) -> Any:
+        """The next message, which must be of these kinds.
+
+        Raises Lost where none comes in time or another one does, Gone and Denied for Faults.
+        """
+        try:
+            async with asyncio.timeout(timeout or self._server.timeout):
+                data = await self._socket.recv()
+        except (websockets.ConnectionClosed, OSError, TimeoutError) as error:
+            raise Lost(_as_line(error)) from error
+        self._traffic.bytes_down += len(data)
+        self._traffic.messages_down += 1
+        try:
+            message = wire.decode_down(data, self._limits)
+        except wire.WrongVersion as error:
+            raise Denied("version", str(error)) from error
+        except wire.BadMessage as error:
+            raise Lost(f"the server sent {error}") from error
+        if isinstance(message, wire.Fault):
+            raise _fault(message)
+        if not isinstance(message, kinds):
+            raise Lost(f"the server sent {type(message).__name__} out of turn")
+        return message
+
+    async def _why(self, error: Exception) -> Exception:
+        """What the server said last before it closed the connection, else that it is closed."""
+        try:
+            while True:
+                await self.receive(object, timeout=0.2)
+        except (Denied, Gone) as said:
+            return said
+        except Lost:
+            return Lost(_as_line(error))
+
+    def abort(self) -> None:
+        """Ends the connection without a word to the other side, which may not be there."""
+        self._socket.transport.abort()
+
+    async def close(self) -> None:
+        """Ends the connection in order."""
+        await self._socket.close()
+
+
+async def _socket(server: Server) -> ClientConnection:
+    headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
+    try:
+        return await connect(
+            server.url,
+            additional_headers=headers,
+            ssl=server.tls,
+            max_size=MOST_BYTES,
+            open_timeout=server.timeout,
+            close_timeout=1.0,
+            ping_interval=server.ping_seconds,
+            ping_timeout=server.ping_seconds,
+            compression=None,  # rows are compressed, if they are, by their own codec
+            proxy=None,
+        )
+    except websockets.InvalidURI as error:
+        raise InputError(f"--connect {server.url}: give ws://HOST:PORT/v1/split") from error
+    except websockets.InvalidStatus as error:
+        status = error.response.status_code
+        if status in UNAUTHORIZED:
+            raise Denied("token", "the server does not know this token: see --token-file") from None
+        raise Lost(f"the server answered with status {status}") from error
+    except ssl.SSLError as error:
+        reason = getattr(error, "verify_message", "") or first_line(error)
+        raise Denied(
+            "certificate", f"{server.url}: its certificate is not trusted ({reason}): see --tls-ca"
+        ) from error
+    except (websockets.WebSocketException, OSError, TimeoutError) as error:
+        raise Lost(_as_line(error)) from error
+
+
+def _fault(message: wire.Fault) -> Exception:
+    if message.code == "gone":
+        return Gone(message.text)
+    if message.code in PASSING:
+        return Lost(message.text)
+    return Denied(message.code, f"the server refuses: {message.text}")
+
+
+def _as_line(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error)
