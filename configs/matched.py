@@ -67,6 +67,7 @@ config = GridConfig(
             "eagle3",
             with_(drafter=Eagle3Config(1, 296), feedback=test_time, vocabulary="runs/vocabulary"),
         ),
+        ("moa_n1", with_(drafter=moa(target_layer_inference=1))),
         ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
         ("moa_without_lsa", with_(drafter=moa(296, layer_mixing="mean"))),
         ("moa_unbounded", with_(masks=MaskConfig(bounded=False))),
