@@ -32,6 +32,7 @@ from moa_jax.serve.wire import (
     Read,
     Resume,
     Resumed,
+    Stream,
     Verdict,
     Welcome,
     WrongVersion,
@@ -68,11 +69,10 @@ def random_messages(seed: int) -> list[Any]:
         Draft(seq, drafted, [int(rng.integers(node + 1)) for node in range(len(drafted))]),
         Read(seq, tokens(64)),
         Close(),
+        Stream(seq),
         Welcome("moa-jax", pairing, 62, 2048, 16),
         Opened(name),
-        Verdict(
-            seq, 3, 5, [] if more else tokens(6, 0), "" if more else "stop", more, rng.bytes(9)
-        ),
+        Verdict(seq, 3, 5, tokens(6, 0), "" if more else "stop", more, rng.bytes(9)),
         Resumed(seq),
         Fault("busy", f"all slots are taken: try again later, {SECRET}", more),
     ]
@@ -211,6 +211,7 @@ BROKEN: list[tuple[type, str, Any]] = [
     (Draft, "parents", b"\0"),
     (Read, "tokens", b""),
     (Read, "seq", "0"),
+    (Stream, "seq", -1),
     (Welcome, "chunk", 0),
     (Welcome, "chunk", 17),
     (Welcome, "max_tokens", 0),
@@ -258,10 +259,10 @@ def test_fields_that_contradict_each_other_are_refused():
         broken = {"seq": 1, "tokens": ints(5, 6, 7), "parents": ints(*parents, dtype="<u2")}
         assert "Draft.parents" in refused(raw(Draft, broken), Draft)
     decode(raw(Draft, broken | {"parents": ints(0, 1, 2, dtype="<u2")}), Draft)
-    fields = raw_fields(of(Verdict)) | {"more": True, "done": "", "tokens": b""}
-    decode(raw(Verdict, fields), Verdict)
-    for wrong in ({"done": "stop"}, {"tokens": ints(1)}):
-        assert "Verdict.more" in refused(raw(Verdict, fields | wrong), Verdict)
+    fields = raw_fields(of(Verdict)) | {"more": True, "done": ""}
+    for tokens in (b"", ints(1)):  # those of a stream come part by part
+        decode(raw(Verdict, fields | {"tokens": tokens}), Verdict)
+    assert "Verdict.more" in refused(raw(Verdict, fields | {"done": "stop"}), Verdict)
 
 
 @pytest.mark.parametrize("message", [type(m) for m in EXAMPLES], ids=lambda m: m.__name__)

@@ -348,3 +348,67 @@ def test_split_text_is_logged_only_if_asked_for():
 def test_split_rules_need_a_chunk_with_room():
     with pytest.raises(InputError, match="2 at least"):
         Rules(chunk=1)
+
+
+def test_split_stream_goes_on_to_the_end_beside_drafts():
+    async def check():
+        async with working() as work:
+            streams = [await work.open([n], total=12, known=1) for n in (1, 2)]
+            drafting = await work.open([3])
+            work.slots.hold.clear()
+            answers = [work.scheduler.submit(s, wire.Stream(1)) for s in streams]
+            await until(lambda: work.entries("verify"))
+            drafted = work.scheduler.submit(drafting, wire.Draft(1, [], []))
+            work.slots.hold.set()
+            for n, answer in zip((1, 2), answers, strict=True):
+                parts = await verdicts(answer)
+                assert [token for part in parts for token in part.tokens] == plain([n], 11)[1:]
+                assert [part.start for part in parts] == list(range(1, 11))
+                assert [part.more for part in parts] == [True] * 9 + [False]
+                assert {part.done for part in parts} == {"", "length"} == {"", parts[-1].done}
+                assert not any(part.count or part.rows for part in parts)
+            assert (await verdicts(drafted))[0].tokens == plain([3], 2)[1:]
+            assert work.entries("verify")[:2] == [(0, 1), (2, 0, 1)]
+            assert (await refusal(submitted(work, streams[0], wire.Draft(2, [], []))))[0] == "state"
+            assert work.scheduler.submit(streams[0], wire.Stream(1)) is answers[0]
+
+    asyncio.run(check())
+
+
+async def submitted(work: Work, session: Session, ask: object):
+    return work.scheduler.submit(session, ask)
+
+
+def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
+    monkeypatch.setattr("infer.split.scheduler.MOST_BEHIND", 5)
+
+    async def check():
+        async with working() as work:
+            session = await work.open([1], total=41)
+            answer = work.scheduler.submit(session, wire.Stream(1))
+            await until(lambda: session.paused)
+            other = await work.open([2])  # and nobody else waits for it
+            await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
+            done = len(work.entries("verify")) - 1
+            assert 5 <= done <= 8 and session.paused  # those that were being encoded, too
+            assert (await refusal(submitted(work, session, wire.Stream(2))))[0] == "state"
+            parts = await verdicts(answer)
+            assert sum((part.tokens for part in parts), []) == plain([1], 40)[1:]
+            assert parts[-1].done == "length"
+
+    asyncio.run(check())
+
+
+def test_split_stream_that_is_closed_stops():
+    async def check():
+        async with working() as work:
+            session = await work.open([1], total=400)
+            answer = work.scheduler.submit(session, wire.Stream(1))
+            await until(lambda: len(answer.parts) > 3)
+            work.scheduler.close(session, "done")
+            done = len(work.entries("verify"))
+            other = await work.open([2])
+            await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
+            assert len(work.entries("verify")) <= done + 2
+
+    asyncio.run(check())

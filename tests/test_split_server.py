@@ -73,6 +73,20 @@ def test_split_answer_is_the_targets_with_all_rows(server):
         assert client.draft(3).count == 1  # no drafts: a plain step
 
 
+def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
+    with Client(server) as client:
+        client.open(PROMPT, total=40, known=len(PROMPT))
+        client.send(wire.Stream(1))
+        parts = client.reply()
+        assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
+        assert len(parts) == 19 and parts[-1].done == "length"
+    with Client(server) as back:
+        back.send(wire.Resume(client.session, 0))
+        assert back.receive() == wire.Resumed(1)
+        assert back.reply() == parts
+        back.send(wire.Close())
+
+
 def test_split_session_reads_what_was_kept_and_replays(server):
     with Client(server) as client:
         root = client.open(PROMPT)[-1].tokens

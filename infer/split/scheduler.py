@@ -32,6 +32,7 @@ from moa_jax.serve import rows, wire
 from moa_jax.serve.slots import Reply, Request, Slots
 
 FATAL = {"version", "pairing", "token", "state", "message"}
+MOST_BEHIND = 64  # parts of a stream that wait to be sent, before the target pauses
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
@@ -81,7 +82,14 @@ class Answer:
         self.parts: list[bytes] = []
         self.complete = False
         self.refused: Refused | None = None
+        self.on_read: Callable[[], None] | None = None  # after each part that was taken
         self._changed = asyncio.Event()
+        self._num_read = 0
+
+    @property
+    def behind(self) -> int:
+        """Parts that nobody has taken yet."""
+        return len(self.parts) - self._num_read
 
     def add(self, part: bytes, complete: bool) -> None:
         """Append a part and wake those who wait for it."""
@@ -101,6 +109,9 @@ class Answer:
             while index < len(self.parts):
                 yield self.parts[index]
                 index += 1
+                self._num_read = max(self._num_read, index)
+                if self.on_read is not None:
+                    self.on_read()
             if self.refused:
                 raise self.refused
             if self.complete:
@@ -141,6 +152,7 @@ class Session:
         self.finished = ""
         self.answer = Answer(ask.seq)
         self.draft: wire.Draft | None = None
+        self.streaming = self.paused = False  # paused: a stream whose reader is too far behind
         self.reading: Reading | None = Reading(ask.tokens, not ask.root_given)
         self.owner: Callable[[Refused], None] | None = owner  # tells a connection that it lost it
         self.lost_at = 0.0  # when the connection was lost; says something while owner is None
@@ -259,7 +271,7 @@ class Scheduler:
         self._log("resume", session=session.id[:8], seq=session.answer.seq, seen=ask.seq)
         return session
 
-    def submit(self, session: Session, ask: wire.Draft | wire.Read) -> Answer:
+    def submit(self, session: Session, ask: wire.Draft | wire.Read | wire.Stream) -> Answer:
         """Give a session's next request its place; a duplicate gets the answer of the last one.
 
         Raises Refused for a request that comes too early, out of order or does not fit.
@@ -280,12 +292,18 @@ class Scheduler:
             session.length += len(ask.tokens)
             session.reading = Reading(ask.tokens, False, has_root=True, is_new=True)
             self._readers.append(session)
+        elif isinstance(ask, wire.Stream):
+            session.streaming = True
+            session.draft = wire.Draft(ask.seq, [], [])
+            self._drafts.append(session)
         else:
             if len(set(zip(ask.parents, ask.tokens, strict=True))) < len(ask.tokens):
                 raise Refused("message", "two children of a node are the same token")
             session.draft = ask
             self._drafts.append(session)
         session.answer = Answer(ask.seq)
+        if session.streaming:
+            session.answer.on_read = functools.partial(self._stream_on, session)
         self._wake.set()
         return session.answer
 
@@ -418,8 +436,21 @@ class Scheduler:
         self.metrics.verify_seconds.observe(time.perf_counter() - began)
         for (session, draft), reply in zip(batch, replies, strict=True):
             self._note_draft(session, draft, reply)
-            self._publish(session, reply, last=True)
+            if not session.streaming:
+                self._publish(session, reply, last=True)
+                continue
+            self._publish(session, reply._replace(count=0, rows=[]), last=bool(reply.done))
+            session.paused = not reply.done
+            self._stream_on(session)
         return True
+
+    def _stream_on(self, session: Session) -> None:
+        """The next token of a stream, unless its reader is too far behind."""
+        if session.paused and not session.closed and session.answer.behind < MOST_BEHIND:
+            session.paused = False
+            session.draft = wire.Draft(session.answer.seq, [], [])
+            self._drafts.append(session)
+            self._wake.set()
 
     async def _read(self) -> bool:
         """One chunk of one prompt, of each in turn; false if there is none."""
@@ -457,6 +488,7 @@ class Scheduler:
         else:
             session.reading = reading._replace(seen=seen, has_root=True)
             self._readers.append(session)
+            reply = reply._replace(tokens=[], done="")
         self._publish(session, _from_row(reply, session.ask.known), last)
         return True
 
@@ -491,7 +523,7 @@ class Scheduler:
 
     def _publish(self, session: Session, reply: Reply, last: bool) -> None:
         """Encode a part of a session's answer, elsewhere, then add it; parts keep their order."""
-        if session.closed or not (last or reply.count):
+        if session.closed or not (last or reply.count or reply.tokens):
             return
         answer = session.answer
         self._log_text(session, reply.tokens)
@@ -528,10 +560,10 @@ class Scheduler:
 
 
 def encoded(seq: int, reply: Reply, encoding: Encoding, more: bool) -> bytes:
-    """One part of an answer as a Verdict's bytes; tokens and end come with the last."""
-    tokens, done = ([], "") if more else (reply.tokens, reply.done)
+    """One part of an answer as a Verdict's bytes."""
     data = rows.pack(reply.rows, *encoding)
-    return wire.encode(wire.Verdict(seq, reply.start, reply.count, tokens, done, more, data))
+    verdict = wire.Verdict(seq, reply.start, reply.count, reply.tokens, reply.done, more, data)
+    return wire.encode(verdict)
 
 
 def _from_row(reply: Reply, known: int) -> Reply:

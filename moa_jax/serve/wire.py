@@ -253,6 +253,13 @@ class Close:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stream:
+    """The target goes on alone to the end, as an API does: tokens come without being asked for."""
+
+    seq: Seq
+
+
+@dataclasses.dataclass(frozen=True)
 class Welcome:
     """The answer to Hello: the server's own pairing and limits."""
 
@@ -275,7 +282,8 @@ class Verdict:
     """What was committed, and rows of tokens start to start + count - 1.
 
     The last of `tokens` is the new root. Further parts of the same reply follow where `more` is
-    true; tokens and `done` come with the last part.
+    true; `done` comes with the last part, and so do tokens, but for those of a Stream: there each
+    part has some, which stand behind row `start`, and none has rows.
     """
 
     seq: Seq
@@ -287,8 +295,8 @@ class Verdict:
     rows: Annotated[bytes, Form(_read_binary)]
 
     def __post_init__(self) -> None:
-        if self.more and (self.tokens or self.done):
-            raise BadMessage("Verdict.more is true with tokens or an end: these come last")
+        if self.more and self.done:
+            raise BadMessage("Verdict.more is true with an end, which comes last")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,10 +315,18 @@ class Fault:
     fatal: Flag
 
 
-Up = Hello | Open | Resume | Draft | Read | Close
+Up = Hello | Open | Resume | Draft | Read | Close | Stream
 Down = Welcome | Opened | Verdict | Resumed | Fault
 # Numbers of kinds never change and are never used again.
-UP: dict[int, type] = {1: Hello, 2: Open, 3: Resume, 4: Draft, 5: Read, 6: Close}
+UP: dict[int, type] = {
+    1: Hello,
+    2: Open,
+    3: Resume,
+    4: Draft,
+    5: Read,
+    6: Close,
+    7: Stream,
+}
 DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Verdict, 68: Resumed, 69: Fault}
 KIND_OF = {message: kind for kind, message in (UP | DOWN).items()}
 FORMS: dict[type, dict[str, Form]] = {
