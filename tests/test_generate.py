@@ -194,10 +194,10 @@ def test_chat_keeps_its_history(ask, monkeypatch):
 
 
 def test_vllm_speculative_config(ask, folders):
-    config = {"method": "moa", "model": folders[3], "num_speculative_tokens": 2}
+    config = {"method": "moa", "model": folders[3], "num_speculative_tokens": 1}
     flags = ["--prompt-ids", "5,6", "--json", "--max-new-tokens", "4"]
     _, out, _ = ask("--speculative-config", json.dumps(config), *flags, models=folders[:2])
-    assert json.loads(out)["settings"]["depth"] == 3
+    assert json.loads(out)["settings"]["depth"] == 2
 
 
 def test_plain_decoding_gets_the_same_cache(ask, monkeypatch):

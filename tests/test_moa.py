@@ -127,7 +127,7 @@ def draws_of(sample) -> train.Draws:
 @recorded
 def test_draft_memory(folder):
     case, pair, batch = recorded_pair(folder)
-    memory_BTD = pair.moa.memory(pair.drafter.params, pair.tap(batch).rows_LBKTE)
+    memory_BTD = jax.jit(pair.moa.memory)(pair.drafter.params, pair.tap(batch).rows_LBKTE)
     expected = case.train["ekv2e_out"].numpy()
     assert_close(memory_BTD[case.real_BT.numpy()], expected[case.real_BT.numpy()], "memory")
 
@@ -202,22 +202,28 @@ def test_draft_cached_equals_training(folder):
 
 def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) -> None:
     """Each row's first answer, drafted as in decoding with memory of the prompt only."""
-    params, rows = pair.drafter.params, batch.tokens_BT.shape[1] + 1
-    parts = (decode.digest, decode.extend, decode.step)
-    digest, extend, step = (jax.jit(partial(part, pair.moa)) for part in parts)
-    for b in range(len(response_BT)):
-        start = int(response_BT[b].argmax())
-        count = int(np.argmin(np.append(response_BT[b, start:], 0)))
-        one = jax.tree.map(lambda x, b=b: x[b : b + 1], batch)
-        cache = decode.init_cache(pair.moa, 1, rows, jnp.float32)
-        zero_B, length_B = jnp.zeros(1, jnp.int32), jnp.array([start])
-        read = digest(params, zero_B, pair.tap(one))
-        cache = extend(params, pair.shared, cache, one.tokens_BT, zero_B, read)
-        tokens_1W = one.tokens_BT[:, start : start + count]
-        line_1WW, depth_W = masks.line(count), jnp.arange(count)
-        given = (params, pair.shared, cache, tokens_1W, line_1WW)
-        logits, _ = step(*given, length_B, depth_W, length_B)
-        assert_close(logits[0], expected_BTV[b, start : start + count], f"row {b}")
+    start_B = np.asarray(response_BT).argmax(axis=1)
+    answers = zip(response_BT, start_B, strict=True)
+    count_B = [int(np.argmin(np.append(row[start:], 0))) for row, start in answers]
+    given = (pair.moa, pair.drafter.params, pair.shared, batch.tokens_BT, pair.tap(batch))
+    logits_BWV = drafted_logits(*given, start_B, max(count_B))
+    for b, (start, count) in enumerate(zip(start_B, count_B, strict=True)):
+        assert_close(logits_BWV[b, :count], expected_BTV[b, start : start + count], f"row {b}")
+
+
+@partial(jax.jit, static_argnums=(0, 6))
+def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B, count: int):
+    """Cached decoding (B, count, V): the tokens before `start_B` are verified, and those from
+    there on are fed as one line; what a short answer is padded with comes behind it.
+    """
+    B, T = tokens_BT.shape
+    cache, none_B = decode.init_cache(moa, B, T + count, jnp.float32), jnp.zeros(B, jnp.int32)
+    digest = decode.digest(moa, params, none_B, tapped)
+    cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
+    index_BW = jnp.minimum(start_B[:, None] + jnp.arange(count), T - 1)
+    tokens_BW = jnp.take_along_axis(tokens_BT, index_BW, axis=1)
+    given = (moa, params, shared, cache, tokens_BW, masks.line(count))
+    return decode.step(*given, start_B, jnp.arange(count), start_B)[0]
 
 
 # ---- random pairs, against the oracle -----------------------------------------------------
