@@ -47,7 +47,7 @@ from moa_jax.serve.pairing import pairing_of
 from moa_jax.serve.wire import Codec
 from moa_jax.session import bucket, row_of
 
-MODES = ("plain", "chain", "tree")
+MODES = ("plain", "chain", "tree", "stream")
 DIM, PLAIN = "\033[2m", "\033[0m"
 
 
@@ -163,7 +163,10 @@ def add_ways_flags(parser: argparse.ArgumentParser) -> None:
     """How a client drafts."""
     group = parser.add_argument_group("drafting")
     group.add_argument(
-        "--mode", choices=MODES, default="chain", help="plain asks for one token at a time"
+        "--mode",
+        choices=MODES,
+        default="chain",
+        help="plain asks for one token at a time, stream has the target write as an API does",
     )
     group.add_argument(
         "--lengths",
@@ -203,11 +206,12 @@ def ways_of(args: argparse.Namespace) -> Ways:
         raise InputError(f"--client-slowdown {args.client_slowdown}: choose 1 or more")
     return Ways(
         shape,
-        () if args.mode == "plain" else args.lengths,
+        args.lengths if args.mode in ("chain", "tree") else (),
         not args.no_ahead,
         getattr(args, "policy", "verify"),
         reconnect_seconds=getattr(args, "reconnect_seconds", 30.0),
         slowdown=args.client_slowdown,
+        stream=args.mode == "stream",
     )
 
 
@@ -306,10 +310,10 @@ async def _answer(
             if cut is not None:
                 await answering.stop(cut)
                 break
-    return _figures(answering, prompt, first - begin, time.perf_counter() - first)
+    return figures_of(answering, prompt, first - begin, time.perf_counter() - first)
 
 
-def _figures(
+def figures_of(
     answering: Answering, prompt: list[int], prefill_s: float, decode_s: float
 ) -> dict[str, Any]:
     """What one answer was and cost, as infer.generate says it and what a link adds."""

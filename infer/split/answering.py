@@ -56,6 +56,7 @@ class Ways:
     prompt_timeout: float = 60.0  # for the first reply, which may wait for a slot
     reconnect_seconds: float = 30.0  # to wait for a link once the answer is written alone
     slowdown: float = 1.0  # drafting takes this many times as long, to play a slower device
+    stream: bool = False  # with no `lengths`: the target writes alone, as behind an API
 
 
 @dataclasses.dataclass
@@ -109,6 +110,7 @@ class Answering:
         self._session: str | None = None
         self._seq, self._asked = -1, -1  # last reply seen, last request sent
         self._ahead: list[int] = []
+        self._streaming = False  # whether the server goes on without being asked
         self._shown = 0
         self._denied: Denied | None = None
         self.counts, self.done = Counts(), ""
@@ -126,7 +128,7 @@ class Answering:
                     yield event
                 continue
             try:
-                await self._round()
+                await (self._streamed() if self.ways.stream else self._round())
             except (Lost, Gone) as error:
                 await self._drop(error)
                 yield self._event(f"link lost: {error}")
@@ -140,6 +142,8 @@ class Answering:
         self._text, self._tail = [*self._text, *self._tail][:kept], []
         self._kept, self.done = self._kept[:kept], "stop"
         await self._finish()
+        if self.ways.stream:
+            await self.close()  # with what is still on its way
 
     @property
     def tokens(self) -> list[int]:
@@ -178,6 +182,8 @@ class Answering:
     async def _open(self, root_given: bool) -> None:
         """A session from the text so far, the root included if there is one."""
         self._session, self._seq, self._asked = None, -1, 0
+        if self.ways.stream:
+            self._known = len(self._text)  # no rows: they are for drafting
         await self._link.send(
             wire.Open(
                 seq=0,
@@ -223,6 +229,23 @@ class Answering:
         # The rows of what follows stand as long as none of those before them came padded.
         right = self._ahead[: len(committed)] == committed and len(committed) <= EXACT
         self._ahead = self._ahead[len(committed) :] if right else []
+
+    async def _streamed(self) -> None:
+        """The next part of what the target writes alone."""
+        begin = time.perf_counter()
+        if not self._streaming:
+            await self._ask(wire.Stream(self._asked + 1))
+            self._streaming = True
+        part = await self._link.receive(wire.Verdict)
+        self.counts.waiting_s += time.perf_counter() - begin
+        if part.seq < self._asked:
+            return
+        have = len(self._text) - part.start - 1  # after a lost link all parts come again
+        if part.seq > self._asked or part.count or have < 0:
+            raise Lost("the server sent a part out of place")
+        self._text += part.tokens[have:]
+        self._kept += [False] * len(part.tokens[have:])
+        self.done = part.done
 
     async def _draft(self) -> tuple[list[int], list[int], bool]:
         """Nodes and parents of the next draft, and whether it was made ahead."""
@@ -377,7 +400,7 @@ class Answering:
 
     async def _write(self, dialling: asyncio.Task[Link] | None) -> AsyncIterator[Event]:
         """The tail, piece by piece, until it ends the answer or there is a link."""
-        if self.half.functions.go_on is None:
+        if self.half.functions.go_on is None or self.ways.stream:
             return
         while not self._written and not (dialling and dialling.done()):
             tokens = await self._chain([], PIECE)
@@ -414,6 +437,8 @@ class Answering:
 
     async def _rejoin(self) -> None:
         """The session goes on where the link was lost, or starts again from its tokens."""
+        if self.ways.stream:
+            return await self._rejoin_stream()
         try:
             missed = await self._resume()
         except Gone:
@@ -441,6 +466,18 @@ class Answering:
         found = await self._link.receive(wire.Resumed)
         self._asked = found.seq
         return await self._reply(found.seq) if found.seq > self._seq else []
+
+    async def _rejoin_stream(self) -> None:
+        """The stream from its beginning, of which `_streamed` takes what is new."""
+        self._streaming = False
+        try:
+            if self._session is None or self._seq < 0:
+                raise Gone("no session")
+            await self._link.send(wire.Resume(self._session, self._seq))
+            found = await self._link.receive(wire.Resumed)
+            self._asked, self._streaming = found.seq, found.seq > self._seq
+        except Gone:
+            await self._replay()
 
     async def _replay(self) -> None:
         """A new session from all committed tokens; with `keep`, the tail is one of them."""
