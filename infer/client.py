@@ -42,7 +42,7 @@ from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
-from moa_jax.serve.half import MOST_STEPS, DraftHalf
+from moa_jax.serve.half import CHUNK, MOST_STEPS, DraftHalf
 from moa_jax.serve.pairing import pairing_of
 from moa_jax.serve.wire import Codec
 from moa_jax.session import bucket, row_of
@@ -64,6 +64,8 @@ def main(arguments: list[str] | None = None) -> int | None:
         _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
     half = DraftHalf(target, drafter, max_tokens=bucket(most))
+    replies = range(1, 2 + max(ways.levels, default=0))
+    half.warm([*replies, *(min(len(prompt), CHUNK) for prompt in prompts)], ways.shapes)
     server = None
     if not args.offline:
         server = Server(

@@ -10,6 +10,9 @@ A lost link is dialled again beside the writing. Then the session goes on: its l
 was missed, comes again, and the tail is either a draft like any other (policy `verify`: the
 target keeps what it would have written and the rest is rewritten) or committed as it is (`keep`).
 Where the server has no such session any more, all committed tokens make a new one.
+
+Nothing that a server sends is taken in before all of it was checked. What does not fit counts as
+a lost link, and every reply brings the text forward, so that an answer ends whatever comes.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from moa_jax.serve.rows import unpack
 Policy = Literal["keep", "verify"]
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0  # seconds between attempts to connect again
 PIECE = 8  # tokens that are written alone before anyone sees them
+MOST_STALE = 16  # replies of before that may come again while one is waited for
 
 
 class Event(NamedTuple):
@@ -40,7 +44,7 @@ class Event(NamedTuple):
 
     tokens: list[int]
     keep: int  # generated tokens that stay; fewer than were shown means a rewrite
-    verified: int  # of the answer so far, this event included
+    settled: int  # tokens of the answer so far that will not be rewritten
     notice: str = ""  # of the link
 
 
@@ -57,6 +61,21 @@ class Ways:
     reconnect_seconds: float = 30.0  # to wait for a link once the answer is written alone
     slowdown: float = 1.0  # drafting takes this many times as long, to play a slower device
     stream: bool = False  # with no `lengths`: the target writes alone, as behind an API
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Levels of a draft to choose from; of a tree all or half, for each is a program."""
+        if self.shape is None:
+            return self.lengths
+        most = self.shape.depth - 1
+        return tuple(sorted({max(1, most // 2), most}))
+
+    @property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """The trees that may be drafted."""
+        if self.shape is None:
+            return ()
+        return tuple(dataclasses.replace(self.shape, depth=1 + level) for level in self.levels)
 
 
 @dataclasses.dataclass
@@ -85,9 +104,9 @@ class Answering:
         """`worker` has one thread, to which `half` belongs; without a server, all is alone."""
         self.half, self.ways, self.traffic = half, ways, Traffic()
         self._server, self._worker = server, worker
-        levels = range(1, ways.shape.depth) if ways.shape else ways.lengths
-        self.pace = Pace(levels) if levels else None
+        self.pace = Pace(ways.levels) if ways.levels else None
         self._link: Link | None = None
+        self._was_served = False  # a server has opened a session for one answer or another
         self._random = random.Random()
 
     async def close(self) -> None:
@@ -100,50 +119,47 @@ class Answering:
     async def answer(
         self, prompt: Sequence[int], total: int, stop_ids: Sequence[int], sampling: Sampling
     ) -> AsyncIterator[Event]:
-        """Yields the answer as it grows; `counts`, `tokens` and `verified` tell the rest.
+        """Yields the answer as it grows; `counts`, `tokens` and `unverified` tell the rest.
 
         Raises Lost if there is no server at the start, Denied if it will not have this client.
         """
         self._prompt, self._total = list(prompt), total
         self._stops, self._sampling = frozenset(stop_ids), sampling
         self._text, self._tail, self._known = list(prompt), [], 0
+        self._blank = 0  # rows of the prompt that say nothing of the target
         self._session: str | None = None
-        self._seq, self._asked = -1, -1  # last reply seen, last request sent
+        self._seq = -1  # of the last reply seen
+        self._request: wire.Open | wire.Draft | wire.Read | None = None  # the last one sent
         self._ahead: list[int] = []
-        self._streaming = False  # whether the server goes on without being asked
-        self._shown = 0
+        self._last: list[int] = []  # tokens of the last event
         self._denied: Denied | None = None
+        self._wait, self._give_up = 0.0, None  # before dialling; when to end the answer alone
         self.counts, self.done = Counts(), ""
         self._kept = [False] * len(prompt)  # for each token of the text: unverified but kept
         await self._on_half(self.half.reset, sampling)
-        if self._server is None:
-            await self._on_half(self.half.absorb_nothing, prompt[:-1])
-            self._known = len(prompt) - 1
-        else:
+        if self._server is not None:
             await self._begin()
             yield self._event()
         while not self.done:
             if self._link is None:
-                async for event in self._alone():
-                    yield event
+                async with contextlib.aclosing(self._alone()) as events:
+                    async for event in events:
+                        yield event
                 continue
             try:
-                await (self._streamed() if self.ways.stream else self._round())
-            except (Lost, Gone) as error:
-                await self._drop(error)
-                yield self._event(f"link lost: {error}")
-                continue
-            yield self._event()
+                await self._round()
+            except (Lost, Gone, Denied) as error:
+                yield self._event(self._drop(error))
+            else:
+                yield self._event()
         await self._finish()
 
     async def stop(self, count: int) -> None:
         """Ends the answer after so many of its tokens, which hold all that was wanted."""
+        self._keep_tail()
         kept = len(self._prompt) + count
-        self._text, self._tail = [*self._text, *self._tail][:kept], []
-        self._kept, self.done = self._kept[:kept], "stop"
+        self._text, self._kept, self.done = self._text[:kept], self._kept[:kept], "stop"
         await self._finish()
-        if self.ways.stream:
-            await self.close()  # with what is still on its way
 
     @property
     def tokens(self) -> list[int]:
@@ -159,93 +175,102 @@ class Answering:
         """What is new since the last event."""
         tokens = self.tokens
         same = 0
-        for old, new in zip(self._last if self._shown else [], tokens, strict=False):
+        for old, new in zip(self._last, tokens, strict=False):
             if old != new:
                 break
             same += 1
-        self._last, self._shown = tokens, len(tokens)
-        return Event(tokens[same:], same, len(tokens) - self.unverified, notice)
+        self._last = tokens
+        return Event(tokens[same:], same, len(tokens) - len(self._tail), notice)
 
     # ---- with a link ----------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """The prompt goes up; its rows and the first token come down."""
-        try:
-            if self._link is None:
-                self._link = await Link.open(self._server, self.half.cfg.vocab_size, self.traffic)
-            await self._open(root_given=False)
-        except (Lost, Gone):  # a connection of before may have died unnoticed: once more
-            await self._drop(None)
-            self._link = await Link.open(self._server, self.half.cfg.vocab_size, self.traffic)
-            await self._open(root_given=False)
+        """The prompt goes up; its rows and the first token come down.
 
-    async def _open(self, root_given: bool) -> None:
-        """A session from the text so far, the root included if there is one."""
-        self._session, self._seq, self._asked = None, -1, 0
-        if self.ways.stream:
-            self._known = len(self._text)  # no rows: they are for drafting
-        await self._link.send(
-            wire.Open(
-                seq=0,
-                tokens=self._text,
-                root_given=root_given,
-                known=self._known,
-                total=self._total,
-                stop_ids=sorted(self._stops),
-                sampling=wire.sampling_fields(self._sampling),
-            )
+        A connection of before may have died unnoticed, so the second attempt counts. Without a
+        link after that, an answer of a server that was there before is begun alone.
+        """
+        for is_last in (False, True):
+            try:
+                if self._link is None:
+                    self._link = await self._connected()
+                return await self._take(await self._joined(self._link))
+            except (Lost, Gone) as error:
+                self._drop(error)
+                if is_last and not self._was_served:
+                    raise error if isinstance(error, Lost) else Lost(str(error)) from error
+            except Denied:
+                self._unlink()
+                raise
+
+    async def _connected(self) -> Link:
+        return await Link.open(self._server, self.half.cfg.vocab_size, self.traffic)
+
+    async def _joined(self, link: Link) -> list[wire.Verdict]:
+        """A session with all committed tokens; the reply that is not in the text yet, if any."""
+        if self._session is not None:
+            try:
+                return await self._resumed(link)
+            except Gone:
+                self._session = None
+        return await self._opened(link)
+
+    async def _resumed(self, link: Link) -> list[wire.Verdict]:
+        """The reply that was missed, if one was; raises Gone without that session."""
+        await link.send(wire.Resume(self._session, self._seq))
+        found = await link.receive(wire.Resumed)
+        if not self._seq <= found.seq <= self._request.seq:
+            raise Gone(f"the server's last reply is {found.seq}: another session")
+        if found.seq == self._seq:
+            return []
+        if isinstance(self._request, wire.Open):  # its answer comes from the beginning
+            await link.receive(wire.Opened)
+        return await self._reply(link)
+
+    async def _opened(self, link: Link) -> list[wire.Verdict]:
+        """A session from the text so far, the root included if there is one; with policy `keep`
+        what was written alone is part of it."""
+        if self.ways.policy == "keep":
+            self._keep_tail()
+        self._session, self._seq = None, -1
+        self._request = wire.Open(
+            seq=0,
+            tokens=list(self._text),
+            root_given=len(self._text) > len(self._prompt),
+            known=self._known,
+            total=self._total,
+            stop_ids=sorted(self._stops),
+            sampling=wire.sampling_fields(self._sampling),
         )
-        opened = await self._link.receive(wire.Opened, timeout=self.ways.prompt_timeout)
-        self._session = opened.session
+        await link.send(self._request)
+        opened = await link.receive(wire.Opened, timeout=self.ways.prompt_timeout)
+        self._session, self._was_served = opened.session, True
         self.counts.prompts += 1
-        await self._take(await self._reply(0, self.ways.prompt_timeout))
+        return await self._reply(link)
 
     async def _round(self) -> None:
         """Draft, ask, draft ahead, take in."""
         tokens, parents, ahead = await self._draft()
         begin = time.perf_counter()
-        await self._ask(wire.Draft(self._asked + 1, tokens, parents))
-        reply = asyncio.create_task(self._reply(self._asked))
+        await self._ask(wire.Draft(self._seq + 1, tokens, parents))
+        reply = asyncio.create_task(self._reply(self._link))
         try:
-            await self._draft_ahead(reply, tokens)
+            await self._draft_ahead(reply, _levels(parents))
             waiting = time.perf_counter()
             verdicts = await reply
         finally:
-            reply.cancel()
-            with contextlib.suppress(BaseException):
-                await reply
+            await _ended(reply)
         self.counts.waiting_s += time.perf_counter() - waiting
         seconds = time.perf_counter() - begin
         committed = verdicts[-1].tokens
-        self.counts.rounds += 1
-        self.counts.drafted += len(tokens)
+        await self._take(verdicts)
         self.counts.ahead += ahead
         self.counts.round_trips_s.append(seconds)
-        self.counts.accept_lengths.append(len(committed))
         if self.pace is not None:
-            levels = _levels(parents)
-            self.pace.saw_reply(seconds, levels, len(committed) - 1, ahead)
-        await self._take(verdicts)
+            self.pace.saw_reply(seconds, _levels(parents), len(committed) - 1, ahead)
         # The rows of what follows stand as long as none of those before them came padded.
         right = self._ahead[: len(committed)] == committed and len(committed) <= EXACT
         self._ahead = self._ahead[len(committed) :] if right else []
-
-    async def _streamed(self) -> None:
-        """The next part of what the target writes alone."""
-        begin = time.perf_counter()
-        if not self._streaming:
-            await self._ask(wire.Stream(self._asked + 1))
-            self._streaming = True
-        part = await self._link.receive(wire.Verdict)
-        self.counts.waiting_s += time.perf_counter() - begin
-        if part.seq < self._asked:
-            return
-        have = len(self._text) - part.start - 1  # after a lost link all parts come again
-        if part.seq > self._asked or part.count or have < 0:
-            raise Lost("the server sent a part out of place")
-        self._text += part.tokens[have:]
-        self._kept += [False] * len(part.tokens[have:])
-        self.done = part.done
 
     async def _draft(self) -> tuple[list[int], list[int], bool]:
         """Nodes and parents of the next draft, and whether it was made ahead."""
@@ -268,122 +293,210 @@ class Answering:
         self.pace.saw_draft(time.perf_counter() - begin, steps)
         return tokens[:room], parents[:room], False
 
-    async def _draft_ahead(self, reply: asyncio.Task[Any], drafted: list[int]) -> None:
+    async def _draft_ahead(self, reply: asyncio.Task[Any], levels: int) -> None:
         """Goes on along the likeliest path while the reply is under way: the bonus token and
         the next draft, should all of it be right."""
         if self.pace is None or not self.ways.draft_ahead or self.half.functions.go_on is None:
             return
-        wanted = len(drafted) + 1 + self.pace.lengths[-1]
+        wanted = levels + 1 + self.pace.lengths[-1]
         room = self._total - len(self._text) - 1
         while not reply.done() and len(self._ahead) < min(wanted, room, MOST_STEPS):
-            self._ahead += await self._chain(self._ahead, 1 if self._ahead else len(drafted) or 1)
+            self._ahead += await self._chain(self._ahead, 1 if self._ahead else levels or 1)
             await asyncio.sleep(0)
 
     async def _chain(self, after: list[int], steps: int) -> list[int]:
         begin = time.perf_counter()
         text = [*self._text, *self._tail, *after]
-        tokens = await self._drafting(self.half.chain, text, self._known, steps)
+        known = max(self._known, self._blank)
+        tokens = await self._drafting(self.half.chain, text, known, steps)
         if self.pace is not None:
             self.pace.saw_draft(time.perf_counter() - begin, len(tokens))
         return tokens
 
     async def _ask(self, request: wire.Draft | wire.Read) -> None:
-        self._asked = request.seq
+        self._request = request
         await self._link.send(request)
 
-    async def _reply(self, seq: int, timeout: float | None = None) -> list[wire.Verdict]:
-        """All parts of the reply to a request; replies of before that come again are left out."""
+    async def _reply(self, link: Link) -> list[wire.Verdict]:
+        """All parts of the reply to the last request; those of before that come again are left
+        out. Raises Lost for one that does not go on from what is known."""
+        seq, known, stale = self._request.seq, self._known, 0
+        timeout = None if isinstance(self._request, wire.Draft) else self.ways.prompt_timeout
         parts: list[wire.Verdict] = []
         while True:
-            part = await self._link.receive(wire.Verdict, timeout=timeout)
-            if part.seq < seq:
+            part = await link.receive(wire.Verdict, timeout=timeout)
+            if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
                 continue
-            if part.seq > seq:
-                raise Lost(f"the server answered request {part.seq} before {seq}")
+            if part.seq != seq:
+                raise Lost(f"the server answered request {part.seq}, not {seq}")
+            end = part.start + part.count
+            if part.start > known or (part.more and end <= known) or end > self._total:
+                raise Lost("the server sent rows out of place")
+            known = max(known, end)
             parts.append(part)
             if not part.more:
                 return parts
 
     async def _take(self, verdicts: Sequence[wire.Verdict]) -> None:
-        """A whole reply: new tokens, the end, and the target's rows for the caches."""
-        self._text += verdicts[-1].tokens
-        self._kept += [False] * len(verdicts[-1].tokens)
-        self.done = verdicts[-1].done
-        for part in verdicts:
-            if part.start > self._known or part.start + part.count > len(self._text):
-                raise Lost("the server sent rows out of place")
-            rows = unpack(
-                part.rows,
-                part.count,
-                self.half.leaves,
-                self._server.codec,
-                self._server.compress,
-            )
+        """A whole reply: new tokens, the end, and the target's rows for the caches.
+
+        Raises Lost, and has changed nothing, for one that does not answer the last request.
+        """
+        tokens = verdicts[-1].tokens
+        text = [*self._text, *tokens]
+        self._check(verdicts, text)
+        try:
+            rows = [self._rows(part) for part in verdicts]
+        except wire.BadMessage as error:
+            raise Lost(f"the server sent {error}") from error
+        self._text, self.done = text, verdicts[-1].done
+        self._kept += [isinstance(self._request, wire.Read)] * len(tokens)
+        self._count(len(tokens))
+        self._seq = self._request.seq
+        if tokens:
+            self._wait, self._give_up = 0.0, None
+        for part, leaves in zip(verdicts, rows, strict=True):
+            end = part.start + part.count
             if part.count:
-                tokens = self._text[part.start : part.start + part.count]
-                await self._on_half(self.half.absorb, part.start, tokens, rows)
-            self._known = max(self._known, part.start + part.count)
-        self._seq = verdicts[-1].seq
+                await self._on_half(self.half.absorb, part.start, text[part.start : end], leaves)
+            self._known = max(self._known, end)
+
+    def _rows(self, part: wire.Verdict) -> list[Any]:
+        server = self._server
+        return unpack(part.rows, part.count, self.half.leaves, server.codec, server.compress)
+
+    def _check(self, verdicts: Sequence[wire.Verdict], text: Sequence[int]) -> None:
+        """Raise Lost where a reply, with which the text would be this, is none to the request."""
+        request, tokens = self._request, verdicts[-1].tokens
+        if isinstance(request, wire.Read):
+            fits = tokens == request.tokens
+        elif isinstance(request, wire.Open):
+            fits = len(tokens) == (not request.root_given)
+        else:
+            fits = 1 <= len(tokens) <= len(request.tokens) + 1
+        known = max(self._known, *(part.start + part.count for part in verdicts))
+        fits = fits and known == len(text) - 1 and self._end_of(text) == verdicts[-1].done
+        if not fits or not self._stops.isdisjoint(tokens[:-1]) or len(text) > self._total:
+            raise Lost("the server sent a reply that does not fit the request")
+
+    def _end_of(self, text: Sequence[int]) -> str:
+        """Whether and why an answer ends with this text."""
+        if len(text) > len(self._prompt) and text[-1] in self._stops:
+            return "stop"
+        return "length" if len(text) >= self._total else ""
+
+    def _count(self, committed: int) -> None:
+        """One more reply to the last request."""
+        if isinstance(self._request, wire.Read):
+            self.counts.prompts += 1
+        elif isinstance(self._request, wire.Draft):
+            self.counts.rounds += 1
+            self.counts.drafted += len(self._request.tokens)
+            self.counts.accept_lengths.append(committed)
 
     async def _finish(self) -> None:
         """The slot goes back; a failure to say so does not matter any more."""
         if self._link is not None:
-            with contextlib.suppress(Lost, Gone, Denied):
+            try:
                 await self._link.send(wire.Close())
+            except (Lost, Gone, Denied):
+                self._unlink()
 
-    async def _drop(self, error: Exception | None) -> None:
+    def _drop(self, error: Lost | Gone | Denied) -> str:
+        """The link is lost; why, as a notice."""
+        self.counts.drops += self._link is not None
+        self._unlink()
+        if isinstance(error, Denied):  # there will be no other link: the rest is written alone
+            self._denied = error
+            return str(error)
+        return f"link lost: {error}"
+
+    def _unlink(self) -> None:
         if self._link is not None:
             self._link.abort()
         self._link = None
-        if error is not None:
-            self.counts.drops += 1
 
     # ---- without one ----------------------------------------------------------------------
 
     async def _alone(self) -> AsyncIterator[Event]:
         """Writes on while somebody dials; ends with a link, or with the answer."""
         begin = time.perf_counter()
-        dialling = None
+        if not self._tail:  # what was drafted ahead begins it
+            self._tail = self._cut(self._ahead)
+        self._ahead = []
+        joining = None
         if self._server is not None and self._denied is None:
-            dialling = asyncio.create_task(self._dial())
+            joining = asyncio.create_task(self._join())
         try:
-            await self._prepare_tail()
+            await self._feed()
             yield self._event()
-            async for event in self._write(dialling):
-                yield event
-            if dialling is not None and not dialling.done() and not self.done:
-                await asyncio.wait([dialling], timeout=self.ways.reconnect_seconds)
-            self.counts.alone_s += time.perf_counter() - begin
-            if dialling is None or not dialling.done():
+            async with contextlib.aclosing(self._write(joining)) as events:
+                async for event in events:
+                    yield event
+            missed = None if self.done else await self._wait_for(joining)
+            if self.done or missed is None:
                 self._end_alone()
-                yield self._event()
-                return
-            self._link = dialling.result()
-        except Denied as error:  # there will be no other link: what is left is written alone
-            self._denied = error
-            yield self._event(str(error))
+        except Denied as error:
+            yield self._event(self._drop(error))
             return
         finally:
-            if dialling is not None and not dialling.done():
-                dialling.cancel()
-                with contextlib.suppress(BaseException):
-                    await dialling
-        try:
-            await self._rejoin()
-        except (Lost, Gone) as error:
-            await self._drop(error)
-        yield self._event("connected again" if self._link else "link lost again")
-
-    async def _prepare_tail(self) -> None:
-        """What was drafted ahead begins the tail; an older one is fed to the drafter again."""
-        ahead, self._ahead = self._ahead, []
-        if not self._tail:
-            self._tail = self._cut(ahead)
+            self.counts.alone_s += time.perf_counter() - begin
+            await _ended(joining)
+        if self.done:
+            yield self._event()
             return
-        whole = [*self._text, *self._tail]
-        if self.half.functions.go_on is not None:
-            for end in range(len(self._text), len(whole)):
-                await self._drafting(self.half.chain, whole[:end], self._known, 1)
+        try:
+            await self._settle_up(missed)
+        except (Lost, Gone, Denied) as error:
+            yield self._event(self._drop(error))
+        else:
+            yield self._event("connected again")
+
+    async def _join(self) -> list[wire.Verdict]:
+        """A link, sooner or later, and the reply that was missed; raises Denied where there will
+        be none. Each failed attempt lets the next one wait longer."""
+        while True:
+            await asyncio.sleep(self._wait * self._random.uniform(0.5, 1.5))
+            self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
+            try:
+                self._link = None
+                link = await self._connected()
+            except (Lost, Gone):
+                continue
+            try:
+                missed = await self._joined(link)
+                self._link = link
+                return missed
+            except (Lost, Gone):
+                pass
+            finally:
+                if self._link is None:
+                    link.abort()
+
+    async def _wait_for(self, joining: asyncio.Task[Any] | None) -> list[wire.Verdict] | None:
+        """What the link brings, if one comes before an answer that is not moving is given up."""
+        if joining is None:
+            return None
+        now = time.monotonic()
+        if self._give_up is None:
+            self._give_up = now + self.ways.reconnect_seconds
+        await asyncio.wait([joining], timeout=max(self._give_up - now, 0.0))
+        return joining.result() if joining.done() else None
+
+    async def _feed(self) -> None:
+        """The drafter's own rows for tokens of which the target's are not here."""
+        blank = self._prompt[:-1]
+        if max(self._known, self._blank) < len(blank):  # the target has not said a thing
+            await self._on_half(self.half.absorb_nothing, blank, self._known)
+            self._blank = len(blank)
+        whole, known = [*self._text, *self._tail], max(self._known, self._blank)
+        if self._can_write:
+            for end in range(known + 1, len(whole)):
+                await self._drafting(self.half.chain, whole[:end], known, 1)
+
+    @property
+    def _can_write(self) -> bool:
+        return self.half.functions.go_on is not None
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
         """Tokens up to the first stop and the answer's limit."""
@@ -398,123 +511,66 @@ class Answering:
         ended = bool(self._tail) and self._tail[-1] in self._stops
         return ended or len(self._text) + len(self._tail) >= self._total
 
-    async def _write(self, dialling: asyncio.Task[Link] | None) -> AsyncIterator[Event]:
-        """The tail, piece by piece, until it ends the answer or there is a link."""
-        if self.half.functions.go_on is None or self.ways.stream:
-            return
-        while not self._written and not (dialling and dialling.done()):
+    async def _write(self, joining: asyncio.Task[Any] | None) -> AsyncIterator[Event]:
+        """The tail, piece by piece and at least one, until it ends the answer or there is a
+        link."""
+        while self._can_write and not self._written:
             tokens = await self._chain([], PIECE)
             self._tail += self._cut(tokens)
             yield self._event()
             await asyncio.sleep(0)
+            if joining is not None and joining.done():
+                return
         if self._written and self.ways.policy == "keep":
             self._end_alone()
 
     def _end_alone(self) -> None:
         """The answer ends as it was written."""
-        ended = self._written
         self._keep_tail()
-        self.done = "stop" if self._text[-1] in self._stops else "length"
-        if not ended:
-            self.done = "lost"
+        self.done = self._end_of(self._text) or "lost"
 
     def _keep_tail(self) -> None:
         self._text += self._tail
         self._kept += [True] * len(self._tail)
         self._tail = []
 
-    async def _dial(self) -> Link:
-        """A link, sooner or later; raises Denied where there will be none."""
-        wait = FIRST_WAIT
-        while True:
-            try:
-                return await Link.open(self._server, self.half.cfg.vocab_size, self.traffic)
-            except Lost:
-                await asyncio.sleep(wait * self._random.uniform(0.5, 1.5))
-                wait = min(2 * wait, LONGEST_WAIT)
-
     # ---- together again -------------------------------------------------------------------
 
-    async def _rejoin(self) -> None:
-        """The session goes on where the link was lost, or starts again from its tokens."""
-        if self.ways.stream:
-            return await self._rejoin_stream()
-        try:
-            missed = await self._resume()
-        except Gone:
-            await self._replay()
-            missed = []
+    async def _settle_up(self, missed: list[wire.Verdict]) -> None:
+        """Takes in what the link brought; the target reads or verifies the tail."""
+        keeps = self.ways.policy == "keep"
+        if missed and keeps and self._differs(missed[-1].tokens):
+            await self._link.send(wire.Close())  # it committed what nobody here has seen
+            missed = await self._opened(self._link)
         if missed:
-            tokens = missed[-1].tokens
-            if self.ways.policy == "keep" and self._tail[: len(tokens)] != tokens:
-                await self._link.send(wire.Close())  # it committed what nobody here has seen
-                await self._replay()
-            else:
-                await self._take(missed)
-                self._settle(tokens)
-        if self.ways.policy == "keep" and self._tail:
-            await self._commit_tail()
+            await self._take(missed)
+            self._settle(missed[-1].tokens)
         while self._tail and not self.done:
-            await self._verify_tail()
-        self._ahead = []
+            await (self._commit_tail() if keeps else self._verify_tail())
+            verdicts = await self._reply(self._link)
+            await self._take(verdicts)
+            self._settle(verdicts[-1].tokens)
 
-    async def _resume(self) -> list[wire.Verdict]:
-        """The reply that was missed, if one was; raises Gone without a session."""
-        if self._session is None:
-            raise Gone("no session")
-        await self._link.send(wire.Resume(self._session, self._seq))
-        found = await self._link.receive(wire.Resumed)
-        self._asked = found.seq
-        return await self._reply(found.seq) if found.seq > self._seq else []
-
-    async def _rejoin_stream(self) -> None:
-        """The stream from its beginning, of which `_streamed` takes what is new."""
-        self._streaming = False
-        try:
-            if self._session is None or self._seq < 0:
-                raise Gone("no session")
-            await self._link.send(wire.Resume(self._session, self._seq))
-            found = await self._link.receive(wire.Resumed)
-            self._asked, self._streaming = found.seq, found.seq > self._seq
-        except Gone:
-            await self._replay()
-
-    async def _replay(self) -> None:
-        """A new session from all committed tokens; with `keep`, the tail is one of them."""
-        if self.ways.policy == "keep":
-            self._keep_tail()
-        await self._open(root_given=len(self._text) > len(self._prompt))
+    def _differs(self, tokens: Sequence[int]) -> bool:
+        """Whether the target wrote something else than the tail."""
+        return self._tail[: len(tokens)] != list(tokens[: len(self._tail)])
 
     def _settle(self, tokens: Sequence[int]) -> None:
         """Takes what the target wrote off the tail; where they differ, all of the tail."""
-        count = len(tokens)
-        if self._tail[:count] == list(tokens[: len(self._tail)]):
-            self._tail = self._tail[count:]
-        else:
+        if self._differs(tokens):
             self.counts.rewritten += len(self._tail)
             self._tail = []
+        self._tail = self._tail[len(tokens) :]
 
     async def _verify_tail(self) -> None:
         """The tail as a draft like any other."""
         room = min(self._link.welcome.max_nodes, self._total - len(self._text) - 1)
         tokens = self._tail[:room]
-        await self._ask(wire.Draft(self._asked + 1, tokens, list(range(len(tokens)))))
-        verdicts = await self._reply(self._asked)
-        self.counts.rounds += 1
-        self.counts.drafted += len(tokens)
-        self.counts.accept_lengths.append(len(verdicts[-1].tokens))
-        await self._take(verdicts)
-        self._settle(verdicts[-1].tokens)
+        await self._ask(wire.Draft(self._seq + 1, tokens, list(range(len(tokens)))))
 
     async def _commit_tail(self) -> None:
         """The tail as it is: the server reads it, and the text goes on behind it."""
-        tail = self._tail
-        await self._ask(wire.Read(self._asked + 1, tail))
-        verdicts = await self._reply(self._asked)
-        self.counts.prompts += 1
-        self._keep_tail()
-        verdicts[-1] = dataclasses.replace(verdicts[-1], tokens=[])  # they are in the text
-        await self._take(verdicts)
+        await self._ask(wire.Read(self._seq + 1, list(self._tail)))
 
     # ---- the drafter ----------------------------------------------------------------------
 
@@ -530,6 +586,15 @@ class Answering:
 
     def _on_half(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+
+async def _ended(task: asyncio.Task[Any] | None) -> None:
+    """Ends a task, whatever it was doing or has found."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # seen, so that nobody complains of it
 
 
 def _levels(parents: Sequence[int]) -> int:

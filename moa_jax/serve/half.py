@@ -40,6 +40,7 @@ Array = jax.Array
 
 EXACT = 16  # up to as many tokens are absorbed without padding, which would hide later rows
 MOST_STEPS = 64  # tokens of one call of `chain`
+CHUNK = 128  # tokens whose rows come at once, as a rule
 
 
 class DraftHalf:
@@ -76,9 +77,9 @@ class DraftHalf:
 
     def reset(self, sampling: Sampling) -> None:
         """Forgets the session; the next one chooses its tokens by `sampling`."""
-        rows = self._max_tokens + 2 * MOST_STEPS
+        rows = self._max_tokens + 2 * CHUNK
         self._cache = self.functions.init_cache(1, rows, self._dtype)
-        self._law = law_of([sampling], self.cfg.vocab_size)
+        self._sampling, self._law = sampling, law_of([sampling], self.cfg.vocab_size)
 
     @property
     def num_params(self) -> int:
@@ -88,17 +89,27 @@ class DraftHalf:
     def absorb(self, start: int, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
         """Takes in the target's rows of the tokens at `start` and after it; rows[i] (T, ...)."""
         T = len(tokens)
-        width = T if T <= EXACT else min(bucket(T), self._max_tokens + MOST_STEPS - start)
+        width = T if T <= EXACT else min(bucket(T), self._max_tokens + CHUNK - start)
         padded_1T = np.zeros((1, width), np.int32)
         padded_1T[0, :T] = tokens
         leaves = [_batched(row, width, spec) for row, spec in zip(rows, self.leaves, strict=True)]
         digest = jax.tree.unflatten(self._treedef, leaves)
         (self._cache,) = self._run(_absorb, self._cache, padded_1T, _one(start), digest)
 
+    def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
+        """Compiles what replies of so many tokens, chains and these trees need; then forgets."""
+        for count in sorted({count if count <= EXACT else bucket(count) for count in counts}):
+            self.absorb_nothing([0] * count)
+        if self.functions.go_on is not None:
+            self.chain([0], 0, 1)
+        for shape in shapes:
+            self.tree([0], shape)
+        self.reset(self._sampling)
+
     def absorb_nothing(self, tokens: Sequence[int]) -> None:
         """Takes in the first tokens of a text of which the target says nothing at all."""
-        for start in range(0, len(tokens), MOST_STEPS):
-            part = tokens[start : start + MOST_STEPS]
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
             self.absorb(start, part, [np.zeros((len(part), *leaf.shape)) for leaf in self.leaves])
 
     def twin(self) -> DraftHalf:
