@@ -34,6 +34,7 @@ from moa_jax.serve.half import EXACT, MOST_STEPS, DraftHalf
 from moa_jax.serve.rows import unpack
 
 Policy = Literal["keep", "verify"]
+Request = wire.Open | wire.Draft | wire.Read | wire.Stream
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0  # seconds between attempts to connect again
 PIECE = 8  # tokens that are written alone before anyone sees them
 MOST_STALE = 16  # replies of before that may come again while one is waited for
@@ -44,7 +45,7 @@ class Event(NamedTuple):
 
     tokens: list[int]
     keep: int  # generated tokens that stay; fewer than were shown means a rewrite
-    settled: int  # tokens of the answer so far that will not be rewritten
+    verified: int  # tokens of the answer so far that stay as they are, those kept unverified too
     notice: str = ""  # of the link
 
 
@@ -53,7 +54,7 @@ class Ways:
     """How a client drafts and behaves."""
 
     shape: DraftShape | None = None  # a tree; None drafts chains
-    lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)  # levels of a draft to choose from; () is plain
+    lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # levels of a draft to choose from; () is plain
     draft_ahead: bool = True
     policy: Policy = "verify"
     offline: bool = False  # never dial at all
@@ -129,7 +130,8 @@ class Answering:
         self._blank = 0  # rows of the prompt that say nothing of the target
         self._session: str | None = None
         self._seq = -1  # of the last reply seen
-        self._request: wire.Open | wire.Draft | wire.Read | None = None  # the last one sent
+        self._request: Request | None = None  # the last one sent
+        self._streaming: int | None = None  # row of a stream's last part, -1 before it
         self._ahead: list[int] = []
         self._last: list[int] = []  # tokens of the last event
         self._denied: Denied | None = None
@@ -147,7 +149,7 @@ class Answering:
                         yield event
                 continue
             try:
-                await self._round()
+                await (self._streamed() if self.ways.stream else self._round())
             except (Lost, Gone, Denied) as error:
                 yield self._event(self._drop(error))
             else:
@@ -160,6 +162,8 @@ class Answering:
         kept = len(self._prompt) + count
         self._text, self._kept, self.done = self._text[:kept], self._kept[:kept], "stop"
         await self._finish()
+        if self.ways.stream:
+            await self.close()  # with what is still on its way
 
     @property
     def tokens(self) -> list[int]:
@@ -221,8 +225,9 @@ class Answering:
         found = await link.receive(wire.Resumed)
         if not self._seq <= found.seq <= self._request.seq:
             raise Gone(f"the server's last reply is {found.seq}: another session")
-        if found.seq == self._seq:
-            return []
+        self._streaming = None if found.seq == self._seq else -1
+        if found.seq == self._seq or isinstance(self._request, wire.Stream):
+            return []  # the parts of a stream come one by one, from the first
         if isinstance(self._request, wire.Open):  # its answer comes from the beginning
             await link.receive(wire.Opened)
         return await self._reply(link)
@@ -232,11 +237,14 @@ class Answering:
         what was written alone is part of it."""
         if self.ways.policy == "keep":
             self._keep_tail()
-        self._session, self._seq = None, -1
+        self._session, self._seq, self._streaming = None, -1, None
+        root_given = len(self._text) > len(self._prompt)
+        if self.ways.stream:
+            self._known = len(self._text) - root_given  # no rows: they are for drafting
         self._request = wire.Open(
             seq=0,
             tokens=list(self._text),
-            root_given=len(self._text) > len(self._prompt),
+            root_given=root_given,
             known=self._known,
             total=self._total,
             stop_ids=sorted(self._stops),
@@ -271,6 +279,27 @@ class Answering:
         # The rows of what follows stand as long as none of those before them came padded.
         right = self._ahead[: len(committed)] == committed and len(committed) <= EXACT
         self._ahead = self._ahead[len(committed) :] if right else []
+
+    async def _streamed(self) -> None:
+        """The next part of what the target writes alone."""
+        begin = time.perf_counter()
+        if self._streaming is None:
+            await self._ask(wire.Stream(self._seq + 1))
+            self._streaming = -1
+        part = await self._link.receive(wire.Verdict)
+        self.counts.waiting_s += time.perf_counter() - begin
+        have = len(self._text) - part.start - 1  # after a lost link all parts come again
+        in_place = part.seq == self._request.seq and part.start > self._streaming
+        new = part.tokens[max(have, 0) :]
+        text = [*self._text, *new]
+        ended = self._end_of(text) == part.done and bool(part.done) != part.more
+        if not in_place or have < 0 or part.count or not part.tokens or (new and not ended):
+            raise Lost("the server sent a part out of place")
+        self._streaming = part.start
+        if new:
+            self._text, self.done = text, part.done
+            self._kept += [False] * len(new)
+            self._wait, self._give_up = 0.0, None
 
     async def _draft(self) -> tuple[list[int], list[int], bool]:
         """Nodes and parents of the next draft, and whether it was made ahead."""
@@ -313,7 +342,7 @@ class Answering:
             self.pace.saw_draft(time.perf_counter() - begin, len(tokens))
         return tokens
 
-    async def _ask(self, request: wire.Draft | wire.Read) -> None:
+    async def _ask(self, request: wire.Draft | wire.Read | wire.Stream) -> None:
         self._request = request
         await self._link.send(request)
 
@@ -330,7 +359,8 @@ class Answering:
             if part.seq != seq:
                 raise Lost(f"the server answered request {part.seq}, not {seq}")
             end = part.start + part.count
-            if part.start > known or (part.more and end <= known) or end > self._total:
+            early = part.more and (part.tokens or end <= known)
+            if part.start > known or early or end > self._total:
                 raise Lost("the server sent rows out of place")
             known = max(known, end)
             parts.append(part)
@@ -434,7 +464,7 @@ class Answering:
                 async for event in events:
                     yield event
             missed = None if self.done else await self._wait_for(joining)
-            if self.done or missed is None:
+            if missed is None and not self.done:
                 self._end_alone()
         except Denied as error:
             yield self._event(self._drop(error))
@@ -459,44 +489,43 @@ class Answering:
             await asyncio.sleep(self._wait * self._random.uniform(0.5, 1.5))
             self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
             try:
-                self._link = None
                 link = await self._connected()
+                try:
+                    missed = await self._joined(link)
+                except BaseException:
+                    link.abort()
+                    raise
             except (Lost, Gone):
                 continue
-            try:
-                missed = await self._joined(link)
-                self._link = link
-                return missed
-            except (Lost, Gone):
-                pass
-            finally:
-                if self._link is None:
-                    link.abort()
+            self._link = link
+            return missed
 
     async def _wait_for(self, joining: asyncio.Task[Any] | None) -> list[wire.Verdict] | None:
         """What the link brings, if one comes before an answer that is not moving is given up."""
         if joining is None:
             return None
-        now = time.monotonic()
-        if self._give_up is None:
-            self._give_up = now + self.ways.reconnect_seconds
-        await asyncio.wait([joining], timeout=max(self._give_up - now, 0.0))
+        if not joining.done():
+            now = time.monotonic()
+            if self._give_up is None:
+                self._give_up = now + self.ways.reconnect_seconds
+            await asyncio.wait([joining], timeout=max(self._give_up - now, 0.0))
         return joining.result() if joining.done() else None
 
     async def _feed(self) -> None:
         """The drafter's own rows for tokens of which the target's are not here."""
+        if not self._can_write:
+            return
         blank = self._prompt[:-1]
         if max(self._known, self._blank) < len(blank):  # the target has not said a thing
             await self._on_half(self.half.absorb_nothing, blank, self._known)
             self._blank = len(blank)
         whole, known = [*self._text, *self._tail], max(self._known, self._blank)
-        if self._can_write:
-            for end in range(known + 1, len(whole)):
-                await self._drafting(self.half.chain, whole[:end], known, 1)
+        for end in range(known + 1, len(whole)):
+            await self._drafting(self.half.chain, whole[:end], known, 1)
 
     @property
     def _can_write(self) -> bool:
-        return self.half.functions.go_on is not None
+        return self.half.functions.go_on is not None and not self.ways.stream
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
         """Tokens up to the first stop and the answer's limit."""
