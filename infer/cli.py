@@ -58,6 +58,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """Type of a flag that takes a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 # Where the drivers of NVIDIA (WSL: dxg) and TPU devices show them, and the plugins that look there.
 DEVICES = ("nvidia*", "dxg", "accel*", "vfio/[0-9]*")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from infer.cli import Parser, names, positive, run
+from infer.cli import Parser, above_zero, names, positive, run
 from infer.generate import Writer, prompts_of
 from infer.pair import DEFAULT_TREE, DEMO, use_cores
 from infer.sampling import (
@@ -37,14 +37,14 @@ from infer.sampling import (
     stopper,
 )
 from infer.split.answering import Answering, Event, Policy, Ways
-from infer.split.link import Lost, Server
+from infer.split.link import Busy, Lost, Server, check_url
 from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
 from moa_jax.serve.half import CHUNK, MOST_STEPS, DraftHalf
 from moa_jax.serve.pairing import pairing_of
-from moa_jax.serve.wire import Codec
+from moa_jax.serve.wire import Codec, sampling_fields
 from moa_jax.session import bucket, row_of
 
 MODES = ("plain", "chain", "tree", "stream")
@@ -55,15 +55,22 @@ def main(arguments: list[str] | None = None) -> int | None:
     args = _parser().parse_args(arguments)
     sampling = sampling_of(args)
     ways = ways_of(args)
+    if not args.offline:
+        check_url(args.connect)
+        sampling_fields(sampling)
     tls, token = _tls_of(args), _token_of(args)
     target, drafter = load_client_pair(args)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(target.folder)
+    stopper(writer.tokenizer, args.stop)
     prompts = list(prompts_of(args, writer))
+    if not prompts:
+        raise InputError("there is no prompt: give --prompt, --prompt-ids or --prompts")
     for index, prompt in enumerate(prompts):
         _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
     half = DraftHalf(target, drafter, max_tokens=bucket(most))
+    _check_drafter(args, half)
     replies = range(1, 2 + max(ways.levels, default=0))
     half.warm([*replies, *(min(len(prompt), CHUNK) for prompt in prompts)], ways.shapes)
     server = None
@@ -84,9 +91,10 @@ def main(arguments: list[str] | None = None) -> int | None:
         try:
             return asyncio.run(_answer_all(answering, asked))
         except Lost as error:
+            start = "" if isinstance(error, Busy) else "start infer.server there, or "
             raise InputError(
-                f"--connect {args.connect}: {error}: start infer.server there, or give --offline "
-                "to have the drafter answer alone"
+                f"--connect {args.connect}: {error}: {start}give --offline to have the drafter "
+                "answer alone"
             ) from error
 
 
@@ -116,7 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--compress", action="store_true", help="rows through zlib, too")
     group.add_argument(
-        "--timeout", type=float, default=5.0, metavar="S", help="until a silent link counts as lost"
+        "--timeout",
+        type=above_zero,
+        default=5.0,
+        metavar="S",
+        help="until a silent link counts as lost",
     )
     group.add_argument(
         "--policy",
@@ -126,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--reconnect-seconds",
-        type=float,
+        type=above_zero,
         default=30.0,
         metavar="S",
         help="to wait for a link once an answer was written alone (verify)",
@@ -186,7 +198,7 @@ def add_ways_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--client-slowdown",
-        type=float,
+        type=above_zero,
         default=1.0,
         metavar="X",
         help="drafting takes this many times as long, to play a slower device",
@@ -252,6 +264,17 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
         )
 
 
+def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
+    """Raise InputError for what this drafter cannot do."""
+    if args.offline and args.mode == "stream":
+        raise InputError("--mode stream has the target write, which --offline leaves out")
+    if half.functions.go_on is None and (args.offline or args.mode == "chain"):
+        asked = "--offline" if args.offline else "--mode chain"
+        raise InputError(
+            f"{asked}: this drafter cannot write token by token: use --connect and --mode tree"
+        )
+
+
 def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     """How a wss:// server is known; InputError for files that are no certificates."""
     secure = (args.connect or "").startswith("wss://")
@@ -272,7 +295,7 @@ def _token_of(args: argparse.Namespace) -> str | None:
     if args.token_file is None:
         return None
     token = Path(args.token_file).read_text(encoding="utf-8", errors="replace").strip()
-    if not token or not token.isascii() or not token.isprintable():
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InputError(f"{args.token_file} holds no token: one word of printable ASCII")
     return token
 
@@ -308,7 +331,8 @@ async def _answer(
         async for event in events:
             first = first or time.perf_counter()
             show.take(event, answering)
-            cut = stop_when(answering.tokens) if stop_when else None
+            whole = len(answering.tokens) if answering.done else event.verified
+            cut = stop_when(answering.tokens[:whole]) if stop_when else None
             if cut is not None:
                 await answering.stop(cut)
                 break

@@ -24,7 +24,7 @@ from typing import Any
 
 import uvicorn
 
-from infer.cli import INTERRUPTED, Parser, names, positive, run
+from infer.cli import INTERRUPTED, Parser, above_zero, names, positive, run
 from infer.pair import add_pair_flags, load_pair
 from infer.split.app import PATH, Manners, Server
 from infer.split.events import EventLog, Log, WarningsTo
@@ -111,7 +111,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-requests-per-second", manners.max_requests_per_second, "of one connection"),
     ]
     for flag, default, text in seconds:
-        group.add_argument(flag, type=_above_zero, default=default, metavar="X", help=text)
+        group.add_argument(flag, type=above_zero, default=default, metavar="X", help=text)
 
 
 def _rules_of(args: argparse.Namespace) -> Rules:
@@ -308,16 +308,6 @@ def _port(text: str) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(positive, names(text)))
-
-
-def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Ways:
     """How a client drafts and behaves."""
 
     shape: DraftShape | None = None  # a tree; None drafts chains
-    lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # levels of a draft to choose from; () is plain
+    lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # levels to choose from; () is plain
     draft_ahead: bool = True
     policy: Policy = "verify"
     offline: bool = False  # never dial at all

@@ -13,6 +13,7 @@ from typing import Any
 
 import websockets
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.uri import parse_uri
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.serve import wire
@@ -21,12 +22,16 @@ from moa_jax.version import __version__
 
 LARGEST_CHUNK = 4096  # tokens whose rows one message may bring
 MOST_BYTES = 256 << 20  # of one message, which holds the rows of a chunk
-UNAUTHORIZED = (401, 403)
-PASSING = {"busy", "draining", "gone"}  # faults that another attempt may get around
+UNAUTHORIZED, NO_SUCH_PATH = 401, (403, 404)
+LAST_WORDS = 0.2  # seconds to hear why a connection was closed
 
 
 class Lost(Exception):
     """The connection is gone, or never came about."""
+
+
+class Busy(Lost):
+    """The server is there and has no room, or is about to go."""
 
 
 class Denied(InputError):
@@ -78,7 +83,7 @@ class Link:
 
     @classmethod
     async def open(cls, server: Server, vocab_size: int, traffic: Traffic) -> Link:
-        """Connects and says Hello; raises Lost, Denied or (for the URL) InputError."""
+        """Connects and says Hello; raises Lost, Gone or Denied."""
         limits = wire.Limits(
             max_tokens=wire.LARGEST,
             max_nodes=(1 << 16) - 1,
@@ -94,7 +99,7 @@ class Link:
             )
             await link.send(hello)
             link.welcome = await link.receive(wire.Welcome)
-        except Exception:
+        except BaseException:  # who waited for it may have given up
             link.abort()
             raise
         return link
@@ -113,7 +118,7 @@ class Link:
     async def receive(self, *kinds: type, timeout: float | None = None) -> Any:
         """The next message, which must be of these kinds.
 
-        Raises Lost where none comes in time or another one does, Gone and Denied for Faults.
+        Raises Lost where none comes in time or another one does; Busy, Gone and Denied for Faults.
         """
         try:
             async with asyncio.timeout(timeout or self._server.timeout):
@@ -137,11 +142,12 @@ class Link:
     async def _why(self, error: Exception) -> Exception:
         """What the server said last before it closed the connection, else that it is closed."""
         try:
-            while True:
-                await self.receive(object, timeout=0.2)
-        except (Denied, Gone) as said:
+            async with asyncio.timeout(LAST_WORDS):
+                while True:
+                    await self.receive(object)
+        except (Denied, Gone, Busy) as said:
             return said
-        except Lost:
+        except (Lost, TimeoutError):
             return Lost(_as_line(error))
 
     def abort(self) -> None:
@@ -151,6 +157,15 @@ class Link:
     async def close(self) -> None:
         """Ends the connection in order."""
         await self._socket.close()
+
+
+def check_url(url: str) -> None:
+    """Raise InputError for what is no address of a server."""
+    try:
+        parsed = parse_uri(url)
+        parsed.host.encode("idna")  # as looking it up will
+    except (websockets.InvalidURI, ValueError) as error:
+        raise InputError(f"--connect {url}: give ws://HOST:PORT/v1/split, or wss://") from error
 
 
 async def _socket(server: Server) -> ClientConnection:
@@ -168,27 +183,32 @@ async def _socket(server: Server) -> ClientConnection:
             compression=None,  # rows are compressed, if they are, by their own codec
             proxy=None,
         )
-    except websockets.InvalidURI as error:
-        raise InputError(f"--connect {server.url}: give ws://HOST:PORT/v1/split") from error
     except websockets.InvalidStatus as error:
-        status = error.response.status_code
-        if status in UNAUTHORIZED:
-            raise Denied("token", "the server does not know this token: see --token-file") from None
-        raise Lost(f"the server answered with status {status}") from error
-    except ssl.SSLError as error:
-        reason = getattr(error, "verify_message", "") or first_line(error)
+        raise _refusal(server, error.response.status_code) from error
+    except ssl.SSLCertVerificationError as error:
         raise Denied(
-            "certificate", f"{server.url}: its certificate is not trusted ({reason}): see --tls-ca"
+            "certificate",
+            f"{server.url}: its certificate is not trusted ({error.verify_message}): see --tls-ca",
         ) from error
-    except (websockets.WebSocketException, OSError, TimeoutError) as error:
+    # A ValueError is a redirection to what is no address.
+    except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
         raise Lost(_as_line(error)) from error
+
+
+def _refusal(server: Server, status: int) -> Exception:
+    """What was answered instead of an upgrade."""
+    if status == UNAUTHORIZED:
+        return Denied("token", "the server does not know this token: see --token-file")
+    if status in NO_SUCH_PATH:
+        return Denied("path", f"{server.url}: nothing answers there: the path should be /v1/split")
+    return Busy(f"the server answered with status {status}: try again later")
 
 
 def _fault(message: wire.Fault) -> Exception:
     if message.code == "gone":
         return Gone(message.text)
-    if message.code in PASSING:
-        return Lost(message.text)
+    if message.code in ("busy", "draining"):
+        return Busy(message.text)
     return Denied(message.code, f"the server refuses: {message.text}")
 
 

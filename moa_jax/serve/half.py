@@ -106,9 +106,9 @@ class DraftHalf:
             self.tree([0], shape)
         self.reset(self._sampling)
 
-    def absorb_nothing(self, tokens: Sequence[int]) -> None:
-        """Takes in the first tokens of a text of which the target says nothing at all."""
-        for start in range(0, len(tokens), CHUNK):
+    def absorb_nothing(self, tokens: Sequence[int], known: int = 0) -> None:
+        """Takes in the first tokens of a text; from `known` on the target says nothing of them."""
+        for start in range(known, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
             self.absorb(start, part, [np.zeros((len(part), *leaf.shape)) for leaf in self.leaves])
 
