@@ -81,7 +81,13 @@ def test_stream_equals_generate(pair):
 
 # ---- recorded generations -----------------------------------------------------------------
 
-generated = pytest.mark.parametrize("folder", golden_cases("moa_", "generate.npz"))
+QUICK = ("moa_llama_trained", "moa_llama_n1", "moa_qwen2_n0", "none")
+CASES = [
+    pytest.param(*case.values, id=case.id, marks=[*case.marks, *slow])
+    for case in golden_cases("moa_", "generate.npz")
+    for slow in [[] if case.id in QUICK else [pytest.mark.slow]]
+]
+generated = pytest.mark.parametrize("folder", CASES)
 
 
 @generated
