@@ -5,6 +5,7 @@
     python -m infer.bench --random-weights configs/moa_llama3_8b.py --simulate-acceptance 0.8
     python -m infer.bench --compare transformers
     python -m infer.bench --tune
+    python -m infer.bench --split --help      client and server over several networks instead
 
 All modes decode the same prompts greedily in one process, in turns, prompt by prompt; the first
 time of each is left out. Speedup is over our own fastest plain decoding. Tokens/s is the median
@@ -38,6 +39,7 @@ from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.vocabulary import load_vocabulary
 
 NO_STOP: list[int] = []
+SPLIT = "--split"  # leads to another benchmark, with flags of its own
 
 
 class Bench(NamedTuple):
@@ -50,7 +52,12 @@ class Bench(NamedTuple):
     stop_ids: list[int] | None
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if SPLIT in arguments:
+        from infer.split import benchmark  # which needs the extra `serve`
+
+        return benchmark.main([text for text in arguments if text != SPLIT])
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
     target, drafter = _load(args)
@@ -74,6 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.plot:
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
     print(json.dumps(document) if args.json else bench_tables.render(document))
+    return None
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:

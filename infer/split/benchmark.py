@@ -1,0 +1,529 @@
+"""Client and server over several networks, beside an API that streams and a drafter alone.
+
+    python -m infer.bench --split                                   the bundled pair, all networks
+    python -m infer.bench --split --draft n0=A --draft n3=B --profiles 4g,far --plot split.png
+    python -m infer.bench --split --profiles 4g --clients 1,8,32 --rate 2
+    python -m infer.bench --split --profiles loopback --modes stream --outages 0,16,64
+
+Each drafter has its own infer.server, a process behind the network: as root between two network
+namespaces, where TCP loses real packets; else behind a TCP proxy, which is too kind to what is sent
+in bulk and gets lost. All ways answer a question before the next one comes, another one first each
+time; greedily, and every text is compared with local plain decoding (1 is the exit code where one
+differs in float32).
+
+stream is the target that writes alone and sends each token, as an API does; plain a client that
+asks for one token after the other; offline the drafter alone, without a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from infer.cli import Progress, progress
+from infer.client import figures_of
+from infer.evaluation.suites import load_suite
+from infer.generate import Writer
+from infer.pair import DEMO
+from infer.split import benchmark_tables, crowd, outage
+from infer.split.answering import Answering, Ways
+from infer.split.benchmark_flags import DRAFTING, check, named, parser_of
+from infer.split.link import Server
+from infer.split.network.profiles import PROFILES
+from infer.split.network.proxy import Proxy, in_thread
+from infer.split.stage import Stage, kind_of, staged
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.bench.figures import median, quartiles
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.errors import InputError
+from moa_jax.folders import write_whole
+from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.serve.half import CHUNK, DraftHalf
+from moa_jax.serve.pairing import Pairing, pairing_of
+from moa_jax.session import bucket
+
+DIFFERENT = 1  # exit code, as of infer.evaluate
+NO_STOP: list[int] = []
+PATIENCE = 600.0  # seconds that a client of a crowd waits for its slot
+
+
+class Pair(NamedTuple):
+    """A drafter with its half of the work, and the flags of its server."""
+
+    name: str
+    drafter: LoadedDrafter
+    half: DraftHalf
+    pairing: Pairing
+    flags: list[str]
+
+
+class Way(NamedTuple):
+    """One way of answering."""
+
+    mode: str
+    pair: Pair
+    ways: Ways
+
+    @property
+    def label(self) -> str:
+        """What it is called; stream and plain are the same with any drafter."""
+        return f"{self.pair.name} {self.mode}" if self.mode in (*DRAFTING, "offline") else self.mode
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        drafts = self.label != self.mode
+        layers = getattr(self.pair.drafter.config, "target_layer_inference", None)
+        return {
+            "way": self.label,
+            "mode": self.mode,
+            "draft": self.pair.name if drafts else None,
+            "method": self.pair.drafter.method if drafts else None,
+            "target_layer_inference": layers if drafts else None,
+        }
+
+
+class Bench(NamedTuple):
+    """What is measured, and what the target alone answers."""
+
+    args: argparse.Namespace
+    target: Target
+    pairs: list[Pair]
+    ways: list[Way]
+    prompts: list[list[int]]
+    stop_ids: list[int]
+    own: list[list[int]]  # answers of local plain decoding
+    own_tokens_per_s: list[float]
+
+    def way(self, mode: str) -> Way | None:
+        """The first way of a mode."""
+        return next((way for way in self.ways if way.mode == mode), None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parser_of(__doc__).parse_args(arguments)
+    check(args)
+    with _shared_programs():
+        bench = load(args)
+        document = measure(bench)
+    if args.plot:
+        benchmark_tables.plot(document, Path(args.plot))
+    text = json.dumps(document)
+    if args.output:
+        write_whole(Path(args.output), text + "\n")
+    print(text if args.json else benchmark_tables.render(document))
+    differs = document["differences"] and document["settings"]["dtype"] == "float32"
+    return DIFFERENT if differs else 0
+
+
+# ---- loading ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _shared_programs() -> Iterator[None]:
+    """Servers that start one after the other compile once; a cache that is set stays."""
+    name, least = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    if name in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="moa-programs-") as folder:
+        os.environ |= {name: folder, least: "0"}
+        try:
+            yield
+        finally:
+            del os.environ[name], os.environ[least]
+
+
+def load(args: argparse.Namespace) -> Bench:
+    """Target, drafters, prompts, and what the target alone makes of them."""
+    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
+    target = load_target(args.target or DEMO / "target", dtype)
+    prompts = _prompts(args, target)
+    most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
+    positions = target.config.max_position_embeddings
+    if most > positions:
+        raise InputError(
+            f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
+            "--max-new-tokens or --outages"
+        )
+    levels = {mode: _ways(args, mode) for mode in args.modes}
+    drafters = [(name, load_drafter(path, target)) for name, path in named(args)]
+    for notice in (notice for _, drafter in drafters for notice in drafter.notices):
+        print(notice, file=sys.stderr)
+    pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
+    for pair, (_, path) in zip(pairs, named(args), strict=True):
+        pair.flags.extend(["--target", args.target or str(DEMO / "target"), "--draft", path])
+        _warm(pair.half, levels.values(), prompts)
+    ways = [
+        Way(mode, pair, levels[mode])
+        for mode in args.modes
+        for pair in (pairs if mode in (*DRAFTING, "offline") else pairs[:1])
+    ]
+    stop_ids = list(target.generation.eos_ids) if args.natural_stops else NO_STOP
+    own = _own(target, prompts, args.max_new_tokens, stop_ids)
+    rates = [len(one.token_ids[1:]) / one.decode_s for one in own if one.decode_s]
+    return Bench(
+        args, target, pairs, ways, prompts, stop_ids, [one.token_ids for one in own], rates
+    )
+
+
+def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
+    """First turns of questions from all parts of the suite."""
+    questions, writer = load_suite(args.suite), Writer(target.folder)
+    count = min(args.prompts, len(questions))
+    chosen = [questions[i * len(questions) // count] for i in range(count)]
+    return [writer.prompt([{"role": "user", "content": one.turns[0]}]) for one in chosen]
+
+
+def _own(target: Target, prompts: Sequence[list[int]], new: int, stop_ids: list[int]) -> list[Any]:
+    """Local plain decoding of each prompt, the second time that it is done."""
+    session = Session(target, cache_rows=bucket(max(map(len, prompts)) + new) + CHUNK)
+    session.generate(prompts[:1], new, stop_ids)
+    return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
+
+
+def _ways(args: argparse.Namespace, mode: str) -> Ways:
+    return Ways(
+        shape=DraftShape(*args.tree) if mode == "tree" else None,
+        lengths=args.lengths if mode in (*DRAFTING, "offline") else (),
+        draft_ahead=not args.no_ahead,
+        offline=mode == "offline",
+        slowdown=args.client_slowdown,
+        stream=mode == "stream",
+    )
+
+
+def _pair(
+    args: argparse.Namespace, name: str, target: Target, drafter: LoadedDrafter, most: int
+) -> Pair:
+    most = min(most, target.config.max_position_embeddings)
+    half = DraftHalf(target, drafter, max_tokens=most)
+    nodes = {1}
+    if "chain" in args.modes or args.clients:
+        nodes |= {1 + length for length in args.lengths}
+    if "tree" in args.modes:
+        nodes.add(1 + args.tree[2])
+    flags = ["--max-tokens", str(most), "--warm", ",".join(map(str, sorted(nodes)))]
+    if args.dtype:
+        flags += ["--dtype", args.dtype]
+    return Pair(name, drafter, half, pairing_of(target, drafter), flags)
+
+
+def _warm(half: DraftHalf, ways: Any, prompts: Sequence[list[int]]) -> None:
+    """Compiles all that the client's half will need."""
+    ways = list(ways)
+    replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))
+    counts = [*replies, *(min(len(prompt), CHUNK) for prompt in prompts)]
+    counts += [len(prompt) % CHUNK for prompt in prompts if len(prompt) % CHUNK]
+    half.warm(counts, [shape for way in ways for shape in way.shapes])
+
+
+# ---- measuring ----------------------------------------------------------------------------
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """The whole document."""
+    args, differences = bench.args, []
+    networked = [way for way in bench.ways if way.mode != "offline"]
+    total = len(args.profiles) * len(bench.prompts) * len(networked)
+    profiles = []
+    with progress(total, "answers") as bar:
+        for name in args.profiles if networked else ():
+            profiles.append(_profile(bench, name, networked, differences, bar))
+            bar.line(f"{name}: done")
+    alone = [_offline(bench, way) for way in bench.ways if way.mode == "offline"]
+    return {
+        "profiles": profiles,
+        "offline": alone,
+        "best_n": _best_n(profiles),
+        "crowd": _crowds(bench, differences) if args.clients else [],
+        "outages": _outages(bench) if args.outages else [],
+        "local_plain_tokens_per_s": median(bench.own_tokens_per_s),
+        "differences": differences,
+        "settings": _settings(bench),
+        "machine": {
+            "device_kind": jax.devices()[0].device_kind,
+            "cores": os.cpu_count(),
+            "jax": jax.__version__,
+        },
+    }
+
+
+def _profile(
+    bench: Bench, name: str, ways: Sequence[Way], differences: list[Any], bar: Progress
+) -> dict[str, Any]:
+    """All ways over one network."""
+    profile, args = PROFILES[name], bench.args
+    servers = {pair.name: [*pair.flags, "--slots", "2"] for pair in bench.pairs}
+    with staged(profile, servers, args.seed) as stage:
+        found = stage.play(lambda: _in_turns(bench, stage, ways, bar))
+    rows = []
+    for way, answers in zip(ways, found, strict=True):
+        same = [one["token_ids"] == own for one, own in zip(answers, bench.own, strict=True)]
+        rows.append(way.facts | _summary(answers) | {"same_as_plain": sum(same)})
+        differences += [
+            {"profile": name, "way": way.label, "prompt": index}
+            for index, right in enumerate(same)
+            if not right
+        ]
+    by_mode = {way.mode: answers for way, answers in zip(ways, found, strict=True)}
+    for row, answers in zip(rows, found, strict=True):
+        for mode in ("stream", "plain"):
+            ratios = _ratios(answers, by_mode[mode]) if mode in by_mode else []
+            row[f"speedup_over_{mode}"] = median(ratios)
+    facts = dataclasses.asdict(profile)
+    return facts | {"profile": name, "link": kind_of(profile), "ways": rows}
+
+
+async def _in_turns(
+    bench: Bench, stage: Stage, ways: Sequence[Way], bar: Progress
+) -> list[list[dict[str, Any]]]:
+    """What each way made of each prompt."""
+    found: list[list[dict[str, Any]]] = [[] for _ in ways]
+    with ThreadPoolExecutor(1, "drafter") as worker:
+        answerings = [
+            Answering(way.pair.half, _server(bench, stage, way.pair), way.ways, worker)
+            for way in ways
+        ]
+        try:
+            for answering in answerings:  # connect, which is not measured
+                await _answer(bench, answering, 0, 3)
+            for index in range(len(bench.prompts)):
+                for turn in range(len(ways)):
+                    place = (index + turn) % len(ways)
+                    answer = await _answer(bench, answerings[place], index)
+                    found[place].append(answer)
+                    bar.step()
+        finally:
+            for answering in answerings:
+                await answering.close()
+    return found
+
+
+async def _answer(
+    bench: Bench, answering: Answering, index: int, new: int | None = None
+) -> dict[str, Any]:
+    """One answer, what it took and what it cost."""
+    prompt, before = bench.prompts[index], dataclasses.replace(answering.traffic)
+    total = len(prompt) + (new or bench.args.max_new_tokens)
+    begin, first = time.perf_counter(), 0.0
+    async for _ in answering.answer(prompt, total, bench.stop_ids, Sampling()):
+        first = first or time.perf_counter()
+    found = figures_of(answering, prompt, first - begin, time.perf_counter() - first)
+    tokens, calls = len(found["token_ids"]), found["server_calls"]
+    if answering.ways.stream:
+        found |= {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}
+    else:
+        found["target_passes"] = calls
+    for way in ("up", "down"):
+        sent = getattr(answering.traffic, f"bytes_{way}") - getattr(before, f"bytes_{way}")
+        found |= {f"bytes_{way}": sent}
+    return found
+
+
+def _server(bench: Bench, stage: Stage, pair: Pair, **changes: Any) -> Server:
+    args = bench.args
+    server = Server(stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress)
+    return dataclasses.replace(server, **changes)
+
+
+def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over prompts of times, means of costs."""
+    rates = [one["tokens_per_s"] for one in answers if one["tokens_per_s"]]
+    tokens = sum(len(one["token_ids"]) for one in answers)
+    rounds = [length for one in answers for length in one["accept_lengths"]]
+    mean = lambda key: sum(one[key] for one in answers) / len(answers)  # noqa: E731
+    streams = any(one["tau"] == 1.0 and not one["accept_lengths"] for one in answers)
+    return {
+        "answers": len(answers),
+        "tokens": tokens,
+        "tokens_per_s": median(rates),
+        "tokens_per_s_quartiles": quartiles(rates),
+        "answer_s": median([one["prefill_s"] + one["decode_s"] for one in answers]),
+        "first_token_ms": 1e3 * median([one["prefill_s"] for one in answers]),
+        "tau": sum(rounds) / len(rounds) if rounds else 1.0 if streams else None,
+        "reply_ms": median([one["reply_ms"] for one in answers if one["reply_ms"] is not None]),
+        **{key: mean(key) for key in ("server_calls", "target_passes", "drafting_s", "waiting_s")},
+        **{f"bytes_{way}": mean(f"bytes_{way}") for way in ("up", "down")},
+        **{
+            f"bytes_{way}_per_token": sum(one[f"bytes_{way}"] for one in answers) / tokens
+            for way in ("up", "down")
+        },
+        "rounds_drafted_ahead": sum(one["rounds_drafted_ahead"] for one in answers),
+        "drops": sum(one["drops"] for one in answers),
+    }
+
+
+def _ratios(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[float]:
+    """How many times as fast, prompt by prompt."""
+    pairs = zip(ours, theirs, strict=True)
+    key = "tokens_per_s"
+    return [one[key] / other[key] for one, other in pairs if one[key] and other[key]]
+
+
+def _best_n(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The N of the fastest MoA drafter over each network, where several are given."""
+    found = {}
+    for profile in profiles:
+        rows = [row for row in profile["ways"] if row["method"] == "moa"]
+        if len({row["target_layer_inference"] for row in rows}) > 1:
+            best = max(rows, key=lambda row: row["tokens_per_s"] or 0)
+            found[profile["profile"]] = best["target_layer_inference"]
+    return found
+
+
+def _offline(bench: Bench, way: Way) -> dict[str, Any]:
+    """The drafter alone: how fast it writes, and what the target thinks of it."""
+
+    async def answers() -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(1, "drafter") as worker:
+            answering = Answering(way.pair.half, None, way.ways, worker)
+            await _answer(bench, answering, 0, 8)
+            return [await _answer(bench, answering, i) for i in range(len(bench.prompts))]
+
+    found = asyncio.run(answers())
+    triples = zip(bench.prompts, found, bench.own, strict=True)
+    views = [
+        (
+            outage.judge(bench.target, prompt, one["token_ids"]),
+            outage.judge(bench.target, prompt, own),
+        )
+        for prompt, one, own in triples
+        if one["token_ids"]
+    ]
+    mean = lambda values: sum(values) / len(views) if views else None  # noqa: E731
+    rates = [one["tokens_per_s"] for one in found if one["tokens_per_s"]]
+    return way.facts | {
+        "tokens_per_s": median(rates),
+        "tokens_per_s_quartiles": quartiles(rates),
+        "answers": len(found),
+        "chosen_by_target": mean([ours.chosen for ours, _ in views]),
+        "log_likelihood": mean([ours.log_likelihood for ours, _ in views]),
+        "own_log_likelihood": mean([theirs.log_likelihood for _, theirs in views]),
+    }
+
+
+# ---- many clients, and links that die -----------------------------------------------------
+
+
+def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
+    """Crowds of each size on one server: by chains, and by an API's streams."""
+    args, pair = bench.args, bench.pairs[0]
+    most, name = max(args.clients), args.profiles[0]
+    flags = [*pair.flags, "--slots", str(min(args.slots, most))]
+    flags += ["--max-clients", str(most + 8), "--max-queue", str(most + 8)]
+    flags += ["--queue-seconds", str(PATIENCE), "--idle-seconds", str(PATIENCE)]
+    new = args.max_new_tokens
+    questions = [crowd.Question(prompt, len(prompt) + new) for prompt in bench.prompts]
+    modes = [mode for mode in ("stream", "chain") if mode in args.modes] or ["chain"]
+    # Drafting ahead would measure how these clients share the machine with their server.
+    each = {mode: dataclasses.replace(_ways(args, mode), draft_ahead=False) for mode in modes}
+    rows = []
+    with staged(PROFILES[name], {pair.name: flags}, args.seed) as stage:
+        server = _server(bench, stage, pair, timeout=60.0)
+        for count in args.clients:
+            times = crowd.arrivals(count, args.rate, args.seed)
+            for mode in modes:
+                ways = dataclasses.replace(each[mode], prompt_timeout=PATIENCE)
+                with _clients(pair, server, ways, count) as clients:
+                    work = (clients, times, questions, args.asks, bench.stop_ids)
+                    found, failed = stage.play(lambda work=work: crowd.gather(*work))
+                facts = {"clients": count, "mode": mode, "profile": name, "rate": args.rate}
+                rows.append(facts | crowd.summary(found, failed))
+                wrong = [one for one in found if one.tokens != bench.own[one.question]]
+                differences += [
+                    {"clients": count, "way": mode, "prompt": one.question} for one in wrong
+                ]
+    return rows
+
+
+@contextlib.contextmanager
+def _clients(
+    pair: Pair, server: Server, ways: Ways, count: int
+) -> Iterator[list[Callable[[], Answering]]]:
+    """Makers of clients, each with caches and a thread of its own."""
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(ThreadPoolExecutor(1, "drafter")) for _ in range(count)]
+        yield [
+            lambda worker=worker: Answering(pair.half.twin(), server, ways, worker)
+            for worker in workers
+        ]
+
+
+def _outages(bench: Bench) -> list[dict[str, Any]]:
+    """Each drafter going on alone, from each of the places where its link died."""
+    args, rows = bench.args, []
+    longest = max(args.outages) + args.max_new_tokens
+    own = [one.token_ids for one in _own(bench.target, bench.prompts, longest, NO_STOP)]
+    ways = Ways(
+        lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=bench.args.client_slowdown
+    )
+    servers = {pair.name: [*pair.flags, "--slots", "2"] for pair in bench.pairs}
+    total = len(args.outages) * len(bench.prompts) * len(bench.pairs)
+    with staged(PROFILES["loopback"], servers) as stage, progress(total, "outages") as bar:
+        for pair in bench.pairs:
+            direct = _server(bench, stage, pair)
+            port = int(direct.url.rpartition(":")[2].partition("/")[0])
+            with in_thread(Proxy("127.0.0.1", port)) as proxy:
+                url = direct.url.replace(f":{port}/", f":{proxy.port}/")
+                server = dataclasses.replace(direct, url=url)
+                for after in args.outages:
+                    work = _cut_all(bench, pair, server, ways, proxy, after, bar)
+                    found = asyncio.run(work)
+                    rows.append(_outage_row(bench, pair, own, found, after))
+    return rows
+
+
+async def _cut_all(
+    bench: Bench, pair: Pair, server: Server, ways: Ways, proxy: Proxy, after: int, bar: Progress
+) -> list[list[int]]:
+    found = []
+    with ThreadPoolExecutor(1, "drafter") as worker:
+        for prompt in bench.prompts:
+            answering = Answering(pair.half, server, ways, worker)
+            total = len(prompt) + after + bench.args.max_new_tokens
+            found.append(await outage.cut_after(answering, proxy, prompt, after, total))
+            await answering.close()
+            bar.step()
+    return found
+
+
+def _outage_row(
+    bench: Bench, pair: Pair, own: list[list[int]], found: list[list[int]], after: int
+) -> dict[str, Any]:
+    came = max(after, 1)  # the first token comes with the prompt's reply
+    each = [
+        outage.compare(bench.target, prompt, theirs, ours, came)
+        for prompt, theirs, ours in zip(bench.prompts, own, found, strict=True)
+    ]
+    written = [one for one in each if one["tokens"]]
+    mean = lambda key: sum(one[key] for one in written) / len(written) if written else None  # noqa: E731
+    keys = ("tokens", "agreement", "first_disagreement", "log_likelihood", "own_log_likelihood")
+    facts = {"draft": pair.name, "method": pair.drafter.method, "after": after}
+    return facts | {"answers": len(written)} | {key: mean(key) for key in keys}
+
+
+def _settings(bench: Bench) -> dict[str, Any]:
+    args = bench.args
+    shown = ("max_new_tokens", "modes", "lengths", "tree", "client_slowdown", "codec", "compress")
+    shown += ("seed", "suite", "no_ahead", "asks", "slots")
+    return {
+        "target": str(args.target or "bundled"),
+        "drafts": {pair.name: pair.drafter.method for pair in bench.pairs},
+        "dtype": str(bench.target.params["embed"].dtype),
+        "prompts": len(bench.prompts),
+        "stop": "the target's end" if args.natural_stops else "never",
+    } | {key: getattr(args, key) for key in shown}

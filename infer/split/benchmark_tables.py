@@ -1,0 +1,274 @@
+"""The results of `infer.bench --split` in Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+LINKS = {
+    "direct": "this machine's own loopback",
+    "namespaces": "network namespaces: the kernel's TCP over a link that delays and loses packets",
+    "proxy": "a TCP proxy, too kind to what is sent in bulk and gets lost",
+}
+COLOURS = "tab10"
+
+
+def render(document: dict[str, Any]) -> str:
+    """All tables."""
+    settings, machine = document["settings"], document["machine"]
+    lines = [
+        f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
+        f"{settings['max_new_tokens']} tokens (stop: {settings['stop']}), {settings['dtype']}, "
+        f"rows in {settings['codec']}; drafting slowed down {settings['client_slowdown']:g} times; "
+        f"{machine['device_kind']}, {machine['cores']} cores for client and server together. Local "
+        f"plain decoding: {_number(document['local_plain_tokens_per_s'])} tokens/s.",
+        "",
+    ]
+    if document["profiles"]:
+        lines += [*_networks(document["profiles"]), ""]
+    if document["best_n"]:
+        found = (f"{name}: {layers}" for name, layers in document["best_n"].items())
+        lines += [f"The best N: {', '.join(found)}.", ""]
+    for part in (_offline, _crowd, _outages):
+        lines += part(document)
+    if document["differences"]:
+        lines.append(f"{len(document['differences'])} answers DIFFER from local plain decoding.")
+    return "\n".join(lines).rstrip()
+
+
+def _networks(profiles: Sequence[dict[str, Any]]) -> Iterator[str]:
+    head = (
+        "network",
+        "way",
+        "tokens/s, median (quartiles)",
+        "over API",
+        "over round trips",
+        "first token ms",
+        "tau",
+        "server calls",
+        "target passes",
+        "bytes up, down",
+        "a token up, down",
+        "reply ms",
+        "drafting, waiting s",
+        "same text",
+    )
+    yield from _header(head)
+    for profile in profiles:
+        for index, row in enumerate(profile["ways"]):
+            yield _row(
+                profile["profile"] if not index else "",
+                row["way"],
+                f"{_number(row['tokens_per_s'])} ({_span(row['tokens_per_s_quartiles'])})",
+                _number(row["speedup_over_stream"]),
+                _number(row["speedup_over_plain"]),
+                _number(row["first_token_ms"]),
+                _number(row["tau"]),
+                _number(row["server_calls"]),
+                _number(row["target_passes"]),
+                f"{row['bytes_up']:.0f}, {row['bytes_down']:.0f}",
+                f"{row['bytes_up_per_token']:.0f}, {row['bytes_down_per_token']:.0f}",
+                _number(row["reply_ms"]),
+                f"{row['drafting_s']:.2f}, {row['waiting_s']:.2f}",
+                f"{row['same_as_plain']}/{row['answers']}"
+                + (f", {row['drops']} drops" if row["drops"] else ""),
+            )
+    yield ""
+    for profile in profiles:
+        yield (
+            f"- {profile['profile']}: {profile['delay_ms']:g} +- {profile['jitter_ms']:g} ms one "
+            f"way, {100 * profile['loss']:g} % loss, "
+            f"{profile['rate_mbit'] or 'any'} Mbit/s; {LINKS[profile['link']]}"
+        )
+
+
+def _offline(document: dict[str, Any]) -> list[str]:
+    if not document["offline"]:
+        return []
+    head = ("alone", "tokens/s", "tokens the target would choose", "log-likelihood", "target's own")
+    rows = (
+        _row(
+            row["draft"],
+            _number(row["tokens_per_s"]),
+            _percent(row["chosen_by_target"]),
+            _number(row["log_likelihood"]),
+            _number(row["own_log_likelihood"]),
+        )
+        for row in document["offline"]
+    )
+    return [*_header(head), *rows, ""]
+
+
+def _crowd(document: dict[str, Any]) -> list[str]:
+    if not document["crowd"]:
+        return []
+    head = ("clients", "way", "tokens/s of all", "answer s, p50, p95", "first token s, p50, p95")
+    rows = []
+    for row in document["crowd"]:
+        if not row["answers"]:
+            rows.append(_row(row["clients"], row["mode"], "none answered", "", ""))
+            continue
+        spans = (f"{row[key]['p50']:.2f}, {row[key]['p95']:.2f}" for key in WAITS)
+        way = row["mode"] + (f", {row['failed']} failed" if row["failed"] else "")
+        rows.append(_row(row["clients"], way, _number(row["tokens_per_s"]), *spans))
+    first, settings = document["crowd"][0], document["settings"]
+    note = (
+        f"Over {first['profile']}; {first['rate']:g} clients come each second (Poisson), "
+        f"{settings['asks']} questions each, {settings['slots']} slots, no drafting ahead."
+    )
+    return [*_header(head), *rows, "", note, ""]
+
+
+WAITS = ("answer_s", "first_token_s")
+
+
+def _outages(document: dict[str, Any]) -> list[str]:
+    if not document["outages"]:
+        return []
+    head = (
+        "link cut after",
+        "drafter",
+        "tokens alone",
+        "as the target's text",
+        "first other token",
+        "log-likelihood",
+        "target's own",
+    )
+    rows = (
+        _row(
+            row["after"],
+            row["draft"],
+            _number(row["tokens"]),
+            _percent(row["agreement"]),
+            _number(row["first_disagreement"]),
+            _number(row["log_likelihood"]),
+            _number(row["own_log_likelihood"]),
+        )
+        for row in document["outages"]
+    )
+    return [*_header(head), *rows, ""]
+
+
+def _header(names: Sequence[str]) -> list[str]:
+    return [_row(*names), _row(*["---"] * len(names))]
+
+
+def _row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _span(values: Sequence[float] | None) -> str:
+    return " to ".join(map(_number, values)) if values else "-"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+# ---- the picture --------------------------------------------------------------------------
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Speed by network above; below it calls and bytes, and what outages cost if measured."""
+    from matplotlib.figure import Figure
+
+    with_outages = bool(document["outages"])
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    _speeds(top.subplots(), document["profiles"])
+    panels = bottom.subplots(1, 3 if with_outages else 2)
+    _costs(panels, document["profiles"])
+    if with_outages:
+        _decline(panels[2], document["outages"])
+    handles, labels = top.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _speeds(panel: Any, profiles: Sequence[dict[str, Any]]) -> None:
+    """Bars of each way side by side, with their quartiles."""
+    for index, (label, rows) in enumerate(_by_way(profiles)):
+        width = 0.8 / len(profiles[0]["ways"])
+        shift = (index - (len(profiles[0]["ways"]) - 1) / 2) * width
+        heights = [row["tokens_per_s"] or 0 for row in rows]
+        ends = [row["tokens_per_s_quartiles"] or (0, 0) for row in rows]
+        spread = [
+            [max(0, height - end[0]) for height, end in zip(heights, ends, strict=True)],
+            [max(0, end[1] - height) for height, end in zip(heights, ends, strict=True)],
+        ]
+        whiskers = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
+        x = [place + shift for place in range(len(rows))]
+        look = {"error_kw": whiskers, "label": label, "color": _hue(index)}
+        bars = panel.bar(x, heights, 0.92 * width, yerr=spread, **look)
+        panel.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
+    names = [
+        f"{profile['profile']}\n{profile['delay_ms']:g} ms, {100 * profile['loss']:g} % loss"
+        for profile in profiles
+    ]
+    panel.set_xticks(range(len(profiles)), names)
+    panel.set_ylabel("tokens/s")
+    _tidy(panel)
+
+
+def _costs(panels: Sequence[Any], profiles: Sequence[dict[str, Any]]) -> None:
+    """Means over networks: what an answer costs the server, and the network."""
+    found = list(_by_way(profiles))
+    labels = [label for label, _ in found]
+    mean = lambda rows, key: sum(row[key] for row in rows) / len(rows)  # noqa: E731
+    for index, (_, rows) in enumerate(found):
+        panels[0].barh(index, mean(rows, "target_passes"), color=_hue(index))
+        up, down = mean(rows, "bytes_up") / 1024, mean(rows, "bytes_down") / 1024
+        panels[1].barh(index, down, color=_hue(index))
+        panels[1].barh(index, up, left=down, color=_hue(index), alpha=0.45)
+    panels[0].set_xlabel("target passes an answer")
+    panels[1].set_xlabel("KiB an answer: down, and up (pale)")
+    for panel in panels[:2]:
+        panel.set_yticks(range(len(labels)), labels if panel is panels[0] else [""] * len(labels))
+        panel.invert_yaxis()
+        _tidy(panel, axis="x")
+
+
+def _decline(panel: Any, outages: Sequence[dict[str, Any]]) -> None:
+    """How well a drafter goes on alone, by when its link died."""
+    drafts = list(dict.fromkeys(row["draft"] for row in outages))
+    for index, draft in enumerate(drafts):
+        rows = [row for row in outages if row["draft"] == draft and row["answers"]]
+        x = [row["after"] for row in rows]
+        panel.plot(
+            x, [row["log_likelihood"] for row in rows], "o-", color=_hue(index + 4), label=draft
+        )
+        if not index:
+            own = [row["own_log_likelihood"] for row in rows]
+            panel.plot(x, own, "--", color="0.4", label="the target itself")
+    panel.set_xlabel("tokens before the link died")
+    panel.set_ylabel("log-likelihood a token alone")
+    panel.legend(fontsize=8, frameon=False)
+    _tidy(panel)
+
+
+def _by_way(
+    profiles: Sequence[dict[str, Any]],
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Each way with its row of every network."""
+    for index, row in enumerate(profiles[0]["ways"] if profiles else []):
+        yield row["way"], [profile["ways"][index] for profile in profiles]
+
+
+def _hue(index: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps[COLOURS](index % 10)
+
+
+def _tidy(panel: Any, axis: str = "y") -> None:
+    panel.grid(axis=axis, color="0.9", linewidth=0.8)
+    panel.set_axisbelow(True)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
