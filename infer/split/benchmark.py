@@ -50,7 +50,7 @@ from moa_jax import Session, load_drafter, load_target
 from moa_jax.bench.figures import median, quartiles
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.errors import InputError
-from moa_jax.folders import write_whole
+from moa_jax.folders import find_folder, write_whole
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.serve.half import CHUNK, DraftHalf
 from moa_jax.serve.pairing import Pairing, pairing_of
@@ -150,6 +150,8 @@ def _shared_programs() -> Iterator[None]:
 def load(args: argparse.Namespace) -> Bench:
     """Target, drafters, prompts, and what the target alone makes of them."""
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
+    for _, path in named(args):  # before the target, which takes its time
+        find_folder(path)
     target = load_target(args.target or DEMO / "target", dtype)
     prompts = _prompts(args, target)
     most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
