@@ -1,27 +1,36 @@
-"""Answers of split clients whose links fail: cut, refused, reset, spoiled; a server that restarts."""
+"""Answers of split clients whose links fail: cut, refused, reset, or of servers that lie."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from infer.split.answering import Ways
-from infer.split.link import Denied, Lost
+from infer.split.app import Manners
+from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy, in_thread
-from moa_jax.config import DraftShape
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.serve import wire
 from tests.split_client import (
+    CLOSE,
+    HANG,
     ToyHalf,
     alone,
     answered,
     ask,
     nothing_left,
+    relayed,
     run_client,
     server_at,
 )
-from tests.split_server import ToySlots, plain, running
+from tests.split_server import LIMITS, Client, ToySlots, opening, plain, running
 
 PROMPT = list(range(1, 21))
 NEW = 60
@@ -70,3 +79,414 @@ def test_disconnect_offline_is_the_drafter_alone():
         found = ask(None, CHAIN, PROMPT, NEW)
     assert found.tokens == alone(PROMPT, NEW) and all(found.kept)
     found.check("keep")
+
+
+# Links through a proxy that fails as a schedule says
+
+
+def fault(proxy: Proxy, chance: random.Random) -> None:
+    """Something goes wrong with the link, and is well again soon."""
+    kind = chance.choice(["cut", "refuse", "up", "down", "down", "down"])
+    if kind in ("cut", "refuse"):
+        getattr(proxy, kind)()
+        threading.Timer(chance.uniform(0.0, 0.3), proxy.heal).start()
+    else:
+        proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
+
+
+def with_faults(seed: int, server, ways: Ways, every: int = 4, **options):
+    """An answer with a fault every few events."""
+    chance = random.Random(seed)
+    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+
+        def act(index: int, answering) -> None:
+            if chance.random() * every < 1:
+                fault(proxy, chance)
+            if chance.random() < 0.2:
+                time.sleep(chance.uniform(0, 0.02))
+
+        client = server_at(proxy.port, timeout=0.5)
+        prompt = [chance.randrange(97) for _ in range(chance.choice([1, 5, 20, 40]))]
+        found = ask(client, ways, prompt, NEW, act=act, **options)
+        proxy.heal()
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join()
+    return found
+
+
+MATRIX = [(name, seed) for name in WAYS for seed in range(3)]
+MORE = [pytest.param(name, seed, marks=pytest.mark.slow) for name in WAYS for seed in range(3, 30)]
+
+
+@pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
+def test_disconnect_verified_text_is_the_targets(server, name, seed):
+    with nothing_left():
+        found = with_faults(seed, server, WAYS[name])
+    found.check()
+    assert found.tokens == plain(found.prompt, NEW) and found.done == "length"
+
+
+@pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
+def test_disconnect_kept_text_stays_and_the_target_goes_on(server, name, seed):
+    ways = dataclasses.replace(WAYS[name], policy="keep")
+    with nothing_left():
+        found = with_faults(seed, server, ways)
+    found.check("keep")
+    assert len(found.tokens) == NEW and found.done == "length"
+
+
+def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
+    """Without a server there is none at the start; an answer after one is begun alone."""
+    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+
+        async def work(answering):
+            proxy.refuse()
+            with pytest.raises(Lost):
+                await answered(answering, PROMPT, NEW)
+            proxy.heal()
+            first = await answered(answering, PROMPT, NEW)
+            proxy.refuse()
+            heal = lambda index, _: proxy.heal() if index == 4 else None  # noqa: E731
+            return first, await answered(answering, [7, *PROMPT], NEW, act=heal)
+
+        with nothing_left():
+            first, second = run_client(server_at(proxy.port), CHAIN, work)
+        assert first.tokens == plain(PROMPT, NEW) and first.counts.drops == 0
+        second.check()
+        assert second.tokens == plain([7, *PROMPT], NEW)
+        begin = second.events[0]
+        assert begin.verified == 0 and begin.notice.startswith("link lost: ")
+
+
+@pytest.mark.parametrize("policy", ["verify", "keep"])
+@pytest.mark.parametrize("seed", range(4))
+def test_disconnect_while_the_prompt_is_read(server, policy, seed):
+    """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
+    prompt = [seed * 7 % 97, *range(60)]
+    ways = dataclasses.replace(CHAIN, policy=policy)
+    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+
+        async def work(answering):
+            await answered(answering, [5], 3)  # the server is known
+            proxy.reset_after(random.Random(seed).randrange(2500), "down")
+            return await answered(answering, prompt, NEW)
+
+        found = run_client(server_at(proxy.port), ways, work)
+    found.check(policy)
+    assert found.done == "length"
+    if policy == "verify":
+        assert found.tokens == plain(prompt, NEW)
+
+
+def test_disconnect_for_good_ends_alone(server):
+    for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
+        ways = dataclasses.replace(WAYS[name], policy=policy, reconnect_seconds=0.2)
+        with in_thread(Proxy("127.0.0.1", server.port)) as proxy, nothing_left():
+            refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None  # noqa: E731
+            found = ask(server_at(proxy.port), ways, PROMPT, NEW, act=refuse)
+        assert found.done == "length" and found.kept[-1] and not found.kept[0]
+        found.check("keep")
+
+
+def test_disconnect_for_good_without_a_drafter_to_go_on(server):
+    """A drafter that only makes trees waits for a link, and gives up in time."""
+    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        half, ways = ToyHalf(can_go_on=False), dataclasses.replace(TREE, reconnect_seconds=0.3)
+        refuse = lambda index, _: proxy.refuse() if index == 5 else None  # noqa: E731
+        found = ask(server_at(proxy.port), ways, PROMPT, NEW, half, act=refuse)
+        assert found.done == "lost" and not any(found.kept)
+        proxy.heal()
+        ways = dataclasses.replace(TREE, reconnect_seconds=30)
+
+        def blink(index, _):
+            if index == 5:
+                proxy.refuse()
+                proxy.heal()
+
+        found = ask(server_at(proxy.port), ways, PROMPT, NEW, half, act=blink)
+        assert found.tokens == plain(PROMPT, NEW) and found.counts.drops == 1
+
+
+def test_disconnect_stop_id_in_what_was_written_alone(server):
+    """A stop of the drafter's ends the answer if it is kept; else only if it is the target's."""
+    wanted = plain(PROMPT, NEW)
+    for policy in ("verify", "keep"):
+        ways = dataclasses.replace(CHAIN, policy=policy)
+        for stop in range(0, 97, 6):
+            with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+
+                def act(index, answering, proxy=proxy):
+                    if index == 3:
+                        proxy.refuse()
+                    if index == 9 or answering._written:
+                        proxy.heal()
+
+                found = ask(server_at(proxy.port), ways, PROMPT, NEW, stop_ids=[stop], act=act)
+            found.check(policy)
+            assert stop not in found.tokens[:-1]
+            if policy == "verify":
+                end = wanted.index(stop) + 1 if stop in wanted else NEW
+                assert found.tokens == wanted[:end]
+
+
+def test_disconnect_session_that_is_gone_is_replayed(server):
+    """The slot was given away, or the server is another one: all tokens start it again."""
+    for policy in ("verify", "keep"):
+        ways = dataclasses.replace(CHAIN, policy=policy)
+        with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+
+            def act(index, answering, proxy=proxy):
+                if index not in (4, 12):
+                    return
+                proxy.refuse()
+                sessions = server.scheduler._sessions
+                server.loop.call_soon_threadsafe(
+                    lambda: [server.scheduler.close(s, "test") for s in list(sessions.values())]
+                )
+                server.wait(lambda: not sessions)
+                proxy.heal()
+
+            found = ask(server_at(proxy.port), ways, PROMPT, 200, act=act)
+        assert found.counts.prompts >= 3
+        found.check(policy)
+        if policy == "verify":
+            assert found.tokens == plain(PROMPT, 200)
+
+
+def test_disconnect_client_waits_for_a_slot_and_writes_on():
+    """A replay that queues is silent; meanwhile the drafter goes on."""
+    with running(ToySlots(1), queue_seconds=20) as server:
+        with in_thread(Proxy("127.0.0.1", server.port)) as proxy, Client(server) as other:
+            opened = []
+
+            def act(index, answering):
+                if index == 4:
+                    proxy.refuse()
+                    server.wait(lambda: server.scheduler.num_connected == 0)
+                    other.send(opening(PROMPT))  # takes the slot away
+                    assert isinstance(other.receive(), wire.Opened)
+                    proxy.heal()
+                    opened.append(len(answering.tokens))
+                if opened and len(answering.tokens) > opened[0] + 20 and len(opened) == 1:
+                    opened.append(len(answering.tokens))
+                    other.send(wire.Close())
+
+            found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
+    assert len(opened) == 2
+    found.check()
+    assert found.tokens == plain(PROMPT, 200)
+
+
+def test_disconnect_server_without_room_is_said_at_the_start():
+    with running(ToySlots(1), max_queue=0) as server, Client(server) as other:
+        other.open(PROMPT)
+        with nothing_left(), pytest.raises(Busy, match="queue is full"):
+            ask(server_at(server.port), CHAIN, PROMPT, NEW)
+
+
+def test_disconnect_server_that_drains_is_left_and_found_again():
+    """SIGTERM to one server, another at its place: the answer goes on there."""
+    with running(ToySlots(2)) as first, running(ToySlots(2)) as second:
+        with in_thread(Proxy("127.0.0.1", first.port)) as proxy:
+
+            def act(index, answering):
+                if index == 4:
+                    proxy._target = ("127.0.0.1", second.port)
+                    first.drain(0).result(10)
+
+            found = ask(server_at(proxy.port), CHAIN, PROMPT, NEW, act=act)
+        assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
+        assert second.named("open") and found.counts.prompts == 2
+
+
+def test_disconnect_token_that_is_refused_later_is_said_once():
+    """Denied while dialling: what is left is written alone, with one notice of why."""
+    with running(manners=Manners(token="a")) as first, running(manners=Manners(token="b")) as other:
+        with in_thread(Proxy("127.0.0.1", first.port)) as proxy:
+
+            def act(index, answering):
+                if index == 4:
+                    proxy._target = ("127.0.0.1", other.port)
+                    proxy.refuse()
+                    proxy.heal()
+
+            with nothing_left():
+                found = ask(server_at(proxy.port, token="a"), CHAIN, PROMPT, NEW, act=act)
+        found.check("keep")
+        assert found.kept[-1] and found.done == "length"
+        notices = [event.notice for event in found.events if "token" in event.notice]
+        assert notices == ["the server does not know this token: see --token-file"]
+
+
+def test_disconnect_clients_do_not_touch_each_other(server):
+    """Clients whose links fail all the time beside others whose links do not."""
+    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        chance = random.Random(5)
+
+        def act(index, answering):
+            if chance.random() < 0.1:
+                fault(proxy, chance)
+
+        def one(index: int):
+            is_steady = index % 2
+            port = server.port if is_steady else proxy.port
+            prompt = [index, *PROMPT]
+            options = {} if is_steady else {"act": act}
+            found = ask(
+                server_at(port, timeout=10 if is_steady else 0.5), CHAIN, prompt, NEW, **options
+            )
+            return found, plain(prompt, NEW)
+
+        with ThreadPoolExecutor(6) as clients:
+            found = list(clients.map(one, range(6)))
+        proxy.heal()
+        for index, (answer, wanted) in enumerate(found):
+            answer.check()
+            assert answer.tokens == wanted
+            assert not (index % 2 and answer.counts.drops)
+
+
+def test_disconnect_client_that_is_stopped_leaves_nothing(server):
+    """The reader of an answer goes away at any event, with a link and without."""
+    for last in (1, 3, 6, 8):
+        with nothing_left(), in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+
+            async def work(answering, last=last, proxy=proxy):
+                events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
+                async with contextlib.aclosing(events):
+                    count = 0
+                    async for _ in events:
+                        count += 1
+                        if count == 4:
+                            await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
+                        if count == last:
+                            await answering.stop(2)
+                            break
+                return answering.tokens
+
+            found = run_client(server_at(proxy.port, timeout=0.3), CHAIN, work)
+            assert found == plain(PROMPT, NEW)[:2][: len(found)]
+
+
+# A server that says what it should not
+
+
+def relays(server, spoil, ways: Ways = CHAIN, **options):
+    ways = dataclasses.replace(ways, prompt_timeout=0.5)
+    with relayed(server.port, spoil) as port, nothing_left():
+        return ask(server_at(port, timeout=0.5), ways, PROMPT, NEW, **options)
+
+
+def spoiler(seed: int, chances: int):
+    """Changes messages now and then, until it has done so often enough."""
+    chance, left = random.Random(seed), [chances]
+    held = []
+
+    def spoil(message, seen):
+        ready = [message, *held]
+        held.clear()
+        if left[0] and len(seen) > 2 and chance.random() < 0.3:  # a server is there
+            left[0] -= 1
+            kind = chance.choice(["twice", "late", "never", "old", "text", "cut", "close", "fault"])
+            if kind == "late":
+                held.append(message)
+                return []
+            return {
+                "twice": [message, message],
+                "never": [],
+                "old": [chance.choice(seen), message],
+                "text": ["a text", message],
+                "cut": [message[: chance.randrange(len(message))], message],
+                "close": [CLOSE],
+                "fault": [wire.encode(wire.Fault(chance.choice(PASSING), "said so", False))],
+            }[kind]
+        return ready
+
+    return spoil
+
+
+PASSING = ["busy", "draining", "gone", "state"]
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 80))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_disconnect_messages_twice_late_never_and_broken(server, seed):
+    name = list(WAYS)[seed % len(WAYS)]
+    found = relays(server, spoiler(seed, 8), WAYS[name])
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_disconnect_bits_that_flip_end_no_client(server, seed):
+    """What is forged and fits is believed; nothing else happens."""
+    chance = random.Random(seed)
+
+    def spoil(message, seen):
+        if len(seen) < 4 or chance.random() < 0.7:
+            return [message]
+        changed = bytearray(message)
+        for _ in range(chance.choice([1, 1, 3])):
+            changed[chance.randrange(min(len(changed), 120))] ^= 1 << chance.randrange(8)
+        return [bytes(changed)]
+
+    half = ToyHalf()
+    half.absorb = lambda start, tokens, rows: half._put(start, "target", tokens)
+    ways = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
+    found = relays(server, spoil, ways, half=half)
+    assert found.done and len(found.tokens) <= NEW
+
+
+FORGED = {
+    "nothing": {"tokens": []},
+    "too much": {"tokens": list(range(30))},
+    "more for ever": {"more": True, "tokens": [], "done": ""},
+    "another end": {"done": "stop"},
+    "other rows": {"rows": b"123"},
+    "no rows": {"count": 0, "rows": b""},
+    "rows before": {"start": 0},
+    "rows behind": {"start": 70},
+    "the future": {"seq": 1000},
+    "the past": {"seq": 0},
+}
+
+
+@pytest.mark.parametrize("policy", ["verify", "keep"])
+@pytest.mark.parametrize("name", FORGED)
+def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy):
+    """Always the same wrong reply: the answer ends alone, soon after it is written."""
+
+    def spoil(message, seen):
+        if message[1] == 67 and len(seen) > 8:
+            verdict = wire.decode_down(message, LIMITS)
+            return [wire.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
+        return [message]
+
+    ways = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
+    found = relays(server, spoil, ways)
+    found.check("keep")
+    assert found.done == "length" and found.counts.drops
+
+
+@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Verdict", "Resumed"])
+@pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
+def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
+    """Once the answer has begun, every message of a kind is replaced."""
+    number = {"Welcome": 65, "Opened": 66, "Verdict": 67, "Resumed": 68}[kind]
+    fault = wire.encode(wire.Fault("pairing", "no", True))
+
+    def spoil(message, seen):
+        if len(seen) == 7:
+            return [CLOSE]
+        if len(seen) < 7 or message[1] != number:
+            return [message]
+        return {"flood": [seen[0]] * 2000, "denied": [fault]}.get(then, [then])
+
+    ways = dataclasses.replace(CHAIN, reconnect_seconds=0.5)
+    with relayed(server.port, spoil) as port:
+        found = ask(server_at(port, timeout=0.3), ways, PROMPT, NEW)
+    assert found.done == "length"
+    found.check("keep")
+    if kind == "Opened":  # it is not needed to resume
+        assert found.tokens == plain(PROMPT, NEW)

@@ -140,8 +140,7 @@ class Answering:
         self._kept = [False] * len(prompt)  # for each token of the text: unverified but kept
         await self._on_half(self.half.reset, sampling)
         if self._server is not None:
-            await self._begin()
-            yield self._event()
+            yield self._event(await self._begin())
         while not self.done:
             if self._link is None:
                 async with contextlib.aclosing(self._alone()) as events:
@@ -188,8 +187,8 @@ class Answering:
 
     # ---- with a link ----------------------------------------------------------------------
 
-    async def _begin(self) -> None:
-        """The prompt goes up; its rows and the first token come down.
+    async def _begin(self) -> str:
+        """The prompt goes up; its rows and the first token come down. Returns a notice.
 
         A connection of before may have died unnoticed, so the second attempt counts. Without a
         link after that, an answer of a server that was there before is begun alone.
@@ -198,14 +197,16 @@ class Answering:
             try:
                 if self._link is None:
                     self._link = await self._connected()
-                return await self._take(await self._joined(self._link))
+                await self._take(await self._joined(self._link))
+                return ""
             except (Lost, Gone) as error:
-                self._drop(error)
+                notice = self._drop(error)
                 if is_last and not self._was_served:
                     raise error if isinstance(error, Lost) else Lost(str(error)) from error
             except Denied:
                 self._unlink()
                 raise
+        return notice
 
     async def _connected(self) -> Link:
         return await Link.open(self._server, self.half.cfg.vocab_size, self.traffic)
@@ -436,6 +437,8 @@ class Answering:
         """The link is lost; why, as a notice."""
         self.counts.drops += self._link is not None
         self._unlink()
+        if isinstance(error, Gone):
+            self._session = None
         if isinstance(error, Denied):  # there will be no other link: the rest is written alone
             self._denied = error
             return str(error)

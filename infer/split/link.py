@@ -43,7 +43,7 @@ class Denied(InputError):
 
 
 class Gone(Exception):
-    """The server has no such session any more."""
+    """The server has no such session any more, or not as this client knows it."""
 
 
 @dataclasses.dataclass
@@ -205,7 +205,7 @@ def _refusal(server: Server, status: int) -> Exception:
 
 
 def _fault(message: wire.Fault) -> Exception:
-    if message.code == "gone":
+    if message.code in ("gone", "state"):
         return Gone(message.text)
     if message.code in ("busy", "draining"):
         return Busy(message.text)

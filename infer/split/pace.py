@@ -11,23 +11,41 @@ tokens knew less of the target: the two kinds have acceptance rates of their own
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 PRIOR = 0.7  # acceptance before anything was seen
 WEIGHT = 0.1  # of the newest observation in a running mean
+RECENT = 15  # times that count
 
 
 class Running:
-    """A running mean that forgets; empty until the first value."""
+    """A running mean that forgets."""
 
-    def __init__(self, value: float | None = None) -> None:
+    def __init__(self, value: float) -> None:
         self.value = value
 
     def add(self, value: float) -> None:
         """Takes in one observation."""
-        old = self.value
-        self.value = value if old is None else old + WEIGHT * (value - old)
+        self.value += WEIGHT * (value - self.value)
+
+
+class Recent:
+    """The median of the last times: a program that compiles or a lost packet moves it little."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=RECENT)
+
+    def add(self, value: float) -> None:
+        """Takes in one observation."""
+        self._values.append(value)
+
+    @property
+    def value(self) -> float | None:
+        """None before the first."""
+        return statistics.median(self._values) if self._values else None
 
 
 class Choice(NamedTuple):
@@ -45,8 +63,8 @@ class Pace:
         self.lengths = sorted(lengths)
         most = self.lengths[-1]
         self._rates = {ahead: [Running(PRIOR) for _ in range(most)] for ahead in (False, True)}
-        self.reply_s = Running()
-        self.token_s = Running()  # drafting one level
+        self.reply_s = Recent()
+        self.token_s = Recent()  # drafting one level
 
     def saw_draft(self, seconds: float, steps: int) -> None:
         """Drafting that many levels took that long."""
