@@ -15,8 +15,8 @@ from infer import bench, cli
 from infer.cli import Progress
 from infer.split import benchmark, benchmark_tables, crowd, outage
 from infer.split.answering import Answering, Ways
-from infer.split.benchmark import Bench, Pair, Way
 from infer.split.benchmark_flags import parser_of
+from infer.split.benchmark_pairs import Bench, Pair, Way, ways_of
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from infer.split.stage import Stage, kind_of, staged
@@ -67,7 +67,7 @@ def toy_bench(*modes: str, **flags) -> Bench:
     vars(args).update({"max_new_tokens": NEW, "modes": list(modes)} | flags)
     drafter = SimpleNamespace(method="moa", config=SimpleNamespace(target_layer_inference=1))
     pair = Pair("toy", drafter, ToyHalf(), PAIRING, [])
-    ways = [Way(mode, pair, benchmark._ways(args, mode)) for mode in modes]
+    ways = [Way(mode, pair, ways_of(args, mode)) for mode in modes]
     own = [plain(prompt, NEW) for prompt in PROMPTS]
     return Bench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])
 

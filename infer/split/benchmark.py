@@ -17,100 +17,44 @@ asks for one token after the other; offline the drafter alone, without a network
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from infer.cli import Progress, progress
 from infer.client import figures_of
-from infer.evaluation.suites import load_suite
-from infer.generate import Writer
-from infer.pair import DEMO
 from infer.split import benchmark_tables, crowd, outage
 from infer.split.answering import Answering, Ways
-from infer.split.benchmark_flags import DRAFTING, check, named, parser_of
+from infer.split.benchmark_flags import check, parser_of
+from infer.split.benchmark_pairs import (
+    NO_STOP,
+    Bench,
+    Pair,
+    Way,
+    load,
+    own_answers,
+    ways_of,
+)
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from infer.split.stage import Stage, kind_of, staged
-from moa_jax import Session, load_drafter, load_target
 from moa_jax.bench.figures import median, quartiles
-from moa_jax.config import DraftShape, Sampling
-from moa_jax.errors import InputError
-from moa_jax.folders import find_folder, write_whole
-from moa_jax.pretrained import LoadedDrafter, Target
-from moa_jax.serve.half import CHUNK, DraftHalf
-from moa_jax.serve.pairing import Pairing, pairing_of
-from moa_jax.session import bucket
+from moa_jax.config import Sampling
+from moa_jax.folders import write_whole
 
 DIFFERENT = 1  # exit code, as of infer.evaluate
-NO_STOP: list[int] = []
 PATIENCE = 600.0  # seconds that a client of a crowd waits for its slot
-
-
-class Pair(NamedTuple):
-    """A drafter with its half of the work, and the flags of its server."""
-
-    name: str
-    drafter: LoadedDrafter
-    half: DraftHalf
-    pairing: Pairing
-    flags: list[str]
-
-
-class Way(NamedTuple):
-    """One way of answering."""
-
-    mode: str
-    pair: Pair
-    ways: Ways
-
-    @property
-    def label(self) -> str:
-        """What it is called; stream and plain are the same with any drafter."""
-        return f"{self.pair.name} {self.mode}" if self.mode in (*DRAFTING, "offline") else self.mode
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        drafts = self.label != self.mode
-        layers = getattr(self.pair.drafter.config, "target_layer_inference", None)
-        return {
-            "way": self.label,
-            "mode": self.mode,
-            "draft": self.pair.name if drafts else None,
-            "method": self.pair.drafter.method if drafts else None,
-            "target_layer_inference": layers if drafts else None,
-        }
-
-
-class Bench(NamedTuple):
-    """What is measured, and what the target alone answers."""
-
-    args: argparse.Namespace
-    target: Target
-    pairs: list[Pair]
-    ways: list[Way]
-    prompts: list[list[int]]
-    stop_ids: list[int]
-    own: list[list[int]]  # answers of local plain decoding
-    own_tokens_per_s: list[float]
-
-    def way(self, mode: str) -> Way | None:
-        """The first way of a mode."""
-        return next((way for way in self.ways if way.mode == mode), None)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -129,9 +73,6 @@ def main(arguments: list[str] | None = None) -> int:
     return DIFFERENT if differs else 0
 
 
-# ---- loading ------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _shared_programs() -> Iterator[None]:
     """Servers that start one after the other compile once; a cache that is set stays."""
@@ -145,92 +86,6 @@ def _shared_programs() -> Iterator[None]:
             yield
         finally:
             del os.environ[name], os.environ[least]
-
-
-def load(args: argparse.Namespace) -> Bench:
-    """Target, drafters, prompts, and what the target alone makes of them."""
-    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
-    for _, path in named(args):  # before the target, which takes its time
-        find_folder(path)
-    target = load_target(args.target or DEMO / "target", dtype)
-    prompts = _prompts(args, target)
-    most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
-    positions = target.config.max_position_embeddings
-    if most > positions:
-        raise InputError(
-            f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
-            "--max-new-tokens or --outages"
-        )
-    levels = {mode: _ways(args, mode) for mode in args.modes}
-    drafters = [(name, load_drafter(path, target)) for name, path in named(args)]
-    for notice in (notice for _, drafter in drafters for notice in drafter.notices):
-        print(notice, file=sys.stderr)
-    pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
-    for pair, (_, path) in zip(pairs, named(args), strict=True):
-        pair.flags.extend(["--target", args.target or str(DEMO / "target"), "--draft", path])
-        _warm(pair.half, levels.values(), prompts)
-    ways = [
-        Way(mode, pair, levels[mode])
-        for mode in args.modes
-        for pair in (pairs if mode in (*DRAFTING, "offline") else pairs[:1])
-    ]
-    stop_ids = list(target.generation.eos_ids) if args.natural_stops else NO_STOP
-    own = _own(target, prompts, args.max_new_tokens, stop_ids)
-    rates = [len(one.token_ids[1:]) / one.decode_s for one in own if one.decode_s]
-    return Bench(
-        args, target, pairs, ways, prompts, stop_ids, [one.token_ids for one in own], rates
-    )
-
-
-def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
-    """First turns of questions from all parts of the suite."""
-    questions, writer = load_suite(args.suite), Writer(target.folder)
-    count = min(args.prompts, len(questions))
-    chosen = [questions[i * len(questions) // count] for i in range(count)]
-    return [writer.prompt([{"role": "user", "content": one.turns[0]}]) for one in chosen]
-
-
-def _own(target: Target, prompts: Sequence[list[int]], new: int, stop_ids: list[int]) -> list[Any]:
-    """Local plain decoding of each prompt, the second time that it is done."""
-    session = Session(target, cache_rows=bucket(max(map(len, prompts)) + new) + CHUNK)
-    session.generate(prompts[:1], new, stop_ids)
-    return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
-
-
-def _ways(args: argparse.Namespace, mode: str) -> Ways:
-    return Ways(
-        shape=DraftShape(*args.tree) if mode == "tree" else None,
-        lengths=args.lengths if mode in (*DRAFTING, "offline") else (),
-        draft_ahead=not args.no_ahead,
-        offline=mode == "offline",
-        slowdown=args.client_slowdown,
-        stream=mode == "stream",
-    )
-
-
-def _pair(
-    args: argparse.Namespace, name: str, target: Target, drafter: LoadedDrafter, most: int
-) -> Pair:
-    most = min(most, target.config.max_position_embeddings)
-    half = DraftHalf(target, drafter, max_tokens=most)
-    nodes = {1}
-    if "chain" in args.modes or args.clients:
-        nodes |= {1 + length for length in args.lengths}
-    if "tree" in args.modes:
-        nodes.add(1 + args.tree[2])
-    flags = ["--max-tokens", str(most), "--warm", ",".join(map(str, sorted(nodes)))]
-    if args.dtype:
-        flags += ["--dtype", args.dtype]
-    return Pair(name, drafter, half, pairing_of(target, drafter), flags)
-
-
-def _warm(half: DraftHalf, ways: Any, prompts: Sequence[list[int]]) -> None:
-    """Compiles all that the client's half will need."""
-    ways = list(ways)
-    replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))
-    counts = [*replies, *(min(len(prompt), CHUNK) for prompt in prompts)]
-    counts += [len(prompt) % CHUNK for prompt in prompts if len(prompt) % CHUNK]
-    half.warm(counts, [shape for way in ways for shape in way.shapes])
 
 
 # ---- measuring ----------------------------------------------------------------------------
@@ -432,7 +287,7 @@ def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
     questions = [crowd.Question(prompt, len(prompt) + new) for prompt in bench.prompts]
     modes = [mode for mode in ("stream", "chain") if mode in args.modes] or ["chain"]
     # Drafting ahead would measure how these clients share the machine with their server.
-    each = {mode: dataclasses.replace(_ways(args, mode), draft_ahead=False) for mode in modes}
+    each = {mode: dataclasses.replace(ways_of(args, mode), draft_ahead=False) for mode in modes}
     rows = []
     with staged(PROFILES[name], {pair.name: flags}, args.seed) as stage:
         server = _server(bench, stage, pair, timeout=60.0)
@@ -469,7 +324,7 @@ def _outages(bench: Bench) -> list[dict[str, Any]]:
     """Each drafter going on alone, from each of the places where its link died."""
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
-    own = [one.token_ids for one in _own(bench.target, bench.prompts, longest, NO_STOP)]
+    own = [one.token_ids for one in own_answers(bench.target, bench.prompts, longest, NO_STOP)]
     ways = Ways(
         lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=bench.args.client_slowdown
     )
