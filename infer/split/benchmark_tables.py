@@ -12,6 +12,7 @@ LINKS = {
     "proxy": "a TCP proxy, too kind to what is sent in bulk and gets lost",
 }
 COLOURS = "tab10"
+LEGEND = {"stream": "stream (as an API)", "plain": "plain (a round trip each token)"}
 
 
 def render(document: dict[str, Any]) -> str:
@@ -186,7 +187,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     panels = bottom.subplots(1, 3 if with_outages else 2)
     _costs(panels, document["profiles"])
     if with_outages:
-        _decline(panels[2], document["outages"])
+        _decline(panels[2], document["outages"], _hues(document["profiles"]))
     handles, labels = top.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150)
@@ -205,7 +206,7 @@ def _speeds(panel: Any, profiles: Sequence[dict[str, Any]]) -> None:
         ]
         whiskers = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
         x = [place + shift for place in range(len(rows))]
-        look = {"error_kw": whiskers, "label": label, "color": _hue(index)}
+        look = {"error_kw": whiskers, "label": LEGEND.get(label, label), "color": _hue(index)}
         bars = panel.bar(x, heights, 0.92 * width, yerr=spread, **look)
         panel.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     names = [
@@ -235,15 +236,22 @@ def _costs(panels: Sequence[Any], profiles: Sequence[dict[str, Any]]) -> None:
         _tidy(panel, axis="x")
 
 
-def _decline(panel: Any, outages: Sequence[dict[str, Any]]) -> None:
+def _hues(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """A drafter's colour: that of its first way."""
+    found: dict[str, int] = {}
+    for index, (_, rows) in enumerate(_by_way(profiles)):
+        found.setdefault(rows[0]["draft"], index)
+    return found
+
+
+def _decline(panel: Any, outages: Sequence[dict[str, Any]], hues: dict[str, int]) -> None:
     """How well a drafter goes on alone, by when its link died."""
     drafts = list(dict.fromkeys(row["draft"] for row in outages))
     for index, draft in enumerate(drafts):
         rows = [row for row in outages if row["draft"] == draft and row["answers"]]
         x = [row["after"] for row in rows]
-        panel.plot(
-            x, [row["log_likelihood"] for row in rows], "o-", color=_hue(index + 4), label=draft
-        )
+        y, hue = [row["log_likelihood"] for row in rows], hues.get(draft, index + 2)
+        panel.plot(x, y, "o-", color=_hue(hue), label=draft)
         if not index:
             own = [row["own_log_likelihood"] for row in rows]
             panel.plot(x, own, "--", color="0.4", label="the target itself")
