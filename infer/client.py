@@ -42,7 +42,7 @@ from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
-from moa_jax.serve.half import CHUNK, MOST_STEPS, DraftHalf
+from moa_jax.serve.half import MOST_STEPS, DraftHalf
 from moa_jax.serve.pairing import pairing_of
 from moa_jax.serve.wire import Codec, sampling_fields
 from moa_jax.session import bucket, row_of
@@ -71,8 +71,6 @@ def main(arguments: list[str] | None = None) -> int | None:
     most = max(map(len, prompts)) + args.max_new_tokens
     half = DraftHalf(target, drafter, max_tokens=bucket(most))
     _check_drafter(args, half)
-    replies = range(1, 2 + max(ways.levels, default=0))
-    half.warm([*replies, *(min(len(prompt), CHUNK) for prompt in prompts)], ways.shapes)
     server = None
     if not args.offline:
         server = Server(
@@ -285,6 +283,7 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     context = ssl.create_default_context()
     if args.tls_ca is not None:
         try:
+            Path(args.tls_ca).open("rb").close()  # OSError names the file, the next line does not
             context.load_verify_locations(args.tls_ca)
         except ssl.SSLError as error:
             raise InputError(f"{args.tls_ca} holds no certificate: give a PEM file") from error
@@ -310,6 +309,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 async def _answer_all(answering: Answering, asked: Asked) -> None:
     show = _Json() if asked.args.json else _Text(asked.writer, asked.args.stop)
     try:
+        await answering.connect()  # before programs are compiled, which takes its time
+        await answering.warm(map(len, asked.prompts))
         for index, prompt in enumerate(asked.prompts):
             show.start()
             figures = await _answer(answering, asked, index, prompt, show)

@@ -21,11 +21,13 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from infer.split.answering import Answering, Counts, Event, Ways
-from infer.split.app import PATH
+from infer.split.app import PATH, Manners
+from infer.split.app import Server as SplitServer
 from infer.split.link import Server
+from infer.split.scheduler import Rules
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve.half import EXACT
-from tests.split_server import PAIRING, SPECS, VOCAB, next_token, rows_of
+from tests.split_server import PAIRING, SPECS, VOCAB, Running, next_token, rows_of
 
 SECONDS = 60.0  # in which any answer ends, on a busy machine too
 
@@ -148,11 +150,12 @@ async def answered(
     stop_ids: Sequence[int] = (),
     sampling: Sampling | None = None,
     act: Callable[[int, Answering], Any] = lambda index, answering: None,
+    seconds: float = SECONDS,
 ) -> Found:
     """One answer; `act` is called after each event."""
     events: list[Event] = []
     total = len(prompt) + new
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(seconds):
         async for event in answering.answer(prompt, total, stop_ids, sampling or Sampling()):
             events.append(event)
             await asyncio.to_thread(act, len(events), answering)
@@ -205,7 +208,7 @@ CLOSE, HANG = object(), object()
 
 
 @contextlib.asynccontextmanager
-async def relay(port: int, spoil: Spoil) -> Any:
+async def relay(port: int, spoil: Spoil, token: str = "", tls: Any = None) -> Any:
     """A server that carries messages to and from the one at `port`; those down it spoils.
 
     `spoil` gets a message and all before it, and gives what to send: bytes, text, CLOSE or HANG.
@@ -213,7 +216,9 @@ async def relay(port: int, spoil: Spoil) -> Any:
     seen: list[bytes] = []
 
     async def carry(client: ServerConnection) -> None:
-        async with connect(f"ws://127.0.0.1:{port}{PATH}", max_size=None, proxy=None) as honest:
+        url, headers = f"ws://127.0.0.1:{port}{PATH}", {"Authorization": f"Bearer {token}"}
+        given = {"additional_headers": headers, "max_size": None, "proxy": None}
+        async with connect(url, **given) as honest:
 
             async def up() -> None:
                 async for message in client:
@@ -239,19 +244,20 @@ async def relay(port: int, spoil: Spoil) -> Any:
         with contextlib.suppress(websockets.WebSocketException, OSError):
             await carry(client)
 
-    async with serve(handler, "127.0.0.1", 0, compression=None, close_timeout=0.5) as listening:
+    given = {"compression": None, "close_timeout": 0.5, "ssl": tls}
+    async with serve(handler, "127.0.0.1", 0, **given) as listening:
         yield listening.sockets[0].getsockname()[1]
 
 
 @contextlib.contextmanager
-def relayed(port: int, spoil: Spoil) -> Iterator[int]:
+def relayed(port: int, spoil: Spoil, **options: Any) -> Iterator[int]:
     """`relay` in a thread of its own; gives its port."""
     ready, ports = threading.Event(), []
 
     async def main() -> None:
         nonlocal stop, loop
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with relay(port, spoil) as own:
+        async with relay(port, spoil, **options) as own:
             ports.append(own)
             ready.set()
             await stop.wait()
@@ -266,3 +272,26 @@ def relayed(port: int, spoil: Spoil) -> Iterator[int]:
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **manners: Any) -> Iterator[Any]:
+    """A server over the slots of a real pair; all of them can be taken again after it."""
+    slots.hold = threading.Event()
+    rules = Rules(
+        num_slots=len(slots._slots),
+        max_tokens=slots.max_tokens,
+        max_nodes=slots.max_nodes - 1,
+        chunk=slots.chunk,
+        max_prompt=slots.max_tokens // 2,
+    )
+    found = Running(slots, rules, Manners(**manners))
+    found.server = SplitServer(
+        found.scheduler, pairing, vocab_size, Manners(**manners), found.server.log
+    )
+    found.start()
+    try:
+        yield found
+        assert found.metric("split_failures_total") == 0
+    finally:
+        found.stop()

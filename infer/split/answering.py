@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from infer.split.link import Denied, Gone, Link, Lost, Server, Traffic
 from infer.split.pace import Pace
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve import wire
-from moa_jax.serve.half import EXACT, MOST_STEPS, DraftHalf
+from moa_jax.serve.half import CHUNK, EXACT, MOST_STEPS, DraftHalf
 from moa_jax.serve.rows import unpack
 
 Policy = Literal["keep", "verify"]
@@ -109,6 +109,20 @@ class Answering:
         self._link: Link | None = None
         self._was_served = False  # a server has opened a session for one answer or another
         self._random = random.Random()
+
+    async def connect(self) -> None:
+        """Says Hello, if there is a server; raises Lost or Denied where it does not welcome us."""
+        if self._server is not None and self._link is None:
+            try:
+                self._link = await self._connected()
+            except Gone as error:
+                raise Lost(str(error)) from error
+
+    async def warm(self, prompts: Iterable[int]) -> None:
+        """Compiles what answers to prompts of these lengths need."""
+        replies = range(1, 2 + max(self.ways.levels, default=0))
+        counts = [*replies, *(min(length, CHUNK) for length in prompts)]
+        await self._on_half(self.half.warm, counts, self.ways.shapes)
 
     async def close(self) -> None:
         """Ends the connection, if there is one."""
