@@ -24,6 +24,8 @@ from infer.split.answering import Answering, Counts, Event, Ways
 from infer.split.app import PATH, Manners
 from infer.split.app import Server as SplitServer
 from infer.split.link import Server
+from infer.split.network.profiles import PROFILES, Profile
+from infer.split.network.proxy import Proxy, in_thread
 from infer.split.scheduler import Rules
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve.half import EXACT
@@ -89,6 +91,18 @@ class ToyHalf:
             parents += [at, at]
             at = len(tokens) - 1
         return tokens[: shape.total_tokens], parents[: shape.total_tokens]
+
+
+@contextlib.contextmanager
+def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[Proxy]:
+    """A proxy before a server; timers that will heal it are waited for."""
+    with in_thread(Proxy("127.0.0.1", port, profile)) as proxy:
+        try:
+            yield proxy
+        finally:
+            for thread in threading.enumerate():
+                if isinstance(thread, threading.Timer):
+                    thread.join()
 
 
 @dataclasses.dataclass

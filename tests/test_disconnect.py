@@ -15,7 +15,7 @@ import pytest
 from infer.split.answering import Ways
 from infer.split.app import Manners
 from infer.split.link import Busy, Lost
-from infer.split.network.proxy import Proxy, in_thread
+from infer.split.network.proxy import Proxy
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve import wire
 from tests.split_client import (
@@ -25,6 +25,7 @@ from tests.split_client import (
     alone,
     answered,
     ask,
+    linked,
     nothing_left,
     relayed,
     run_client,
@@ -97,7 +98,7 @@ def fault(proxy: Proxy, chance: random.Random) -> None:
 def with_faults(seed: int, server, ways: Ways, every: int = 4, **options):
     """An answer with a fault every few events."""
     chance = random.Random(seed)
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with linked(server.port) as proxy:
 
         def act(index: int, answering) -> None:
             if chance.random() * every < 1:
@@ -109,9 +110,6 @@ def with_faults(seed: int, server, ways: Ways, every: int = 4, **options):
         prompt = [chance.randrange(97) for _ in range(chance.choice([1, 5, 20, 40]))]
         found = ask(client, ways, prompt, NEW, act=act, **options)
         proxy.heal()
-        for timer in threading.enumerate():
-            if isinstance(timer, threading.Timer):
-                timer.join()
     return found
 
 
@@ -138,7 +136,7 @@ def test_disconnect_kept_text_stays_and_the_target_goes_on(server, name, seed):
 
 def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
     """Without a server there is none at the start; an answer after one is begun alone."""
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with linked(server.port) as proxy:
 
         async def work(answering):
             proxy.refuse()
@@ -165,7 +163,7 @@ def test_disconnect_while_the_prompt_is_read(server, policy, seed):
     """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
     prompt = [seed * 7 % 97, *range(60)]
     ways = dataclasses.replace(CHAIN, policy=policy)
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with linked(server.port) as proxy:
 
         async def work(answering):
             await answered(answering, [5], 3)  # the server is known
@@ -182,7 +180,7 @@ def test_disconnect_while_the_prompt_is_read(server, policy, seed):
 def test_disconnect_for_good_ends_alone(server):
     for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
         ways = dataclasses.replace(WAYS[name], policy=policy, reconnect_seconds=0.2)
-        with in_thread(Proxy("127.0.0.1", server.port)) as proxy, nothing_left():
+        with linked(server.port) as proxy, nothing_left():
             refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None  # noqa: E731
             found = ask(server_at(proxy.port), ways, PROMPT, NEW, act=refuse)
         assert found.done == "length" and found.kept[-1] and not found.kept[0]
@@ -191,7 +189,7 @@ def test_disconnect_for_good_ends_alone(server):
 
 def test_disconnect_for_good_without_a_drafter_to_go_on(server):
     """A drafter that only makes trees waits for a link, and gives up in time."""
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with linked(server.port) as proxy:
         half, ways = ToyHalf(can_go_on=False), dataclasses.replace(TREE, reconnect_seconds=0.3)
         refuse = lambda index, _: proxy.refuse() if index == 5 else None  # noqa: E731
         found = ask(server_at(proxy.port), ways, PROMPT, NEW, half, act=refuse)
@@ -214,7 +212,7 @@ def test_disconnect_stop_id_in_what_was_written_alone(server):
     for policy in ("verify", "keep"):
         ways = dataclasses.replace(CHAIN, policy=policy)
         for stop in range(0, 97, 6):
-            with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+            with linked(server.port) as proxy:
 
                 def act(index, answering, proxy=proxy):
                     if index == 3:
@@ -234,7 +232,7 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
     """The slot was given away, or the server is another one: all tokens start it again."""
     for policy in ("verify", "keep"):
         ways = dataclasses.replace(CHAIN, policy=policy)
-        with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        with linked(server.port) as proxy:
 
             def act(index, answering, proxy=proxy):
                 if index not in (4, 12):
@@ -257,7 +255,7 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
 def test_disconnect_client_waits_for_a_slot_and_writes_on():
     """A replay that queues is silent; meanwhile the drafter goes on."""
     with running(ToySlots(1), queue_seconds=20) as server:
-        with in_thread(Proxy("127.0.0.1", server.port)) as proxy, Client(server) as other:
+        with linked(server.port) as proxy, Client(server) as other:
             opened = []
 
             def act(index, answering):
@@ -288,7 +286,7 @@ def test_disconnect_server_without_room_is_said_at_the_start():
 def test_disconnect_server_that_drains_is_left_and_found_again():
     """SIGTERM to one server, another at its place: the answer goes on there."""
     with running(ToySlots(2)) as first, running(ToySlots(2)) as second:
-        with in_thread(Proxy("127.0.0.1", first.port)) as proxy:
+        with linked(first.port) as proxy:
 
             def act(index, answering):
                 if index == 4:
@@ -303,7 +301,7 @@ def test_disconnect_server_that_drains_is_left_and_found_again():
 def test_disconnect_token_that_is_refused_later_is_said_once():
     """Denied while dialling: what is left is written alone, with one notice of why."""
     with running(manners=Manners(token="a")) as first, running(manners=Manners(token="b")) as other:
-        with in_thread(Proxy("127.0.0.1", first.port)) as proxy:
+        with linked(first.port) as proxy:
 
             def act(index, answering):
                 if index == 4:
@@ -321,7 +319,7 @@ def test_disconnect_token_that_is_refused_later_is_said_once():
 
 def test_disconnect_clients_do_not_touch_each_other(server):
     """Clients whose links fail all the time beside others whose links do not."""
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with linked(server.port) as proxy:
         chance = random.Random(5)
 
         def act(index, answering):
@@ -350,7 +348,7 @@ def test_disconnect_clients_do_not_touch_each_other(server):
 def test_disconnect_client_that_is_stopped_leaves_nothing(server):
     """The reader of an answer goes away at any event, with a link and without."""
     for last in (1, 3, 6, 8):
-        with nothing_left(), in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        with nothing_left(), linked(server.port) as proxy:
 
             async def work(answering, last=last, proxy=proxy):
                 events = answering.answer(PROMPT, 20 + NEW, [], Sampling())

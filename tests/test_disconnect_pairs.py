@@ -22,7 +22,7 @@ from infer.pair import DEMO
 from infer.split.answering import Ways
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES
-from infer.split.network.proxy import Proxy, in_thread
+from infer.split.network.proxy import Proxy
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.data import chat
@@ -32,7 +32,7 @@ from moa_jax.serve.pairing import pairing_of
 from moa_jax.serve.slots import Slots
 from moa_jax.tokenizer import load_tokenizer
 from tests.pairs import NO_STOP, random_pair_of
-from tests.split_client import answered, run_client, serving
+from tests.split_client import answered, linked, run_client, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, NEW = [5, 9, 4, 17, 23], 40
@@ -101,7 +101,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
     (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
     drops = 0
     for seed in range(6):
-        with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        with linked(server.port) as proxy:
             options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
             work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
             found = run_client(at(proxy.port, facts), WAYS[name], work, half)
@@ -116,7 +116,7 @@ def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, ha
     """Behind each kept part stands what the target writes after exactly that text."""
     ways = dataclasses.replace(WAYS["chain"], policy="keep")
     for seed in range(6):
-        with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        with linked(server.port) as proxy:
             options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
             work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
             found = run_client(at(proxy.port, facts), ways, work, half)
@@ -195,13 +195,14 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
         if index == 6:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            starting.append(ThreadPoolExecutor(1).submit(program, port))
+            starting.append(pool.submit(program, port))
 
     async def work(answering):
         return await answered(answering, prompt, 120, act=act, seconds=500)
 
-    found = run_client(at(port, facts, 20), DEMO_WAYS, work, half)
-    starting[0].result()
+    with ThreadPoolExecutor(1) as pool:
+        found = run_client(at(port, facts, 20), DEMO_WAYS, work, half)
+        starting[0].result()
     assert found.tokens == plain.token_ids and found.counts.drops == 1
     assert found.counts.prompts == 2 and not any(found.kept)
 
@@ -212,7 +213,7 @@ def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
     session, half, facts = demo
     _, port = program()
     drops = 0
-    with in_thread(Proxy("127.0.0.1", port, PROFILES[profile])) as proxy:
+    with linked(port, PROFILES[profile]) as proxy:
 
         async def work(answering):
             found = []
@@ -243,12 +244,10 @@ def test_disconnect_soak_of_32_clients(demo, program):
     session, half, facts = demo
     process, port = program(0, "--slots", "16", "--queue-seconds", "200")
     prompts = questions(8, 120)
-    plain = [
-        result.token_ids for result in (session.generate([p], 16, NO_STOP)[0] for p in prompts)
-    ]
+    plain = [session.generate([prompt], 16, NO_STOP)[0].token_ids for prompt in prompts]
     sizes, end = [], time.monotonic() + SOAK_SECONDS
 
-    with in_thread(Proxy("127.0.0.1", port)) as proxy:
+    with linked(port) as proxy:
 
         def one(number: int) -> int:
             count, own = 0, half.twin()
