@@ -51,11 +51,12 @@ def token_losses(
             known_BT = known_V[jnp.argmax(target_BTU, axis=-1)]
             target_BTU = target_BTU[..., ids_U]
 
-        @jax.checkpoint  # one draft's logits live at a time
         def of_draft(target_BTU: Array, feature_BTD: Array, share_BT: Array) -> Parts:
             each = _each_token(objective.loss, target_BTU, head(feature_BTD))
             return {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
 
+        if len(asked) > 1:  # one draft's logits live at a time
+            of_draft = jax.checkpoint(of_draft)
         return [of_draft(target_BTU, x_BTD, share_BT * known_BT) for x_BTD, share_BT in asked]
 
     shares = [(draft.feature_BTD, losses.answer_share(draft.response_BT)) for draft in drafts]
