@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     target = load_target(save_talkative_target(folder), jnp.float32)
     config = MoaConfig(1, 24, 1, 24, 1, 16)
-    params = DRAFTERS["moa"].make(config, target.config).init(jax.random.key(1))
+    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
     save_drafter(folder / "draft", "moa", config, params, target)
     text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
     (folder / "talk.jsonl").write_text(text)
