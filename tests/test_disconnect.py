@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infer.split.answering import Ways
+from infer.split.answering import Answering, Ways
 from infer.split.app import Manners
 from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy
@@ -31,7 +31,7 @@ from tests.split_client import (
     run_client,
     server_at,
 )
-from tests.split_server import LIMITS, Client, ToySlots, opening, plain, running
+from tests.split_server import LIMITS, Client, ToySlots, next_token, opening, plain, running
 
 PROMPT = list(range(1, 21))
 NEW = 60
@@ -488,3 +488,45 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     found.check("keep")
     if kind == "Opened":  # it is not needed to resume
         assert found.tokens == plain(PROMPT, NEW)
+
+
+def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
+    """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
+    ways = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
+    with linked(server.port) as proxy:
+
+        def act(index, answering):
+            if index == 4:
+                proxy.refuse()
+            if len(answering._tail) > 20:
+                proxy.heal()
+
+        found = ask(server_at(proxy.port), ways, PROMPT, 200, act=act)
+    assert found.counts.prompts == 2
+    found.check("keep")
+    assert 20 < sum(found.kept) < 190 and not found.kept[-1]
+
+
+def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
+    """A padded reply hides the drafter's rows behind it: they are written again."""
+    half = ToyHalf()
+    monkeypatch.setattr("tests.split_client.guess", lambda text: next_token(list(text)))
+    verify, calls = Answering._verify_tail, []
+
+    async def failing(self):
+        calls.append(len(self._tail))
+        if len(calls) == 2:
+            raise Lost("again")
+        await verify(self)
+
+    monkeypatch.setattr(Answering, "_verify_tail", failing)
+    with linked(server.port) as proxy:
+
+        def act(index, answering):
+            if index == 4:
+                proxy.refuse()
+            if len(answering._tail) > 100:
+                proxy.heal()
+
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
+    assert found.tokens == plain(PROMPT, 300) and calls[0] > 100 and len(calls) > 2
