@@ -1,11 +1,13 @@
 # make demo    an environment, then an answer from the bundled pair
-# make test    an environment, then the fast tests         ARGS='-k cli' goes on to pytest
+# make test    an environment, then the fast tests         ARGS='-k cli' goes on to pytest,
+#              on two cores                                WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
 # make env     .venv/, which all of these use              PYTHON=python3.12 chooses its Python,
 #                                                          PLAN=1 adds what train.plan needs
 .PHONY: env demo test lint
 
 VENV := .venv
+WORKERS ?= 2
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PROMPT ?= Hello! Could you help me to find a cheap restaurant?
@@ -47,7 +49,7 @@ demo: env
 	$(PY) -m infer.generate --prompt "$(PROMPT)" --compare
 
 test: env
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: env
 	$(PY) -m ruff check .

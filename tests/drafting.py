@@ -93,7 +93,8 @@ def calm_target(tmp_path_factory) -> Target:
 
 def untrained(target: Target, method: str, config: Any, seed: int = 1) -> LoadedDrafter:
     """A drafter as training would start it."""
-    params = DRAFTERS[method].make(config, target.config).init(jax.random.key(seed))
+    init = jax.jit(DRAFTERS[method].make(config, target.config).init)
+    params = init(jax.random.key(seed))
     return LoadedDrafter(method, config, params, (), Path(method), None)
 
 

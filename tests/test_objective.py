@@ -40,14 +40,14 @@ def batch_of(rows: int = 3) -> Batch:
 
 
 def stacked_target() -> dict:
-    params = llama.init(TARGET, jax.random.key(1))
+    params = jax.jit(partial(llama.init, TARGET))(jax.random.key(1))
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
 def gradient_of(objective: Objective, progress: float = 0.5):
     drafter = make(DRAFTER, TARGET, objective)
     loss = make_loss(TARGET, drafter, jnp.float32)
-    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
+    params = jax.tree.map(lambda x: 3 * x, jax.jit(drafter.init)(jax.random.key(2)))
     found = jax.jit(jax.grad(loss, has_aux=True))(
         params, stacked_target(), batch_of(), jax.random.key(3), jnp.float32(progress)
     )
@@ -101,7 +101,7 @@ def test_probe_in_chunks_equals_whole(monkeypatch):
     from moa_jax import distillation
 
     drafter = make(DRAFTER, TARGET)
-    params, batch = drafter.init(jax.random.key(2)), batch_of()
+    params, batch = jax.jit(drafter.init)(jax.random.key(2)), batch_of()
 
     def found():
         probe = make_probe(TARGET, drafter, jnp.float32, 4)
