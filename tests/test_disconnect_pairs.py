@@ -169,14 +169,15 @@ def demo():
 
 
 def questions(count: int, longest: int) -> list[list[int]]:
-    """Prompts of the bundled questions, from all suites in turn."""
+    """Prompts of the bundled questions: whole ones first, then ever shorter beginnings."""
     tokenizer = load_tokenizer(DEMO / "target")
-    suites = [
-        [json.loads(line)["turns"][0] for line in path.read_text().splitlines()]
-        for path in sorted((DEMO.parent / "demo" / "questions").glob("*/question.jsonl"))
+    texts = [
+        json.loads(line)["turns"][0]
+        for path in sorted((DEMO / "questions").glob("*/question.jsonl"))
+        for line in path.read_text().splitlines()
     ]
-    mixed = (text for texts in itertools.zip_longest(*suites) for text in texts if text)
-    prompts = (chat.prompt_ids(tokenizer, [{"role": "user", "content": t}]) for t in mixed)
+    begun = (text[: int(len(text) * share)] for share in (1, 0.8, 0.6, 0.4, 0.2) for text in texts)
+    prompts = (chat.prompt_ids(tokenizer, [{"role": "user", "content": t}]) for t in begun)
     return list(itertools.islice((p for p in prompts if len(p) <= longest), count))
 
 
