@@ -114,7 +114,11 @@ def test_data_below_moa_data(tmp_path, monkeypatch):
         ("a.jsonl", lines() + b"{'text': 1}\n", r"a\.jsonl line 6 is not JSON"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl line 1 is not JSON in UTF-8"),
         ("a.jsonl", b'{}\n["text"]\n', r"a\.jsonl line 2 is not a JSON object"),
-        ("a.jsonl.gz", gzip.compress(lines() * 99, mtime=0)[:-20], r"a\.jsonl\.gz cannot be read after"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(lines() * 99, mtime=0)[:-20],
+            r"a\.jsonl\.gz cannot be read after",
+        ),
         ("a.jsonl.gz", lines(), r"a\.jsonl\.gz cannot be read after line 0"),
         ("a.json", b"[{}, 3]", r"a\.json record 2 is not a JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl line 1 is not text in UTF-8: .*surrogate"),
