@@ -55,9 +55,9 @@ class Bench(NamedTuple):
 def main(arguments: list[str] | None = None) -> int | None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if SPLIT in arguments:
-        from infer.split import benchmark  # which needs the extra `serve`
+        from infer.split.benchmark import run as split  # which needs the extra `serve`
 
-        return benchmark.main([text for text in arguments if text != SPLIT])
+        return split.main([text for text in arguments if text != SPLIT])
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
     target, drafter = _load(args)

@@ -13,13 +13,13 @@ import pytest
 
 from infer import bench, cli
 from infer.cli import Progress
-from infer.split import benchmark, benchmark_tables, crowd, outage
 from infer.split.answering import Answering, Ways
-from infer.split.benchmark_flags import parser_of
-from infer.split.benchmark_pairs import Bench, Pair, Way, ways_of
+from infer.split.benchmark import crowd, outage, run, tables
+from infer.split.benchmark.flags import parser_of
+from infer.split.benchmark.pairs import Bench, Pair, Way, ways_of
+from infer.split.benchmark.stage import Stage, kind_of, staged
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
-from infer.split.stage import Stage, kind_of, staged
 from moa_jax.errors import InputError
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split_client import ToyHalf, alone, server_at
@@ -80,12 +80,12 @@ def at(server, monkeypatch):
     def toy_stage(profile, servers, seed=0):
         yield Stage("direct", {name: server_at(server.port).url for name in servers})
 
-    monkeypatch.setattr(benchmark, "staged", toy_stage)
+    monkeypatch.setattr(run, "staged", toy_stage)
 
 
 def test_split_bench_counts_what_each_way_costs(at):
     found, differences = toy_bench("stream", "plain", "chain", "tree"), []
-    profile = benchmark._profile(found, "loopback", found.ways, differences, Progress())
+    profile = run._profile(found, "loopback", found.ways, differences, Progress())
     assert not differences
     stream, one_by_one, chain, tree = profile["ways"]
     assert [row["way"] for row in profile["ways"]] == ["stream", "plain", "toy chain", "toy tree"]
@@ -109,7 +109,7 @@ def test_split_bench_counts_what_each_way_costs(at):
 def test_split_bench_tells_answers_that_differ(at):
     found, differences = toy_bench("chain"), []
     found.own[2][5] += 1
-    profile = benchmark._profile(found, "loopback", found.ways, differences, Progress())
+    profile = run._profile(found, "loopback", found.ways, differences, Progress())
     assert differences == [{"profile": "loopback", "way": "toy chain", "prompt": 2}]
     assert profile["ways"][0]["same_as_plain"] == 3
     assert profile["ways"][0]["speedup_over_stream"] is None  # which was not asked for
@@ -118,7 +118,7 @@ def test_split_bench_tells_answers_that_differ(at):
 def test_split_bench_crowds_get_the_targets_text(at):
     found, differences = toy_bench("stream", "chain", clients=(1, 12), rate=500.0), []
     found.pairs[0].half.twin = ToyHalf
-    rows = benchmark._crowds(found, differences)
+    rows = run._crowds(found, differences)
     assert not differences
     assert [(row["clients"], row["mode"]) for row in rows] == [
         (count, mode) for count in (1, 12) for mode in ("stream", "chain")
@@ -188,7 +188,7 @@ def test_split_bench_names_the_best_n():
         {"profile": "4g", "ways": [row(0, 5.0), row(3, 7.0), row(1, None), other]},
         {"profile": "far", "ways": [row(0, 5.0), row(0, 7.0)]},
     ]
-    assert benchmark._best_n(profiles) == {"4g": 3}
+    assert run._best_n(profiles) == {"4g": 3}
 
 
 def test_stage_plays_in_a_thread_and_hands_on_what_went_wrong():
@@ -225,7 +225,7 @@ def document(at) -> dict:
     quality |= {"log_likelihood": -1.5, "own_log_likelihood": -0.5}
     made = {
         "profiles": [
-            benchmark._profile(found, name, found.ways, differences, Progress()) for name in names
+            run._profile(found, name, found.ways, differences, Progress()) for name in names
         ],
         "offline": [
             found.ways[1].facts
@@ -233,7 +233,7 @@ def document(at) -> dict:
             | {"tokens_per_s": 5.0, "tokens_per_s_quartiles": None, "chosen_by_target": 0.25}
         ],
         "best_n": {"4g": 3},
-        "crowd": benchmark._crowds(found, differences),
+        "crowd": run._crowds(found, differences),
         "outages": [quality | {"draft": "toy", "after": after} for after in (0, 16)],
         "local_plain_tokens_per_s": 123.4,
         "differences": differences,
@@ -246,22 +246,22 @@ def document(at) -> dict:
 
 def test_split_bench_tables_and_picture_show_all(at, tmp_path):
     made = document(at)
-    shown = benchmark_tables.render(made)
+    shown = tables.render(made)
     lines = shown.splitlines()
-    tables = [line for line in lines if line.startswith("|")]
-    assert sum(line.startswith("| ---") for line in tables) == 4
+    rows = [line for line in lines if line.startswith("|")]
+    assert sum(line.startswith("| ---") for line in rows) == 4
     heads = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("| ---")]
     widths = [head.count("|") for head in heads]
-    assert {line.count("|") for line in tables} == set(widths)
+    assert {line.count("|") for line in rows} == set(widths)
     for said in ("toy chain", "4/4", "The best N: 4g: 3.", "| 16 | toy | 9 | 50 % | 2.5 |", "25 %"):
         assert said in shown
     assert "DIFFER" not in shown
     made["differences"] = [{"profile": "4g", "way": "toy chain", "prompt": 0}]
-    assert "1 answers DIFFER" in benchmark_tables.render(made)
+    assert "1 answers DIFFER" in tables.render(made)
     pytest.importorskip("matplotlib")
-    benchmark_tables.plot(made, tmp_path / "one.png")
+    tables.plot(made, tmp_path / "one.png")
     made["outages"] = []
-    benchmark_tables.plot(made, tmp_path / "two.png")
+    tables.plot(made, tmp_path / "two.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("one.png", "two.png"))
 
 

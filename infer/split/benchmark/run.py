@@ -33,10 +33,10 @@ import jax
 
 from infer.cli import Progress, progress
 from infer.client import figures_of
-from infer.split import benchmark_tables, crowd, outage
 from infer.split.answering import Answering, Ways
-from infer.split.benchmark_flags import check, parser_of
-from infer.split.benchmark_pairs import (
+from infer.split.benchmark import crowd, outage, tables
+from infer.split.benchmark.flags import check, parser_of
+from infer.split.benchmark.pairs import (
     NO_STOP,
     Bench,
     Pair,
@@ -45,10 +45,10 @@ from infer.split.benchmark_pairs import (
     own_answers,
     ways_of,
 )
+from infer.split.benchmark.stage import Stage, kind_of, staged
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
-from infer.split.stage import Stage, kind_of, staged
 from moa_jax.bench.figures import median, quartiles
 from moa_jax.config import Sampling
 from moa_jax.folders import write_whole
@@ -64,11 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
         bench = load(args)
         document = measure(bench)
     if args.plot:
-        benchmark_tables.plot(document, Path(args.plot))
+        tables.plot(document, Path(args.plot))
     text = json.dumps(document)
     if args.output:
         write_whole(Path(args.output), text + "\n")
-    print(text if args.json else benchmark_tables.render(document))
+    print(text if args.json else tables.render(document))
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
     return DIFFERENT if differs else 0
 
