@@ -66,13 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--ready-file", metavar="FILE.json", help="written once clients can come")
     add_pair_flags(parser)
     _add_limits(parser)
-    parser.add_argument_group("compiling").add_argument(
+    group = parser.add_argument_group("compiling")
+    group.add_argument(
         "--warm",
         type=_sizes,
         default="1,4,8,16",
         metavar="N,N",
         help="nodes of drafts, the root included, to compile for before clients come; others "
         "(all are rounded up to one of these, 32 or 64) make everybody wait when they come first",
+    )
+    group.add_argument(
+        "--warm-sampled", action="store_true", help="the same for answers at a temperature, too"
     )
     group = parser.add_argument_group("log")
     group.add_argument(
@@ -154,6 +158,8 @@ def _load(args: argparse.Namespace, rules: Rules, token: str | None, log: Log) -
     )
     log("compile", nodes=args.warm, slots=rules.num_slots)  # a minute, perhaps
     slots.warm(args.warm)
+    if args.warm_sampled:
+        slots.warm(args.warm, sampled=True)
     text_of = _decoder(target) if args.log_text else None
     scheduler = Scheduler(slots, rules, Metrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
