@@ -57,7 +57,6 @@ class Ways:
     lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # levels to choose from; () is plain
     draft_ahead: bool = True
     policy: Policy = "verify"
-    offline: bool = False  # never dial at all
     prompt_timeout: float = 60.0  # for the first reply, which may wait for a slot
     reconnect_seconds: float = 30.0  # to wait for a link once the answer is written alone
     slowdown: float = 1.0  # drafting takes this many times as long, to play a slower device

@@ -131,7 +131,6 @@ def ways_of(args: argparse.Namespace, mode: str) -> Ways:
         shape=DraftShape(*args.tree) if mode == "tree" else None,
         lengths=args.lengths if mode in (*DRAFTING, "offline") else (),
         draft_ahead=not args.no_ahead,
-        offline=mode == "offline",
         slowdown=args.client_slowdown,
         stream=mode == "stream",
     )
