@@ -26,13 +26,12 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 
 from infer.cli import Parser, above_zero, names, positive, run
-from infer.generate import Writer, prompts_of
-from infer.pair import DEFAULT_TREE, DEMO, use_cores
+from infer.generate import Writer, add_prompt_flags, prompts_of
+from infer.pair import DEFAULT_TREE, DEMO, add_model_flags, use_cores
 from infer.sampling import (
     add_sampling_flags,
     before_stop,
     check_stop_ids,
-    ids,
     sampling_of,
     stopper,
 )
@@ -141,34 +140,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="to wait for a link once an answer was written alone (verify)",
     )
-    add_client_pair_flags(parser)
-    group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
-    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
-    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
-    group.add_argument(
-        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
-    )
+    add_model_flags(parser)
+    add_prompt_flags(parser)
     add_ways_flags(parser)
     add_sampling_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
-
-
-def add_client_pair_flags(parser: argparse.ArgumentParser) -> None:
-    """--target and --draft, of which a client loads what it needs."""
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
-    group.add_argument("--draft", metavar="DIR_OR_HUB_ID", help="default: the bundled drafter")
-    group.add_argument("--method", help="drafter kind, where its files do not say")
-    group.add_argument(
-        "--target-layer-inference",
-        type=int,
-        metavar="N",
-        help="target layers that the drafter reuses, where its files do not say",
-    )
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
-    group.add_argument("--threads", type=positive, help="CPU cores to use")
 
 
 def add_ways_flags(parser: argparse.ArgumentParser) -> None:

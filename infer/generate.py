@@ -77,12 +77,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.generate", __doc__)
     add_pair_flags(parser)
-    group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
-    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
-    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
-    group.add_argument(
-        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
-    )
+    add_prompt_flags(parser)
     add_draft_flags(parser)
     add_cache_flag(parser)
     add_sampling_flags(parser)
@@ -100,6 +95,16 @@ def _parser() -> argparse.ArgumentParser:
         help="decode plainly too; the first difference with its margin; in float32 it is an error",
     )
     return parser
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `prompts_of` reads."""
+    group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
+    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
+    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
+    group.add_argument(
+        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
+    )
 
 
 def _check(args: argparse.Namespace) -> None:

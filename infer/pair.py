@@ -37,6 +37,16 @@ _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type
 
 def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """--target, --draft and what describes them; with `several` a list of drafters."""
+    add_model_flags(parser, several).add_argument(
+        "--speculative-config",
+        type=_json_object,
+        metavar="JSON",
+        help='as vLLM takes it: {"method": ..., "model": ..., "num_speculative_tokens": K}',
+    )
+
+
+def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> Any:
+    """The same in our own words alone; returns the group that holds them."""
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
     more = {"action": "append", "metavar": "[NAME=]DIR_OR_HUB_ID"} if several else {}
@@ -59,12 +69,7 @@ def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> No
         type=positive,
         help="CPU cores to use; one is best for small models, whose products are soon done",
     )
-    group.add_argument(
-        "--speculative-config",
-        type=_json_object,
-        metavar="JSON",
-        help='as vLLM takes it: {"method": ..., "model": ..., "num_speculative_tokens": K}',
-    )
+    return group
 
 
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
