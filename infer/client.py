@@ -325,7 +325,7 @@ def figures_of(
     counts, tokens = answering.counts, answering.tokens
     rounds = len(counts.accept_lengths)
     trips = [1000 * seconds for seconds in counts.round_trips_s]
-    calls = rounds + counts.prompts
+    calls, trip_s = rounds + counts.prompts, answering.traffic.round_trip_s
     return {
         "prompt_ids": prompt,
         "token_ids": tokens,
@@ -339,6 +339,7 @@ def figures_of(
         "server_calls": calls,
         "server_calls_per_token": calls / len(tokens) if tokens else None,
         "reply_ms": statistics.median(trips) if trips else None,
+        "rtt_ms": trip_s and 1000 * trip_s,
         "drafted": counts.drafted,
         "rounds_drafted_ahead": counts.ahead,
         "drafting_s": counts.drafting_s,

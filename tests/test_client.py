@@ -249,6 +249,7 @@ RESULT = {
     "server_calls": int,
     "server_calls_per_token": float,
     "reply_ms": float,
+    "rtt_ms": float,
     "drafted": int,
     "rounds_drafted_ahead": int,
     "drafting_s": float,

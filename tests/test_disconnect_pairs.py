@@ -208,7 +208,7 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
     assert found.counts.prompts == 2 and not any(found.kept)
 
 
-@pytest.mark.parametrize("profile", ["wired", "4g", "far"])
+@pytest.mark.parametrize("profile", ["loopback", "wired", "5g", "4g", "far"])
 def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
     """The same tokens as local plain decoding, with drops, over networks of three kinds."""
     session, half, facts = demo

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ssl
+import time
 from typing import Any
 
 import websockets
@@ -55,6 +56,7 @@ class Traffic:
     messages_up: int = 0
     messages_down: int = 0
     connections: int = 0
+    round_trip_s: float | None = None  # Hello to Welcome, for which a server computes nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +99,10 @@ class Link:
             hello = wire.Hello(
                 f"moa-jax {__version__}", server.pairing, server.codec, server.compress
             )
+            begin = time.perf_counter()
             await link.send(hello)
             link.welcome = await link.receive(wire.Welcome)
+            traffic.round_trip_s = time.perf_counter() - begin
         except BaseException:  # who waited for it may have given up
             link.abort()
             raise
