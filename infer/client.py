@@ -36,6 +36,7 @@ from infer.sampling import (
     stopper,
 )
 from infer.split.answering import Answering, Event, Policy, Ways
+from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
 from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     if not args.offline:
         check_url(args.connect)
         sampling_fields(sampling)
-    tls, token = _tls_of(args), _token_of(args)
+    tls, token = _tls_of(args), args.token_file and read_token(args.token_file)
     target, drafter = load_client_pair(args)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(target.folder)
@@ -198,8 +199,8 @@ def ways_of(args: argparse.Namespace) -> Ways:
         shape,
         args.lengths if args.mode in ("chain", "tree") else (),
         not args.no_ahead,
-        getattr(args, "policy", "verify"),
-        reconnect_seconds=getattr(args, "reconnect_seconds", 30.0),
+        args.policy,
+        reconnect_seconds=args.reconnect_seconds,
         slowdown=args.client_slowdown,
         stream=args.mode == "stream",
     )
@@ -266,15 +267,6 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
         except ssl.SSLError as error:
             raise InputError(f"{args.tls_ca} holds no certificate: give a PEM file") from error
     return context
-
-
-def _token_of(args: argparse.Namespace) -> str | None:
-    if args.token_file is None:
-        return None
-    token = Path(args.token_file).read_text(encoding="utf-8", errors="replace").strip()
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise InputError(f"{args.token_file} holds no token: one word of printable ASCII")
-    return token
 
 
 def _lengths(text: str) -> tuple[int, ...]:

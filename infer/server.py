@@ -27,6 +27,7 @@ import uvicorn
 from infer.cli import INTERRUPTED, Parser, above_zero, names, positive, run
 from infer.pair import add_pair_flags, load_pair
 from infer.split.app import PATH, Manners, Server
+from infer.split.credentials import read_token
 from infer.split.events import EventLog, Log, WarningsTo
 from infer.split.listener import PatientHttp
 from infer.split.metrics import Metrics
@@ -264,10 +265,7 @@ def _token_of(args: argparse.Namespace) -> str | None:
                 "let anyone in"
             )
         return None
-    token = Path(args.token_file).read_text(encoding="utf-8", errors="replace").strip()
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise InputError(f"{args.token_file}: a token is one word of printable ASCII: write one")
-    return token
+    return read_token(args.token_file)
 
 
 def _check_certificate(args: argparse.Namespace) -> None:

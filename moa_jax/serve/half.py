@@ -46,17 +46,10 @@ CHUNK = 128  # tokens whose rows come at once, as a rule
 class DraftHalf:
     """One session's caches on the drafter's side; all methods belong to one thread."""
 
-    def __init__(
-        self,
-        target_: Target,
-        drafter: LoadedDrafter,
-        *,
-        max_tokens: int,
-        sampling: Sampling | None = None,
-    ) -> None:
+    def __init__(self, target_: Target, drafter: LoadedDrafter, *, max_tokens: int) -> None:
         """Loads what the drafter borrows of `target_`, whose own weights need not be there.
 
-        Raises InputError for a target without the weights, or a drafter that cannot be split.
+        Raises InputError for a target whose files are missing or damaged.
         """
         functions = functions_of(drafter, target_.config)
         self.functions, self.cfg = functions, target_.config
@@ -73,7 +66,7 @@ class DraftHalf:
         self._treedef, self.leaves = digest_form(functions, target_.config, dtype)
         self._max_tokens = max_tokens
         self._programs: dict[Any, Any] = {}
-        self.reset(sampling or Sampling())
+        self.reset(Sampling())
 
     def reset(self, sampling: Sampling) -> None:
         """Forgets the session; the next one chooses its tokens by `sampling`."""
@@ -118,22 +111,19 @@ class DraftHalf:
         other.reset(Sampling())
         return other
 
-    def chain(
-        self, text: Sequence[int], known: int, steps: int, min_log_prob: float = -np.inf
-    ) -> list[int]:
+    def chain(self, text: Sequence[int], known: int, steps: int) -> list[int]:
         """Drafts up to `steps` tokens after a text, whose last token is fed first.
 
         Tokens before `known` have the target's rows; those from there to the last were fed
-        by earlier calls. Stops where the drafter finds what it has drafted less probable than
-        that. Chosen as the target would choose by its own law and noise, so that the same seed
-        gives the same tokens where drafter and target agree.
+        by earlier calls. Chosen as the target would choose by its own law and noise, so that
+        the same seed gives the same tokens where drafter and target agree.
         """
         if self.functions.go_on is None:
             raise InputError("this drafter cannot draft token by token: use a tree")
         given = self._guided(text)
-        numbers = (known, min(steps, MOST_STEPS), np.float32(min_log_prob))
-        self._cache, tokens_S, count = self._run(_chain, self._cache, *given, *numbers)
-        return np.asarray(tokens_S)[: int(count)].tolist()
+        steps = min(steps, MOST_STEPS)
+        self._cache, tokens_S = self._run(_chain, self._cache, *given, known, steps)
+        return np.asarray(tokens_S)[:steps].tolist()
 
     def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
         """Drafts a tree behind a text that is known but for its last token, the root.
@@ -264,32 +254,26 @@ def _chain(
     text_1C: Array | None,
     known: Array,
     steps: Array,
-    min_log_prob: Array,
-) -> tuple[Cache, Array, Array]:
-    """Tokens (MOST_STEPS,), how many of them count."""
+) -> tuple[Cache, Array]:
+    """Tokens (MOST_STEPS,), of which the first `steps` count."""
     ids_U = None if functions.draft_ids is None else jnp.array(functions.draft_ids)
     known_1 = known[None].astype(jnp.int32)
 
-    def wanted(carry: tuple[Any, ...]) -> Array:
-        count, log_prob = carry[0], carry[-1]
-        return (count < steps) & (log_prob >= min_log_prob)
-
-    def feed(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        count, tokens_S, token_1, cache, seen_1V, log_prob = carry
+    def feed(count: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens_S, token_1, cache, seen_1V = carry
         at_1 = length_1 + count
         logits_1U, cache = functions.go_on(params, shared, cache, token_1, at_1, known_1)
-        score_1U, after_1U = _scores(law, logits_1U, seen_1V, at_1 + 1, ids_U, cfg.vocab_size)
+        score_1U = _scores(law, logits_1U, seen_1V, at_1 + 1, ids_U, cfg.vocab_size)
         best_1 = jnp.argmax(score_1U, axis=-1)
-        log_prob += jax.nn.log_softmax(after_1U)[0, best_1[0]]
         token_1 = (best_1 if ids_U is None else ids_U[best_1]).astype(jnp.int32)
         if seen_1V is not None:
             seen_1V = seen_1V.at[0, token_1[0]].set(True)
-        return count + 1, tokens_S.at[count].set(token_1[0]), token_1, cache, seen_1V, log_prob
+        return tokens_S.at[count].set(token_1[0]), token_1, cache, seen_1V
 
     blank_S = jnp.zeros(MOST_STEPS, jnp.int32)
-    start = (jnp.int32(0), blank_S, token_1, cache, _seen(cfg, law, text_1C), jnp.float32(0))
-    count, tokens_S, _, cache, _, _ = jax.lax.while_loop(wanted, feed, start)
-    return cache, tokens_S, count
+    start = (blank_S, token_1, cache, _seen(cfg, law, text_1C))
+    tokens_S, _, cache, _ = jax.lax.fori_loop(0, steps, feed, start)
+    return cache, tokens_S
 
 
 def _scores(
@@ -299,12 +283,12 @@ def _scores(
     position_1: Array,
     ids_U: Array | None,
     vocab_size: int,
-) -> tuple[Array, Array]:
-    """What the next token maximises, by the drafter's law and the target's noise, and the law."""
+) -> Array:
+    """What the next token maximises, by the drafter's law and the target's noise."""
     narrow = (lambda row_V: row_V) if ids_U is None else (lambda row_V: row_V[..., ids_U])
     seen_11U = None if seen_1V is None else narrow(seen_1V)[:, None]
     after_11U = sample.after(law, logits_1U.astype(jnp.float32)[:, None], seen_11U)
     if law.key_B is None:
-        return after_11U[:, 0], after_11U[:, 0]
+        return after_11U[:, 0]
     noise_11V = sample.gumbel(law, sample.TARGET, position_1[:, None], vocab_size)
-    return (after_11U + narrow(noise_11V))[:, 0], after_11U[:, 0]
+    return (after_11U + narrow(noise_11V))[:, 0]
