@@ -436,6 +436,26 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
     assert found.done and len(found.tokens) <= NEW
 
 
+@pytest.mark.parametrize("kind", ["Welcome", "Verdict", "Resumed"])
+def test_disconnect_damaged_version_is_a_lost_link(server, kind):
+    """Who has welcomed a client before does not speak another version now."""
+    to_do = ["close", "damage"]
+
+    def spoil(message, seen):
+        if len(seen) > 4 and "close" in to_do:
+            to_do.remove("close")
+            return [CLOSE]  # so that Welcome and Resumed come once more
+        if "close" not in to_do and to_do and wire.DOWN[message[1]].__name__ == kind:
+            to_do.remove("damage")
+            return [b"!" + message[1:]]
+        return [message]
+
+    found = relays(server, spoil)
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
+    assert found.counts.drops >= 1 and not sum(found.kept)
+
+
 FORGED = {
     "nothing": {"tokens": []},
     "too much": {"tokens": list(range(30))},

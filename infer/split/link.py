@@ -134,7 +134,9 @@ class Link:
         try:
             message = wire.decode_down(data, self._limits)
         except wire.WrongVersion as error:
-            raise Denied("version", str(error)) from error
+            if self._traffic.round_trip_s is None:  # nobody has welcomed this client yet
+                raise Denied("version", str(error)) from error
+            raise Lost(f"the server sent a damaged message: {error}") from error
         except wire.BadMessage as error:
             raise Lost(f"the server sent {error}") from error
         if isinstance(message, wire.Fault):
