@@ -35,9 +35,10 @@ from infer.sampling import (
     sampling_of,
     stopper,
 )
-from infer.split.answering import Answering, Event, Policy, Ways
+from infer.split.answering import Answering, Policy, Ways
 from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
+from infer.split.text import Event
 from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
@@ -302,8 +303,8 @@ async def _answer(
         async for event in events:
             first = first or time.perf_counter()
             show.take(event, answering)
-            whole = len(answering.tokens) if answering.done else event.verified
-            cut = stop_when(answering.tokens[:whole]) if stop_when else None
+            whole = len(answering.text.answer) if answering.done else event.verified
+            cut = stop_when(answering.text.answer[:whole]) if stop_when else None
             if cut is not None:
                 await answering.stop(cut)
                 break
@@ -314,7 +315,7 @@ def figures_of(
     answering: Answering, prompt: list[int], prefill_s: float, decode_s: float
 ) -> dict[str, Any]:
     """What one answer was and cost, as infer.generate says it and what a link adds."""
-    counts, tokens = answering.counts, answering.tokens
+    counts, tokens = answering.counts, answering.text.answer
     rounds = len(counts.accept_lengths)
     trips = [1000 * seconds for seconds in counts.round_trips_s]
     calls, trip_s = rounds + counts.prompts, answering.traffic.round_trip_s
@@ -338,7 +339,7 @@ def figures_of(
         "waiting_s": counts.waiting_s,
         "alone_s": counts.alone_s,
         "drops": counts.drops,
-        "unverified": answering.unverified,
+        "unverified": answering.text.unverified,
         "rewritten": counts.rewritten,
     }
 
@@ -394,8 +395,8 @@ class _Text:
 
     def take(self, event: Event, answering: Answering) -> None:
         """Show what is new; off a terminal, verified text alone, which is never taken back."""
-        verified = self._text(answering.tokens[: event.verified])
-        dim = self._text(answering.tokens)[len(verified) :] if self._styled else ""
+        verified = self._text(answering.text.answer[: event.verified])
+        dim = self._text(answering.text.answer)[len(verified) :] if self._styled else ""
         if (verified, dim) != (self._shown, self._dim):
             if self._dim:
                 sys.stdout.write("\0338")  # back to where the unverified text begins

@@ -173,8 +173,10 @@ async def answered(
         async for event in answering.answer(prompt, total, stop_ids, sampling or Sampling()):
             events.append(event)
             await asyncio.to_thread(act, len(events), answering)
-    kept = answering._kept[len(prompt) :]
-    return Found(list(prompt), answering.tokens, answering.done, kept, answering.counts, events)
+    kept = answering.text.kept[len(prompt) :]
+    return Found(
+        list(prompt), answering.text.answer, answering.done, kept, answering.counts, events
+    )
 
 
 async def left_alone() -> None:

@@ -217,7 +217,7 @@ def test_disconnect_stop_id_in_what_was_written_alone(server):
                 def act(index, answering, proxy=proxy):
                     if index == 3:
                         proxy.refuse()
-                    if index == 9 or answering._written:
+                    if index == 9 or answering.text.is_written:
                         proxy.heal()
 
                 found = ask(server_at(proxy.port), ways, PROMPT, NEW, stop_ids=[stop], act=act)
@@ -265,9 +265,9 @@ def test_disconnect_client_waits_for_a_slot_and_writes_on():
                     other.send(opening(PROMPT))  # takes the slot away
                     assert isinstance(other.receive(), wire.Opened)
                     proxy.heal()
-                    opened.append(len(answering.tokens))
-                if opened and len(answering.tokens) > opened[0] + 20 and len(opened) == 1:
-                    opened.append(len(answering.tokens))
+                    opened.append(len(answering.text.answer))
+                if opened and len(answering.text.answer) > opened[0] + 20 and len(opened) == 1:
+                    opened.append(len(answering.text.answer))
                     other.send(wire.Close())
 
             found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
@@ -361,7 +361,7 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
                         if count == last:
                             await answering.stop(2)
                             break
-                return answering.tokens
+                return answering.text.answer
 
             found = run_client(server_at(proxy.port, timeout=0.3), CHAIN, work)
             assert found == plain(PROMPT, NEW)[:2][: len(found)]
@@ -518,7 +518,7 @@ def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
         def act(index, answering):
             if index == 4:
                 proxy.refuse()
-            if len(answering._tail) > 20:
+            if len(answering.text.tail) > 20:
                 proxy.heal()
 
         found = ask(server_at(proxy.port), ways, PROMPT, 200, act=act)
@@ -534,7 +534,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     verify, calls = Answering._verify_tail, []
 
     async def failing(self):
-        calls.append(len(self._tail))
+        calls.append(len(self.text.tail))
         if len(calls) == 2:
             raise Lost("again")
         await verify(self)
@@ -545,7 +545,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
         def act(index, answering):
             if index == 4:
                 proxy.refuse()
-            if len(answering._tail) > 100:
+            if len(answering.text.tail) > 100:
                 proxy.heal()
 
         found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)

@@ -3,7 +3,7 @@
     with a link     draft, ask, draft ahead while the reply is under way, take in what it brings
     without one     the drafter goes on alone; its tokens are the unverified tail of the text
 
-    text   prompt | verified ............ root | tail
+    text   prompt | verified ............ root | tail           (text.py)
     rows   the target's (known)  | root          | the drafter's own
 
 A lost link is dialled again beside the writing. Then the session goes on: its last reply, if it
@@ -24,10 +24,11 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from infer.split.link import Denied, Gone, Link, Lost, Server, Traffic
 from infer.split.pace import Pace
+from infer.split.text import Event, Text
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve import wire
 from moa_jax.serve.half import CHUNK, EXACT, MOST_STEPS, DraftHalf
@@ -38,15 +39,6 @@ Request = wire.Open | wire.Draft | wire.Read | wire.Stream
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0  # seconds between attempts to connect again
 PIECE = 8  # tokens that are written alone before anyone sees them
 MOST_STALE = 16  # replies of before that may come again while one is waited for
-
-
-class Event(NamedTuple):
-    """What a reader learns: tokens at the end of the answer, after `keep` of those before."""
-
-    tokens: list[int]
-    keep: int  # generated tokens that stay; fewer than were shown means a rewrite
-    verified: int  # tokens of the answer so far that stay as they are, those kept unverified too
-    notice: str = ""  # of the link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,27 +125,24 @@ class Answering:
     async def answer(
         self, prompt: Sequence[int], total: int, stop_ids: Sequence[int], sampling: Sampling
     ) -> AsyncIterator[Event]:
-        """Yields the answer as it grows; `counts`, `tokens` and `unverified` tell the rest.
+        """Yields the answer as it grows; `text`, `done` and `counts` tell the rest.
 
         Raises Lost if there is no server at the start, Denied if it will not have this client.
         """
-        self._prompt, self._total = list(prompt), total
-        self._stops, self._sampling = frozenset(stop_ids), sampling
-        self._text, self._tail, self._known = list(prompt), [], 0
+        self.text, self._sampling = Text(prompt, total, stop_ids), sampling
+        self._known = 0  # rows that the target has filled
         self._blank = 0  # rows of the prompt that say nothing of the target
         self._session: str | None = None
         self._seq = -1  # of the last reply seen
         self._request: Request | None = None  # the last one sent
         self._streaming: int | None = None  # row of a stream's last part, -1 before it
         self._ahead: list[int] = []
-        self._last: list[int] = []  # tokens of the last event
         self._denied: Denied | None = None
         self._wait, self._give_up = 0.0, None  # before dialling; when to end the answer alone
         self.counts, self.done = Counts(), ""
-        self._kept = [False] * len(prompt)  # for each token of the text: unverified but kept
         await self._on_half(self.half.reset, sampling)
         if self._server is not None:
-            yield self._event(await self._begin())
+            yield self.text.event(await self._begin())
         while not self.done:
             if self._link is None:
                 async with contextlib.aclosing(self._alone()) as events:
@@ -163,40 +152,18 @@ class Answering:
             try:
                 await (self._streamed() if self.ways.stream else self._round())
             except (Lost, Gone, Denied) as error:
-                yield self._event(self._drop(error))
+                yield self.text.event(self._drop(error))
             else:
-                yield self._event()
+                yield self.text.event()
         await self._finish()
 
     async def stop(self, count: int) -> None:
         """Ends the answer after so many of its tokens, which hold all that was wanted."""
-        self._keep_tail()
-        kept = len(self._prompt) + count
-        self._text, self._kept, self.done = self._text[:kept], self._kept[:kept], "stop"
+        self.text.cut(count)
+        self.done = "stop"
         await self._finish()
         if self.ways.stream:
             await self.close()  # with what is still on its way
-
-    @property
-    def tokens(self) -> list[int]:
-        """The answer so far."""
-        return [*self._text, *self._tail][len(self._prompt) :]
-
-    @property
-    def unverified(self) -> int:
-        """Tokens of the answer that the target has not chosen."""
-        return sum(self._kept) + len(self._tail)
-
-    def _event(self, notice: str = "") -> Event:
-        """What is new since the last event."""
-        tokens = self.tokens
-        same = 0
-        for old, new in zip(self._last, tokens, strict=False):
-            if old != new:
-                break
-            same += 1
-        self._last = tokens
-        return Event(tokens[same:], same, len(tokens) - len(self._tail), notice)
 
     # ---- with a link ----------------------------------------------------------------------
 
@@ -250,18 +217,19 @@ class Answering:
         """A session from the text so far, the root included if there is one; with policy `keep`
         what was written alone is part of it."""
         if self.ways.policy == "keep":
-            self._keep_tail()
+            self.text.keep_tail()
         self._session, self._seq, self._streaming = None, -1, None
-        root_given = len(self._text) > len(self._prompt)
+        text = self.text
+        root_given = len(text.settled) > len(text.prompt)
         if self.ways.stream:
-            self._known = len(self._text) - root_given  # no rows: they are for drafting
+            self._known = len(text.settled) - root_given  # no rows: they are for drafting
         self._request = wire.Open(
             seq=0,
-            tokens=list(self._text),
+            tokens=list(text.settled),
             root_given=root_given,
             known=self._known,
-            total=self._total,
-            stop_ids=sorted(self._stops),
+            total=text.total,
+            stop_ids=sorted(text.stops),
             sampling=wire.sampling_fields(self._sampling),
         )
         await link.send(self._request)
@@ -302,22 +270,22 @@ class Answering:
             self._streaming = -1
         part = await self._link.receive(wire.Verdict)
         self.counts.waiting_s += time.perf_counter() - begin
-        have = len(self._text) - part.start - 1  # after a lost link all parts come again
+        have = len(self.text.settled) - part.start - 1  # after a lost link all parts come again
         in_place = part.seq == self._request.seq and part.start > self._streaming
         new = part.tokens[max(have, 0) :]
-        text = [*self._text, *new]
-        ended = self._end_of(text) == part.done and bool(part.done) != part.more
+        done = self.text.end_of([*self.text.settled, *new])
+        ended = done == part.done and bool(done) != part.more
         if not in_place or have < 0 or part.count or not part.tokens or (new and not ended):
             raise Lost("the server sent a part out of place")
         self._streaming = part.start
         if new:
-            self._text, self.done = text, part.done
-            self._kept += [False] * len(new)
+            self.text.settle(new)
+            self.done = part.done
             self._wait, self._give_up = 0.0, None
 
     async def _draft(self) -> tuple[list[int], list[int], bool]:
         """Nodes and parents of the next draft, and whether it was made ahead."""
-        room = min(self._link.welcome.max_nodes, self._total - len(self._text) - 1)
+        room = min(self._link.welcome.max_nodes, self.text.room - 1)
         if self.pace is None or room < 1:
             self._ahead = []
             return [], [], False
@@ -332,7 +300,7 @@ class Answering:
         # The tree's own rows give way to those of a chain drafted ahead.
         shape = dataclasses.replace(self.ways.shape, depth=1 + steps)
         begin = time.perf_counter()
-        tokens, parents = await self._drafting(self.half.tree, self._text, shape)
+        tokens, parents = await self._drafting(self.half.tree, list(self.text.settled), shape)
         self.pace.saw_draft(time.perf_counter() - begin, steps)
         return tokens[:room], parents[:room], False
 
@@ -342,14 +310,14 @@ class Answering:
         if self.pace is None or not self.ways.draft_ahead or self.half.functions.go_on is None:
             return
         wanted = levels + 1 + self.pace.lengths[-1]
-        room = self._total - len(self._text) - 1
+        room = self.text.room - 1
         while not reply.done() and len(self._ahead) < min(wanted, room, MOST_STEPS):
             self._ahead += await self._chain(self._ahead, 1 if self._ahead else levels or 1)
             await asyncio.sleep(0)
 
     async def _chain(self, after: list[int], steps: int) -> list[int]:
         begin = time.perf_counter()
-        text = [*self._text, *self._tail, *after]
+        text = [*self.text.whole, *after]
         known = max(self._known, self._blank)
         tokens = await self._drafting(self.half.chain, text, known, steps)
         if self.pace is not None:
@@ -374,7 +342,7 @@ class Answering:
                 raise Lost(f"the server answered request {part.seq}, not {seq}")
             end = part.start + part.count
             early = part.more and (part.tokens or end <= known)
-            if part.start > known or early or end > self._total:
+            if part.start > known or early or end > self.text.total:
                 raise Lost("the server sent rows out of place")
             known = max(known, end)
             parts.append(part)
@@ -387,14 +355,14 @@ class Answering:
         Raises Lost, and has changed nothing, for one that does not answer the last request.
         """
         tokens = verdicts[-1].tokens
-        text = [*self._text, *tokens]
+        text = [*self.text.settled, *tokens]
         self._check(verdicts, text)
         try:
             rows = [self._rows(part) for part in verdicts]
         except wire.BadMessage as error:
             raise Lost(f"the server sent {error}") from error
-        self._text, self.done = text, verdicts[-1].done
-        self._kept += [isinstance(self._request, wire.Read)] * len(tokens)
+        self.text.settle(tokens, kept=isinstance(self._request, wire.Read))
+        self.done = verdicts[-1].done
         self._count(len(tokens))
         self._seq = self._request.seq
         if tokens:
@@ -419,15 +387,10 @@ class Answering:
         else:
             fits = 1 <= len(tokens) <= len(request.tokens) + 1
         known = max(self._known, *(part.start + part.count for part in verdicts))
-        fits = fits and known == len(text) - 1 and self._end_of(text) == verdicts[-1].done
-        if not fits or not self._stops.isdisjoint(tokens[:-1]) or len(text) > self._total:
+        fits = fits and known == len(text) - 1 and self.text.end_of(text) == verdicts[-1].done
+        stopped = not self.text.stops.isdisjoint(tokens[:-1])
+        if not fits or stopped or len(text) > self.text.total:
             raise Lost("the server sent a reply that does not fit the request")
-
-    def _end_of(self, text: Sequence[int]) -> str:
-        """Whether and why an answer ends with this text."""
-        if len(text) > len(self._prompt) and text[-1] in self._stops:
-            return "stop"
-        return "length" if len(text) >= self._total else ""
 
     def _count(self, committed: int) -> None:
         """One more reply to the last request."""
@@ -467,15 +430,15 @@ class Answering:
     async def _alone(self) -> AsyncIterator[Event]:
         """Writes on while somebody dials; ends with a link, or with the answer."""
         begin = time.perf_counter()
-        if not self._tail:  # what was drafted ahead begins it
-            self._tail = self._cut(self._ahead)
+        if not self.text.tail:  # what was drafted ahead begins it
+            self.text.write(self._ahead)
         self._ahead = []
         joining = None
         if self._server is not None and self._denied is None:
             joining = asyncio.create_task(self._join())
         try:
             await self._feed()
-            yield self._event()
+            yield self.text.event()
             async with contextlib.aclosing(self._write(joining)) as events:
                 async for event in events:
                     yield event
@@ -483,20 +446,20 @@ class Answering:
             if missed is None and not self.done:
                 self._end_alone()
         except Denied as error:
-            yield self._event(self._drop(error))
+            yield self.text.event(self._drop(error))
             return
         finally:
             self.counts.alone_s += time.perf_counter() - begin
             await _ended(joining)
         if self.done:
-            yield self._event()
+            yield self.text.event()
             return
         try:
             await self._settle_up(missed)
         except (Lost, Gone, Denied) as error:
-            yield self._event(self._drop(error))
+            yield self.text.event(self._drop(error))
         else:
-            yield self._event("connected again")
+            yield self.text.event("connected again")
 
     async def _join(self) -> list[wire.Verdict]:
         """A link, sooner or later, and the reply that was missed; raises Denied where there will
@@ -531,11 +494,11 @@ class Answering:
         """The drafter's own rows for tokens of which the target's are not here."""
         if not self._can_write:
             return
-        blank = self._prompt[:-1]
+        blank = self.text.prompt[:-1]
         if max(self._known, self._blank) < len(blank):  # the target has not said a thing
             await self._on_half(self.half.absorb_nothing, blank, self._known)
             self._blank = len(blank)
-        whole, known = [*self._text, *self._tail], max(self._known, self._blank)
+        whole, known = self.text.whole, max(self._known, self._blank)
         for end in range(known + 1, len(whole)):
             await self._drafting(self.half.chain, whole[:end], known, 1)
 
@@ -543,79 +506,49 @@ class Answering:
     def _can_write(self) -> bool:
         return self.half.functions.go_on is not None and not self.ways.stream
 
-    def _cut(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens up to the first stop and the answer's limit."""
-        room = self._total - len(self._text) - len(self._tail)
-        kept = list(tokens[:room])
-        stop = next((i for i, token in enumerate(kept) if token in self._stops), None)
-        return kept if stop is None else kept[: stop + 1]
-
-    @property
-    def _written(self) -> bool:
-        """Whether the tail ends the answer."""
-        ended = bool(self._tail) and self._tail[-1] in self._stops
-        return ended or len(self._text) + len(self._tail) >= self._total
-
     async def _write(self, joining: asyncio.Task[Any] | None) -> AsyncIterator[Event]:
         """The tail, piece by piece and at least one, until it ends the answer or there is a
         link."""
-        while self._can_write and not self._written:
-            tokens = await self._chain([], PIECE)
-            self._tail += self._cut(tokens)
-            yield self._event()
+        while self._can_write and not self.text.is_written:
+            self.text.write(await self._chain([], PIECE))
+            yield self.text.event()
             await asyncio.sleep(0)
             if joining is not None and joining.done():
                 return
-        if self._written and self.ways.policy == "keep":
+        if self.text.is_written and self.ways.policy == "keep":
             self._end_alone()
 
     def _end_alone(self) -> None:
         """The answer ends as it was written."""
-        self._keep_tail()
-        self.done = self._end_of(self._text) or "lost"
-
-    def _keep_tail(self) -> None:
-        self._text += self._tail
-        self._kept += [True] * len(self._tail)
-        self._tail = []
+        self.text.keep_tail()
+        self.done = self.text.end_of(self.text.settled) or "lost"
 
     # ---- together again -------------------------------------------------------------------
 
     async def _settle_up(self, missed: list[wire.Verdict]) -> None:
         """Takes in what the link brought; the target reads or verifies the tail."""
         keeps = self.ways.policy == "keep"
-        if missed and keeps and self._differs(missed[-1].tokens):
+        if missed and keeps and self.text.differs(missed[-1].tokens):
             await self._link.send(wire.Close())  # it committed what nobody here has seen
             missed = await self._opened(self._link)
         if missed:
             await self._take(missed)
-            self._settle(missed[-1].tokens)
-        while self._tail and not self.done:
+            self.counts.rewritten += self.text.replace_tail(missed[-1].tokens)
+        while self.text.tail and not self.done:
             await (self._commit_tail() if keeps else self._verify_tail())
             verdicts = await self._reply(self._link)
             await self._take(verdicts)
-            self._settle(verdicts[-1].tokens)
-
-    def _differs(self, tokens: Sequence[int]) -> bool:
-        """Whether the target wrote something else than the tail."""
-        return self._tail[: len(tokens)] != list(tokens[: len(self._tail)])
-
-    def _settle(self, tokens: Sequence[int]) -> None:
-        """Takes what the target wrote off the tail; where they differ, all of the tail."""
-        if self._differs(tokens):
-            self.counts.rewritten += len(self._tail)
-            self._tail = []
-        self._tail = self._tail[len(tokens) :]
+            self.counts.rewritten += self.text.replace_tail(verdicts[-1].tokens)
 
     async def _verify_tail(self) -> None:
         """The tail as a draft like any other."""
-        room = min(self._link.welcome.max_nodes, self._total - len(self._text) - 1)
-        tokens = self._tail[:room]
+        room = min(self._link.welcome.max_nodes, self.text.room - 1)
+        tokens = self.text.tail[:room]
         await self._ask(wire.Draft(self._seq + 1, tokens, list(range(len(tokens)))))
 
     async def _commit_tail(self) -> None:
         """The tail as it is: the server reads it, and the text goes on behind it."""
-        await self._ask(wire.Read(self._seq + 1, list(self._tail)))
+        await self._ask(wire.Read(self._seq + 1, list(self.text.tail)))
 
     # ---- the drafter ----------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ async def _ask(
     begin, first = time.perf_counter(), 0.0
     async for _ in answering.answer(question.prompt, question.total, stop_ids, Sampling()):
         first = first or time.perf_counter()
-    return Asked(begin, first, time.perf_counter(), number, answering.tokens)
+    return Asked(begin, first, time.perf_counter(), number, answering.text.answer)
 
 
 def summary(found: Sequence[Asked], failed: int) -> dict[str, Any]:

@@ -69,7 +69,7 @@ async def cut_after(
                 is_cut = True
     finally:
         proxy.heal()
-    return answering.tokens
+    return answering.text.answer
 
 
 def compare(
