@@ -50,8 +50,7 @@ class Checkpoints:
 
     def __init__(self, config: PretrainConfig | DistillConfig) -> None:
         run = config.run
-        self._config = config
-        self._folder = Path(run.directory).absolute() / "checkpoints"
+        self._config, self._folder = config, _folder_of(config)
         self._taus: dict[int, float] = {}
         self._writing: int | None = None
         with contextlib.ExitStack() as stack:
@@ -95,7 +94,8 @@ class Checkpoints:
         """
         faults: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            faults[step] = on_first(lambda step=step: self._examine(step))
+            folder = self._folder / str(step)
+            faults[step] = on_first(lambda folder=folder: _examined(folder, self._config))
             if not faults[step]:
                 state, faults[step] = self._read(step, start)
             if not faults[step]:
@@ -142,25 +142,6 @@ class Checkpoints:
         with self._telling_disk_faults():
             self._manager.wait_until_finished()
         self._writing = None
-
-    def _examine(self, step: int) -> str:
-        """What is wrong with the files of a step, "" for nothing; InputError for another run's."""
-        folder = self._folder / str(step)
-        fault = _fault(folder)
-        if not fault:
-            try:
-                saved = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
-            except (OSError, ValueError, KeyError) as error:
-                return f"meta: {_shortened(error)}"
-            self._check_config(saved)
-        return fault
-
-    def _check_config(self, saved: dict[str, Any]) -> None:
-        if differences := changes(saved, self._config):
-            raise InputError(
-                f"{self._folder}: holds a run with other settings: {listed(differences)}: "
-                "restore them, or name another run.directory"
-            )
 
     def _read(self, step: int, start: Callable[[], TrainState]) -> tuple[Any, str]:
         """The state of a step, or what is wrong with it."""
@@ -219,6 +200,53 @@ class Checkpoints:
             f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {found}: "
             "make room and give the same command again"
         )
+
+
+def steps_of(config: PretrainConfig | DistillConfig) -> list[int]:
+    """Steps of the whole checkpoints of a run, in order; the run may be at work."""
+    names = [path.name for path in _folder_of(config).glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_state(
+    config: PretrainConfig | DistillConfig, step: int, abstract: TrainState
+) -> TrainState:
+    """The state of one step of a run, which may be at work: nothing there is locked or changed.
+
+    `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
+    missing, damaged or of a run with other settings.
+    """
+    folder = _folder_of(config) / str(step)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such checkpoint: there are {steps_of(config) or 'none'}")
+    fault = _examined(folder, config)
+    if not fault:
+        try:
+            with ocp.StandardCheckpointer() as reader:
+                return reader.restore(folder / "state", abstract)
+        except Exception as error:  # Orbax words damage in many ways
+            fault = _shortened(error)
+    raise InputError(f"{folder}: damaged ({fault}): choose another of {steps_of(config)}")
+
+
+def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
+    return Path(config.run.directory).absolute() / "checkpoints"
+
+
+def _examined(folder: Path, config: PretrainConfig | DistillConfig) -> str:
+    """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's."""
+    if fault := _fault(folder):
+        return fault
+    try:
+        saved = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"meta: {_shortened(error)}"
+    if differences := changes(saved, config):
+        raise InputError(
+            f"{folder.parent}: holds a run with other settings: {listed(differences)}: "
+            "restore them, or name another run.directory"
+        )
+    return ""
 
 
 class _NewestAndBest:

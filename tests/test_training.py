@@ -36,7 +36,7 @@ from moa_jax.losses import next_token_loss
 from moa_jax.metrics import read_records
 from moa_jax.optim import optimizer
 from moa_jax.training import init_state, make_update
-from train import distill, pretrain
+from train import distill, export, pretrain
 from train.settings import load_config
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
@@ -167,6 +167,55 @@ def test_killed_at_random_moments_it_is_exact(small_target, tmp_path):
     assert -signal.SIGKILL in codes
     distill.distill(distill_config(tmp_path / "cut", small_target))
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsys):
+    config = distill_config(tmp_path, small_target)
+    distill.distill(dataclasses.replace(config, run=dataclasses.replace(config.run, save_every=3)))
+    file = tmp_path / "config.py"
+    file.write_text(f"from moa_jax.config import *\nconfig = {config!r}\n")
+
+    def exported(checkpoint: str, folder: str) -> dict[str, bytes]:
+        command = ["--config", str(file), "--checkpoint", checkpoint]
+        export.main([*command, "--output", str(tmp_path / folder)])
+        return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+
+    final = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()}
+    assert exported("12", "twelve") == exported("newest", "newest") == final
+    taus = {each["step"]: each["simulated_tau"] for each in metrics(tmp_path, "eval")}
+    assert f"step 12, simulated tau {taus[12]:.3f}" in capsys.readouterr().err
+    assert export.step_of(config, "best") == 12  # 6 was evaluated, too, and is not kept
+    assert exported("9", "nine") != final
+    load_drafter(tmp_path / "nine", load_target(small_target))
+    for checkpoint, line in REFUSED.items():
+        with pytest.raises(InputError, match=line):
+            exported(checkpoint, "refused")
+    assert not (tmp_path / "refused").exists()
+    with pytest.raises(InputError, match="there is no checkpoint yet"):
+        export.step_of(distill_config(tmp_path / "other", small_target), "best")
+    with pytest.raises(InputError, match="other settings: horizon: 3 -> 4"):
+        export.export(dataclasses.replace(config, horizon=4), 12)
+    next((tmp_path / "run" / "checkpoints" / "9").glob("state/**/d/*")).write_bytes(b"")
+    with pytest.raises(InputError, match=r"9: damaged .* 0 of \d+ bytes"):
+        exported("9", "refused")
+
+
+REFUSED = {"7": "7: no such checkpoint", "last": "say best, newest or a step"}
+
+
+def test_best_checkpoint_is_that_of_the_highest_tau(small_target, tmp_path):
+    config = distill_config(tmp_path, small_target)
+    for step in (4, 8, 12):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "4.damaged").mkdir()
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text('{"step": 4, "kind": "train", "loss": 1.0}\n')
+    with pytest.raises(InputError, match="none of the checkpoints .* was evaluated"):
+        export.step_of(config, "best")
+    taus = {4: 2.0, 6: 9.0, 8: 3.0, 12: 2.5}
+    records = [{"step": step, "kind": "eval", "simulated_tau": tau} for step, tau in taus.items()]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert export.step_of(config, "best") == 8 and export.step_of(config, "newest") == 12
 
 
 def test_accumulation_averages_micro_batches():

@@ -56,7 +56,7 @@ def distill(config: DistillConfig) -> bool:
             return False
         params = processes.gathered(params)
     if processes.is_first():
-        _save(config, params, target)
+        save(config, params, target)
     return True
 
 
@@ -118,7 +118,8 @@ def _evaluation(config: DistillConfig, program: Program, validation: batches.Bat
     return evaluate
 
 
-def _save(config: DistillConfig, params: Any, target: Target) -> None:
+def save(config: DistillConfig, params: Any, target: Target) -> None:
+    """Writes the drafter's folder, `config.output`."""
     save_drafter(
         Path(config.output),
         method_of(config.drafter),

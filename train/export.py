@@ -1,0 +1,89 @@
+"""Makes a drafter's folder of a checkpoint: the best one by simulated tau, the newest, or a step.
+
+    python -m train.export --config configs/tiny.py --checkpoint best
+
+Config file and dotted flags are those given to train.distill, whose run may still be at work. The
+folder is what `--draft` takes; a finished run has one of its last step already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+
+from infer.cli import run
+from moa_jax import sharding
+from moa_jax.checkpoint import read_state, steps_of
+from moa_jax.config import DistillConfig, MeshConfig
+from moa_jax.distillation import make_program
+from moa_jax.errors import InputError
+from moa_jax.metrics import read_records
+from moa_jax.pretrained import describe_target
+from train.distill import save, with_vocabulary
+from train.settings import config_parser, parse_config
+
+
+def export(config: DistillConfig, step: int) -> None:
+    """Writes the drafter of one checkpoint of a run as `config.output`, on one device.
+
+    Raises InputError as `read_state`.
+    """
+    target = describe_target(config.target)
+    config = with_vocabulary(config, target)
+    here = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    program = make_program(config, target.config, here)
+    abstract = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        jax.eval_shape(program.init, jax.random.key(0)),
+        program.state_sharding,
+    )
+    save(config, read_state(config, step, abstract).params, target)
+
+
+def step_of(config: DistillConfig, checkpoint: str) -> int:
+    """The step of the checkpoint named "best", "newest" or by its number.
+
+    Raises InputError where there is none, and for the best where none was evaluated.
+    """
+    if checkpoint.isdecimal():
+        return int(checkpoint)
+    if checkpoint not in ("best", "newest"):
+        raise InputError(f"--checkpoint {checkpoint}: say best, newest or a step")
+    steps = steps_of(config)
+    if not steps:
+        raise InputError(f"{config.run.directory}: there is no checkpoint yet")
+    if checkpoint == "newest":
+        return steps[-1]
+    taus = taus_of(config)
+    rated = [step for step in steps if step in taus]
+    if not rated:
+        raise InputError(
+            f"{config.run.directory}: none of the checkpoints {steps} was evaluated: name a step"
+        )
+    return max(rated, key=lambda step: (taus[step], step))
+
+
+def taus_of(config: DistillConfig) -> dict[int, float]:
+    """Simulated tau by step, as far as the run has measured it."""
+    records = read_records(Path(config.run.directory) / "metrics.jsonl")
+    return {each["step"]: each["simulated_tau"] for each in records if "simulated_tau" in each}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = config_parser("train.export", __doc__)
+    parser.add_argument("--checkpoint", default="best", help="best, newest, or a step")
+    parser.add_argument("--output", help="the folder to write; as a rule RUN/step_STEP")
+    config, args = parse_config(parser, DistillConfig, arguments)
+    step = step_of(config, args.checkpoint)
+    folder = args.output or str(Path(config.run.directory) / f"step_{step}")
+    export(dataclasses.replace(config, output=folder), step)
+    tau = taus_of(config).get(step)
+    rated = "not evaluated" if tau is None else f"simulated tau {tau:.3f}"
+    print(f"step {step}, {rated}: {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)
