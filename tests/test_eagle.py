@@ -4,6 +4,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -22,7 +24,7 @@ from moa_jax.config import (
     Objective,
 )
 from moa_jax.distillation import tap
-from moa_jax.drafters import eagle, feedback
+from moa_jax.drafters import eagle, eagle3, feedback
 from moa_jax.drafters.api import Guide
 from moa_jax.pretrained import save_drafter
 from moa_jax.vocabulary import vocabulary_of
@@ -38,7 +40,7 @@ from tests.drafting import (
     stored,
     untrained,
 )
-from tests.model_folders import edit_tensors, refusal, tensors_of
+from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import eagle as oracle
 from tests.pairs import NO_STOP, prompts_of
 
@@ -276,6 +278,76 @@ def test_wrong_files_are_refused(calm_target, tmp_path):
     assert "d2t names" in refusal(load_drafter, tmp_path / "d", calm_target)
     wide = dataclasses.replace(found.config, tapped_layers=(1, 2, 9))
     assert "give three" in refusal(make, calm_target, found._replace(config=wide))
+
+
+USUAL, OTHER = [2, 2, 2], [1, 2, 4]  # streams by the layer they enter; the target has five layers
+TOP, BEFORE = eagle3.LAYER_IDS, [0, 1, 3]  # the layers that OTHER come out of
+
+
+@pytest.fixture(scope="module")
+def official(calm_target, tmp_path_factory):
+    """An EAGLE-3 drafter's files as the official repository has them, without layer ids."""
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
+    folder = tmp_path_factory.mktemp("official") / "d"
+    save_drafter(folder, "eagle3", found.config, found.params, calm_target, layout="authors")
+    edit_json(folder / "config.json", **{TOP: None, "eagle_config": None})
+    return folder
+
+
+def layered(official, tmp_path, stated):
+    """A copy of these files whose config.json states layers."""
+    folder = shutil.copytree(official, tmp_path / "d")
+    edit_json(folder / "config.json", **stated)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "stated, layers",
+    [
+        ({}, ()),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, ()),
+        ({"eagle_config": {TOP: [1, 1, 1]}}, ()),  # SpecForge, SGLang
+        ({"eagle_config": {TOP: BEFORE}}, OTHER),
+        ({"eagle_config": {TOP: USUAL}}, [3, 3, 3]),
+        ({TOP: USUAL}, ()),  # speculators, vLLM
+        ({TOP: OTHER}, OTHER),
+        ({TOP: OTHER, "eagle_config": {TOP: BEFORE}}, OTHER),
+        ({"eagle_config": {TOP: OTHER}, "method": "eagle3"}, OTHER),  # ours, as it was
+        ({"eagle_config": {TOP: USUAL}, "method": "eagle3"}, ()),
+    ],
+)
+def test_layers_are_counted_as_their_writers_do(calm_target, official, tmp_path, stated, layers):
+    found = load_drafter(layered(official, tmp_path, stated), calm_target)
+    assert found.config == dataclasses.replace(CONFIGS["eagle3"], tapped_layers=tuple(layers))
+    of_others = bool(layers) and "method" not in stated
+    assert [str(list(layers)) in notice for notice in found.notices] == [True] * of_others
+
+
+@pytest.mark.parametrize("layout", ["ours", "authors"])
+def test_layers_are_written_for_every_reader(calm_target, tmp_path, layout):
+    config = dataclasses.replace(CONFIGS["eagle3"], tapped_layers=tuple(OTHER))
+    found = untrained(calm_target, "eagle3", config)
+    save_drafter(tmp_path / "d", "eagle3", config, found.params, calm_target, layout=layout)
+    written = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert written[TOP] == OTHER and written["eagle_config"] == {TOP: BEFORE}
+    assert load_drafter(tmp_path / "d", calm_target).config == config
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (["a", 1, 2], "layer_ids is ['a', 1, 2]: give three layers"),
+        ([True, 1, 2], "layer_ids is [True, 1, 2]: give three layers"),
+        ("123", "layer_ids is '123': give three layers"),
+        ({"1": 2}, "layer_ids is {'1': 2}: give three layers"),
+        ([1, 2], "tapped_layers [1, 2] of a target of 5 layers: give three"),
+        ([1, 2, 5], "tapped_layers [1, 2, 5] of a target of 5 layers: give three"),
+    ],
+)
+def test_layers_that_are_none_are_refused(calm_target, official, tmp_path, wrong, says):
+    folder = layered(official, tmp_path, {TOP: wrong})
+    said = refusal(load_drafter, folder, calm_target)
+    assert says in said and str(folder) in said
 
 
 def test_pickles_name_their_converter(calm_target, tmp_path):

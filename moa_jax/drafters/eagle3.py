@@ -15,7 +15,6 @@ t2d. Tensor names and config.json are the official ones.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ Array = jax.Array
 
 PREFIX = "midlayer."
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(feedback.FedLayer):
@@ -56,13 +56,17 @@ class Eagle3Layer(feedback.FedLayer):
 def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...]:
     """The streams it is fed with, by the layer they enter; as official files were trained."""
     layers = target_cfg.num_layers
-    chosen = cfg.tapped_layers or (2, layers // 2, layers - 3)
+    chosen = cfg.tapped_layers or _usual_layers(target_cfg)
     if len(chosen) != 3 or not all(0 <= i < layers for i in chosen):
         raise InputError(
             f"tapped_layers {list(chosen)} of a target of {layers} layers: give three, each from "
             f"0 to {layers - 1}"
         )
     return chosen
+
+
+def _usual_layers(target_cfg: TargetConfig) -> tuple[int, int, int]:
+    return 2, target_cfg.num_layers // 2, target_cfg.num_layers - 3
 
 
 def make(
@@ -181,11 +185,29 @@ def read_config(
     ids_U = _ids(files, target_cfg)
     whole = np.array_equal(ids_U, np.arange(target_cfg.vocab_size))
     draft_ids = () if whole else tuple(ids_U.tolist())
-    cfg = Eagle3Config(**sizes, draft_ids=draft_ids)
-    stated = files.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    if stated and tuple(stated) != tapped_layers(cfg, target_cfg):
-        cfg = dataclasses.replace(cfg, tapped_layers=tuple(stated))
-    return cfg, ()
+    usual, stated = _usual_layers(target_cfg), _stated_layers(files.config)
+    layers = () if stated == usual else stated
+    cfg = Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=layers)
+    tapped_layers(cfg, target_cfg)
+    if not layers or "method" in files.config:
+        return cfg, ()
+    notice = f"the drafter reads what enters layers {list(layers)}, not {list(usual)} as is usual"
+    return cfg, (f"{notice}: so its config.json says",)
+
+
+def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """The streams that a config.json names, by the layer they enter; () where it names none.
+
+    vLLM and speculators name at the top what enters layers; SpecForge and SGLang name in
+    `eagle_config` what comes out of layers. We once wrote there what enters them, which
+    `method` beside it tells.
+    """
+    top, nested = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
+    ids = top or nested or []
+    if type(ids) is not list or any(type(i) is not int for i in ids):
+        raise InputError(f"{LAYER_IDS} is {ids!r}: give three layers of the target by number")
+    leaves = not top and "method" not in config
+    return tuple(i + leaves for i in ids)
 
 
 def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
@@ -219,7 +241,8 @@ def write_config(
         "architectures": [ARCHITECTURE],
         "tie_word_embeddings": False,
         "draft_vocab_size": _num_guesses(cfg, target_cfg),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
+        LAYER_IDS: layers,
+        "eagle_config": {LAYER_IDS: [i - 1 for i in layers]},  # see `_stated_layers`
     }
 
 
