@@ -20,6 +20,7 @@ are short: on a CPU a cache with many unused rows slows plain decoding and flatt
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import sys
@@ -41,8 +42,10 @@ from moa_jax.tokenizer import load_tokenizer
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers
+LONGEST_PROMPT = 256  # of conversations
 DIFFERENT = 1  # exit code where drafts changed an answer in float32
 SPEED, ACCEPTANCE = "speed.png", "acceptance.png"
+DPI = 150
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -52,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int | None:
         args.max_new_tokens = LONGEST_OF_SHORT if short else LONGEST
     if args.conversations is not None:
         return _on_conversations(args)
+    if args.sources:
+        raise InputError("--sources chooses among --conversations: leave it out, or name them")
     return _on_suite(args)
 
 
@@ -74,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--limit", type=positive, help="at most this many questions of each set")
     group.add_argument("--sources", default="", help="of --conversations: names with commas")
     group.add_argument(
-        "--max-prompt", type=positive, default=256, help="of --conversations: longer ones are left"
+        "--max-prompt",
+        type=positive,
+        metavar="N",
+        help=f"leave out what begins with a longer prompt; default: {LONGEST_PROMPT} tokens of "
+        "--conversations, else what the target can hold",
     )
     add_cache_flag(parser)
     add_sampling_flags(parser)
@@ -93,6 +102,7 @@ def _on_conversations(args: argparse.Namespace) -> None:
             "--conversations prints the figures of one drafter in one mode: use --suite for more "
             "and for --output"
         )
+    args.max_prompt = args.max_prompt or LONGEST_PROMPT
     _, (plain, drafted) = load_contenders(args)
     print(compare_on_conversations(args, drafted.session, plain.session))
 
@@ -104,21 +114,26 @@ def _on_suite(args: argparse.Namespace) -> int:
     settings = _settings(args, interview, questions)
     folder = _output(args, settings)
     kept = answers.AnswerFolder(folder, settings, questions, [c.name for c in contenders])
-    asked = suites.first_of_each(questions, args.limit)
-    fitting = [q for q in asked if interview.room(interview.first_prompt(q))]
-    if not fitting:
-        raise InputError(
-            f"--suite {args.suite}: no question fits the target's "
-            f"{target.config.max_position_embeddings} positions: use other questions"
-        )
-    ask_all(interview, kept, fitting)
-    found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in fitting}
-    too_long = [q for q in asked if q not in found]
-    document = report.document_of(found, too_long, settings)
+    why_not = functools.partial(_why_not, interview, args.max_prompt)
+    asked, left_out = suites.choose(questions, args.limit, why_not)
+    if not asked:
+        reasons = "; ".join(dict.fromkeys(left_out.values()))
+        raise InputError(f"--suite {args.suite}: no question is left ({reasons}): use other ones")
+    ask_all(interview, kept, asked)
+    found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in asked}
+    document = report.document_of(found, left_out, settings)
     _write(folder, document)
     print(json.dumps(document) if args.json else report.render(document))
     exact = settings["dtype"] == "float32"
     return DIFFERENT if document["differences"] and exact else 0
+
+
+def _why_not(interview: Interview, longest: int | None, question: suites.Question) -> str | None:
+    """The reason to leave a question out, if there is one."""
+    prompt = interview.first_prompt(question)
+    if longest is not None and len(prompt) > longest:
+        return f"first prompt longer than {longest} tokens (--max-prompt)"
+    return None if interview.room(prompt) else report.TOO_LONG
 
 
 def ask_all(
@@ -169,8 +184,8 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
     else:
-        plots.plot_speed(document, folder / SPEED)
-        plots.plot_acceptance(document, folder / ACCEPTANCE)
+        plots.speed_figure(document).savefig(folder / SPEED, dpi=DPI)
+        plots.acceptance_figure(document).savefig(folder / ACCEPTANCE, dpi=DPI)
         pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"]
     text = "\n\n".join([report.render(document), *pictures])
     write_whole(folder / "report.md", text + "\n")

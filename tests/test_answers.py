@@ -53,6 +53,7 @@ def test_lines_are_spec_benchs(folder):
         "accept_lengths": [2],
     }
     assert {key: choice[key] for key in expected} == expected
+    assert line["same_as_plain"] is True and line["difference"] is None
 
 
 def test_what_was_answered_is_read_again(folder):
@@ -62,6 +63,18 @@ def test_what_was_answered_is_read_again(folder):
         made, read = answer(QUESTIONS[1], model), kept.answer(QUESTIONS[1], model)
         assert read.texts == made.texts
         assert read.results == [r._replace(prompt_ids=[]) for r in made.results]
+
+
+def test_whether_an_answer_is_plain_decodings_is_kept(tmp_path):
+    kept = opened(tmp_path / "run")
+    drawn = answer(QUESTIONS[0], "moa-chain")._replace(comparable=False)
+    other = answer(QUESTIONS[1], "moa-chain")._replace(difference={"turn": 1})
+    for question, drafted in zip(QUESTIONS, (drawn, other), strict=False):
+        kept.add(question, {"plain": answer(question, "plain"), "moa-chain": drafted})
+    lines = (tmp_path / "run" / "qa" / "moa-chain.jsonl").read_text().splitlines()
+    assert [json.loads(line)["same_as_plain"] for line in lines] == [None, False]
+    read = [opened(tmp_path / "run").answer(q, "moa-chain") for q in QUESTIONS[:2]]
+    assert [found.same_as_plain for found in read] == [None, False]
 
 
 def test_a_crash_costs_one_question_at_most(folder):

@@ -13,7 +13,7 @@ import pytest
 from infer import evaluate
 from infer.evaluation.contenders import Contender
 from infer.evaluation.interview import Interview
-from infer.evaluation.suites import Question
+from infer.evaluation.suites import PAPER, Question
 from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.drafters import DRAFTERS
@@ -94,8 +94,8 @@ def test_answers_and_report(finished):
     ]
     assert all(row["same_as_plain"] == 3 for row in document["rows"])
     assert document["skipped"] == [
-        {"set": "talk", "question_id": 3, "turn": 1},
-        {"set": "talk", "question_id": 2, "turn": 2},
+        {"set": "talk", "question_id": 3, "turn": 1, "why": "too long for the target"},
+        {"set": "talk", "question_id": 2, "turn": 2, "why": "too long for the target"},
     ]
     assert "| decoder | talk | all |" in (finished / "report.md").read_text()
 
@@ -122,6 +122,19 @@ def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
     assert document == json.loads((finished / "report.json").read_text())
     for path in (finished / "talk").iterdir():
         assert (folder / "talk" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_longer_prompts_are_left_out_and_told(resumed, finished):
+    length = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]["prompt_tokens"][0]
+    code, document, folder = resumed("--max-prompt", str(length))  # the other two have one more
+    assert not code and [row["questions"] for row in document["rows"]] == [1] * 4
+    why = f"first prompt longer than {length} tokens (--max-prompt)"
+    assert [(each["question_id"], each["why"]) for each in document["skipped"]] == [
+        (number, why) for number in (2, 3, 4)
+    ]
+    assert f"Skipped, {why}: 3 (talk 2, 3, 4)." in (folder / "report.md").read_text()
+    with pytest.raises(InputError, match=r"no question is left \(first prompt longer than 3"):
+        resumed("--max-prompt", "3")
 
 
 @pytest.mark.slow
@@ -176,7 +189,8 @@ def test_refused_flags(folder, tmp_path):
     assert "leave out --mode and" in again("--modes", "chain", "--mode", "tree")
     (tmp_path / "long.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
     line = again("--suite", str(tmp_path / "long.jsonl"))
-    assert "no question fits the target's 512 positions" in line
+    assert "no question is left (too long for the target): use" in line
+    assert "--sources chooses among --conversations" in again("--sources", "star")
 
 
 @pytest.mark.slow
@@ -185,7 +199,8 @@ def test_the_demo_in_two_modes(tmp_path, capsys):
     command = ["--suite", "demo", "--modes", "chain,tree", *tree, "--output", str(tmp_path)]
     assert not evaluate.main(command)
     text = capsys.readouterr().out
-    assert "| decoder | mt_bench | humaneval | gsm8k | alpaca | sum | qa | all |" in text
+    sets = " | ".join(f"demo-{name}" for name in PAPER)
+    assert f"| decoder | {sets} | all |" in text and "paper" not in text
     assert "| bundled-chain |" in text and "| bundled-tree |" in text
     assert "Each of the 12 drafted answers is the same as plain decoding's." in text
 
@@ -208,22 +223,25 @@ class Scripted:
         return [Result(prompts[0], [5, 4], "stop", [1], 100.0 if first else 1.0, 1.0, [1])]
 
 
-def test_turns_rotate_and_no_first_run_is_timed(folder):
+@pytest.fixture
+def scripted(folder) -> tuple[Interview, list[str]]:
+    """An interview of three, and the log of who answers."""
     log: list[str] = []
-    target = load_target(folder / "target")
     contenders = [Contender(name, None, Scripted(log, name)) for name in ("plain", "b", "c")]
-    interview = Interview(
-        target,
-        load_tokenizer(folder / "target"),
-        contenders,
-        Sampling(),
-        64,
-        [],
-        None,
-        None,
-        None,
-        True,
-    )
+    target, tokenizer = load_target(folder / "target"), load_tokenizer(folder / "target")
+    how = (Sampling(), 64, [], None, None, None, True)
+    return Interview(target, tokenizer, contenders, *how), log
+
+
+def test_drawn_candidates_are_not_compared(scripted):
+    question = Question("x", 1, "", "x", ("Hello!",))
+    for comparable, same in ((True, True), (False, None)):
+        found = scripted[0]._replace(comparable=comparable).ask(question, 0)
+        assert [answer.same_as_plain for answer in found.values()] == [True, same, same]
+
+
+def test_turns_rotate_and_no_first_run_is_timed(scripted):
+    interview, log = scripted
     orders = []
     for index in range(3):
         log.clear()

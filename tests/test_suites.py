@@ -1,6 +1,7 @@
 """Question sets: what every name of --suite gives, and one line for what is no question."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,20 @@ def test_the_demo_needs_no_data(monkeypatch, tmp_path):
     monkeypatch.setenv("MOA_DATA", str(tmp_path / "none"))
     questions = suites.load_suite("demo")
     assert len(questions) <= 12
-    assert tuple(dict.fromkeys(q.set for q in questions)) == suites.PAPER
+    assert tuple(dict.fromkeys(q.set for q in questions)) == tuple(
+        f"demo-{name}" for name in suites.PAPER
+    )
+    assert all(q.group == q.set for q in questions)
     assert any(len(q.turns) == 2 for q in questions)
-    assert len(suites.first_of_each(questions, 1)) == 6
-    assert len(suites.first_of_each(questions, None)) == len(questions)
+
+
+def test_what_is_left_out_makes_room_for_the_next():
+    questions = [suites.Question(name, i, "", name, ("Hi",)) for name in "ab" for i in range(4)]
+    why_not = lambda question: "first" if question.id == 0 else None  # noqa: E731
+    chosen, left_out = suites.choose(questions, 2, why_not)
+    assert [q.key for q in chosen] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert left_out == {questions[0]: "first", questions[4]: "first"}
+    assert len(suites.choose(questions, None, why_not)[0]) == 6
 
 
 def test_sets_below_the_data_folder(monkeypatch, tmp_path):
@@ -48,6 +59,8 @@ def test_sets_below_the_data_folder(monkeypatch, tmp_path):
     assert "--suite nothing: no such set or file; known are" in refusal(
         suites.load_suite, "nothing"
     )
+    for nothing in ("", ","):
+        assert f"--suite {nothing!r} names no set: known" in refusal(suites.load_suite, nothing)
     monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
     assert "set MOA_DATA" in refusal(suites.load_suite, "gsm8k")
 
@@ -104,6 +117,23 @@ def test_public_data_becomes_questions(monkeypatch):
         ("cnn_dailymail", 1, "Summarize: A cat was found."),
         ("cnn_dailymail", 2, "Summarize: A cat was found."),
     ]
+
+
+def test_a_hub_out_of_reach_says_one_line(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    client = logging.getLogger("huggingface_hub")
+    heard = logging.Handler()
+    heard.emit = lambda record: pytest.fail(record.getMessage())
+
+    def load_dataset(*names, **rest):
+        client.warning("Retrying in 1s")
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(client, "handlers", [heard])
+    level = client.level
+    assert "cannot open hub:x/y (no network)" in refusal(suites.load_suite, "hub:x/y")
+    assert client.level == level
 
 
 def test_public_data_of_tensorflow_datasets(monkeypatch):

@@ -4,8 +4,9 @@
      "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}], "tstamp"}
 
 Lists have one entry a turn, `accept_lengths` one a round of all turns. Beside them stands what
-the report needs: which run wrote the line, tokens, times of prefill, drafted nodes, and where an
-answer left plain decoding's. A first token comes from prefill, so in each turn new_tokens is 1 +
+the report needs: which run wrote the line, tokens, times of prefill, drafted nodes, whether it is
+plain decoding's answer (null: candidates were drawn, so it need not be) and where it left that. A
+first token comes from prefill, so in each turn new_tokens is 1 +
 the sum of its accept_lengths.
 
 Lines are added when all ways have answered a question, and put on the disk. Whatever a crash
@@ -40,6 +41,11 @@ class Answer(NamedTuple):
     texts: list[str]
     too_long: int | None = None  # the first turn, from 1, that the target had no room for
     difference: dict[str, Any] | None = None  # the first one from plain decoding's answer
+    comparable: bool = True  # with that; not where candidates were drawn
+
+    @property
+    def same_as_plain(self) -> bool | None:
+        return self.difference is None if self.comparable else None
 
     @property
     def accept_lengths(self) -> list[int]:
@@ -184,6 +190,7 @@ def _line_of(question: Question, model: str, answer: Answer) -> Line:
         "choices": [choice],
         "tstamp": time.time(),
         "too_long": answer.too_long,
+        "same_as_plain": answer.same_as_plain,
         "difference": answer.difference,
     }
 
@@ -207,4 +214,5 @@ def _answer_of(line: Line) -> Answer:
             )
         )
         start += rounds
-    return Answer(results, choice["turns"], line["too_long"], line["difference"])
+    comparable = line["same_as_plain"] is not None
+    return Answer(results, choice["turns"], line["too_long"], line["difference"], comparable)

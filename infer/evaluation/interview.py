@@ -38,7 +38,8 @@ class Interview(NamedTuple):
     def ask(self, question: Question, index: int) -> dict[str, Answer]:
         """Answers by contender; another one begins at each index, so that drift hits all alike.
 
-        An answer that differs from plain decoding's says where, and by which margin.
+        An answer that differs from plain decoding's says where, and by which margin. Drawn
+        candidates change a sampled answer but not its law: such answers are not compared.
         """
         turn = index % len(self.contenders)
         sampling = row_of(self.sampling, index)
@@ -48,8 +49,10 @@ class Interview(NamedTuple):
         }
         plain = found[PLAIN]
         for name, answer in found.items():
-            if self.comparable and name != PLAIN:
+            if name != PLAIN and self.comparable:
                 found[name] = answer._replace(difference=self._difference(plain, answer, sampling))
+            elif name != PLAIN:
+                found[name] = answer._replace(comparable=False)
         return found
 
     def room(self, prompt: list[int]) -> int:

@@ -47,6 +47,8 @@ PAPER: dict[str, dict[str, Figures]] = {
     },
     "EAGLE-2, retrained by them": {ALL: Figures(1.78, 3.60)},
     "EAGLE-2, official weights": {ALL: Figures(1.71, 3.43)},
+    "independent, 650M": {ALL: Figures(1.58, 3.80)},
+    "independent, 250M": {ALL: Figures(1.23, 3.51)},
 }
 
 

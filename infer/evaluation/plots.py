@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infer.evaluation import paper
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.report import ALL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHADES = "tab10"
 PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}
@@ -16,7 +18,7 @@ PAPERS = f"paper, {paper.MAIN} (Llama-3-8B)"
 MOST_LEVEL = 3  # bars side by side whose figures have room; more are written upright
 
 
-def plot_speed(document: Mapping[str, Any], path: Path) -> None:
+def speed_figure(document: Mapping[str, Any]) -> Figure:
     """Speedup with its quartiles above, tau below: a group of bars a set, a colour a decoder."""
     from matplotlib.figure import Figure
 
@@ -47,10 +49,10 @@ def plot_speed(document: Mapping[str, Any], path: Path) -> None:
         _tidy(panel)
     bottom.set_xticks(range(len(sets)), sets)
     _legend(figure, bottom)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def plot_acceptance(document: Mapping[str, Any], path: Path) -> None:
+def acceptance_figure(document: Mapping[str, Any]) -> Figure:
     """Share of drafts accepted at each position, of all rounds and of those that came there."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -75,7 +77,7 @@ def plot_acceptance(document: Mapping[str, Any], path: Path) -> None:
         _tidy(panel)
     panels[0].set_ylabel("share accepted")
     _legend(figure, panels[0])
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _mark_paper(top: Any, bottom: Any, sets: list[str]) -> None:

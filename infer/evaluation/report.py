@@ -13,7 +13,7 @@ Spec-Bench.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from moa_jax.bench.figures import acceptance, median, quartiles
 Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]
 ALL = paper.ALL  # the set of the last rows
+TOO_LONG = "too long for the target"
 CAUTION = (
     "The rows of the paper are for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens, "
     "their questions and machine. In their chart the MT-bench and GSM8K figures of all MoA rows "
@@ -36,9 +37,12 @@ CAUTION = (
 
 
 def document_of(
-    answers: Answers, too_long: Iterable[Question], settings: Mapping[str, Any]
+    answers: Answers, left_out: Mapping[Question, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The whole report: `rows`, one for each set and decoder, and what stands beside them."""
+    """The whole report: `rows`, one for each set and decoder, and what stands beside them.
+
+    `left_out` says why a question was not asked at all.
+    """
     groups: dict[str, list[Question]] = {}
     for question in answers:
         groups.setdefault(question.group, []).append(question)
@@ -48,11 +52,11 @@ def document_of(
         for name, questions in groups.items()
         for model in settings["models"]
     ]
-    skipped = [{"set": q.set, "question_id": q.id, "turn": 1} for q in too_long]
-    skipped += [
-        {"set": question.set, "question_id": question.id, "turn": found[PLAIN].too_long}
-        for question, found in answers.items()
-        if found[PLAIN].too_long
+    cut = [(question, found[PLAIN].too_long, TOO_LONG) for question, found in answers.items()]
+    skipped = [
+        {"set": question.set, "question_id": question.id, "turn": turn, "why": why}
+        for question, turn, why in [*((q, 1, why) for q, why in left_out.items()), *cut]
+        if turn is not None
     ]
     differences = [
         {"set": question.set, "question_id": question.id, "model": model, **answer.difference}
@@ -64,7 +68,7 @@ def document_of(
         "rows": rows,
         "skipped": skipped,
         "differences": differences,
-        "paper": {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()},
+        "paper": _papers_figures() if _is_papers(rows) else {},
         "settings": dict(settings),
     }
 
@@ -100,8 +104,14 @@ def _row(
         **acceptance(results, shape["levels"]),
         "rounds": rounds,
         "target_calls": rounds + len(results),
-        "same_as_plain": sum(answer.difference is None for answer in ours),
+        "same_as_plain": _same(ours),
     }
+
+
+def _same(answers: list[Answer]) -> int | None:
+    """How many are plain decoding's; None where they need not be."""
+    known = [answer.same_as_plain for answer in answers]
+    return None if None in known else sum(known)
 
 
 def _rate(answer: Answer) -> float:
@@ -162,6 +172,10 @@ def _papers_cell(method: str, name: str, rows: list[Row]) -> str:
     return paper.cell(method, name)
 
 
+def _papers_figures() -> dict[str, Any]:
+    return {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
+
+
 def _is_papers(rows: list[Row]) -> bool:
     """Whether there is a set of theirs."""
     return any(row["set"] in PAPER for row in rows)
@@ -169,7 +183,8 @@ def _is_papers(rows: list[Row]) -> bool:
 
 def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
     low, high = row["speedup_quartiles"]
-    return {
+    same = row["same_as_plain"]
+    cells = {
         "set": row["set"],
         "decoder": row["model"],
         "questions": str(row["questions"]),
@@ -181,9 +196,11 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
         "accepted of drafted": _number(row["acceptance_rate"]),
         "rounds": str(row["rounds"]),
         "target calls": str(row["target_calls"]),
-        "same as plain": f"{row['same_as_plain']}/{row['questions']}",
-        f"paper, {paper.MAIN}": _papers_cell(paper.MAIN, row["set"], rows),
+        "same as plain": "-" if same is None else f"{same}/{row['questions']}",
     }
+    if _is_papers(rows):
+        cells[f"paper, {paper.MAIN}"] = _papers_cell(paper.MAIN, row["set"], rows)
+    return cells
 
 
 def _positions(row: Row) -> dict[str, str]:
@@ -196,17 +213,22 @@ def _positions(row: Row) -> dict[str, str]:
 
 
 def _skips(skipped: list[dict[str, Any]]) -> str:
-    if not skipped:
-        return ""
-    places = [
-        f"{each['set']} {each['question_id']}"
-        + (f" (turn {each['turn']})" if each["turn"] > 1 else "")
-        for each in skipped
-    ]
-    return f"Skipped, too long for the target: {len(skipped)} ({', '.join(places)})."
+    """A line a reason, with the questions of each set."""
+    lines = []
+    for why in dict.fromkeys(each["why"] for each in skipped):
+        ids: dict[str, list[str]] = {}
+        for each in skipped:
+            if each["why"] == why:
+                turn = f" (turn {each['turn']})" if each["turn"] > 1 else ""
+                ids.setdefault(each["set"], []).append(f"{each['question_id']}{turn}")
+        places = "; ".join(f"{name} {', '.join(found)}" for name, found in ids.items())
+        lines.append(f"Skipped, {why}: {sum(map(len, ids.values()))} ({places}).")
+    return "\n".join(lines)
 
 
 def _sameness(differences: list[dict[str, Any]], last: list[Row]) -> str:
+    if any(row["same_as_plain"] is None for row in last):
+        return "Answers are not comparable with plain decoding's: candidates were drawn."
     if not differences:
         answers = sum(row["questions"] for row in last)
         return f"Each of the {answers} drafted answers is the same as plain decoding's."

@@ -2,7 +2,7 @@
 
 `--suite` takes any of these, with commas between them:
 
-    demo                            twelve questions of ours in six small sets
+    demo                            twelve questions of ours in six small sets: demo-mt_bench, ...
     paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
     spec_bench                      the 480 of Spec-Bench, in its six subtasks
     mt_bench,qa                     some of the sets above
@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,10 @@ PAPER = ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa")
 SPEC_BENCH = "spec_bench"
 FILE = "question.jsonl"
 DEMO = Path(moa_jax.__file__).parent / "demo" / "questions"
+KNOWN = (
+    f"known are demo, paper, {', '.join(PAPER)}, {SPEC_BENCH}, a {FILE}, hub:NAME/SPLIT and "
+    "tfds:NAME/SPLIT"
+)
 PUBLIC = ("hub:", "tfds:")
 PUBLIC_ROWS = 80  # as many as each of the paper's sets has
 # Spec-Bench tells the categories of its multi-turn questions and calls them one subtask.
@@ -57,22 +61,37 @@ def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
     question, naming file and line.
     """
     found: list[Question] = []
-    for name, path in _sets_of(text):
+    sets = list(_sets_of(text))
+    if not sets:
+        raise InputError(f"--suite {text!r} names no set: {KNOWN}")
+    for name, path in sets:
         if any(question.set == name for question in found):
             raise InputError(f"--suite {text}: two sets are named {name}: take one of them")
         found += _read(name, path, public_rows)
     return found
 
 
-def first_of_each(questions: Iterable[Question], limit: int | None) -> list[Question]:
-    """At most `limit` questions of each set."""
+def choose(
+    questions: Iterable[Question],
+    limit: int | None,
+    why_not: Callable[[Question], str | None],
+) -> tuple[list[Question], dict[Question, str]]:
+    """The first questions of each set that nothing speaks against, at most `limit`.
+
+    Those that `why_not` gives a reason against come second, with it.
+    """
     count: Counter[str] = Counter()
-    found = []
+    chosen, left_out = [], {}
     for question in questions:
-        count[question.set] += 1
-        if limit is None or count[question.set] <= limit:
-            found.append(question)
-    return found
+        if count[question.set] == limit:
+            continue
+        reason = why_not(question)
+        if reason is None:
+            chosen.append(question)
+            count[question.set] += 1
+        else:
+            left_out[question] = reason
+    return chosen, left_out
 
 
 def digest(questions: Iterable[Question]) -> str:
@@ -82,13 +101,12 @@ def digest(questions: Iterable[Question]) -> str:
 
 def _sets_of(text: str) -> Iterator[tuple[str, str]]:
     """Name and path of each set."""
-    known = (*PAPER, SPEC_BENCH)
     for part in names(text):
-        if part == "demo":
-            yield from ((name, str(DEMO / name / FILE)) for name in PAPER)
+        if part == "demo":  # named apart from the real ones, whose figures are others
+            yield from ((f"demo-{name}", str(DEMO / name / FILE)) for name in PAPER)
         elif part == "paper":
             yield from ((name, f"data:specbench/{name}/{FILE}") for name in PAPER)
-        elif part in known:
+        elif part in (*PAPER, SPEC_BENCH):
             yield part, f"data:specbench/{part}/{FILE}"
         elif part.startswith(PUBLIC):
             yield _name_of_public(part), part
@@ -97,10 +115,7 @@ def _sets_of(text: str) -> Iterator[tuple[str, str]]:
             path = path / FILE if path.is_dir() else path
             yield path.resolve().parent.name if path.name == FILE else path.stem, str(path)
         else:
-            raise InputError(
-                f"--suite {part}: no such set or file; known are demo, paper, {', '.join(known)}, "
-                f"a {FILE}, hub:NAME/SPLIT and tfds:NAME/SPLIT"
-            )
+            raise InputError(f"--suite {part}: no such set or file; {KNOWN}")
 
 
 def _name_of_public(path: str) -> str:

@@ -12,7 +12,9 @@ JSON Lines and datasets are streamed; nothing is kept in memory but the record a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,9 +114,22 @@ def _open_hub(name: str) -> Any:
         if (saved / "state.json").is_file():
             return datasets.load_from_disk(saved)
         hub_id, _, config = dataset.partition(":")
-        return datasets.load_dataset(hub_id, config or None, split=split, streaming=True)
+        with _quiet_retries():
+            return datasets.load_dataset(hub_id, config or None, split=split, streaming=True)
     except Exception as error:  # network, unknown name, unknown split: all of other types
         raise _unavailable("hub", name, error) from error
+
+
+@contextlib.contextmanager
+def _quiet_retries() -> Iterator[None]:
+    """The hub's client tells of each retry; what our one line says is enough."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _count_hub(name: str) -> int | None:
