@@ -74,9 +74,8 @@ class Server:
             max_bytes=manners.max_message_bytes,
             vocab_size=vocab_size,
         )
-        self.welcome = wire.encode(
-            wire.Welcome(SOFTWARE, pairing, rules.max_nodes, rules.max_tokens, rules.chunk)
-        )
+        welcome = (rules.max_nodes, rules.max_tokens, rules.max_prompt, rules.chunk)
+        self.welcome = wire.encode(wire.Welcome(SOFTWARE, pairing, *welcome))
         routes = [
             WebSocketRoute(PATH, self._split),
             Route("/health", self._health),

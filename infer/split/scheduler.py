@@ -33,6 +33,7 @@ from moa_jax.serve.slots import Reply, Request, Slots
 
 FATAL = {"version", "pairing", "token", "state", "message"}
 MOST_BEHIND = 64  # parts of a stream that wait to be sent, before the target pauses
+PART_BYTES = 256 << 10  # of rows in one part, which a slow link carries in a second or two
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
@@ -80,20 +81,23 @@ class Answer:
     def __init__(self, seq: int) -> None:
         self.seq = seq
         self.parts: list[bytes] = []
+        self.known = 0  # rows that the client has: parts with no others are left out
         self.complete = False
         self.refused: Refused | None = None
         self.on_read: Callable[[], None] | None = None  # after each part that was taken
         self._changed = asyncio.Event()
         self._num_read = 0
+        self._ends: list[int] = []  # for each part, the row behind its last; 0 without rows
 
     @property
     def behind(self) -> int:
         """Parts that nobody has taken yet."""
         return len(self.parts) - self._num_read
 
-    def add(self, part: bytes, complete: bool) -> None:
-        """Append a part and wake those who wait for it."""
+    def add(self, part: bytes, complete: bool, end: int = 0) -> None:
+        """Append a part, with rows up to `end`, and wake those who wait for it."""
         self.parts.append(part)
+        self._ends.append(0 if complete else end)
         self.complete = complete
         self._wake()
 
@@ -103,11 +107,12 @@ class Answer:
         self._wake()
 
     async def read(self) -> AsyncIterator[bytes]:
-        """All parts from the first; raises Refused where no further ones will come."""
+        """All parts but those known; raises Refused where no further ones will come."""
         index = 0
         while True:
             while index < len(self.parts):
-                yield self.parts[index]
+                if not 0 < self._ends[index] <= self.known:
+                    yield self.parts[index]
                 index += 1
                 self._num_read = max(self._num_read, index)
                 if self.on_read is not None:
@@ -266,7 +271,7 @@ class Scheduler:
             raise Refused("state", f"the last reply is {session.answer.seq}, not {ask.seq}")
         if session.owner is not None:
             session.owner(Refused("state", "another connection resumed this session"))
-        session.owner = owner
+        session.owner, session.answer.known = owner, ask.known
         session.counts["resumed"] += 1
         self._log("resume", session=session.id[:8], seq=session.answer.seq, seen=ask.seq)
         return session
@@ -522,25 +527,30 @@ class Scheduler:
         self.metrics.count_draft(drafted, accepted, len(reply.tokens))
 
     def _publish(self, session: Session, reply: Reply, last: bool) -> None:
-        """Encode a part of a session's answer, elsewhere, then add it; parts keep their order."""
+        """Encode parts of a session's answer, elsewhere, then add them; they keep their order."""
         if session.closed or not (last or reply.count or reply.tokens):
             return
         answer = session.answer
         self._log_text(session, reply.tokens)
-        coding = asyncio.get_running_loop().run_in_executor(
-            self._encoder, encoded, answer.seq, reply, session.encoding, not last
-        )
-        coding.add_done_callback(functools.partial(self._published, session, answer, last))
+        pieces = _pieces(reply)
+        for piece in pieces:
+            ends = last and piece is pieces[-1]
+            coding = asyncio.get_running_loop().run_in_executor(
+                self._encoder, encoded, answer.seq, piece, session.encoding, not ends
+            )
+            end = piece.start + piece.count if piece.count else 0
+            noting = functools.partial(self._published, session, answer, ends, end)
+            coding.add_done_callback(noting)
 
     def _published(
-        self, session: Session, answer: Answer, last: bool, coding: asyncio.Future[bytes]
+        self, session: Session, answer: Answer, last: bool, end: int, coding: asyncio.Future[bytes]
     ) -> None:
         if coding.cancelled():
             return
         if error := coding.exception():
             self._fail([session], error)
         else:
-            answer.add(coding.result(), complete=last)
+            answer.add(coding.result(), last, end)
 
     def _log_text(self, session: Session, tokens: list[int]) -> None:
         if self._text_of is not None and tokens:
@@ -572,6 +582,18 @@ def _from_row(reply: Reply, known: int) -> Reply:
     return reply._replace(
         start=reply.start + skip, count=reply.count - skip, rows=[row[skip:] for row in reply.rows]
     )
+
+
+def _pieces(reply: Reply) -> list[Reply]:
+    """A reply in parts of few bytes; its tokens and its end come with the last one."""
+    each = sum(row.nbytes for row in reply.rows) // max(reply.count, 1)
+    most = max(PART_BYTES // max(each, 1), 1)
+    parts = []
+    for at in range(0, reply.count or 1, most):
+        rows_of_part = [row[at : at + most] for row in reply.rows]
+        count = min(most, reply.count - at)
+        parts.append(Reply(reply.start + at, count, [], "", rows_of_part))
+    return [*parts[:-1], parts[-1]._replace(tokens=reply.tokens, done=reply.done)]
 
 
 def _draining() -> Refused:

@@ -218,10 +218,14 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Go on with a session after a lost connection; -1 says that no reply was seen."""
+    """Go on with a session after a lost connection; -1 says that no reply was seen.
+
+    Of the reply that was missed, parts whose rows all are among the first `known` do not come.
+    """
 
     session: SessionId
     seq: LastSeq  # of the last reply seen
+    known: Annotated[int, _whole(0, "max_tokens")] = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +270,8 @@ class Welcome:
     software: Text
     pairing: Pairing
     max_nodes: Annotated[int, _whole(0)]
-    max_tokens: Annotated[int, _whole(1)]
+    max_tokens: Annotated[int, _whole(1)]  # of a session, its prompt included
+    max_prompt: Annotated[int, _whole(1)]
     chunk: Annotated[int, _whole(1, "max_rows")]  # most rows of one Verdict
 
 
@@ -282,8 +287,8 @@ class Verdict:
     """What was committed, and rows of tokens start to start + count - 1.
 
     The last of `tokens` is the new root. Further parts of the same reply follow where `more` is
-    true; `done` comes with the last part, and so do tokens, but for those of a Stream: there each
-    part has some, which stand behind row `start`, and none has rows.
+    true; `done` comes with the last part, and so do tokens and the row before the root, but for
+    those of a Stream: there each part has tokens, which stand behind row `start`, and no rows.
     """
 
     seq: Seq
