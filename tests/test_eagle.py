@@ -16,11 +16,14 @@ import torch
 
 from infer.peers import unpickle
 from moa_jax import Session, load_drafter, load_target, masks
+from moa_jax.batch import Batch
 from moa_jax.config import (
+    ChunkConfig,
     DraftShape,
     Eagle3Config,
     EagleConfig,
     FeedbackConfig,
+    LossConfig,
     Objective,
 )
 from moa_jax.distillation import tap
@@ -35,6 +38,7 @@ from tests.drafting import (
     assert_drafting_equals_training,
     batch_of,
     calm_target,  # noqa: F401
+    loss_and_gradient,
     make,
     recorded_training,
     stored,
@@ -174,7 +178,7 @@ def test_drafts_equal_the_oracle(calm_target, name, tmp_path):
     weights = {k: torch.from_numpy(v.copy()) for k, v in tensors_of(tmp_path / "d").items()}
     assert drafter.config == found.config
     prompt = [5, 17, 60, 33, 9, 71, 12]
-    reads = _reads(calm_target, drafter, prompt[:-1])
+    reads = _reads(calm_target, _tapped(calm_target, drafter, _line(prompt[:-1])), 0)
     block = calm_target.config.block
     draft = oracle.draft_eagle if name == "eagle" else oracle.draft_eagle3
     sizes = (block.head_dim, block.rms_norm_eps, block.rope_theta)
@@ -184,15 +188,65 @@ def test_drafts_equal_the_oracle(calm_target, name, tmp_path):
     assert_close(logits_NV, logits.numpy(), "logits")
 
 
-def _reads(target, drafter, tokens):
+@pytest.mark.slow
+@pytest.mark.parametrize("steps, chunk", [(2, 0), (3, 5)])
+def test_training_time_test_equals_the_oracle(calm_target, steps, chunk, tmp_path):
+    """Loss and gradients of conversations side by side, for a head that lacks some choices."""
+    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"], seed=5)
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf  # noqa: E731
+    drafter = found._replace(params=jax.tree.map(grown, found.params))
+    lengths = [[9, 7], [12]]  # of the conversations in each row
+    batch = _packed(lengths, seed=7)
+    objective = Objective(
+        loss=LossConfig(token_weight=1.0),
+        chunks=ChunkConfig(head=chunk),
+        feedback=FeedbackConfig(steps=steps, decay=0.8),
+    )
+    parts, gradient = loss_and_gradient(calm_target, drafter, batch, objective)
+
+    save_drafter(tmp_path / "d", "eagle3", drafter.config, drafter.params, calm_target)
+    files = {name: torch.from_numpy(x.copy()) for name, x in tensors_of(tmp_path / "d").items()}
+    learnt = {name: files[name].requires_grad_() for name in gradient}
+    tapped, told = _tapped(calm_target, drafter, batch), []
+    for row, sizes in enumerate(lengths):
+        for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+            cut = (row, slice(start, start + size))
+            tokens, answer = (x[cut].tolist() for x in (batch.tokens_BT, batch.response_BT))
+            told.append(oracle.Conversation(tokens, _reads(calm_target, tapped, cut), answer))
+    block = calm_target.config.block
+    sizes = (block.head_dim, block.rms_norm_eps, block.rope_theta)
+    expected = oracle.loss_eagle3(files, told, steps, 0.8, *sizes)
+    assert_value(parts["loss"], expected.detach(), "loss")
+    slopes = torch.autograd.grad(expected, list(learnt.values()))
+    for name, slope in zip(learnt, slopes, strict=True):
+        assert_norm_close(gradient[name], slope, name)
+
+
+def _packed(lengths, seed):
+    """Rows of conversations of these lengths, answers in two tokens of three."""
+    T = max(map(sum, lengths))
+    draw = np.random.default_rng(seed)
+    segment_BT, position_BT = np.zeros((2, len(lengths), T), np.int32)
+    for row, sizes in enumerate(lengths):
+        segment_BT[row, : sum(sizes)] = np.repeat(np.arange(len(sizes)) + 1, sizes)
+        position_BT[row, : sum(sizes)] = np.concatenate([np.arange(size) for size in sizes])
+    tokens_BT = draw.integers(1, 100, segment_BT.shape).astype(np.int32) * (segment_BT > 0)
+    response_BT = (draw.random(segment_BT.shape) < 2 / 3) & (segment_BT > 0)
+    return Batch(*map(jnp.asarray, (tokens_BT, segment_BT, position_BT, response_BT)))
+
+
+def _tapped(target, drafter, batch):
     functions = make(target, drafter)
-    batch = _line(tokens)
-    tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+    tapped = lambda batch: tap(target.config, functions, target.params, batch, jnp.float32)  # noqa: E731
+    return jax.jit(tapped)(batch)
+
+
+def _reads(target, tapped, cut):
     as_torch = lambda x: torch.from_numpy(np.array(x))  # noqa: E731
-    streams = [as_torch(stream[0]) for stream in tapped.streams]
+    streams = [as_torch(stream[cut]) for stream in tapped.streams]
     head = as_torch(target.params["lm_head"].T)
     embed = as_torch(target.params["embed"])
-    return oracle.Reads(as_torch(tapped.hidden_BTD[0]), streams, embed, head)
+    return oracle.Reads(as_torch(tapped.hidden_BTD[cut]), streams, embed, head)
 
 
 def _line(tokens):
@@ -204,7 +258,7 @@ def _drafted(target, drafter, prompt, depth):
     """The first round's tokens and logits."""
     functions, verified = make(target, drafter), prompt[:-1]
     shared = functions.borrow(target.params)
-    tapped = tap(target.config, functions, target.params, _line(verified), jnp.float32)
+    tapped = _tapped(target, drafter, _line(verified))
     cache = functions.init_cache(1, 16, jnp.float32)
     zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
     digest = functions.digest(drafter.params, zero_B, tapped)

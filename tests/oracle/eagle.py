@@ -1,4 +1,6 @@
-"""Drafting a chain with EAGLE-1 and EAGLE-3, from their papers: everything anew at each step.
+"""Drafting a chain with EAGLE-1 and EAGLE-3, and EAGLE-3's loss: everything anew at each step.
+
+From their papers.
 
 Entry p is made of the token at position p and the feature of position p - 1: the target's where
 that is verified, else the drafter's own. Position 0 has no entry. RoPE counts positions only by
@@ -7,7 +9,7 @@ their differences, so it does not matter that implementations count entries diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional
 from .blocks import Block, attend, causal, rms_norm, rope_frequency, rotate
 
 Weights = Mapping[str, Tensor]
+Layer = Callable[..., Tensor]
 
 
 class Reads(NamedTuple):
@@ -65,8 +68,59 @@ def draft_eagle3(
     theta: float,
 ) -> tuple[list[int], Tensor]:
     """As `draft_eagle`; logits are over the draft vocabulary."""
+    feature, logits = _eagle3(weights, head_dim, eps, theta)
+    return _chain(reads, _fused(weights, reads), tokens, count, feature, logits, weights["d2t"])
+
+
+class Conversation(NamedTuple):
+    """A conversation to learn from: its tokens, what the target makes of them, the answers."""
+
+    tokens: Sequence[int]
+    reads: Reads
+    answer: Sequence[bool]
+
+
+def loss_eagle3(
+    weights: Weights,
+    conversations: Sequence[Conversation],
+    steps: int,
+    decay: float,
+    head_dim: int,
+    eps: float,
+    theta: float,
+) -> Tensor:
+    """Cross-entropy of the training-time test, whose pass j counts `decay` to the power of j.
+
+    Pass j drafts each token as the (j + 1)-th of a round and asks it of answers alone, if there
+    is an entry before the round. The mean of a pass is over all that it asks; where the target's
+    choice is none of the head's there is nothing to learn.
+    """
+    feature, logits = _eagle3(weights, head_dim, eps, theta)
+    ids_U = torch.arange(len(weights["d2t"])) + weights["d2t"]
+    total, asked = [torch.zeros(()) for _ in range(steps)], [1e-5] * steps
+    for tokens, reads, answer in conversations:
+        true_TD, score_TV = _fused(weights, reads), reads.hidden @ reads.head.T
+        law_TU, own = score_TV[:, ids_U].softmax(-1), {}
+        for j in range(steps):
+            for p in range(j + 1, len(tokens)):
+                root = p - j  # the last entry that is fed with the target's feature
+                drafted = [own[i, root + i] for i in range(j)]
+                before_PD = torch.stack([*true_TD[:root], *drafted])
+                own[j, p] = feature(reads.embed[list(tokens[1 : p + 1])], before_PD)[-1]
+                asked[j] += bool(answer[p])
+                if answer[p] and weights["t2d"][score_TV[p].argmax()]:
+                    total[j] = total[j] - law_TU[p] @ logits(own[j, p]).log_softmax(-1)
+    shares = [decay**j for j in range(steps)]
+    return sum(w * x / n for w, x, n in zip(shares, total, asked, strict=True)) / sum(shares)
+
+
+def _fused(weights: Weights, reads: Reads) -> Tensor:
+    return functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
+
+
+def _eagle3(weights: Weights, head_dim: int, eps: float, theta: float) -> tuple[Layer, Layer]:
+    """Its layer, of embeddings and the features before them, and its head."""
     block = _part(weights, "midlayer.", head_dim, eps, theta)
-    fused_TD = functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
         both = [block.norm("input_layernorm", embedding_TD), block.norm("hidden_norm", before_TD)]
@@ -77,7 +131,7 @@ def draft_eagle3(
     def logits(x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, weights["norm.weight"], eps) @ weights["lm_head.weight"].T
 
-    return _chain(reads, fused_TD, tokens, count, feature, logits, weights["d2t"])
+    return feature, logits
 
 
 def _chain(reads, true_TD, tokens, count, feature, logits, d2t) -> tuple[list[int], Tensor]:
