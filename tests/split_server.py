@@ -60,6 +60,7 @@ class ToySlots:
         self.chunk, self.width = chunk, width
         self.seconds = 0.0
         self.error: Exception | None = None
+        self.lost = False  # whether an error takes the caches with it
         self.hold = threading.Event()  # cleared: the worker waits
         self.hold.set()
         self.diary: list[tuple] = []
@@ -83,6 +84,10 @@ class ToySlots:
         assert self.slots[slot] is not None
         self.diary.append(("close", slot))
         self.slots[slot] = None
+
+    def recover(self) -> bool:
+        self.threads.add(threading.current_thread().name)
+        return self.lost
 
     def read(self, slot: int, tokens: list[int], *, pick_root: bool) -> Reply:
         self._work("read", slot, len(tokens))

@@ -331,6 +331,38 @@ def test_split_failures_end_their_sessions_and_show_in_health():
     asyncio.run(check())
 
 
+def test_split_failure_behind_the_target_ends_its_session_and_the_work_goes_on():
+    async def check():
+        async with working() as work:
+            bystander = await work.open([9])
+            broken = await work.open([1, 2])
+            work.scheduler._text_of = lambda tokens: 1 / 0
+            answer = work.scheduler.submit(broken, wire.Draft(1, [], []))
+            assert (await refusal(verdicts(answer)))[0] == "gone"
+            work.scheduler._text_of = None
+            await verdicts(work.scheduler.submit(bystander, wire.Draft(1, [], [])))
+            assert work.scheduler.healthy
+            work.scheduler._tasks[0].cancel()  # as no exception does
+            await until(lambda: not work.scheduler.healthy)
+
+    asyncio.run(check())
+
+
+def test_split_failure_that_takes_the_caches_ends_all_who_have_rows():
+    async def check():
+        async with working() as work:
+            sessions = [await work.open([n]) for n in range(2)]
+            work.slots.error, work.slots.lost = RuntimeError("out of memory"), True
+            answer = work.scheduler.submit(sessions[0], wire.Draft(1, [], []))
+            assert (await refusal(verdicts(answer)))[0] == "gone"
+            work.slots.error, work.slots.lost = None, False
+            await until(lambda: sessions[1].closed)
+            assert (await refusal(submitted(work, sessions[1], wire.Draft(1, [], []))))[0] == "gone"
+            await work.open([5])
+
+    asyncio.run(check())
+
+
 def test_split_text_is_logged_only_if_asked_for():
     async def check(text_of):
         slots, events = ToySlots(), []

@@ -191,6 +191,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._draining = False
         self._failures = 0
+        self._at_work: list[Session] = []  # those whose batch or chunk is under way
         self._tasks: list[asyncio.Task[None]] = []
         metrics.slots.set(rules.num_slots)
 
@@ -212,7 +213,7 @@ class Scheduler:
     @property
     def healthy(self) -> bool:
         """Whether the target works: false after several failures one after the other."""
-        return self._failures < MOST_FAILURES
+        return self._failures < MOST_FAILURES and not any(task.done() for task in self._tasks)
 
     @property
     def draining(self) -> bool:
@@ -414,11 +415,28 @@ class Scheduler:
     # The work itself
 
     async def _work(self) -> None:
-        """Batch after batch, with a chunk of reading between two."""
+        """Batch after batch, with a chunk of reading between two; no exception ends it."""
         while True:
             self._wake.clear()
-            if not (await self._verify() | await self._read()):
+            try:
+                busy = await self._verify() | await self._read()
+            except Exception as error:
+                busy = True
+                self._fail(await self._spoilt(), error)
+            if not busy:
                 await self._wake.wait()
+
+    async def _spoilt(self) -> list[Session]:
+        """Those that an exception took with it: all who have rows, where the caches are gone."""
+        try:
+            lost = await self._on_worker(self._slots.recover)
+        except Exception as error:  # no memory for new caches, say: the next pass tries again
+            lost = True
+            self._fail([], error)
+        if not lost:
+            return self._at_work
+        begun = [session for session in self._sessions.values() if session.slot is not None]
+        return [*self._at_work, *begun]
 
     async def _verify(self) -> bool:
         """All waiting drafts as one batch; false if there are none."""
@@ -430,12 +448,9 @@ class Scheduler:
                 session.draft = None
         if not batch:
             return False
+        self._at_work = [session for session, _ in batch]
         began = time.perf_counter()
-        try:
-            replies = await self._on_worker(self._verify_slots, batch)
-        except Exception as error:
-            self._fail([session for session, _ in batch], error)
-            return True
+        replies = await self._on_worker(self._verify_slots, batch)
         self._failures = 0
         self.metrics.batch.observe(len(batch))
         self.metrics.verify_seconds.observe(time.perf_counter() - began)
@@ -464,6 +479,7 @@ class Scheduler:
         if not self._readers:
             return False
         session = self._readers.popleft()
+        self._at_work = [session]
         reading = session.reading
         chunk = reading.chunk(self.rules.chunk)
         seen = reading.seen + len(chunk)
@@ -476,9 +492,6 @@ class Scheduler:
         except InputError as error:  # what only `Slots` knows to be too much
             session.answer.refuse(Refused("too_long", str(error)))
             self.close(session, "refused")
-            return True
-        except Exception as error:
-            self._fail([session], error)
             return True
         self._failures = 0
         self.metrics.read_seconds.observe(time.perf_counter() - began)

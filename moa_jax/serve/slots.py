@@ -97,12 +97,11 @@ class Slots:
         self.target, self.functions = target_, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
         self.weights = Weights(for_decoding(target_.params), drafter and drafter.params)
-        rows = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
-        dtype = target_.params["embed"].dtype
-        self._caches = target.init_caches(target_.config, num_slots + 1, rows, dtype)
+        self._num_cached = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
         self._scratch = num_slots  # where the padding of a pass writes
         self._slots: list[Slot | None] = [None] * num_slots
         self._programs: dict[Any, Any] = {}
+        self._renew()
 
     @property
     def num_free(self) -> int:
@@ -124,6 +123,25 @@ class Slots:
     def close(self, slot: int) -> None:
         """Frees a slot; what its caches hold is never seen again."""
         self._slots[slot] = None
+
+    def recover(self) -> bool:
+        """After an exception: whether a pass that failed took all sessions' rows with it.
+
+        Their slots are to be closed then; the caches are new.
+        """
+        if self._sound:
+            return False
+        self._renew()
+        return True
+
+    def _renew(self) -> None:
+        """Empty caches, once the old ones have given their memory back."""
+        self._caches = None
+        dtype = self.target.params["embed"].dtype
+        self._caches = target.init_caches(
+            self.target.config, len(self._slots) + 1, self._num_cached, dtype
+        )
+        self._sound = True
 
     def read(self, slot: int, tokens: Sequence[int], *, pick_root: bool) -> Reply:
         """Commits given tokens, at most `chunk` of them, and processes what can be.
@@ -256,8 +274,11 @@ class Slots:
             with matmul_precision(self.weights.target["embed"].dtype):
                 program = jax.jit(part, donate_argnums=1).lower(*given).compile()
             self._programs[key] = program
+        self._sound = False  # a pass replaces the caches in their place: one that fails, for good
         self._caches, *found = self._programs[key](*given)
-        return jax.tree.map(np.asarray, found)
+        found = jax.tree.map(np.asarray, found)
+        self._sound = True
+        return found
 
 
 # ---- on the host --------------------------------------------------------------------------
