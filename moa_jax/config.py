@@ -574,7 +574,7 @@ class DistillConfig:
 class GridConfig:
     """`train.grid`: drafters trained alike, compared on the same prompts.
 
-    Every cell is trained with each learning rate and seed. Of the learning rates the one with
+    Cells share target, data, number of updates and, about, of trainable parameters. Every cell is trained with each learning rate and seed. Of the learning rates the one with
     the highest simulated tau counts. Without any, each cell keeps the rate of its own config, such
     as the one that a shorter grid found best for it.
     """
@@ -585,7 +585,7 @@ class GridConfig:
     reference: str  # the cell that the others are divided by
     seeds: tuple[int, ...] = (0,)
     tolerance: float = 0.05  # of trainable parameters, from those of `reference`
-    unmatched: tuple[str, ...] = ()  # cells that may have more or fewer
+    unmatched: tuple[str, ...] = ()  # cells that may differ, in all but the target
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
     prompts: int = 64  # of the validation data, decoded with every finished drafter
     max_new_tokens: int = 128

@@ -1,43 +1,60 @@
 """Drafters trained alike and compared: `python -m train.grid --config configs/matched.py`.
 
 Each cell of the grid is a run of train.distill, so the same command goes on where it was cut, and
-cells, learning rates and seeds may be added later; what is finished is not done again. With
-`--cells a,b` and `--learning-rates 1e-4` several processes can share the work. The report (Markdown
-and JSON in the grid's directory) has what is there so far: tau of greedy decoding on held-out
-prompts, with the target's own stops, and where every answer goes on to the limit.
+cells, learning rates and seeds may be added later; what is finished is not done again, and refused
+where it was made with other settings or data. With `--cells a,b` and `--learning-rates 1e-4`
+several processes can share the work. The report (Markdown and JSON in the grid's directory) has
+what is there so far: tau of greedy decoding on held-out prompts, with the target's own stops, and
+where every answer goes on to the limit.
+
+GRID/CELL-lrRATE-seedSEED/     the directory of a run
+    drafter/                   when it is finished
+    finished.json              the settings and data files that it was trained with
+    decoded.json               tokens and rounds of each prompt; of the best learning rate only
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import itertools
-import json
 import math
+import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from infer.cli import Parser, names, run
 from infer.config_file import read_config
+from moa_jax.checkpoint import steps_of
 from moa_jax.config import DistillConfig, DraftShape, GridConfig
-from moa_jax.data import batches
+from moa_jax.data import batches, corpora
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.fingerprint import fingerprint
-from moa_jax.folders import write_json, write_whole
+from moa_jax.fingerprint import changes, fingerprint, listed
+from moa_jax.folders import file_hash, read_json, write_json, write_whole
 from moa_jax.metrics import read_records
 from moa_jax.pretrained import Target, describe_target, load_drafter, load_target
 from moa_jax.session import Session
 from moa_jax.tokenizer import load_tokenizer
+from moa_jax.version import __version__
+from moa_jax.vocabulary import FILE as VOCABULARY
 from train.decoding import prompts_of
 from train.distill import distill, with_vocabulary
+from train.grid_report import ENDINGS, Tau, figures, render
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
-DECODED = "decoded.json"
+FINISHED, DECODED = "finished.json", "decoded.json"
+# What matched cells share; the starts of dotted names.
+ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "run.dtype")
+HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
 
 
 class Run(NamedTuple):
@@ -89,6 +106,26 @@ def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: 
     return Run(cell, rate, seed, config)
 
 
+def check_alike(grid: GridConfig) -> dict[str, list[str]]:
+    """How cells that need not match differ from the reference in target, data and updates.
+
+    Raises InputError for such a difference of a matched cell, and for another target of any.
+    """
+    reference = fingerprint(dict(grid.cells)[grid.reference])
+    found = {}
+    for name, config in grid.cells:
+        different = [each for each in changes(reference, config) if each.startswith(ALIKE)]
+        free = name in grid.unmatched and not any(each.startswith("target") for each in different)
+        if different and not free:
+            raise InputError(
+                f"cell {name} is not trained like {grid.reference}: {listed(different)}: set them "
+                "alike or name it in `unmatched` (the target is that of all)"
+            )
+        if name in grid.unmatched:
+            found[name] = different
+    return found
+
+
 def check_sizes(grid: GridConfig, target: Target) -> dict[str, int]:
     """Trainable parameters of each cell; InputError for one that is not matched."""
     sizes = {name: _num_trained(config, target) for name, config in grid.cells}
@@ -112,19 +149,87 @@ def _num_trained(config: DistillConfig, target: Target) -> int:
 # ---- training and decoding ----------------------------------------------------------------
 
 
-def train(runs: Sequence[Run]) -> bool:
+def train(runs: Sequence[Run], target: Target) -> bool:
     """Trains what is not finished, one run after the other; False where told to stop."""
     for each in runs:
-        if not _is_trained(each):
+        if not is_finished(each, target):
             print(f"{each.config.run.directory}: training", file=sys.stderr)
             if not distill(each.config):
                 return False
+            settings = fingerprint(with_vocabulary(each.config, target))
+            content = {"settings": settings, "files": files_of(each.config)}
+            write_json(Path(each.config.run.directory) / FINISHED, content)
             jax.clear_caches()  # or the programs of all cells pile up
     return True
 
 
-def _is_trained(each: Run) -> bool:
-    return (Path(each.config.output) / "config.json").is_file()
+def is_finished(each: Run, target: Target) -> bool:
+    """Whether a run's drafter is there; InputError for one of other settings or data."""
+    if not (Path(each.config.output) / "config.json").is_file():
+        return False
+    settings, files = _left_by(each.config)
+    found = changes(settings, with_vocabulary(each.config, target)) if settings else []
+    now = files_of(each.config)
+    found += [f"{path}: other content" for path in now if files.get(path, now[path]) != now[path]]
+    if found:
+        raise InputError(
+            f"cell {each.cell}: {each.config.run.directory} was trained with other settings: "
+            f"{listed(found)}: restore them, or name another `directory`"
+        )
+    return True
+
+
+def _left_by(config: DistillConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a finished run, and facts of its files; empty where nothing is known.
+
+    Runs of earlier versions left no file of their own, but settings in their checkpoints.
+    """
+    folder = Path(config.run.directory)
+    if (folder / FINISHED).is_file():
+        found = read_json(folder / FINISHED)
+        return found.get("settings", {}), found.get("files", {})
+    for step in steps_of(config)[-1:]:
+        meta = folder / "checkpoints" / str(step) / "meta" / "metadata"
+        return (read_json(meta).get("config", {}) if meta.is_file() else {}), {}
+    return {}, {}
+
+
+def files_of(config: DistillConfig) -> dict[str, Any]:
+    """Facts of the local data files that a run reads, as far as they are at hand."""
+    found = {}
+    for path in (*config.data.train, *config.data.validation):
+        with contextlib.suppress(InputError):  # a report needs no data
+            if files := corpora.files_of(path):
+                found[path] = facts(*files)
+    if config.vocabulary:
+        files = Path(config.vocabulary), Path(config.vocabulary, VOCABULARY)
+        found |= {str(file): facts(file) for file in files if file.is_file()}
+    return found
+
+
+def facts(*files: Path) -> dict[str, Any]:
+    """Bytes and shortened hash of a file; of several the sum, and the hash of their hashes."""
+    stats = [file.stat() for file in files]
+    pairs = zip(files, stats, strict=True)
+    hashes = [_hash(file, stat.st_size, stat.st_mtime_ns) for file, stat in pairs]
+    many = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return {
+        "bytes": sum(stat.st_size for stat in stats),
+        "sha256": (hashes[0] if len(hashes) == 1 else many)[:HASH_LENGTH],
+    }
+
+
+@functools.cache
+def _hash(file: Path, size: int, changed_ns: int) -> str:
+    """Once for a file that nobody changes, though every run of the grid asks."""
+    return file_hash(file) or ""
+
+
+class Decoded(NamedTuple):
+    """The prompts decoded with one drafter: for each shape the taus by the names of ENDINGS."""
+
+    prompts: int
+    taus: list[dict[str, Tau]]
 
 
 def decode(grid: GridConfig, best: Sequence[Run]) -> None:
@@ -139,17 +244,18 @@ def decode(grid: GridConfig, best: Sequence[Run]) -> None:
         found = {"prompts": len(prompts), "settings": _settings(grid, each), "shapes": []}
         for shape in grid.shapes:
             session = Session(target, drafter, shape)
-            taus = {
-                key: _tau(session, prompts, grid.max_new_tokens, stops)
-                for key, stops in (("tau", None), ("tau_past_end", []))
-            }
-            found["shapes"].append({"shape": _name_of(shape)} | taus)
+            entry: dict[str, Any] = {"shape": _name_of(shape), "counts": {}}
+            for key, stops in ENDINGS.items():
+                counts = _counts(session, prompts, grid.max_new_tokens, stops)
+                entry["counts"][key] = counts
+                entry[key] = sum(counts["tokens"]) / max(sum(counts["rounds"]), 1)
+            found["shapes"].append(entry)
         write_json(Path(each.config.run.directory) / DECODED, found)
         jax.clear_caches()
 
 
 def _prompts(grid: GridConfig, target: Target) -> list[list[int]]:
-    config = grid.cells[0][1].data
+    config = dict(grid.cells)[grid.reference].data
     tokenizer = load_tokenizer(target.folder)
     validation, _ = batches.load(config, tokenizer, target.config.vocab_size, "validation", None)
     room = target.config.max_position_embeddings - grid.max_new_tokens
@@ -157,18 +263,19 @@ def _prompts(grid: GridConfig, target: Target) -> list[list[int]]:
     return list(itertools.islice(fitting, grid.prompts))
 
 
-def _tau(
+def _counts(
     session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
-) -> float:
-    """Tokens per verification over all rounds of all prompts."""
-    committed = rounds = 0
+) -> dict[str, list[int]]:
+    """Tokens after the first one, and rounds, of each prompt."""
+    found = []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
         filled = part + part[:1] * (BATCH - len(part))  # one program for all
-        for result in session.generate(filled, max_new_tokens, stops)[: len(part)]:
-            committed += sum(result.accept_lengths)
-            rounds += result.rounds
-    return committed / max(rounds, 1)
+        found += session.generate(filled, max_new_tokens, stops)[: len(part)]
+    return {
+        "tokens": [sum(result.accept_lengths) for result in found],
+        "rounds": [result.rounds for result in found],
+    }
 
 
 def _settings(grid: GridConfig, each: Run) -> dict[str, Any]:
@@ -181,12 +288,21 @@ def _settings(grid: GridConfig, each: Run) -> dict[str, Any]:
     }
 
 
-def _decoded(grid: GridConfig, each: Run) -> dict[str, Any] | None:
-    path = Path(each.config.run.directory) / DECODED
-    if not path.is_file():
+def _decoded(grid: GridConfig, each: Run) -> Decoded | None:
+    """What was decoded with these settings; None also for a damaged file, to be made again."""
+    try:
+        found = read_json(Path(each.config.run.directory) / DECODED)
+        taus = [{key: _tau(shape, key) for key in ENDINGS} for shape in found["shapes"]]
+        same = found["settings"] == _settings(grid, each) and len(taus) == len(grid.shapes)
+        return Decoded(int(found["prompts"]), taus) if same else None
+    except (InputError, KeyError, TypeError, ValueError):
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if found["settings"] == _settings(grid, each) else None
+
+
+def _tau(shape: dict[str, Any], key: str) -> Tau:
+    counts = shape["counts"][key] if "counts" in shape else {}
+    by_prompt = (np.array(counts[name], int) for name in ("tokens", "rounds") if counts)
+    return Tau(float(shape[key]), *by_prompt)
 
 
 def _name_of(shape: DraftShape) -> str:
@@ -204,15 +320,15 @@ class Row(NamedTuple):
     best: Run
     simulated_tau: float
     tried: dict[str, float]  # simulated tau by learning rate
-    decoded: dict[str, Any] | None
+    decoded: Decoded | None
 
 
-def rows_of(grid: GridConfig, runs: Sequence[Run]) -> list[Row]:
+def rows_of(grid: GridConfig, runs: Sequence[Run], target: Target) -> list[Row]:
     """One row a cell and seed of which at least one run is finished."""
     found = []
     key = lambda each: (each.cell, each.seed)  # noqa: E731
     for _, group in itertools.groupby(runs, key):
-        rated = [(_simulated_tau(each), each) for each in group if _is_trained(each)]
+        rated = [(_simulated_tau(each), each) for each in group if is_finished(each, target)]
         if rated:
             tau, best = max(rated, key=lambda pair: pair[0])
             tried = {f"{each.learning_rate:g}": tau for tau, each in rated}
@@ -221,76 +337,96 @@ def rows_of(grid: GridConfig, runs: Sequence[Run]) -> list[Row]:
 
 
 def _simulated_tau(each: Run) -> float:
-    """That of the run's last evaluation."""
-    records = read_records(Path(each.config.run.directory) / "metrics.jsonl")
-    return [record for record in records if "simulated_tau" in record][-1]["simulated_tau"]
+    """That of the run's last evaluation; InputError for a run without."""
+    folder = Path(each.config.run.directory)
+    records = read_records(folder / "metrics.jsonl")
+    taus = [record["simulated_tau"] for record in records if "simulated_tau" in record]
+    if not taus or taus[-1] is None:
+        raise InputError(
+            f"{folder}: metrics.jsonl holds no simulated tau of its last evaluation: remove the "
+            "folder to train this run again"
+        )
+    return taus[-1]
 
 
-def report(grid: GridConfig, rows: Sequence[Row], sizes: dict[str, int]) -> str:
-    """The table in Markdown; what is missing of the grid is said below it."""
-    shapes = [_name_of(shape) for shape in grid.shapes]
-    columns = ["cell", "seed", "parameters", "learning rate", "simulated tau"]
-    for shape in shapes:
-        columns += [f"tau, {shape}", "of reference", "past end", "of reference"]
+def document_of(
+    grid: GridConfig, rows: Sequence[Row], target: Target, config_file: str
+) -> dict[str, Any]:
+    """All that the report says, ready for JSON."""
+    reference = dict(grid.cells)[grid.reference]
     base = {row.best.seed: row for row in rows if row.best.cell == grid.reference}
-    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join(["---"] * len(columns)) + " |"]
-    for row in rows:
-        cells = [row.best.cell, row.best.seed, f"{sizes[row.best.cell]:,}"]
-        cells += [f"{row.best.learning_rate:g}", f"{row.simulated_tau:.2f}"]
-        cells += _taus(row, base.get(row.best.seed), len(shapes))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    sizes = check_sizes(grid, target)
     there = {(row.best.cell, row.best.seed) for row in rows}
     wanted = itertools.product((name for name, _ in grid.cells), grid.seeds)
-    missing = [f"{cell} (seed {seed})" for cell, seed in wanted if (cell, seed) not in there]
-    if missing:
-        lines += ["", f"Not trained yet: {', '.join(missing)}."]
-    return "\n".join(lines)
+    files = {str(file): file for file in [Path(config_file)] if file.is_file()}
+    model = [*target.folder.glob("*.json"), *target.folder.glob("*.safetensors")]
+    files |= {f"{reference.target}: {file.name}": file for file in sorted(model)}
+    inputs = [files_of(config) for _, config in grid.cells]
+    return {
+        "command": f"python -m train.grid --config {config_file}",
+        "versions": {
+            "moa-jax": __version__,
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+        },
+        "target": {"path": reference.target, **dataclasses.asdict(target.config)},
+        "files": functools.reduce(dict.__or__, inputs, {k: facts(v) for k, v in files.items()}),
+        "reference": grid.reference,
+        "unmatched": check_alike(grid),
+        "shared": {n: v for n, v in fingerprint(reference).items() if n.startswith(ALIKE)},
+        "tolerance": grid.tolerance,
+        "prompts": grid.prompts,
+        "max_new_tokens": grid.max_new_tokens,
+        "shapes": [_name_of(shape) for shape in grid.shapes],
+        "rows": [_entry(row, base.get(row.best.seed), sizes[row.best.cell]) for row in rows],
+        "missing": [f"{cell} (seed {seed})" for cell, seed in wanted if (cell, seed) not in there],
+    }
 
 
-def _taus(row: Row, base: Row | None, count: int) -> Iterator[str]:
-    for index in range(count):
-        for key in ("tau", "tau_past_end"):
-            if row.decoded is None:
-                yield from ("", "")
-                continue
-            tau = row.decoded["shapes"][index][key]
-            yield f"{tau:.2f}"
-            known = base and base.decoded
-            yield f"{tau / base.decoded['shapes'][index][key]:.2f}" if known else ""
+def _entry(row: Row, base: Row | None, parameters: int) -> dict[str, Any]:
+    decoded, known = row.decoded, base and base.decoded
+    return {
+        "cell": row.best.cell,
+        "seed": row.best.seed,
+        "parameters": parameters,
+        "learning_rate": row.best.learning_rate,
+        "simulated_tau": row.simulated_tau,
+        "simulated_tau_by_learning_rate": row.tried,
+        "settings": fingerprint(row.best.config),
+        "prompts": decoded and decoded.prompts,
+        "decoded": decoded
+        and [
+            {key: figures(tau, known and known.taus[index][key]) for key, tau in taus.items()}
+            for index, taus in enumerate(decoded.taus)
+        ],
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     grid = read_config(args.config, GridConfig)
-    sizes = check_sizes(grid, describe_target(grid.cells[0][1].target))
+    check_alike(grid)
+    target = describe_target(grid.cells[0][1].target)
+    check_sizes(grid, target)
     runs = runs_of(grid)
-    mine = chosen_runs(runs, names(args.cells), _rates(args.learning_rates))
+    mine = chosen_runs(runs, names(args.cells), _rates_of(args.learning_rates))
+    rows = rows_of(grid, runs, target)  # refuses before anything is trained
     if not args.report:
-        if not train(mine):
+        if not train(mine, target):
             return
         cells = {each.cell for each in mine}
-        decode(grid, [row.best for row in rows_of(grid, runs) if row.best.cell in cells])
-    rows = rows_of(grid, runs)
-    table = report(grid, rows, sizes)
+        decode(grid, [row.best for row in rows_of(grid, runs, target) if row.best.cell in cells])
+        rows = rows_of(grid, runs, target)
+    document = document_of(grid, rows, target, args.config)
+    text = render(document)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
-    write_whole(Path(grid.directory, "report.md"), table + "\n")
-    write_json(Path(grid.directory, "report.json"), {"rows": [_json(row) for row in rows]})
-    print(table)
+    write_whole(Path(grid.directory, "report.md"), text + "\n")
+    write_json(Path(grid.directory, "report.json"), document)
+    print(text)
 
 
-def _json(row: Row) -> dict[str, Any]:
-    shapes = row.decoded and row.decoded["shapes"]
-    return {
-        "cell": row.best.cell,
-        "seed": row.best.seed,
-        "learning_rate": row.best.learning_rate,
-        "simulated_tau": row.simulated_tau,
-        "simulated_tau_by_learning_rate": row.tried,
-        "shapes": shapes,
-    }
-
-
-def _rates(text: str) -> list[float]:
+def _rates_of(text: str) -> list[float]:
     try:
         return [float(name) for name in names(text)]
     except ValueError as error:
