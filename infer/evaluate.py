@@ -6,6 +6,9 @@
     python -m infer.evaluate --suite hub:cnn_dailymail:3.0.0/test
     python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
 
+Drafters whose files do not say what they are take options behind the folder, each its own:
+`--draft small=DIR,method=independent --draft moa=DIR,n=3`.
+
 Every question goes through all ways of decoding before the next one comes, another way first
 each time; a second turn follows our own answer to the first. Answers are kept as they come, in
 Spec-Bench's format, and the same command goes on where it was stopped. Then: tau, speedup over

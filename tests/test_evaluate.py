@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from infer import evaluate
+from infer.evaluation import contenders
 from infer.evaluation.contenders import Contender
 from infer.evaluation.interview import Interview
 from infer.evaluation.suites import PAPER, Question
@@ -19,6 +21,7 @@ from moa_jax.config import MoaConfig, Sampling
 from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
 from moa_jax.tokenizer import load_tokenizer
+from moa_jax.vocabulary import save_vocabulary, vocabulary_of
 from tests.model_folders import refusal
 from tests.test_regenerate import save_talkative_target
 
@@ -184,6 +187,8 @@ def test_refused_flags(folder, tmp_path):
     again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))  # noqa: E731
     assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
     assert "--draft a/b=c: write NAME=DIR" in again("--draft", "a/b=c")
+    assert "a=b,k=2: k is no option, known are method, n" in again("--draft", "a=b,k=2")
+    assert "n=x is no number of layers" in again("--draft", "a=b,n=x")
     assert "choose from chain, tree" in again("--modes", "chain,forest")
     assert "nothing to compare" in again("--modes", "plain,chain")
     assert "leave out --mode and" in again("--modes", "chain", "--mode", "tree")
@@ -191,6 +196,54 @@ def test_refused_flags(folder, tmp_path):
     line = again("--suite", str(tmp_path / "long.jsonl"))
     assert "no question is left (too long for the target): use" in line
     assert "--sources chooses among --conversations" in again("--sources", "star")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a=b,method=moa,n=3", ("a", "b", {"method": "moa", "target_layer_inference": 3})),
+        ("b,n=0", (None, "b", {"target_layer_inference": 0})),
+        ("a=x/b,c=d/e", ("a", "x/b,c=d/e", {})),
+        ("a=kept,n=1", ("a", "kept,n=1", {})),
+        ("kept,n=1", (None, "kept,n=1", {})),
+        ("who/model", (None, "who/model", {})),
+    ],
+)
+def test_options_of_a_drafter_stand_behind_its_folder(text, parts, tmp_path, monkeypatch):
+    (tmp_path / "kept,n=1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert contenders._given(text) == parts
+
+
+def loaded(*flags: str) -> dict[str, Contender]:
+    _, found = contenders.load_contenders(evaluate._parser().parse_args(flags))
+    return {contender.name: contender for contender in found}
+
+
+def test_each_drafter_has_options_of_its_own(folder, tmp_path):
+    target = load_target(folder / "target", jnp.float32)
+    config = MoaConfig(1, 24, 1, 24, 1, 16)
+    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
+    plain = save_drafter(tmp_path / "silent", "moa", config, params, target, layout="authors")
+    where = ["--target", f"{folder}/target", "--draft", f"a={folder}/draft"]
+    found = loaded(*where, "--draft", f"b={plain},n=2", "--draft", f"c={plain},method=moa")
+    reused = {
+        name: c.drafter.config.target_layer_inference for name, c in found.items() if c.drafter
+    }
+    assert reused == {"a-chain": 0, "b-chain": 2, "c-chain": 0}
+
+
+def test_a_draft_vocabulary_is_for_those_that_can_take_it(folder, tmp_path, capsys):
+    target = load_target(folder / "target")
+    vocabulary = vocabulary_of(np.arange(5, dtype=np.int32), target)
+    file = save_vocabulary(tmp_path / "few.safetensors", vocabulary)
+    where = ["--target", f"{folder}/target", "--draft-vocabulary", str(file), "--draft", "lookup"]
+    found = loaded(*where, "--draft", f"a={folder}/draft")
+    assert "lookup has a head of its own: --draft-vocabulary is not" in capsys.readouterr().err
+    narrowed = {name: c.session.weights.vocabulary is not None for name, c in found.items()}
+    assert narrowed == {"plain": False, "lookup-chain": False, "a-chain": True}
+    with pytest.raises(InputError, match="kind lookup has a head of its own"):
+        loaded(*where)
 
 
 @pytest.mark.slow

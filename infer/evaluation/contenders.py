@@ -15,7 +15,7 @@ from infer.pair import DEMO, MODES, load_pair, mode_of, open_session
 from moa_jax import Session, folders, load_drafter
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
-from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 BUNDLED = "bundled"  # a name for the bundled drafter's folder
 PLAIN = "plain"  # the name of the decoding that all others are measured beside
@@ -26,7 +26,17 @@ FILES_OF_MODEL = (
     "tokenizer*.json",
     "chat_template*",
 )
+OPTIONS = {"method": "method", "n": "target_layer_inference"}  # of one --draft: flag
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_OPTIONS = re.compile(r"(.*?)((?:,\w+=[^,/]*)*)", re.DOTALL)
+
+
+class Given(NamedTuple):
+    """What one --draft says."""
+
+    label: str | None
+    path: str
+    options: dict[str, Any]  # by the names of flags
 
 
 class Contender(NamedTuple):
@@ -44,26 +54,17 @@ def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
     make no draft, and for two contenders of one name.
     """
     modes = modes_of(args)
-    named = [_named(text) for text in args.draft or [BUNDLED]]
-    args.draft = None if named[0][1] == BUNDLED else named[0][1]
-    target, first = load_pair(args)
-    drafters = [first]
-    for _, path in named[1:]:
-        drafter = load_drafter(
-            DEMO / "draft" if path == BUNDLED else path,
-            target,
-            method=args.method,
-            target_layer_inference=args.target_layer_inference,
-        )
-        print(*drafter.notices, sep="\n", end="\n" if drafter.notices else "", file=sys.stderr)
-        drafters.append(drafter)
+    given = [_given(text) for text in args.draft or [BUNDLED]]
+    target, drafters = _load(args, given)
+    labels = [g.label or _public(d.folder) for g, d in zip(given, drafters, strict=True)]
+    narrowed = _narrowed(args, target, labels, drafters)
     found = [Contender(PLAIN, None, Session(target, cache_rows=args.cache_rows))]
-    for (label, _), drafter in zip(named, drafters, strict=True):
+    for label, drafter, narrow in zip(labels, drafters, narrowed, strict=True):
         for mode in modes:
-            session = open_session(
-                _flags_of(args, mode, modes), target, drafter, cache_rows=args.cache_rows
-            )
-            name = f"{label or _public(drafter.folder)}-{mode_of(session.shape)}"
+            flags = _flags_of(args, mode, modes)
+            flags.draft_vocabulary = args.draft_vocabulary if narrow else None
+            session = open_session(flags, target, drafter, cache_rows=args.cache_rows)
+            name = f"{label}-{mode_of(session.shape)}"
             if any(contender.name == name for contender in found):
                 raise InputError(f"two drafters are named {name}: give one as --draft NAME=DIR")
             found.append(Contender(name, drafter, session))
@@ -109,6 +110,42 @@ def describe(
     }
 
 
+def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[LoadedDrafter]]:
+    """The target and all drafters; what a drafter's own text says goes before the flags."""
+    common = {flag: getattr(args, flag) for flag in OPTIONS.values()}
+    args.draft = None if given[0].path == BUNDLED else given[0].path
+    vars(args).update(given[0].options)
+    target, first = load_pair(args)
+    drafters = [first]
+    for _, path, options in given[1:]:
+        folder = DEMO / "draft" if path == BUNDLED else path
+        drafter = load_drafter(folder, target, **{**common, **options})
+        for notice in drafter.notices:
+            print(notice, file=sys.stderr)
+        drafters.append(drafter)
+    return target, drafters
+
+
+def _narrowed(
+    args: argparse.Namespace, target: Target, labels: list[str], drafters: list[LoadedDrafter]
+) -> list[bool]:
+    """Which drafters get --draft-vocabulary: not those with a head of their own beside others.
+
+    Alone they do, and opening their session refuses it.
+    """
+    if args.draft_vocabulary is None:
+        return [False] * len(drafters)
+    able = [not functions_of(drafter, target.config).own_head for drafter in drafters]
+    if not any(able):
+        return [True] * len(drafters)
+    for label, is_able in zip(labels, able, strict=True):
+        if not is_able:
+            print(
+                f"{label} has a head of its own: --draft-vocabulary is not for it", file=sys.stderr
+            )
+    return able
+
+
 def _flags_of(
     args: argparse.Namespace, mode: str | None, modes: list[str | None]
 ) -> argparse.Namespace:
@@ -122,14 +159,34 @@ def _flags_of(
     return flags
 
 
-def _named(text: str) -> tuple[str | None, str]:
-    """NAME=DIR in two; a name is also part of a file's name."""
-    name, equals, path = text.partition("=")
-    if not equals or Path(text).is_dir():
-        return None, text
-    if not _NAME.fullmatch(name) or not path:
+def _given(text: str) -> Given:
+    """The parts of [NAME=]DIR[,method=KIND][,n=N]; a name is also part of a file's name.
+
+    Options need no quotes in a shell, have no slash, and stand behind what is no folder as it is.
+    """
+    if Path(text).is_dir():
+        return Given(None, text, {})
+    path, options = text, ""
+    if not Path(text.partition("=")[2]).is_dir():
+        path, options = _OPTIONS.fullmatch(text).groups()
+    name, equals, rest = path.partition("=")
+    if not equals:
+        return Given(None, path, _options(text, options))
+    if not _NAME.fullmatch(name) or not rest:
         raise InputError(f"--draft {text}: write NAME=DIR, the name of letters, digits, . _ + -")
-    return name, path
+    return Given(name, rest, _options(text, options))
+
+
+def _options(text: str, options: str) -> dict[str, Any]:
+    """`,method=moa,n=3` by the names of flags."""
+    found: dict[str, Any] = {}
+    for key, _, value in (option.partition("=") for option in names(options)):
+        if key not in OPTIONS:
+            raise InputError(f"--draft {text}: {key} is no option, known are {', '.join(OPTIONS)}")
+        if key == "n" and not value.isdecimal():
+            raise InputError(f"--draft {text}: n={value} is no number of layers, write n=3")
+        found[OPTIONS[key]] = int(value) if key == "n" else value
+    return found
 
 
 def _public(folder: Path) -> str:
