@@ -249,7 +249,7 @@ class Client:
     def draft(self, seq: int, tokens: list[int] = (), parents: list[int] | None = None):
         chain = list(range(len(tokens)))
         self.send(wire.Draft(seq, list(tokens), chain if parents is None else parents))
-        (verdict,) = self.reply()
+        (*_, verdict) = self.reply()  # rows of many bytes come in several parts
         return verdict
 
     def answer(self, prompt: list[int], count: int, first_seq: int = 0) -> list[int]:

@@ -327,6 +327,52 @@ def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
             slow.drop()
 
 
+def test_split_requests_without_reading_wait_and_leave_nothing_behind():
+    slots = ToySlots(chunk=64, width=2000)  # one reply is some 2 MB
+
+    def senders() -> int:
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(server.loop)]
+        return sum("_send_answer" in name for name in names)
+
+    with running(slots, Manners(send_seconds=2.0), max_prompt=512) as server:
+        with Client(server, max_queue=1, max_size=None) as client:
+            client.open(PROMPT)
+            text = PROMPT + plain(PROMPT, 1)
+            for seq in range(1, 9):
+                right = plain(text, 31)
+                client.send(wire.Draft(seq, right[:30], list(range(30))))
+                text += right
+                with contextlib.suppress(AssertionError):  # from some point on it waits
+                    server.wait(lambda seq=seq: complete(server, seq), 0.3)
+                assert senders() <= 1
+            assert not complete(server, 8)
+            client.drop()
+        server.wait(lambda: not server.server.connections and not senders())
+        assert not server.named("error") and server.metric("split_failures_total") == 0
+        with Client(server, max_size=None) as back:
+            back.send(wire.Resume(client.session, 0))
+            assert isinstance(back.receive(), wire.Resumed)
+
+
+def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
+    with Client(server) as client:
+        text = PROMPT + client.open(PROMPT)[-1].tokens
+        for seq in range(1, 6):
+            client.send(wire.Draft(seq, [], []))
+            server.wait(lambda seq=seq: complete(server, seq))
+        for seq in range(1, 6):
+            (verdict,) = client.reply()
+            assert (verdict.seq, verdict.tokens) == (seq, [next_token(text)])
+            text += verdict.tokens
+        client.send(wire.Close())
+
+
+def complete(server, seq: int) -> bool:
+    """Whether the reply of that number is made for some session."""
+    sessions = list(server.scheduler._sessions.values())
+    return any(s.answer.seq == seq and s.answer.complete for s in sessions)
+
+
 def test_split_slots_under_pressure_go_from_those_who_left_longest(server):
     with running(ToySlots(num_slots=2), queue_seconds=5.0) as server:
         gone = []

@@ -146,7 +146,7 @@ class Connection:
         self._session: Session | None = None
         self._encoding: Encoding | None = None  # None until Hello
         self._opening: int | None = None  # seq of an Open that waits for its slot
-        self._sending: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None  # there is never more than one
         self._answer: Answer | None = None  # the one that is being sent
         self._end: asyncio.Future[Refused | None] = asyncio.get_running_loop().create_future()
         self._seen = self._owed = 0.0  # time of the last message; seconds of rate used up
@@ -325,15 +325,18 @@ class Connection:
     # What goes out
 
     async def _deliver(self, answer: Answer) -> None:
-        """Send an answer as its parts come, beside the reading of further messages."""
+        """Send an answer as its parts come, beside the reading of further messages.
+
+        Waits for the one before: who asks without reading is not read any more either.
+        """
         if answer is self._answer:
             return  # a duplicate of a request whose answer is on its way
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
         self._answer = answer
-        self._spawn(self._send_answer(answer, self._sending))
+        self._spawn(self._send_answer(answer))
 
-    async def _send_answer(self, answer: Answer, before: asyncio.Task[None] | None = None) -> None:
-        if before is not None:
-            await asyncio.wait([before])
+    async def _send_answer(self, answer: Answer) -> None:
         self._answer = answer
         try:
             async for part in answer.read():
