@@ -222,6 +222,7 @@ def load_client_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter]:
         method=args.method,
         target_layer_inference=args.target_layer_inference,
         dtype=None if args.dtype is None else jnp.dtype(args.dtype),
+        for_client=True,
     )
     for notice in drafter.notices:
         print(notice, file=sys.stderr)

@@ -1,13 +1,17 @@
-"""Convert drafters between file layouts, or write a target back in another dtype.
+"""Convert drafters between file layouts, write a target back in another dtype, or cut a pair down.
 
     python -m infer.convert --draft DIR --target DIR --to vllm --output NEW
     python -m infer.convert --target DIR --dtype bfloat16 --output NEW
+    python -m infer.convert --draft DIR --target DIR --for-client --output NEW
 
 Tensors keep the authors' names in every layout; config.json differs:
     ours         sizes, target layer inference, the target it belongs to
     authors      the target's config, as the paper's training code writes it
     vllm         that of the authors' vLLM fork
     speculators  that of the speculators library, with the target's config nested
+
+--for-client writes NEW/target and NEW/draft, the part of both that infer.client reads, as stored;
+a server of the whole pair takes a client of the part.
 """
 
 from __future__ import annotations
@@ -15,17 +19,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infer.cli import Parser, run
 from moa_jax.drafters.kinds import FILE_LAYOUTS
 from moa_jax.errors import InputError
+from moa_jax.folders import find_folder
 from moa_jax.pretrained import (
     describe_target,
     load_drafter,
     load_target,
     save_drafter,
+    save_for_client,
     save_target,
     stored_dtype,
 )
@@ -74,6 +81,35 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
+    """Write what a client reads of a pair; returns what was done."""
+    target = describe_target(find_folder(flags.target))
+    drafter = load_drafter(
+        flags.draft,
+        target,
+        method=flags.method,
+        target_layer_inference=flags.target_layer_inference,
+        for_client=True,
+    )
+    save_for_client(flags.output, target, drafter)
+    return {
+        "output": str(flags.output),
+        "method": drafter.method,
+        "bytes": {part.name: _num_bytes(part) for part in sorted(flags.output.iterdir())},
+        "of_bytes": {
+            name: _num_bytes(folder)
+            for name, folder in (("draft", drafter.folder), ("target", target.folder))
+            if folder.is_dir()
+        },
+        "notices": list(drafter.notices),
+    }
+
+
+def _num_bytes(folder: Path) -> int:
+    """What the weights of a folder take."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
     """Write a target as a Hugging Face folder; returns what was done."""
     dtype = flags.dtype or stored_dtype(flags.target)
@@ -91,19 +127,39 @@ def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     flags = _parser().parse_args(arguments)
-    for flag in ("to", "method", "target_layer_inference"):
+    for flag in ("to", "method", "target_layer_inference", "for_client"):
         if not flags.draft and getattr(flags, flag) is not None:
             shown = flag.replace("_", "-")
             raise InputError(f"--{shown} describes a drafter: name it with --draft")
+    for flag in ("to", "dtype"):
+        if flags.for_client and getattr(flags, flag) is not None:
+            raise InputError(f"--for-client leaves tensors as they are: leave out --{flag}")
     if flags.output.exists() and not flags.overwrite:
         raise InputError(f"{flags.output} exists already: choose another or add --overwrite")
-    done = convert_draft(flags) if flags.draft else convert_target(flags)
+    done = _way_of(flags)(flags)
     if flags.json:
         print(json.dumps(done, indent=2))
         return
     for notice in done["notices"]:
         print(f"note: {notice}", file=sys.stderr)
-    print(f"wrote {done['output']} in {done['dtype']}")
+    print(_line(done))
+
+
+def _way_of(flags: argparse.Namespace) -> Callable[[argparse.Namespace], dict[str, Any]]:
+    if flags.for_client:
+        return cut_for_client
+    return convert_draft if flags.draft else convert_target
+
+
+def _line(done: dict[str, Any]) -> str:
+    """What was done, for people."""
+    if "bytes" not in done:
+        return f"wrote {done['output']} in {done['dtype']}"
+    sizes = (
+        f"{name} {size / 1e6:.1f} MB of {done['of_bytes'][name] / 1e6:.1f}"
+        for name, size in done["bytes"].items()
+    )
+    return f"wrote {done['output']}: {', '.join(sizes)}"
 
 
 def _parser() -> Parser:
@@ -122,6 +178,12 @@ def _parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--output", metavar="DIR", type=Path, required=True, help="new folder")
     output.add_argument("--to", choices=FILE_LAYOUTS, help="layout of a drafter; default: ours")
+    output.add_argument(
+        "--for-client",
+        action="store_true",
+        default=None,
+        help="only what infer.client needs of target and drafter, each in a folder of its own",
+    )
     output.add_argument("--dtype", choices=DTYPES, help="of the tensors; as stored if not given")
     output.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     output.add_argument("--json", action="store_true", help="print one JSON document")

@@ -574,9 +574,10 @@ class DistillConfig:
 class GridConfig:
     """`train.grid`: drafters trained alike, compared on the same prompts.
 
-    Cells share target, data, number of updates and, about, of trainable parameters. Every cell is trained with each learning rate and seed. Of the learning rates the one with
-    the highest simulated tau counts. Without any, each cell keeps the rate of its own config, such
-    as the one that a shorter grid found best for it.
+    Cells share target, data, number of updates and, about, of trainable parameters. Every cell is
+    trained with each learning rate and seed. Of the learning rates the one with the highest
+    simulated tau counts. Without any, each cell keeps the rate of its own config, such as the one
+    that a shorter grid found best for it.
     """
 
     cells: tuple[tuple[str, DistillConfig], ...]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -33,6 +35,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = "pytorch_model*.bin"
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
@@ -50,7 +53,7 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
 
     patterns = ["*.json", *TOKENIZER_PATTERNS, *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:
         raise InputError(
             f"{name} is gated on the hub: accept its licence there and run `hf auth login`"
@@ -60,6 +63,28 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
             f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}): "
             "check the spelling and the network"
         ) from error
+    if weights and not any(folder.glob("*.safetensors")) and _is_pickled_on_the_hub(name):
+        raise _pickled(name, "FOLDER", f"hf download {name} --local-dir FOLDER, then ")
+    return folder
+
+
+def _is_pickled_on_the_hub(name: str) -> bool:
+    """Whether a repository holds pytorch_model*.bin; False where the hub does not say."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return any(fnmatch.fnmatch(file, _PICKLES) for file in list_repo_files(name))
+    except Exception:  # as of a download; that there are no weights is said where they are read
+        return False
+
+
+def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
+    """The refusal of weights that are pickles, and how they become safetensors."""
+    return InputError(
+        f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read: "
+        f"run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
+        "uses torch.load with weights_only=True)"
+    )
 
 
 def public_name(folder: Path) -> str:
@@ -113,10 +138,12 @@ class TensorReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
-        self._file_of = {name: path for path, file in self._files.items() for name in file.keys()}
+        self.file_of: dict[str, Path] = {
+            name: path for path, file in self._files.items() for name in file.keys()
+        }
         self.shapes: dict[str, Shape] = {
             name: tuple(self._files[path].get_slice(name).get_shape())
-            for name, path in self._file_of.items()
+            for name, path in self.file_of.items()
         }
 
     def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
@@ -127,7 +154,7 @@ class TensorReader:
         for name, shape in expected.items():
             if self.shapes[name] != shape:
                 raise InputError(
-                    f"{self._file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
+                    f"{self.file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
                     f"config asks for {list(shape)}: use the config.json of these weights"
                 )
             self._float_of(name)
@@ -141,17 +168,25 @@ class TensorReader:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in the dtype of the file."""
-        return self._files[self._file_of[name]].get_tensor(name)
+        return self._files[self.file_of[name]].get_tensor(name)
+
+    def num_bytes(self, name: str) -> int:
+        """What a tensor takes in its file."""
+        bits = re.search(r"\d+", self._stored(name))
+        return math.prod(self.shapes[name]) * (int(bits[0]) // 8 if bits else 1)  # BOOL: a byte
 
     def _float_of(self, name: str) -> str:
         """The name of the float dtype that a tensor is stored in; raises InputError for others."""
-        stored = self._files[self._file_of[name]].get_slice(name).get_dtype()
+        stored = self._stored(name)
         if stored not in _FLOATS:
             raise InputError(
-                f"{self._file_of[name]}: {name} is stored as {stored}: "
+                f"{self.file_of[name]}: {name} is stored as {stored}: "
                 f"only {', '.join(_FLOATS)} are read, so save it in one of them"
             )
         return _FLOATS[stored]
+
+    def _stored(self, name: str) -> str:
+        return self._files[self.file_of[name]].get_slice(name).get_dtype()
 
     def _report(self, verb: str, names: list[str]) -> None:
         if names:
@@ -172,28 +207,50 @@ def write_tensors(
     More than 4 GiB are split into several files with an index, as Hugging Face does.
     """
     dtype = np.dtype(dtype)
-    file_of, total = _plan_files(shapes, dtype.itemsize)
+    kept = (
+        (name, tensor if tensor.dtype.kind in "iub" else tensor.astype(dtype, copy=False))
+        for name, tensor in tensors
+    )
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    _write_files(folder, sizes, kept)
+
+
+def copy_tensors(reader: TensorReader, names: Iterable[str], folder: Path) -> None:
+    """Write some tensors of other files as they are stored; split as `write_tensors` does."""
+    sizes = {name: reader.num_bytes(name) for name in names}
+    _write_files(folder, sizes, ((name, reader.read(name)) for name in sizes))
+
+
+def _write_files(
+    folder: Path, sizes: Mapping[str, int], tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Write tensors, given in the order of `sizes`, which says the bytes of each."""
+    if not sizes:
+        _write_safetensors(folder / _SINGLE, {})
+    file_of = _plan_files(sizes)
     last_of = {file: name for name, file in file_of.items()}
     held: dict[str, np.ndarray] = {}
     for name, tensor in tensors:
-        kept = tensor if tensor.dtype.kind in "iub" else tensor.astype(dtype, copy=False)
-        held[name] = np.ascontiguousarray(kept)
+        held[name] = np.ascontiguousarray(tensor)
         if last_of[file_of[name]] == name:
             _write_safetensors(folder / file_of[name], held)
             held = {}
     if len(last_of) > 1:
-        write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
+        total = {"total_size": sum(sizes.values())}
+        write_json(folder / _INDEX, {"metadata": total, "weight_map": file_of})
 
 
 @contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path, mark: str = "config.json") -> Iterator[Path]:
     """Give an empty folder that becomes `folder` if the block ends well, and vanishes if not.
 
-    An existing folder is replaced; raises InputError if it does not look like a model folder.
+    An existing folder is replaced if it is empty or holds the file `mark`; raises InputError for
+    others.
     """
     folder = folder.absolute()
-    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder)):
-        raise InputError(f"{folder} exists and is not a model folder: choose another output")
+    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder, mark)):
+        what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
+        raise InputError(f"{folder} exists and is not {what}: choose another output")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         fresh, old = Path(scratch, "new"), Path(scratch, "old")
@@ -217,8 +274,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
                 shutil.copyfile(path, folder / path.name)
 
 
-def _is_replaceable(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or not any(folder.iterdir())
+def _is_replaceable(folder: Path, mark: str) -> bool:
+    return (folder / mark).is_file() or not any(folder.iterdir())
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -231,12 +288,8 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder / _INDEX}: weight_map does not map tensors to files: fetch it again"
             )
         return [folder / file for file in sorted(set(file_of.values()))]
-    if any(folder.glob("pytorch_model*.bin")):
-        raise InputError(
-            f"{folder} holds pytorch_model.bin but no safetensors, and pickles are never read: "
-            f"run python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
-            "uses torch.load with weights_only=True)"
-        )
+    if any(folder.glob(_PICKLES)):
+        raise _pickled(folder, folder)
     raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
 
 
@@ -263,17 +316,16 @@ def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     path.chmod(mode)
 
 
-def _plan_files(shapes: Mapping[str, Shape], itemsize: int) -> tuple[dict[str, str], int]:
-    """Name the file of each tensor, in order, and the bytes of all."""
-    number, filled, total = 1, 0, 0
+def _plan_files(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Name the file of each tensor, in order."""
+    number, filled = 1, 0
     number_of: dict[str, int] = {}
-    for name, shape in shapes.items():
-        size = int(np.prod(shape)) * itemsize
+    for name, size in sizes.items():
         if filled and filled + size > _MAX_FILE_BYTES:
             number, filled = number + 1, 0
-        filled, total = filled + size, total + size
+        filled += size
         number_of[name] = number
     if number == 1:
-        return dict.fromkeys(shapes, _SINGLE), total
+        return dict.fromkeys(sizes, _SINGLE)
     form = "model-{:05d}-of-{:05d}.safetensors".format
-    return {name: form(n, number) for name, n in number_of.items()}, total
+    return {name: form(n, number) for name, n in number_of.items()}

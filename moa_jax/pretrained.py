@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax import convert, folders
+from moa_jax import convert, folders, parts
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
@@ -87,7 +87,7 @@ def load_target(
     target = _describe(folders.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
     reader = folders.TensorReader(target.folder)
-    reader.check(convert.stored_shapes(table), _harmless_extras(reader, target.config))
+    _check(reader, target.folder, table, table, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
     params = read_params(reader, table, dtype, layers=layers, sharding=sharding)
     return target._replace(params=params)
@@ -96,17 +96,15 @@ def load_target(
 def load_borrowed(target: Target, borrow: Callable[[Any], Any], dtype: Any = None) -> Any:
     """What a drafter borrows of a target, and no other array of it; `dtype` as in `load_target`.
 
-    `target` may be one without its weights (`describe_target`). Raises InputError as `load_target`.
+    `target` may be one without its weights (`describe_target`), its folder one that holds no
+    more than is borrowed (`save_for_client`). Raises InputError as `load_target`.
     """
-    table = convert.target_table(target.config)
-    folder = folders.find_folder(target.folder)
-    reader = folders.TensorReader(folder)
-    reader.check(convert.stored_shapes(table), _harmless_extras(reader, target.config))
+    table, (places, structure) = convert.target_table(target.config), _borrowed(target, borrow)
+    reader = folders.TensorReader(target.folder)
+    used = {path: table[path] for path in places}
+    _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
-    # What is borrowed says a tree whose leaves are their own places.
-    places = borrow(convert.nest({path: _Place(path) for path in table}))
-    leaves, structure = jax.tree.flatten(places)
-    found = [read_params(reader, {(): table[leaf.path]}, dtype) for leaf in leaves]
+    found = [read_params(reader, {(): packing}, dtype) for packing in used.values()]
     return jax.tree.unflatten(structure, found)
 
 
@@ -115,6 +113,15 @@ class _Place:
     """A leaf of a parameter tree, by where it stands."""
 
     path: convert.Path
+
+
+def _borrowed(target: Target, borrow: Callable[[Any], Any]) -> tuple[list[convert.Path], Any]:
+    """Where a target's tree holds what is borrowed of it, and the structure of that."""
+    table = convert.target_table(target.config)
+    # A tree whose leaves are their own places says it.
+    places = borrow(convert.nest({path: _Place(path) for path in table}))
+    leaves, structure = jax.tree.flatten(places)
+    return [leaf.path for leaf in leaves], structure
 
 
 def save_target(
@@ -152,14 +159,15 @@ def load_drafter(
     method: str | None = None,
     target_layer_inference: int | None = None,
     dtype: Any = None,
+    for_client: bool = False,
 ) -> LoadedDrafter:
     """Load a drafter for a target, in any layout of `drafters.kinds.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files, `target_layer_inference` states N where
     they do not; `dtype` defaults to the target's, or to `default_dtype()` for a target without
-    its weights. A kind without files, as `lookup`, is named
-    instead of a folder. Raises InputError for a missing or damaged drafter, and for one of
-    another target.
+    its weights; `for_client` leaves out what only the target's side reads (`Drafter.digest_only`).
+    A kind without files, as `lookup`, is named instead of a folder. Raises InputError for a
+    missing or damaged drafter, and for one of another target.
     """
     name = os.fspath(path_or_hub_id)
     if needs_no_files(name) and not Path(name).is_dir():
@@ -167,19 +175,28 @@ def load_drafter(
     folder = folders.find_folder(path_or_hub_id)
     config = folders.read_json(folder / "config.json")
     reader = folders.TensorReader(folder)
+    shapes = reader.shapes | {name: line.shape for name, line in parts.left_out(folder).items()}
     with _reading(folder / "config.json"):
-        method = _method_of(method, config, reader, folder)
+        method = _method_of(method, config, set(shapes), folder)
         kind = DRAFTERS[method]
         check_pairing(config.get("target", {}), _fingerprint(target))
-        files = Files(config, reader.shapes, reader.read)
+        files = Files(config, shapes, reader.read)
         cfg, notices = kind.read_config(files, target.config, target_layer_inference)
         table = kind.table(cfg, target.config)
         depth = _depth_of(config)
-    reader.check(convert.stored_shapes(table), [*kind.constants(cfg, target.config), *kind.extras])
+    used = _clients_table(method, cfg, target) if for_client else table
+    _check(reader, folder, table, used, [*kind.constants(cfg, target.config), *kind.extras])
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
-    params = read_params(reader, table, dtype)
+    params = read_params(reader, used, dtype)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
+
+
+def _clients_table(method: str, cfg: Any, target: Target) -> convert.Table:
+    """The table of what drafting reads of a drafter beside the digest."""
+    elsewhere = DRAFTERS[method].make(cfg, target.config).digest_only
+    table = DRAFTERS[method].table(cfg, target.config)
+    return {path: packing for path, packing in table.items() if path[0] not in elsewhere}
 
 
 def functions_of(drafter: LoadedDrafter, target_cfg: TargetConfig) -> Drafter:
@@ -219,6 +236,50 @@ def save_drafter(
         constants = kind.constants(cfg, target.config)
         write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
     return folder
+
+
+def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
+    """Write `target` and `draft` with no more of a pair's files than its client reads.
+
+    Tensors stay as they are stored, and the rest of the pair is described (moa_jax/parts.py).
+    Both folders appear whole or not at all; earlier ones are replaced. A drafter without files
+    has no folder. Raises InputError for damaged files.
+    """
+    folder, kind = Path(folder), DRAFTERS[drafter.method]
+    table = convert.target_table(target.config)
+    reader = folders.TensorReader(target.folder)
+    places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
+    used = {path: table[path] for path in places}
+    _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
+    with folders.replacing(folder, mark=f"target/{parts.FILE}") as fresh:
+        parts.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
+        if not drafter.folder.is_dir():
+            return folder
+        held = folders.TensorReader(drafter.folder).shapes
+        constants = kind.constants(drafter.config, target.config)
+        names = convert.stored_shapes(_clients_table(drafter.method, drafter.config, target))
+        constants = [name for name in constants if name in held]
+        parts.copy(drafter.folder, fresh / "draft", [*names, *constants])
+    return folder
+
+
+def _check(
+    reader: folders.TensorReader,
+    folder: Path,
+    table: convert.Table,
+    used: convert.Table,
+    extras: Iterable[str],
+) -> None:
+    """Raise InputError unless a folder holds a table, but for what it leaves out and none uses."""
+    rest = parts.left_out(folder)
+    if absent := [name for name in convert.stored_shapes(used) if name in rest]:
+        raise InputError(
+            f"{folder} holds only a client's part of a model, without {absent[0]} and "
+            f"{len(absent) - 1} more tensors: give the whole model, or write the part that this "
+            "drafter needs with infer.convert --for-client"
+        )
+    expected = convert.stored_shapes(table)
+    reader.check({name: shape for name, shape in expected.items() if name not in rest}, extras)
 
 
 def _describe(folder: Path) -> Target:
@@ -273,12 +334,9 @@ def _special_ids(folder: Path) -> Generation:
     return Generation(() if eos is None else (eos,), pad)
 
 
-def _method_of(
-    asked: str | None, config: dict[str, Any], reader: folders.TensorReader, folder: Path
-) -> str:
+def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folder: Path) -> str:
     method = asked or config.get("method") or config.get("speculators_model_type")
     if method is None:
-        names = set(reader.shapes)
         method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
     if method not in DRAFTERS:
         known = ", ".join(DRAFTERS)

@@ -1,5 +1,7 @@
 """MoA with parts left out, and trained without the T-step bound: each one flag away."""
 
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
 import dataclasses
 import functools
 import itertools
@@ -12,14 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import moa_qwen2_7b
+from configs import ablations, moa_qwen2_7b
 from configs.shapes import SHAPES
 from moa_jax import Session, convert, distillation, flops, load_drafter, load_target, losses, masks
 from moa_jax.batch import Batch
 from moa_jax.cache import KV
-from moa_jax.config import DataConfig, DistillConfig, DraftShape, MaskConfig, Objective, OptimConfig
+from moa_jax.config import (
+    BlockConfig,
+    DataConfig,
+    DistillConfig,
+    DraftShape,
+    IndependentConfig,
+    MaskConfig,
+    Objective,
+    OptimConfig,
+)
 from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.fingerprint import changes, fingerprint
 from moa_jax.optim import optimizer
 from moa_jax.pretrained import LoadedDrafter, save_drafter
 from moa_jax.target import unembed
@@ -27,6 +39,13 @@ from moa_jax.training import init_state, make_update
 from tests.compare import assert_close, assert_value
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
+from tests.test_training import (  # noqa: F401
+    distill_config,
+    metrics,
+    pretrain_config,
+    small_target,
+)
+from train import distill, pretrain
 from train.settings import load_config
 
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -373,3 +392,87 @@ def test_a_drafter_for_qwen2():
     sa, ca, lsa = block_configs(config.drafter, shape)
     assert (lsa.head_dim, lsa.hidden_size, lsa.qkv_bias) == (36, 1024, True)
     assert sa.qkv_bias and not ca.qkv_bias
+
+
+# ---- the grid of ablations ----------------------------------------------------------------
+
+CELLS = dict(ablations.config.cells)
+
+
+def at_toy_size(cell: DistillConfig, folder, target) -> DistillConfig:
+    """Two updates of the cell for a toy target, with MLPs of a 16th."""
+    toy, drafter = distill_config(folder, target), cell.drafter
+    if isinstance(drafter, IndependentConfig):
+        block = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10_000.0, None)
+        model = dataclasses.replace(drafter.model, vocab_size=320, block=block)
+        drafter = dataclasses.replace(drafter, model=model)
+    else:
+        widths = [field.name for field in dataclasses.fields(drafter)]
+        widths = {w: getattr(drafter, w) // 16 for w in widths if w.endswith("intermediate_size")}
+        drafter = dataclasses.replace(drafter, **widths)
+    return dataclasses.replace(
+        cell,
+        target=toy.target,
+        drafter=drafter,
+        data=toy.data,
+        optim=dataclasses.replace(toy.optim, total_steps=2),
+        run=toy.run,
+        output=toy.output,
+    )
+
+
+def test_every_ablation_of_training_is_a_cell():
+    """Each differs from MoA in the settings that its name says, and no two are alike."""
+    base = fingerprint(CELLS["moa"])
+    different = {
+        name: frozenset(text.split(": ")[0] for text in changes(base, cell))
+        for name, cell in CELLS.items()
+    }
+    width = "drafter.self_attention_intermediate_size"
+    width = {width, width.replace("self", "cross")}
+    assert {name: set(found) for name, found in different.items() if len(found) < 4} == {
+        "moa": set(),
+        "without_lsa_mean": width | {"drafter.layer_mixing"},
+        "without_lsa_last": width | {"drafter.layer_mixing"},
+        "without_sa": width | {"drafter.has_self_attention"},
+        "without_bound": {"masks.bounded"},
+        "without_staircase": {"masks.staircase"},
+        "n1": {"drafter.target_layer_inference"},
+        "n3": {"drafter.target_layer_inference"},
+        "near_horizon": {"masks.shortest_future", "masks.longest_future"},
+        "far_horizon": {"masks.shortest_future", "masks.longest_future"},
+        "whole_answer": {"masks.variable_future_length"},
+        "without_feature_loss": {"loss.feature_weight"},
+        "half_width": width,
+        "double_width": width,
+    }
+    assert len({json.dumps(fingerprint(cell)) for cell in CELLS.values()}) == len(CELLS) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_trains(name, small_target, tmp_path):
+    config = at_toy_size(CELLS[name], tmp_path, small_target)
+    assert distill.distill(config)
+    (trained,), (evaluated,) = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
+    assert trained["step"] == 2 and 0 < trained["grad_norm"] < 1e3
+    assert 1 <= evaluated["simulated_tau"] <= 1 + config.horizon
+    assert load_drafter(tmp_path / "draft", load_target(small_target)).config == config.drafter
+
+
+@pytest.mark.slow
+def test_a_cell_trains_for_a_qwen2_target(tmp_path):
+    """Its attention has biases, and MoA's self-attention has them too; drafted text is plain."""
+    toy = pretrain_config(tmp_path / "target")
+    block = dataclasses.replace(toy.target.block, qkv_bias=True)
+    qwen2 = dataclasses.replace(toy.target, family="qwen2", block=block)
+    pretrain.pretrain(dataclasses.replace(toy, target=qwen2))
+    config = at_toy_size(CELLS["n1"], tmp_path, toy.output)
+    assert distill.distill(config)
+    target = load_target(toy.output, jnp.float32)
+    drafter = load_drafter(config.output, target)
+    assert target.config == qwen2 and "bias" in drafter.params["self_attention"]["attention"]["qkv"]
+    prompt = [[0, 1, 40, 41, 4, 2]]
+    (found,) = Session(target, drafter, DraftShape(4)).generate(prompt, 12, [])
+    (plain,) = Session(target).generate(prompt, 12, [])
+    assert found.token_ids == plain.token_ids

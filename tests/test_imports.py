@@ -22,7 +22,7 @@ MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement", "sh
 DRAFTERS = MODELS | {"losses", "drafters", "drafters.api"}
 DECODING = MODELS | {"drafters.api", "spec"}  # never a drafter by name
 SIDE = {"processes", "data", "tokenizer", "metrics", "optim", "training", "checkpoint", "version"}
-LOADING = {"pretrained", "session", "vocabulary", "exactness"}
+LOADING = {"parts", "pretrained", "session", "vocabulary", "exactness"}
 LIBRARY = DRAFTERS | DECODING | SIDE | LOADING | {"distillation", "serve", "bench"}
 SHARED = {"infer.cli", "infer.config_file", "infer.plot"}  # by all programs
 
@@ -57,7 +57,8 @@ TABLE: dict[str, set[str]] = {
     "losses": BLOCKS,
     "drafters.api": MODELS,
     "drafters": DRAFTERS,
-    "pretrained": DRAFTERS | {"tokenizer"},
+    "parts": {"errors", "convert", "folders"},
+    "pretrained": DRAFTERS | {"parts", "tokenizer"},
     "vocabulary": {"errors", "folders", "pretrained"},
     "spec": DECODING,
     "machines": {"errors", "metrics"},

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from moa_jax import load_drafter, load_target
-from moa_jax.serve import pairing
 from moa_jax.serve.pairing import mismatch, model_hash, pairing_of
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 
@@ -49,25 +48,12 @@ def test_another_config_or_tokenizer_or_other_weights_differ(pair, other):
     assert facts(other)["tokenizer_sha256"] != before["tokenizer_sha256"]
 
 
-def test_one_number_of_a_small_file_is_noticed_and_a_new_size_too(pair, other):
+def test_one_number_of_a_small_tensor_is_noticed(pair, other):
     path = other / "target" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     assert model_hash(other / "target") != model_hash(pair / "target")
-
-
-def test_of_a_large_file_samples_are_read_to_its_very_end(pair, other, monkeypatch):
-    monkeypatch.setattr(pairing, "SAMPLES", 3)
-    monkeypatch.setattr(pairing, "SAMPLE_BYTES", 16)
-    path, same = other / "target" / "model.safetensors", model_hash(pair / "target")
-    content = path.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
-    for place, noticed in ((header, True), (-1, True), (header + 16, False), (20, True)):
-        edited = bytearray(content)
-        edited[place] ^= 1
-        path.write_bytes(edited)
-        assert (model_hash(other / "target") != same) == noticed, place
 
 
 def test_a_drafter_without_files_and_none_at_all(pair):

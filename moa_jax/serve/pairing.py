@@ -1,11 +1,11 @@
 """Do client and server hold the same pair? A few facts that both compute and compare at hello.
 
 What equal facts prove: the same kind of drafter and N, the same sizes, and files that agree in
-config.json and tokenizer.json (every byte), in the names, sizes and headers of their weights (so
-in every tensor's name, shape, dtype and place) and in samples of the weights, spread evenly.
+config.json and tokenizer.json (every byte), in every tensor's name, shape and dtype, and in
+samples of each tensor's bytes, spread evenly (moa_jax/parts.py). How the tensors are split into
+files is no matter; a client's folder that leaves some of them out has the facts of the whole.
 What they do not prove: that all weights are equal. Another training of the same shapes is noticed,
-since it changes nearly every number; a file that was edited or damaged between samples is not.
-Weights that were split into other files count as other weights, whatever they hold.
+since it changes nearly every number; a tensor that was edited or damaged between samples is not.
 None of it is a defence: a client can send any facts that it likes.
 """
 
@@ -17,12 +17,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from moa_jax import folders
+from moa_jax import folders, parts
 from moa_jax.pretrained import LoadedDrafter, Target
 
 Pairing = dict[str, str | int]
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights; a file not larger is hashed whole
 SHOWN = {  # what a refusal calls the facts that it names; the others go by their keys
     "target_layer_inference": "N (target layers that the drafter reuses)",
     "vocab_size": "the size of the vocabulary",
@@ -35,7 +34,7 @@ SHOWN = {  # what a refusal calls the facts that it names; the others go by thei
 def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
     """The facts of a loaded pair; with no drafter, as for plain decoding, its facts are empty.
 
-    Reads kilobytes of each file, not gigabytes. Raises OSError for files that have vanished.
+    Reads kilobytes of each tensor. Raises OSError for files that have vanished.
     """
     config = target.config
     return {
@@ -63,11 +62,10 @@ def mismatch(server: Mapping[str, str | int], client: Mapping[str, str | int]) -
 
 
 def model_hash(folder: Path) -> str:
-    """sha256 over a model folder's config.json and what is read of its weights."""
+    """sha256 over a model's config.json and a line on each of its tensors, in order of names."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"\n{path.name} {path.stat().st_size}\n".encode())
-        _add_samples(digest, path)
+    for name, line in sorted(parts.lines_of(folder).items()):
+        digest.update(f"\n{name} {line.dtype} {list(line.shape)} {line.sha256}".encode())
     return digest.hexdigest()
 
 
@@ -77,22 +75,6 @@ def _drafter_hash(drafter: LoadedDrafter) -> str:
         return model_hash(drafter.folder)
     settings = json.dumps(dataclasses.asdict(drafter.config), sort_keys=True)
     return hashlib.sha256(settings.encode()).hexdigest()
-
-
-def _add_samples(digest: hashlib._Hash, path: Path) -> None:
-    """Header and evenly spread blocks of a safetensors file, the last one included."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        header = int.from_bytes(start, "little")  # its length; the loader has checked the file
-        digest.update(start + file.read(header))
-        begin = file.tell()
-        data = path.stat().st_size - begin
-        if data <= SAMPLES * SAMPLE_BYTES:
-            digest.update(file.read())
-            return
-        for index in range(SAMPLES):
-            file.seek(begin + index * (data - SAMPLE_BYTES) // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
 
 
 def _shown(value: str | int | None) -> str:
