@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from infer.cli import run
 from infer.peers import unpickle
 from moa_jax import Session, load_drafter, load_target, masks
 from moa_jax.batch import Batch
@@ -421,17 +423,56 @@ def test_pickles_are_rewritten_once(calm_target, tmp_path):
     assert load_drafter(tmp_path / "new", calm_target).config == found.config
 
 
-def test_pickles_run_no_code(tmp_path, capsys):
-    class Evil:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "ran",))
+class Evil:
+    """Unpickled, it leaves a file behind."""
 
-    (tmp_path / "d").mkdir()
-    torch.save({"a": Evil()}, tmp_path / "d" / "pytorch_model.bin")
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def _cut(path):
+    torch.save({"a": torch.ones(99)}, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "write, says",
+    [
+        (Path.touch, "is empty: fetch it again"),
+        (lambda path: path.write_text("<html>"), "is no pickle of tensors alone"),
+        (lambda path: torch.save({"a": Evil(path.with_name("ran"))}, path), "is no pickle of"),
+        (_cut, "is cut short or damaged: fetch it again"),
+        (lambda path: torch.save([torch.ones(1)], path), "something else than tensors by name"),
+        (lambda path: torch.save({"epoch": 3}, path), "something else than tensors by name"),
+        (lambda path: torch.save({}, path), "something else than tensors by name"),
+    ],
+)
+def test_pickles_run_no_code_and_are_refused_in_our_words(tmp_path, write, says):
+    path = tmp_path / "d" / "pytorch_model.bin"
+    path.parent.mkdir()
+    write(path)
+    said = refusal(unpickle.main, [str(path.parent), str(tmp_path / "new")])
+    assert said.startswith(str(path)) and says in said
+    assert "weights_only" not in said and "torch.load" not in said
+    left = [path.name for folder in (tmp_path, path.parent) for path in folder.iterdir()]
+    assert left == ["d", "pytorch_model.bin"]  # nothing ran
+
+
+def test_the_converter_is_a_program_like_the_others(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
-        unpickle.main([str(tmp_path / "d"), str(tmp_path / "new")])
-    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
-    assert not (tmp_path / "ran").exists() and not (tmp_path / "new").exists()
+        unpickle.main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("moa-jax ")
+    folders = [str(tmp_path), str(tmp_path / "new")]
+    with pytest.raises(SystemExit) as stopped:
+        run(unpickle.main, folders)
+    said = f"infer.peers.unpickle: {tmp_path} holds no pytorch_model*.bin: "
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
+    (tmp_path / "pytorch_model.bin").touch()
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "torch is missing" in refusal(unpickle.main, folders)
 
 
 def test_own_heads_refuse_a_draft_vocabulary(calm_target):

@@ -79,7 +79,9 @@ TABLE: dict[str, set[str]] = {
     "infer": LIBRARY | {"moa_jax", "configs", *SHARED},
     "train": LIBRARY
     | {"fingerprint", "flops", "planning", "machines", "moa_jax", "configs", *SHARED},
-} | {peer: set() for peer in PEERS}
+    "infer.peers.unpickle": {"infer.cli", "errors", "folders"},
+    "infer.peers.transformers_generate": set(),
+}
 
 
 def room_of(module: str) -> str | None:

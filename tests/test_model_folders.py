@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 
 from moa_jax import folders
-from moa_jax.pretrained import describe_target, load_target, save_target
+from moa_jax.pretrained import describe_target, load_drafter, load_target, save_target
 from tests.model_folders import edit_json, edit_tensors, refusal, save_random_pair
 
 
@@ -57,6 +57,20 @@ def test_hub_ids_are_fetched_without_what_is_not_read(pair, monkeypatch):
     assert [name for name, _ in asked] == ["owner/model"] * 2
     assert "*.safetensors" in asked[0][1] and "*.safetensors" not in asked[1][1]
     assert not any("bin" in pattern or pattern == "*" for pattern in asked[0][1])
+
+
+def test_hub_ids_of_pickles_name_the_converter(pair, monkeypatch):
+    (pair / "draft" / "model.safetensors").unlink()
+    listed = {"some/pickles": ["config.json", "pytorch_model.bin"], "some/tables": ["config.json"]}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pair / "draft")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", listed.__getitem__)  # or KeyError
+    target = load_target(pair / "target")
+    said = refusal(load_drafter, "some/pickles", target)
+    assert said.startswith("some/pickles holds pytorch_model.bin but no safetensors")
+    assert "hf download some/pickles --local-dir FOLDER" in said
+    assert "python -m infer.peers.unpickle FOLDER NEW_FOLDER" in said
+    for name in ("some/tables", "not/listed"):
+        assert "holds no model.safetensors" in refusal(load_drafter, name, target)
 
 
 def damage(name: str, folder: Path) -> None:

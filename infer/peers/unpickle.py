@@ -3,51 +3,82 @@
     python -m infer.peers.unpickle FOLDER NEW_FOLDER
 
 Needs torch, which nothing else here does. `weights_only` keeps the pickle from running code; all
-other files of the folder are copied.
+other files of the folder are copied. The new folder appears whole or not at all.
 """
 
 from __future__ import annotations
 
-import argparse
-import pickle
 import shutil
-import sys
 from pathlib import Path
+from typing import Any
+
+from infer.cli import Parser, run
+from moa_jax.errors import InputError
+from moa_jax.folders import replacing
+
+PICKLES = "pytorch_model*.bin"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("infer.peers.unpickle", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("new_folder", type=Path)
-    args = parser.parse_args(arguments)
-    try:
-        _rewrite(args.folder, args.new_folder)
-    except (ValueError, OSError, pickle.UnpicklingError) as error:
-        print(f"infer.peers.unpickle: {str(error).splitlines()[0]}", file=sys.stderr)
-        sys.exit(2)
+    parser = Parser("infer.peers.unpickle", __doc__)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=f"holds {PICKLES}")
+    parser.add_argument("new_folder", metavar="NEW_FOLDER", type=Path, help="is made")
+    flags = parser.parse_args(arguments)
+    count = rewrite(flags.folder, flags.new_folder)
+    print(f"wrote {flags.new_folder / 'model.safetensors'} with {count} tensors")
 
 
-def _rewrite(folder: Path, new: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+def rewrite(folder: Path, new: Path) -> int:
+    """Write the folder's tensors and its other files as a new folder; returns how many tensors.
 
-    pickles = sorted(folder.glob("pytorch_model*.bin"))
+    Raises InputError for a folder without pickles, for pickles of anything but tensors by name,
+    and where `new` is there already or torch is not.
+    """
+    pickles = sorted(folder.glob(PICKLES))
     if not pickles:
-        raise ValueError(f"{folder} holds no pytorch_model*.bin: name the folder with the weights")
+        raise InputError(f"{folder} holds no {PICKLES}: name the folder with the weights")
     if new.exists():
-        raise ValueError(f"{new} exists already: choose another folder")
-    tensors = {}
-    for path in pickles:
-        tensors |= torch.load(path, map_location="cpu", weights_only=True)
-    scratch = new.with_name(f".{new.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    keep_out = shutil.ignore_patterns("pytorch_model*", "*.safetensors*")
-    shutil.copytree(folder, scratch, ignore=keep_out)
-    whole = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, scratch / "model.safetensors", metadata={"format": "pt"})
-    scratch.rename(new)
-    print(f"wrote {new / 'model.safetensors'} with {len(whole)} tensors")
+        raise InputError(f"{new} exists already: choose another folder")
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise InputError("torch is missing, which reads pickles: pip install torch") from error
+    tensors = {name: tensor for path in pickles for name, tensor in _tensors_of(path).items()}
+    with replacing(new) as fresh:
+        for path in folder.iterdir():
+            weights = path.name.startswith("pytorch_model") or ".safetensors" in path.name
+            if path.is_file() and not weights:
+                shutil.copyfile(path, fresh / path.name)
+        whole = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        (fresh / "model.safetensors").write_bytes(save(whole, metadata={"format": "pt"}))
+    return len(tensors)
+
+
+def _tensors_of(path: Path) -> dict[str, Any]:
+    """The tensors of a pickle by their names, or InputError in words of our own.
+
+    Those of torch name the switch that lets a pickle run code.
+    """
+    import torch
+
+    if path.stat().st_size == 0:
+        raise InputError(f"{path} is empty: fetch it again")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except (RuntimeError, EOFError) as error:
+        raise InputError(f"{path} is cut short or damaged: fetch it again") from error
+    except Exception as error:  # an UnpicklingError, or whatever bytes that are no pickle set off
+        raise InputError(
+            f"{path} is no pickle of tensors alone, and of others none is read since they may run "
+            "code: fetch it again, or ask who made it for safetensors"
+        ) from error
+    of_names = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    if not (of_names and found and all(isinstance(x, torch.Tensor) for x in found.values())):
+        raise InputError(f"{path} holds something else than tensors by name: is it of a model?")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
