@@ -188,7 +188,7 @@ def read_config(
     usual, stated = _usual_layers(target_cfg), _stated_layers(files.config)
     layers = () if stated == usual else stated
     cfg = Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=layers)
-    tapped_layers(cfg, target_cfg)
+    tapped_layers(cfg, target_cfg)  # refuses what this target has not
     if not layers or "method" in files.config:
         return cfg, ()
     notice = f"the drafter reads what enters layers {list(layers)}, not {list(usual)} as is usual"
@@ -206,8 +206,8 @@ def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
     ids = top or nested or []
     if type(ids) is not list or any(type(i) is not int for i in ids):
         raise InputError(f"{LAYER_IDS} is {ids!r}: give three layers of the target by number")
-    leaves = not top and "method" not in config
-    return tuple(i + leaves for i in ids)
+    come_out = not top and "method" not in config
+    return tuple(i + come_out for i in ids)  # what comes out of a layer enters the next
 
 
 def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
