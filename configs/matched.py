@@ -82,6 +82,14 @@ config = GridConfig(
                 masks=MaskConfig(on_policy_reuse=True),
             ),
         ),
+        (
+            "eagle3_seven",  # all passes of its training-time test, as its authors weigh them
+            with_(
+                drafter=Eagle3Config(1, 296),
+                feedback=FeedbackConfig(steps=7, decay=0.8),
+                vocabulary="runs/vocabulary",
+            ),
+        ),
         ("moa_last_layer", with_(drafter=moa(296, layer_mixing="last"))),
         ("moa_without_sa", with_(drafter=moa(728, has_self_attention=False))),
         ("eagle3_large", with_(drafter=Eagle3Config(1, 684), feedback=test_time)),

@@ -3,18 +3,17 @@
     python -m train.grid --config configs/matched_longer.py
 
 The learning rates come from the grid of `configs/matched.py`, which tried two or three for each
-cell (BENCHMARKS has its report). EAGLE-3 gets all seven passes of its training-time test, each
-counting 0.8 of the one before it, as its authors train it; everything else is as there.
+cell (BENCHMARKS has its report); everything else is as there.
 """
 
 import dataclasses
 import runpy
 from pathlib import Path
 
-from moa_jax.config import DistillConfig, Eagle3Config, FeedbackConfig, GridConfig
+from moa_jax.config import DistillConfig, GridConfig
 
 short: GridConfig = runpy.run_path(str(Path(__file__).with_name("matched.py")))["config"]
-RATES = {"moa": 4e-4, "eagle2": 4e-4, "moa_n3": 4e-4, "eagle3": 2e-4}
+RATES = {"moa": 4e-4, "eagle2": 4e-4, "moa_n3": 4e-4, "eagle3_seven": 2e-4}
 UPDATES = 800
 
 
@@ -23,9 +22,7 @@ def longer(cell: DistillConfig, rate: float) -> DistillConfig:
     optim = dataclasses.replace(
         cell.optim, learning_rate=rate, decay_steps=UPDATES - 30, total_steps=UPDATES
     )
-    passes = FeedbackConfig(steps=7, decay=0.8)
-    feedback = passes if isinstance(cell.drafter, Eagle3Config) else cell.feedback
-    return dataclasses.replace(cell, optim=optim, feedback=feedback)
+    return dataclasses.replace(cell, optim=optim)
 
 
 config = dataclasses.replace(
