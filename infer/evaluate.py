@@ -17,7 +17,7 @@ is plain decoding's, with the paper's figures beside them, as tables, JSON and p
 
 Answers have up to 512 tokens a turn; 128 for the demo suite and for conversations, whose answers
 are short: on a CPU a cache with many unused rows slows plain decoding and flatters drafts.
-`--conversations` compares one drafter on a turn of each conversation, with figures by source.
+`--conversations` asks a turn of each conversation behind its history, with figures by source.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -32,10 +33,9 @@ from typing import Any
 
 import jax
 
-from infer.cli import Parser, positive, progress, run
-from infer.evaluation import answers, plots, report, suites
+from infer.cli import Parser, names, positive, progress, run
+from infer.evaluation import answers, conversations, plots, report, suites
 from infer.evaluation.contenders import describe, load_contenders
-from infer.evaluation.conversations import compare_on_conversations
 from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.sampling import add_sampling_flags
@@ -57,10 +57,10 @@ def main(arguments: list[str] | None = None) -> int | None:
         short = args.conversations is not None or args.suite == "demo"
         args.max_new_tokens = LONGEST_OF_SHORT if short else LONGEST
     if args.conversations is not None:
-        return _on_conversations(args)
-    if args.sources:
+        args.max_prompt = args.max_prompt or LONGEST_PROMPT
+    elif args.sources:
         raise InputError("--sources chooses among --conversations: leave it out, or name them")
-    return _on_suite(args)
+    return _evaluate(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,19 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _on_conversations(args: argparse.Namespace) -> None:
-    if args.modes is not None or args.output is not None or len(args.draft or []) > 1:
-        raise InputError(
-            "--conversations prints the figures of one drafter in one mode: use --suite for more "
-            "and for --output"
-        )
-    args.max_prompt = args.max_prompt or LONGEST_PROMPT
-    _, (plain, drafted) = load_contenders(args)
-    print(compare_on_conversations(args, drafted.session, plain.session))
-
-
-def _on_suite(args: argparse.Namespace) -> int:
-    questions = suites.load_suite(args.suite, args.limit or suites.PUBLIC_ROWS)
+def _evaluate(args: argparse.Namespace) -> int:
+    questions = _questions(args)
     target, contenders = load_contenders(args)
     interview = interview_of(args, target, load_tokenizer(target.folder), contenders)
     settings = _settings(args, interview, questions)
@@ -121,7 +110,8 @@ def _on_suite(args: argparse.Namespace) -> int:
     asked, left_out = suites.choose(questions, args.limit, why_not)
     if not asked:
         reasons = "; ".join(dict.fromkeys(left_out.values()))
-        raise InputError(f"--suite {args.suite}: no question is left ({reasons}): use other ones")
+        what = args.conversations or f"--suite {args.suite}"
+        raise InputError(f"{what}: no question is left ({reasons or 'of none'}): use others")
     ask_all(interview, kept, asked)
     found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in asked}
     document = report.document_of(found, left_out, settings)
@@ -129,6 +119,16 @@ def _on_suite(args: argparse.Namespace) -> int:
     print(json.dumps(document) if args.json else report.render(document))
     exact = settings["dtype"] == "float32"
     return DIFFERENT if document["differences"] and exact else 0
+
+
+def _questions(args: argparse.Namespace) -> list[suites.Question]:
+    """All that could be asked; of public data the first rows."""
+    rows = args.limit or suites.PUBLIC_ROWS
+    if args.conversations is None:
+        return suites.load_suite(args.suite, rows)
+    found = conversations.questions_of(args.conversations, names(args.sources))
+    public = args.conversations.startswith(suites.PUBLIC)
+    return list(itertools.islice(found, rows if public else None))
 
 
 def _why_not(interview: Interview, longest: int | None, question: suites.Question) -> str | None:
@@ -174,9 +174,9 @@ def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
     """The folder asked for, else one that only runs of the same settings share."""
     if args.output is not None:
         return Path(args.output).expanduser()
-    names = [*settings["suite"]]
+    sets = [*settings["suite"]]
     name = args.suite if args.suite in ("demo", "paper") else "suite"
-    name = names[0] if len(names) == 1 else name
+    name = sets[0] if len(sets) == 1 else name
     return Path("runs", "evaluate", f"{name}-{answers.run_id(settings)}")
 
 

@@ -1,6 +1,7 @@
 """How a drafter is measured on conversations: a row a source, and one line for what is unfit."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import jax
@@ -8,11 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from infer import evaluate
-from infer.evaluation import conversations
+from infer.evaluation import conversations, report
+from infer.pair import DEMO
 from moa_jax import InputError, load_target
 from moa_jax.config import MoaConfig
+from moa_jax.data import chat
 from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
+from moa_jax.tokenizer import load_tokenizer
 from tests.test_regenerate import save_talkative_target
 
 ANSWER = {"role": "assistant", "content": "Yes."}
@@ -44,19 +48,36 @@ def test_every_source_has_a_row(pair, capsys, tmp_path):
     long = {"messages": [question("1" * 400), ANSWER]}
     file = write(tmp_path / "talks.jsonl", *records, long, {"messages": [question("Milk!")]})
     flags = [*pair, "--conversations", file, "--max-new-tokens", "16"]
-    evaluate.main([*flags, "--json"])
+    evaluate.main([*flags, "--json", "--output", str(tmp_path / "run")])
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"depth", "rows"}
-    assert [(row["source"], row["prompts"], row["same"]) for row in found["rows"]] == [
+    drafted = [row for row in found["rows"] if row["model"] != "plain"]
+    assert [(row["set"], row["questions"], row["same_as_plain"]) for row in drafted] == [
         ("shop", 2, 2),
         ("3", 1, 1),
         ("#all", 1, 1),
         ("none", 1, 1),
         ("all", 5, 5),
     ]
-    evaluate.main([*flags, "--limit", "1"])
-    table = capsys.readouterr().out
-    assert table.startswith("| source | prompts |") and "| shop | 1 |" in table
+    assert all(0 <= row[share] <= 1 for row in drafted for share in ("repeated", "stopped"))
+    (left_out,) = found["skipped"]
+    assert left_out["question_id"] == 5 and "longer than 256 tokens" in left_out["why"]
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert "| shop | draft-chain | 2 |" in text and "| repeated | stopped | same as plain |" in text
+
+
+def test_a_question_stands_behind_its_history(tmp_path):
+    talk = [question("Hi"), ANSWER, question("Beer?"), ANSWER]
+    records = [{"source": "x#bar", "messages": talk}, {"source": "x#alpaca", "messages": talk}]
+    file = write(tmp_path / "talks.jsonl", *records)
+    first, second = conversations.questions_of(file, ())
+    assert (first.group, first.turns, first.history) == ("bar", ("Hi",), ())
+    assert second.group == "#alpaca"  # the name of a set of the paper
+    assert second.turns == ("Beer?",) and second.history == (("user", "Hi"), ("assistant", "Yes."))
+    assert [q.group for q in conversations.questions_of(file, ["bar"])] == ["bar"]
+    tokenizer = load_tokenizer(DEMO / "target")
+    args = Namespace(conversations=file, sources="")
+    prompts = [prompt for _, prompt in conversations.prompts_of(args, tokenizer, 256)]
+    assert prompts[1] == chat.prompt_ids(tokenizer, talk[:3])
 
 
 @pytest.mark.parametrize(
@@ -76,12 +97,10 @@ def test_a_bad_record_is_named(pair, tmp_path, record, fault):
 
 def test_refused_flags(pair, tmp_path, capsys):
     file = write(tmp_path / "talks.jsonl", {"messages": [question("1" * 400)]})
-    with pytest.raises(InputError, match="no prompt of any source within 256 tokens"):
-        evaluate.main([*pair, "--conversations", file])
+    with pytest.raises(InputError, match=r"talks.jsonl: no question is left \(.*than 256 tokens"):
+        evaluate.main([*pair, "--conversations", file, "--output", str(tmp_path / "run")])
     with pytest.raises(InputError, match="nothing to compare"):
         evaluate.main(["--conversations", file, "--mode", "plain"])
-    with pytest.raises(InputError, match="use --suite for more"):
-        evaluate.main([*pair, "--conversations", file, "--modes", "chain"])
     for flag in ("--limit", "--max-prompt", "--max-new-tokens"):
         with pytest.raises(SystemExit):
             evaluate.main(["--conversations", file, flag, "0"])
@@ -89,6 +108,6 @@ def test_refused_flags(pair, tmp_path, capsys):
 
 
 def test_repeated_grams_are_counted():
-    assert conversations.repeats(list(range(20))) == (0, 13)
-    assert conversations.repeats([1, 2] * 8) == (7, 9)
-    assert conversations.repeats([1, 2, 3]) == (0, 0)
+    assert report.repeats(list(range(20))) == (0, 13)
+    assert report.repeats([1, 2] * 8) == (7, 9)
+    assert report.repeats([1, 2, 3]) == (0, 0)

@@ -88,6 +88,7 @@ def test_tau_is_that_of_rounds_and_of_questions(document):
     assert row["tau_of_questions"] == pytest.approx((3 + 5 / 4) / 2)
     assert (row["questions"], row["turns"], row["tokens"]) == (2, 3, 14)
     assert (row["rounds"], row["target_calls"]) == (6, 9)
+    assert (row["repeated"], row["stopped"]) == (0, 0)
     calls = row_of(document, "humaneval", "plain")
     assert (calls["tau"], calls["rounds"], calls["target_calls"]) == (1, 11, 14)
 
@@ -139,6 +140,14 @@ def test_the_papers_mean_is_that_of_six_sets():
     assert "1.95x / 4.22 ?" in text and "1.78x / 3.60 |" in text
     assert "paper: independent, 650M | - | - | - | - | - | - | 1.58x / 3.80 |" in text
     assert "Each of the 6 drafted answers is the same as plain decoding's." in text
+
+
+def test_many_sets_are_lines_and_no_columns():
+    given = next(iter(answers().values()))
+    sources = {asked(f"source{i}", 1): given for i in range(report.MOST_COLUMNS)}
+    lines = report.render(report.document_of(sources, {}, SETTINGS)).splitlines()
+    assert "| decoder | all |" in lines and "| moa-chain | 2.00x / 3.00 |" in lines
+    assert sum(line.startswith("| source") for line in lines) == report.MOST_COLUMNS
 
 
 def test_questions_of_ours_have_no_figures_of_the_paper():

@@ -7,5 +7,5 @@ From questions to reports:
     interview.py      a question put to all of them, turn by turn, timed
     answers.py        their answers on disk, in Spec-Bench's format, resumable
     report.py         tables and JSON;  plots.py  pictures;  paper.py  the paper's figures
-    conversations.py  one drafter on chat records, by source
+    conversations.py  questions from chat records, by source
 """

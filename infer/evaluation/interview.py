@@ -64,21 +64,23 @@ class Interview(NamedTuple):
         return min(room, self.max_new_tokens) if room >= SHORTEST else 0
 
     def first_prompt(self, question: Question) -> list[int]:
-        return chat.prompt_ids(self.tokenizer, [_message("user", question.turns[0])])
+        messages = [*_history(question), _message("user", question.turns[0])]
+        return chat.prompt_ids(self.tokenizer, messages)
 
     def _talk(self, session: Session, question: Question, sampling: Sampling) -> Answer:
-        messages: list[chat.Message] = []
+        messages, texts = _history(question), []
         results: list[Result] = []
         for number, text in enumerate(question.turns, start=1):
             messages.append(_message("user", text))
             prompt = chat.prompt_ids(self.tokenizer, messages)
             room = self.room(prompt)
             if not room:
-                return Answer(results, _texts(messages), too_long=number)
+                return Answer(results, texts, too_long=number)
             results.append(self._decode(session, prompt, room, sampling))
             said = self.tokenizer.decode(results[-1].token_ids, skip_special_tokens=True)
-            messages.append(_message("assistant", before_stop(said, self.stop).strip()))
-        return Answer(results, _texts(messages))
+            texts.append(before_stop(said, self.stop).strip())
+            messages.append(_message("assistant", texts[-1]))
+        return Answer(results, texts)
 
     def _decode(self, session: Session, prompt: list[int], room: int, sampling: Sampling) -> Result:
         """One turn; a program's first run is a warm-up and is done again."""
@@ -136,5 +138,5 @@ def _message(role: str, text: str) -> chat.Message:
     return {"role": role, "content": text}
 
 
-def _texts(messages: list[chat.Message]) -> list[str]:
-    return [message["content"] for message in messages if message["role"] == "assistant"]
+def _history(question: Question) -> list[chat.Message]:
+    return [_message(role, text) for role, text in question.history]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SHADES = "tab10"
 PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}
 PAPERS = f"paper, {paper.MAIN} (Llama-3-8B)"
+MOST_SETS = 12  # names of sets side by side that have room; more are written upright
 MOST_LEVEL = 3  # bars side by side whose figures have room; more are written upright
 
 
@@ -25,7 +26,9 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
     rows = [row for row in document["rows"] if row["model"] != PLAIN]
     sets = list(dict.fromkeys(row["set"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(max(7.0, 1.4 * len(sets) + 2), 6), layout="constrained")
+    crowded = len(sets) > MOST_SETS
+    inches = max(7.0, (0.6 if crowded else 1.4) * len(sets) + 2)
+    figure = Figure(figsize=(inches, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
     width = 0.8 / len(models)
     for index, model in enumerate(models):
@@ -47,7 +50,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
         panel.axhline(1, color="0.35", linewidth=1)
         panel.set_ylabel(label)
         _tidy(panel)
-    bottom.set_xticks(range(len(sets)), sets)
+    bottom.set_xticks(range(len(sets)), sets, rotation=90 if crowded else 0)
     _legend(figure, bottom)
     return figure
 

@@ -9,6 +9,8 @@ Spec-Bench.
     tau             tokens after each first one / rounds, both summed over all questions
     ... a question  the mean over questions of their own tau
     target calls    prefills and rounds
+    repeated        share of 8-grams that an answer has had before: loops flatter tau
+    stopped         share of answers that ended by themselves
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
 from moa_jax.bench.figures import acceptance, median, quartiles
+from moa_jax.session import Result
 
 Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]
 ALL = paper.ALL  # the set of the last rows
+NGRAM = 8
+MOST_COLUMNS = 12  # sets that a line has room for; all have a line of their own below
 TOO_LONG = "too long for the target"
 CAUTION = (
     "The rows of the paper are for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens, "
@@ -104,6 +109,8 @@ def _row(
         **acceptance(results, shape["levels"]),
         "rounds": rounds,
         "target_calls": rounds + len(results),
+        "repeated": _repeated(results),
+        "stopped": sum(result.finish_reason == "stop" for result in results) / len(results),
         "same_as_plain": _same(ours),
     }
 
@@ -112,6 +119,17 @@ def _same(answers: list[Answer]) -> int | None:
     """How many are plain decoding's; None where they need not be."""
     known = [answer.same_as_plain for answer in answers]
     return None if None in known else sum(known)
+
+
+def _repeated(results: list[Result]) -> float:
+    found = [repeats(result.token_ids) for result in results]
+    return sum(seen for seen, _ in found) / max(sum(count for _, count in found), 1)
+
+
+def repeats(tokens: list[int]) -> tuple[int, int]:
+    """How many 8-grams of an answer it has had before, and how many it has."""
+    grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
+    return len(grams) - len(set(grams)), len(grams)
 
 
 def _rate(answer: Answer) -> float:
@@ -145,12 +163,16 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _overview(rows: list[Row]) -> list[dict[str, str]]:
-    """A line a decoder and a column a set, as the paper has it, and its own lines below."""
+    """A line a decoder and a column a set, as the paper has it, and its own lines below.
+
+    Of very many sets, as sources of conversations are, only the column of all.
+    """
     sets = list(dict.fromkeys(row["set"] for row in rows))
+    sets = sets if len(sets) <= MOST_COLUMNS else [ALL]
     found = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        cells = {row["set"]: _cell(row) for row in rows if row["model"] == model}
-        found.append({"decoder": model, **cells})
+        own = [row for row in rows if row["model"] == model and row["set"] in sets]
+        found.append({"decoder": model, **{row["set"]: _cell(row) for row in own}})
     if _is_papers(rows):
         for method in paper.PAPER:
             cells = {name: _papers_cell(method, name, rows) for name in sets}
@@ -196,6 +218,8 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
         "accepted of drafted": _number(row["acceptance_rate"]),
         "rounds": str(row["rounds"]),
         "target calls": str(row["target_calls"]),
+        "repeated": _number(row["repeated"]),
+        "stopped": _number(row["stopped"]),
         "same as plain": "-" if same is None else f"{same}/{row['questions']}",
     }
     if _is_papers(rows):

@@ -48,6 +48,7 @@ class Question(NamedTuple):
     category: str
     group: str
     turns: tuple[str, ...]
+    history: tuple[tuple[str, str], ...] = ()  # role and text of what was said before
 
     @property
     def key(self) -> tuple[str, int | str]:
