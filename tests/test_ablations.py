@@ -461,12 +461,14 @@ def test_every_cell_trains(name, small_target, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cell_trains_for_a_qwen2_target(tmp_path):
+def test_a_cell_trains_for_a_qwen2_target(small_target, tmp_path):
     """Its attention has biases, and MoA's self-attention has them too; drafted text is plain."""
     toy = pretrain_config(tmp_path / "target")
     block = dataclasses.replace(toy.target.block, qkv_bias=True)
-    qwen2 = dataclasses.replace(toy.target, family="qwen2", block=block)
-    pretrain.pretrain(dataclasses.replace(toy, target=qwen2))
+    # transformers' Qwen tokenizer adds a token of its own to the 320
+    qwen2 = dataclasses.replace(toy.target, family="qwen2", block=block, vocab_size=328)
+    tokenizer = str(small_target.parent / "tokenizer")
+    pretrain.pretrain(dataclasses.replace(toy, target=qwen2, tokenizer=tokenizer))
     config = at_toy_size(CELLS["n1"], tmp_path, toy.output)
     assert distill.distill(config)
     target = load_target(toy.output, jnp.float32)
