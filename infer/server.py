@@ -14,11 +14,14 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import ipaddress
 import json
+import os
 import signal
 import socket
 import ssl
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,20 @@ from infer.cli import INTERRUPTED, Parser, above_zero, names, positive, run
 from infer.pair import add_pair_flags, load_pair
 from infer.split.app import PATH, Manners, Server
 from infer.split.credentials import read_token
-from infer.split.events import EventLog, Log, WarningsTo
+from infer.split.events import EventLog, Log, WarningsTo, place_of
+from infer.split.link import LARGEST_CHUNK
 from infer.split.listener import PatientHttp
 from infer.split.metrics import Metrics
 from infer.split.scheduler import Rules, Scheduler
+from moa_jax.config import MAX_DEPTH
 from moa_jax.errors import InputError, first_line
 from moa_jax.folders import write_whole
 from moa_jax.pretrained import Target
 from moa_jax.serve.pairing import pairing_of
-from moa_jax.serve.slots import Slots
+from moa_jax.serve.slots import Pass, Slots
 from moa_jax.tokenizer import load_tokenizer
 
+USUAL = 16  # nodes that hold most drafts: a chain of the default lengths
 PING_SECONDS = 20.0  # between pings, and again until the answer must be there
 
 
@@ -47,10 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     rules = _rules_of(args)
     token = _token_of(args)
     _check_certificate(args)
+    _check_ready_file(args)
     # The port comes before the models, which take their time.
     with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
-        server = _load(args, rules, token, log)
-        return asyncio.run(_serve(args, server, listener))
+        server, compiling = _load(args, rules, token, log)
+        return asyncio.run(_serve(args, server, listener, compiling))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,13 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--warm",
         type=_sizes,
-        default="1,4,8,16",
         metavar="N,N",
-        help="nodes of drafts, the root included, to compile for before clients come; others "
-        "(all are rounded up to one of these, 32 or 64) make everybody wait when they come first",
+        help="compile, before clients come, for drafts of so many nodes, the root included, and "
+        "for nothing else: others are padded to the next size there is. By default clients come "
+        f"after the first programs ({USUAL} nodes, and the largest, which holds everything), and "
+        "the rest is compiled while they are served",
     )
     group.add_argument(
-        "--warm-sampled", action="store_true", help="the same for answers at a temperature, too"
+        "--warm-sampled",
+        action="store_true",
+        help="before clients come, the same for answers at a temperature, too",
     )
     group = parser.add_argument_group("log")
     group.add_argument(
@@ -120,6 +130,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules_of(args: argparse.Namespace) -> Rules:
+    """What is lent; InputError for sizes that cannot be, before anything is loaded."""
+    if args.max_nodes >= MAX_DEPTH:
+        raise InputError(f"--max-nodes {args.max_nodes}: choose from 1 to {MAX_DEPTH - 1}")
+    if args.chunk > LARGEST_CHUNK:
+        raise InputError(f"--chunk {args.chunk}: clients take at most {LARGEST_CHUNK} at once")
+    if (most := max(args.warm or (1,))) > args.max_nodes + 1:
+        raise InputError(
+            f"--warm {most}: drafts have at most {args.max_nodes + 1} nodes, the root included"
+        )
     return Rules(
         num_slots=args.slots,
         max_prompt=args.max_prompt,
@@ -144,8 +163,13 @@ def _manners_of(args: argparse.Namespace, token: str | None) -> Manners:
     )
 
 
-def _load(args: argparse.Namespace, rules: Rules, token: str | None, log: Log) -> Server:
-    """The models, their slots with everything compiled, and the application over them."""
+Compile = Callable[[], Awaitable[None]]
+
+
+def _load(
+    args: argparse.Namespace, rules: Rules, token: str | None, log: Log
+) -> tuple[Server, Compile]:
+    """The application over the models, and what is to be compiled while it serves."""
     target, drafter = load_pair(args)
     positions = target.config.max_position_embeddings
     rules = dataclasses.replace(rules, max_tokens=min(rules.max_tokens, positions))
@@ -157,17 +181,31 @@ def _load(args: argparse.Namespace, rules: Rules, token: str | None, log: Log) -
         max_nodes=rules.max_nodes + 1,
         chunk=rules.chunk,
     )
-    log("compile", nodes=args.warm, slots=rules.num_slots)  # a minute, perhaps
-    slots.warm(args.warm)
-    if args.warm_sampled:
-        slots.warm(args.warm, sampled=True)
+    first = slots.passes(args.warm or (USUAL,), args.warm_sampled)
+    later = [] if args.warm else [size for size in slots.passes(sampled=True) if size not in first]
+    log("compile", programs=len(first), later=len(later))  # a minute, perhaps
+    for size in first:
+        slots.compile(size)
     text_of = _decoder(target) if args.log_text else None
     scheduler = Scheduler(slots, rules, Metrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
-    return Server(scheduler, pairing, target.config.vocab_size, _manners_of(args, token), log)
+    server = Server(scheduler, pairing, target.config.vocab_size, _manners_of(args, token), log)
+    return server, functools.partial(_compile, slots, later, log)
 
 
-async def _serve(args: argparse.Namespace, server: Server, listener: socket.socket) -> int:
+async def _compile(slots: Slots, passes: Sequence[Pass], log: Log) -> None:
+    """Programs for passes that are padded until then; without them the server goes on."""
+    for size in passes:
+        try:
+            await asyncio.to_thread(slots.compile, size)
+        except Exception as error:
+            return log("error", what=place_of(error))
+    log("compiled", programs=len(passes))
+
+
+async def _serve(
+    args: argparse.Namespace, server: Server, listener: socket.socket, compiling: Compile
+) -> int:
     """Listen until a signal comes; the exit code is that of a program that was asked to end."""
     config = uvicorn.Config(
         server.app,
@@ -197,7 +235,9 @@ async def _serve(args: argparse.Namespace, server: Server, listener: socket.sock
     except OSError as error:  # another server was bound to this port, too, and was faster
         raise _unusable(args.host, args.port, error) from error
     _announce(args, listener)
+    behind = asyncio.create_task(compiling())
     number = await asked.get()
+    behind.cancel()  # the program in the works is finished, no other one is begun
     if number == signal.SIGTERM:
         draining = asyncio.create_task(server.drain(args.drain_seconds))
         again = asyncio.create_task(asked.get())  # a second signal means it
@@ -285,6 +325,15 @@ def _check_certificate(args: argparse.Namespace) -> None:
             f"{files}: no certificate with its key ({first_line(error)}): give PEM files that "
             "belong together, the key without a password"
         ) from error
+
+
+def _check_ready_file(args: argparse.Namespace) -> None:
+    """Raise InputError for a file that could not be written once everything is loaded."""
+    if args.ready_file is None:
+        return
+    path = Path(args.ready_file)
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"--ready-file {path}: no file can be written there: choose another path")
 
 
 def _announce(args: argparse.Namespace, listener: socket.socket) -> None:

@@ -22,7 +22,7 @@ from infer.split.scheduler import Rules, Scheduler
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.serve import rows, wire
-from moa_jax.serve.slots import Reply, Slot
+from moa_jax.serve.slots import NODES, Reply, Slot
 
 VOCAB = 97
 SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
@@ -84,6 +84,9 @@ class ToySlots:
         assert self.slots[slot] is not None
         self.diary.append(("close", slot))
         self.slots[slot] = None
+
+    def padded(self, num_nodes: int) -> int:
+        return next(size for size in NODES if size >= num_nodes)
 
     def recover(self) -> bool:
         self.threads.add(threading.current_thread().name)

@@ -29,6 +29,7 @@ from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.serve import wire
 from moa_jax.serve.pairing import pairing_of
+from moa_jax.serve.slots import Request, Slots
 from tests.model_folders import save_random_pair
 from tests.split_server import LIMITS
 
@@ -56,6 +57,11 @@ REFUSED = {  # flags, and what the one line says
     "--port 70000": "not a port from 0 to 65535",
     "--slots 0": "at least 1",
     "--chunk 1": "choose 2 at least",
+    "--chunk 5000": "--chunk 5000: clients take at most 4096 at once",
+    "--max-nodes 64": "--max-nodes 64: choose from 1 to 63",
+    "--warm 100": "--warm 100: drafts have at most 64 nodes, the root included",
+    "--warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
+    "--ready-file {absent}/x.json": "no file can be written there: choose another path",
     "--idle-seconds 0": "not a number above 0",
     "--host nowhere.invalid --open": "give an address of this one",
     "--port 0 --target {absent} --draft {absent}": "absent is not a folder",
@@ -204,6 +210,38 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
             text += verdict.tokens
         link.send(wire.encode(wire.Close()))
     return text
+
+
+@pytest.mark.slow
+def test_split_serves_everything_padded_before_the_rest_is_compiled(pair, monkeypatch):
+    target = load_target(pair / "target", jnp.float32)
+    drafter = load_drafter(pair / "draft", target)
+    slots = Slots(target, drafter, num_slots=2, max_tokens=64, max_nodes=16, chunk=40)
+    every = slots.passes(sampled=True)
+    for size in every[:2]:
+        slots.compile(size)
+    compiled = dict(slots._programs._compiled)
+    prompts, session = [[5, 17, 60], list(range(38))], Session(target)
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=4)):
+        plain = [result.token_ids for result in session.generate(prompts, 5, [], sampling)]
+        opened = [slots.open(sampling, [], len(prompt) + 5) for prompt in prompts]
+        texts = [
+            slots.read(slot, prompt, pick_root=True).tokens[len(prompt) :]
+            for slot, prompt in zip(opened, prompts, strict=True)
+        ]
+        while not all(len(text) == 5 for text in texts):
+            asked = [(slot, text) for slot, text in zip(opened, texts, strict=True)]
+            asked = [Request(slot, [7], [0]) for slot, text in asked if len(text) < 5]
+            for request, reply in zip(asked, slots.verify(asked), strict=True):
+                texts[opened.index(request.slot)] += reply.tokens
+        assert texts == plain
+        for slot in opened:
+            slots.close(slot)
+    assert slots._programs._compiled == compiled  # nothing was compiled in between
+    assert slots.padded(1) == 16
+    for size in every[2:]:  # what a slot takes from then on, if there was time to compile it
+        monkeypatch.setattr(slots, "_ready", slots._ready | {size})
+    assert [slots.padded(nodes) for nodes in (1, 2, 7, 9)] == [1, 4, 8, 16]
 
 
 @pytest.mark.slow

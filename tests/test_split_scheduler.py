@@ -88,6 +88,26 @@ def test_split_waiting_drafts_become_one_batch():
     asyncio.run(check())
 
 
+def test_split_big_draft_has_a_pass_of_its_own():
+    async def check():
+        async with working() as work:
+            sessions = [await work.open([n, n + 1]) for n in range(4)]
+            work.slots.hold.clear()
+            sizes = (1, 3, 62, 7)  # nodes, the root left out
+            drafts = [wire.Draft(1, list(range(size)), [0] * size) for size in sizes]
+            submit = lambda i: work.scheduler.submit(sessions[i], drafts[i])  # noqa: E731
+            answers = [submit(0)]
+            await until(lambda: work.entries("verify"))
+            answers += [submit(1), submit(2), submit(3)]
+            work.slots.hold.set()
+            for answer in answers:
+                assert (await verdicts(answer))[0].tokens
+            # The last one goes with the oldest, the big one in between waits for the next pass.
+            assert work.entries("verify") == [(0,), (1, 3), (2,)]
+
+    asyncio.run(check())
+
+
 def test_split_long_prompt_lets_drafts_through_after_each_chunk():
     async def check():
         async with working(ToySlots(chunk=4)) as work:

@@ -575,6 +575,7 @@ def test_split_metrics_count_as_vllm_does():
         right = plain(PROMPT + root, 3)
         client.draft(1, [right[0], right[1], (right[2] + 1) % 97])
         client.draft(2, [(plain(PROMPT, 5)[4] + 1) % 97])
+        client.draft(3)  # a plain step
         text = server.get("/metrics").text
         for line in (
             "spec_decode_num_drafts_total 2.0",
@@ -584,8 +585,8 @@ def test_split_metrics_count_as_vllm_does():
             'spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1.0',
             "split_sessions 1.0",
             "split_slots_in_use 1.0",
-            "split_batch_size_count 2.0",
-            "split_verify_seconds_count 2.0",
+            "split_batch_size_count 3.0",
+            "split_verify_seconds_count 3.0",
         ):
             assert line in text, line
         assert server.metric("split_bytes_down_total") > server.metric("split_bytes_up_total") > 0

@@ -15,7 +15,7 @@ class Metrics:
     def __init__(self) -> None:
         own = {"registry": CollectorRegistry()}
         self._registry = own["registry"]
-        self.drafts = Counter("spec_decode_num_drafts", "Verifications", **own)
+        self.drafts = Counter("spec_decode_num_drafts", "Drafts verified", **own)
         self.draft_tokens = Counter("spec_decode_num_draft_tokens", "Tokens drafted", **own)
         self.accepted = Counter("spec_decode_num_accepted_tokens", "Drafted and accepted", **own)
         self.accepted_at = Counter(
@@ -44,8 +44,8 @@ class Metrics:
         self.failures = Counter("split_failures", "Exceptions of our own", **own)
 
     def count_draft(self, drafted: int, accepted: int, committed: int) -> None:
-        """One verification and what came of it."""
-        self.drafts.inc()
+        """One verification and what came of it; without drafts it is a plain step of decoding."""
+        self.drafts.inc(bool(drafted))
         self.draft_tokens.inc(drafted)
         self.accepted.inc(accepted)
         self.committed.inc(committed)

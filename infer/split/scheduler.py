@@ -5,8 +5,9 @@
         +---- parts of the answer, encoded <---- encoder thread ---+
 
 Everything here runs in the event loop, but for `Slots`, which one worker thread calls, and the
-encoding of answers, which one other does. The loop takes all waiting verifications as one batch
-and, between two batches, one chunk of one prompt: a long prompt delays others by a chunk at most.
+encoding of answers, which one other does. The loop takes waiting verifications of about one size
+as one batch, the oldest first, and, between two batches, one chunk of one prompt: a long prompt
+delays others by a chunk at most, and a big draft by a pass of its own.
 Answers are kept encoded until the next request, so that a client which lost its connection or
 asks twice gets the same bytes; clients that read slowly never hold up the worker.
 """
@@ -34,6 +35,7 @@ from moa_jax.serve.slots import Reply, Request, Slots
 FATAL = {"version", "pairing", "token", "state", "message"}
 MOST_BEHIND = 64  # parts of a stream that wait to be sent, before the target pauses
 PART_BYTES = 256 << 10  # of rows in one part, which a slow link carries in a second or two
+MOST_PADDING = 4  # times the nodes of a draft, which bigger ones in its batch cost it
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
@@ -439,13 +441,8 @@ class Scheduler:
         return [*self._at_work, *begun]
 
     async def _verify(self) -> bool:
-        """All waiting drafts as one batch; false if there are none."""
-        batch: list[tuple[Session, wire.Draft]] = []
-        while self._drafts and len(batch) < self.rules.num_slots:
-            session = self._drafts.popleft()
-            if session.draft is not None:
-                batch.append((session, session.draft))
-                session.draft = None
+        """One batch of the waiting drafts; false if there are none."""
+        batch = self._batch()
         if not batch:
             return False
         self._at_work = [session for session, _ in batch]
@@ -463,6 +460,21 @@ class Scheduler:
             session.paused = not reply.done
             self._stream_on(session)
         return True
+
+    def _batch(self) -> list[tuple[Session, wire.Draft]]:
+        """The oldest draft and those that fit to it: all rows are padded to the widest one."""
+        self._at_work = waiting = [session for session in self._drafts if session.draft is not None]
+        batch: list[tuple[Session, wire.Draft]] = []
+        least = most = 0
+        for session in waiting:
+            width = self._slots.padded(1 + len(session.draft.tokens))
+            low, high = min(least or width, width), max(most, width)
+            if high <= MOST_PADDING * low and len(batch) < self.rules.num_slots:
+                least, most = low, high
+                batch.append((session, session.draft))
+                session.draft = None
+        self._drafts = deque(session for session in waiting if session.draft is not None)
+        return batch
 
     def _stream_on(self, session: Session) -> None:
         """The next token of a stream, unless its reader is too far behind."""

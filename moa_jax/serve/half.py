@@ -10,8 +10,7 @@ the target: while a verification is under way, and when there is no connection.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from moa_jax import target
 from moa_jax.config import DraftShape, Sampling, TargetConfig
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Params, Shared, Tapped, Tree
 from moa_jax.errors import InputError
-from moa_jax.precision import matmul_precision
 from moa_jax.pretrained import (
     LoadedDrafter,
     Target,
@@ -30,6 +28,7 @@ from moa_jax.pretrained import (
     functions_of,
     load_borrowed,
 )
+from moa_jax.serve.programs import Programs, one
 from moa_jax.serve.rows import LeafSpec
 from moa_jax.session import bucket, for_decoding, law_of
 from moa_jax.spec import sample, step
@@ -65,7 +64,7 @@ class DraftHalf:
         self._shared, self._dtype = shared, dtype
         self._treedef, self.leaves = digest_form(functions, target_.config, dtype)
         self._max_tokens = max_tokens
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs((functions, self.cfg), (self._params, shared), dtype)
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling) -> None:
@@ -87,7 +86,8 @@ class DraftHalf:
         padded_1T[0, :T] = tokens
         leaves = [_batched(row, width, spec) for row, spec in zip(rows, self.leaves, strict=True)]
         digest = jax.tree.unflatten(self._treedef, leaves)
-        (self._cache,) = self._run(_absorb, self._cache, padded_1T, _one(start), digest)
+        given = (self._cache, padded_1T, one(start), digest)
+        (self._cache,) = self._programs.run(_absorb, (), *given)
 
     def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
         """Compiles what replies of so many tokens, chains and these trees need; then forgets."""
@@ -120,9 +120,9 @@ class DraftHalf:
         """
         if self.functions.go_on is None:
             raise InputError("this drafter cannot draft token by token: use a tree")
-        given = self._guided(text)
         steps = min(steps, MOST_STEPS)
-        self._cache, tokens_S = self._run(_chain, self._cache, *given, known, steps)
+        given = (self._cache, *self._guided(text), np.int32(known), np.int32(steps))
+        self._cache, tokens_S = self._programs.run(_chain, (), *given)
         return np.asarray(tokens_S)[:steps].tolist()
 
     def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
@@ -130,8 +130,8 @@ class DraftHalf:
 
         Returns tokens and parents of the nodes behind the root, whose index is 0.
         """
-        given = self._guided(text)
-        self._cache, tree = self._run(functools.partial(_tree, shape), self._cache, *given)
+        given = (self._cache, *self._guided(text))
+        self._cache, tree = self._programs.run(_tree, (shape,), *given)
         return _nodes(tree)
 
     def _guided(self, text: Sequence[int]) -> tuple[Any, ...]:
@@ -140,21 +140,7 @@ class DraftHalf:
         if self._law.repetition_B is not None:
             seen_1C = np.full((1, self._max_tokens), NOTHING, np.int32)
             seen_1C[0, : len(text)] = text
-        return _one(text[-1]), _one(len(text) - 1), self._law, seen_1C
-
-    def _run(self, function: Callable[..., Any], cache: Cache, *arguments: Any) -> Any:
-        """One program over the cache, which it replaces."""
-        arguments = jax.tree.map(jnp.asarray, arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        name = (function.func, *function.args) if hasattr(function, "func") else (function,)
-        key = (*name, structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        given = (self._params, self._shared, cache, *arguments)
-        if key not in self._programs:
-            part = functools.partial(function, self.functions, self.cfg)
-            with matmul_precision(self._dtype):
-                program = jax.jit(part, donate_argnums=2).lower(*given).compile()
-            self._programs[key] = program
-        return self._programs[key](*given)
+        return one(text[-1]), one(len(text) - 1), self._law, seen_1C
 
 
 def digest_form(
@@ -175,10 +161,6 @@ def digest_form(
 
 
 # ---- on the host --------------------------------------------------------------------------
-
-
-def _one(value: int) -> np.ndarray:
-    return np.array([value], np.int32)
 
 
 def _batched(row: np.ndarray, width: int, spec: LeafSpec) -> np.ndarray:

@@ -7,8 +7,9 @@ does what a round of `spec.step` does, and puts back what it wrote:
                  \\ \\  ______/                    0 .. length-1 | length | length+1 ..
     pass         2 3 + padding                   in the caches | root   | not read yet (a prompt)
 
-Numbers of rows and of nodes are padded to a few sizes, so few programs serve everything. All
-methods belong to one thread.
+Numbers of rows and of nodes are padded to a few sizes, so few programs serve everything. Once
+some are compiled, a pass that has none of its own takes the smallest that holds it: nobody waits
+for a compiler. All methods belong to one thread, but for `compile`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from moa_jax import cache, target
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.drafters.api import NOTHING, Tapped, Tree, chain
 from moa_jax.errors import InputError
-from moa_jax.precision import matmul_precision
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+from moa_jax.serve.programs import Programs, one
 from moa_jax.session import bucket, for_decoding, law_of
 from moa_jax.spec import sample, step
 from moa_jax.spec.sample import Law
@@ -35,12 +36,21 @@ from moa_jax.spec.step import DecodeState, Setup, Weights
 
 Array = jax.Array
 
-NODES = (1, 4, 8, 16, 32, MAX_DEPTH)  # of a pass, the root included
+NODES = (1, 4, 8, 16, MAX_DEPTH)  # of a pass, the root included
 SESSIONS = tuple(4**k for k in range(8))  # of a pass
 
 
 class Full(InputError):
     """No slot is free."""
+
+
+class Pass(NamedTuple):
+    """The size of a pass: one program."""
+
+    function: Any  # _read or _verify
+    rows: int  # sessions
+    width: int  # tokens or nodes of each
+    sampled: bool  # whether any settings are served, or greedy ones alone
 
 
 class Request(NamedTuple):
@@ -97,10 +107,15 @@ class Slots:
         self.target, self.functions = target_, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
         self.weights = Weights(for_decoding(target_.params), drafter and drafter.params)
-        self._num_cached = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
+        num_rows = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
+        dtype = target_.params["embed"].dtype
+        self._empty = functools.partial(
+            target.init_caches, target_.config, num_slots + 1, num_rows, dtype
+        )
         self._scratch = num_slots  # where the padding of a pass writes
         self._slots: list[Slot | None] = [None] * num_slots
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs((target_.config, functions), (self.weights,), dtype)
+        self._ready: frozenset[Pass] = frozenset()
         self._renew()
 
     @property
@@ -137,10 +152,7 @@ class Slots:
     def _renew(self) -> None:
         """Empty caches, once the old ones have given their memory back."""
         self._caches = None
-        dtype = self.target.params["embed"].dtype
-        self._caches = target.init_caches(
-            self.target.config, len(self._slots) + 1, self._num_cached, dtype
-        )
+        self._caches = self._empty()
         self._sound = True
 
     def read(self, slot: int, tokens: Sequence[int], *, pick_root: bool) -> Reply:
@@ -160,11 +172,11 @@ class Slots:
             )
         start, news, rows = session.length, list(tokens), []
         if todo:
-            padded_1T = np.zeros((1, bucket(len(todo))), np.int32)
+            size = self._fit(_read, [session], len(todo))
+            padded_1T = np.zeros((1, size.width), np.int32)
             padded_1T[0, : len(todo)] = todo
-            law, text_AC = self._law([session])
-            given = (_one(slot), padded_1T, _one(start), _one(len(todo)))
-            root_1, leaves = self._run(_read, *given, law, text_AC)
+            given = (one(slot), padded_1T, one(start), one(len(todo)))
+            root_1, leaves = self._run(_read, *given, *self._law(size, [session]))
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
                 news.append(int(root_1[0]))
@@ -186,8 +198,9 @@ class Slots:
             if session.done or session.length != len(session.tokens) - 1:
                 raise InputError("the session is over or has no root: nothing can be drafted")
             self._check_draft(request)
-        A = self._num_rows(len(requests))
-        N = _padded(max(1 + len(request.tokens) for request in requests), NODES)
+        width = max(1 + len(request.tokens) for request in requests)
+        size = self._fit(_verify, sessions, width)
+        A, N = size.rows, size.width
         slot_A = np.full(A, self._scratch, np.int32)
         slot_A[: len(requests)] = [request.slot for request in requests]
         length_A = np.zeros(A, np.int32)
@@ -196,33 +209,61 @@ class Slots:
             _tree_of(session.tokens[-1], request, N)
             for request, session in zip(requests, sessions, strict=True)
         ]
-        trees += [_tree_of(0, Request(0, (), ()), N)] * (A - len(trees))
-        tree = jax.tree.map(lambda *rows: np.stack(rows), *trees)
-        law, text_AC = self._law(sessions, A)
-        emitted, count_A, leaves = self._run(_verify, slot_A, tree, length_A, law, text_AC)
+        given = (slot_A, _stacked(trees, A, N), length_A, *self._law(size, sessions))
+        emitted, count_A, leaves = self._run(_verify, *given)
         return [
             _commit(session, emitted[row, : count_A[row]].tolist(), leaves, row)
             for row, session in enumerate(sessions)
         ]
 
-    def warm(self, nodes: Sequence[int] = NODES, sampled: bool = False) -> None:
-        """Compiles what prompts, and drafts of so many nodes, need for any number of sessions."""
-        sampling = Sampling(temperature=1.0) if sampled else Sampling()
-        spare = Slot(sampling, frozenset(), self.max_tokens)
-        for T in sorted({bucket(count) for count in range(1, self.chunk + 1)}):
-            law, text_AC = self._law([spare])
-            one = (_one(self._scratch), np.zeros((1, T), np.int32))
-            self._run(_read, *one, _one(0), _one(T), law, text_AC)
+    def padded(self, num_nodes: int) -> int:
+        """Nodes, the root included, that a pass over one draft of so many really has."""
+        return self._fit(_verify, [], num_nodes).width
+
+    def passes(self, nodes: Sequence[int] = NODES, sampled: bool = False) -> list[Pass]:
+        """What prompts, and drafts of so many nodes for any number of sessions, need.
+
+        The first two hold every other one, so that with them nothing more must be compiled.
+        """
         most = _padded(self.max_nodes, NODES)
-        sizes = {self._num_rows(count) for count in range(1, len(self._slots) + 1)}
-        for A in sorted(sizes):
-            for N in sorted({min(_padded(number, NODES), most) for number in nodes}):
-                tree = _tree_of(0, Request(0, (), ()), N)
-                trees = jax.tree.map(lambda a, A=A: np.stack([a] * A), tree)
-                law, text_AC = self._law([spare] * A)
-                slot_A = np.full(A, self._scratch, np.int32)
-                length_A = np.zeros(A, np.int32)
-                self._run(_verify, slot_A, trees, length_A, law, text_AC)
+        reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
+        rows = sorted({self._num_rows(count) for count in range(1, len(self._slots) + 1)})
+        widths = sorted({min(_padded(number, NODES), most) for number in nodes})
+        found = [Pass(_read, 1, reads[-1], True), Pass(_verify, rows[-1], most, True)]
+        for law in (False, True) if sampled else (False,):
+            found += [Pass(_read, 1, T, law) for T in reads]
+            found += [Pass(_verify, A, N, law) for A in rows for N in widths]
+        return list(dict.fromkeys(found))
+
+    def compile(self, size: Pass) -> None:
+        """Makes a pass's program; any one thread may do so while another one works."""
+        A, T = size.rows, size.width
+        slot_A, zero_A = np.full(A, self._scratch, np.int32), np.zeros(A, np.int32)
+        if size.function is _read:
+            given = (slot_A, np.zeros((A, T), np.int32), zero_A, one(T))
+        else:
+            given = (slot_A, _stacked([], A, T), zero_A)
+        form = jax.eval_shape(self._empty)
+        self._programs.compile(size.function, (), form, *given, *self._law(size, []))
+        self._ready |= {size}
+
+    def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> Pass:
+        """The pass for so much work: of its own size, or the least one that is compiled."""
+        plain, count = Sampling(), max(len(sessions), 1)
+        sampled = any(dataclasses.replace(s.sampling, seed=0) != plain for s in sessions)
+        if function is _read:
+            own = Pass(function, 1, bucket(width), sampled)
+        else:
+            own = Pass(function, self._num_rows(count), _padded(width, NODES), sampled)
+        holds = [
+            size
+            for size in self._ready
+            if size.function is function
+            and (size.rows >= count and size.width >= width and size.sampled >= sampled)
+        ]
+        if own in holds or not holds:
+            return own
+        return min(holds, key=lambda size: (size.rows * size.width, size.sampled))
 
     def _num_rows(self, count: int) -> int:
         """Rows of a pass over so many sessions: never more than there are slots."""
@@ -251,31 +292,21 @@ class Slots:
         if len(pairs) < len(request.tokens):
             raise InputError("two children of a node are the same token: send each once")
 
-    def _law(self, sessions: Sequence[Slot], size: int = 1) -> tuple[Law, np.ndarray | None]:
-        """The settings of a pass, and its texts where they matter; greedy sessions alone get a
-        program of their own."""
-        plain = Sampling()
-        if all(dataclasses.replace(session.sampling, seed=0) == plain for session in sessions):
+    def _law(self, size: Pass, sessions: Sequence[Slot]) -> tuple[Law, np.ndarray | None]:
+        """The settings of a pass, and its texts where they matter."""
+        if not size.sampled:
             return Law(), None
-        size = max(size, len(sessions))
-        rows = [session.sampling for session in sessions] + [plain] * (size - len(sessions))
-        text_AC = np.full((size, self.max_tokens), NOTHING, np.int32)
+        rows = [session.sampling for session in sessions]
+        rows += [Sampling()] * (size.rows - len(rows))
+        text_AC = np.full((size.rows, self.max_tokens), NOTHING, np.int32)
         for row_C, session in zip(text_AC, sessions, strict=False):
             row_C[: len(session.tokens)] = session.tokens
         return law_of(rows, self.target.config.vocab_size, whole=True), text_AC
 
-    def _run(self, function: Any, *arguments: Any) -> Any:
-        """One pass over the slots' caches, compiled once per shapes; arrays on the host."""
-        leaves, structure = jax.tree.flatten(arguments)
-        key = (function, structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        given = (self.weights, self._caches, *arguments)
-        if key not in self._programs:
-            part = functools.partial(function, self.target.config, self.functions)
-            with matmul_precision(self.weights.target["embed"].dtype):
-                program = jax.jit(part, donate_argnums=1).lower(*given).compile()
-            self._programs[key] = program
+    def _run(self, function: Any, *arrays: Any) -> Any:
+        """One pass over the slots' caches; arrays on the host."""
         self._sound = False  # a pass replaces the caches in their place: one that fails, for good
-        self._caches, *found = self._programs[key](*given)
+        self._caches, *found = self._programs.run(function, (), self._caches, *arrays)
         found = jax.tree.map(np.asarray, found)
         self._sound = True
         return found
@@ -289,10 +320,6 @@ def _padded(count: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= count)
 
 
-def _one(value: int) -> np.ndarray:
-    return np.array([value], np.int32)
-
-
 def _tree_of(root: int, request: Request, size: int) -> Tree:
     """One row of a pass: the draft behind its root, then nodes that are not there."""
     tokens_N = np.full(size, NOTHING, np.int32)
@@ -304,6 +331,12 @@ def _tree_of(root: int, request: Request, size: int) -> Tree:
         depth_N[node] = depth_N[parent] + 1
         ancestor_NN[node] |= ancestor_NN[parent]
     return Tree(tokens_N, parent_N, depth_N, ancestor_NN)
+
+
+def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
+    """The trees as the first rows of a pass, with a root alone in each of the others."""
+    blank = _tree_of(0, Request(0, (), ()), size)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
 
 
 def _commit(session: Slot, emitted: list[int], leaves: list[np.ndarray], row: int) -> Reply:
