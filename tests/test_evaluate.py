@@ -18,6 +18,7 @@ from infer.evaluation.interview import Interview
 from infer.evaluation.suites import PAPER, Question
 from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
+from moa_jax.data import chat
 from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
 from moa_jax.tokenizer import load_tokenizer
@@ -291,6 +292,17 @@ def test_drawn_candidates_are_not_compared(scripted):
     for comparable, same in ((True, True), (False, None)):
         found = scripted[0]._replace(comparable=comparable).ask(question, 0)
         assert [answer.same_as_plain for answer in found.values()] == [True, same, same]
+
+
+def test_what_was_said_before_is_in_the_prompt(scripted):
+    interview, _ = scripted
+    question = Question("x", 1, "", "x", ("And?",), (("user", "Hi!"), ("assistant", "Yes.")))
+    talk = [("user", "Hi!"), ("assistant", "Yes."), ("user", "And?")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    prompt = chat.prompt_ids(interview.tokenizer, messages)
+    assert interview.first_prompt(question) == prompt
+    answer = interview.ask(question, 0)["plain"]
+    assert answer.results[0].prompt_ids == prompt and len(answer.texts) == 1
 
 
 def test_turns_rotate_and_no_first_run_is_timed(scripted):
