@@ -38,6 +38,7 @@ from infer.sampling import (
 from infer.split.answering import Answering, Policy, Ways
 from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
+from infer.split.screen import Screen
 from infer.split.text import Event
 from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
@@ -45,11 +46,10 @@ from moa_jax.errors import InputError
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
 from moa_jax.serve.half import MOST_STEPS, DraftHalf
 from moa_jax.serve.pairing import pairing_of
-from moa_jax.serve.wire import Codec, sampling_fields
+from moa_jax.serve.wire import Codec, Welcome, sampling_fields
 from moa_jax.session import bucket, row_of
 
 MODES = ("plain", "chain", "tree", "stream")
-DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -282,6 +282,8 @@ async def _answer_all(answering: Answering, asked: Asked) -> None:
     show = _Json() if asked.args.json else _Text(asked.writer, asked.args.stop)
     try:
         await answering.connect()  # before programs are compiled, which takes its time
+        if answering.welcome is not None:
+            _check_lent(asked, answering.welcome)
         await answering.warm(map(len, asked.prompts))
         for index, prompt in enumerate(asked.prompts):
             show.start()
@@ -289,7 +291,24 @@ async def _answer_all(answering: Answering, asked: Asked) -> None:
             show.end(figures, asked)
     finally:
         await answering.close()
-    show.close(asked)
+        show.close(asked)  # with the answers that are there, should a later one fail
+
+
+def _check_lent(asked: Asked, welcome: Welcome) -> None:
+    """Raise InputError for a prompt that is too long for this server, before any is answered."""
+    new = asked.args.max_new_tokens
+    for index, prompt in enumerate(asked.prompts):
+        count = len(prompt)
+        if count > welcome.max_prompt:
+            raise InputError(
+                f"prompt {index} has {count} tokens, but the server reads {welcome.max_prompt} at "
+                "most: shorten it, or ask for a larger --max-prompt there"
+            )
+        if count + new > welcome.max_tokens:
+            raise InputError(
+                f"prompt {index} has {count} tokens and {new} are to follow, but the server holds "
+                f"{welcome.max_tokens} at most: shorten one of the two"
+            )
 
 
 async def _answer(
@@ -334,6 +353,10 @@ def figures_of(
         "server_calls_per_token": calls / len(tokens) if tokens else None,
         "reply_ms": statistics.median(trips) if trips else None,
         "rtt_ms": trip_s and 1000 * trip_s,
+        "bytes_up": counts.bytes_up,
+        "bytes_down": counts.bytes_down,
+        "bytes_up_per_token": counts.bytes_up / len(tokens) if tokens else None,
+        "bytes_down_per_token": counts.bytes_down / len(tokens) if tokens else None,
         "drafted": counts.drafted,
         "rounds_drafted_ahead": counts.ahead,
         "drafting_s": counts.drafting_s,
@@ -366,7 +389,9 @@ class _Json:
         self._results.append(figures | {"text": text})
 
     def close(self, asked: Asked) -> None:
-        """Print the document."""
+        """Print the document, if there is any answer in it."""
+        if not self._results:
+            return
         args = asked.args
         settings = {
             "target": str(args.target or "bundled"),
@@ -387,34 +412,34 @@ class _Text:
 
     def __init__(self, writer: Writer, stops: list[str]) -> None:
         self._writer, self._stops = writer, stops
-        self._styled = sys.stdout.isatty()
+        self._screen = Screen(sys.stdout) if sys.stdout.isatty() else None
 
     def start(self) -> None:
         """A new answer."""
-        self._shown = ""  # verified text on the screen
-        self._dim = ""  # unverified text behind it
+        self._shown = ""  # verified text, where this is no terminal
+        if self._screen is not None:
+            self._screen.begin()
 
     def take(self, event: Event, answering: Answering) -> None:
         """Show what is new; off a terminal, verified text alone, which is never taken back."""
         verified = self._text(answering.text.answer[: event.verified])
-        dim = self._text(answering.text.answer)[len(verified) :] if self._styled else ""
-        if (verified, dim) != (self._shown, self._dim):
-            if self._dim:
-                sys.stdout.write("\0338")  # back to where the unverified text begins
-                sys.stdout.write("\033[J")
-            sys.stdout.write(verified[len(self._shown) :])
-            if dim:
-                sys.stdout.write(f"\0337{DIM}{dim}{PLAIN}")
-            sys.stdout.flush()
-            self._shown, self._dim = verified, dim
+        if self._screen is not None:
+            self._screen.show(verified, self._text(answering.text.answer)[len(verified) :])
+            with self._screen.aside() if event.notice else contextlib.nullcontext():
+                _notice(event)
+            return
+        if new := verified[len(self._shown) :]:
+            print(new, end="", flush=True)
+            self._shown = verified
         _notice(event)
 
     def end(self, figures: dict[str, Any], asked: Asked) -> None:
         """The rest of the text, what was never verified included, and a line of figures."""
         whole = self._text(figures["token_ids"])
-        if not self._styled:
-            sys.stdout.write(whole[len(self._shown) :])
-        print(flush=True)
+        if self._screen is not None:
+            self._screen.end(whole)
+        else:
+            print(whole[len(self._shown) :], flush=True)
         print(_line(figures), file=sys.stderr)
 
     def close(self, asked: Asked) -> None:
@@ -441,6 +466,9 @@ def _line(figures: dict[str, Any]) -> str:
         parts.append(f"{figures['tokens_per_s']:.1f} tokens/s")
     if figures["reply_ms"] is not None:
         parts.append(f"replies {figures['reply_ms']:.1f} ms")
+    if figures["bytes_down"]:
+        up, down = figures["bytes_up_per_token"], figures["bytes_down_per_token"]
+        parts.append(f"{up:.0f} bytes/token up, {down:.0f} down")
     for name in ("unverified", "rewritten", "drops"):
         if figures[name]:
             parts.append(f"{figures[name]} {name}")

@@ -234,6 +234,7 @@ async def relay(port: int, spoil: Spoil, token: str = "", tls: Any = None) -> An
     async def carry(client: ServerConnection) -> None:
         url, headers = f"ws://127.0.0.1:{port}{PATH}", {"Authorization": f"Bearer {token}"}
         given = {"additional_headers": headers, "max_size": None, "proxy": None}
+        given["close_timeout"] = 0.5  # what was not read yet holds up the last words
         async with connect(url, **given) as honest:
 
             async def up() -> None:

@@ -181,9 +181,27 @@ def test_split_client_says_what_a_server_refuses(ask, server, files):
     wrong = f"ws://127.0.0.1:{server.port}/v2"
     assert "nothing answers there" in refused(ask(*IDS, url=wrong))
     long = ",".join(map(str, range(3, 43)))
-    assert "at most 32 may come" in refused(ask("--prompt-ids", long))
-    assert "at most 64 are lent" in refused(ask("--prompt-ids", "5", "--max-new-tokens", 80))
+    said = refused(ask("--prompt-ids", long))
+    assert "prompt 0 has 40 tokens, but the server reads 32 at most" in said
+    said = refused(ask("--prompt-ids", "5", "--max-new-tokens", 80))
+    assert "1 tokens and 80 are to follow, but the server holds 64 at most" in said
     assert server.get("/health").status_code == 200
+
+
+def test_split_client_prints_the_answers_before_one_that_fails(ask, server, files):
+    """The second prompt is refused: what is there of --json is printed nevertheless."""
+    fault = wire.encode(wire.Fault("too_long", "not this one", False))
+
+    def spoil(message, seen):
+        opened = sum(one[1] == 66 for one in seen)
+        return [fault] if message[1] == 66 and opened > 1 else [message]
+
+    with relayed(server.port, spoil, token="secret") as port:
+        url = f"ws://127.0.0.1:{port}/v1/split"
+        flags = ["--prompts", files["two"], "--stop-ids", "", "--json", "--mode", "stream"]
+        code, out, err = ask(*flags, url=url)
+    assert code == 2 and err.count("\n") == 1 and "not this one" in err
+    assert len(json.loads(out)["results"]) == 1
 
 
 def test_split_client_says_where_no_server_is(ask):
@@ -250,6 +268,10 @@ RESULT = {
     "server_calls_per_token": float,
     "reply_ms": float,
     "rtt_ms": float,
+    "bytes_up": int,
+    "bytes_down": int,
+    "bytes_up_per_token": float,
+    "bytes_down_per_token": float,
     "drafted": int,
     "rounds_drafted_ahead": int,
     "drafting_s": float,
@@ -284,6 +306,11 @@ def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, f
             empty = mode in ("stream",) and name in ("tau", "reply_ms")
             assert isinstance(result[name], (kind, int)) or empty, name
         assert sum(result["accept_lengths"]) == (0 if mode == "stream" else NEW - 1)
+        assert result["bytes_down"] > result["bytes_up"] > 0
+        assert result["bytes_down_per_token"] == result["bytes_down"] / NEW
+    for way in ("bytes_up", "bytes_down"):  # all of it, but what said Hello and Welcome
+        rest = found["traffic"][way] - sum(result[way] for result in found["results"])
+        assert 0 < rest < 1000
 
 
 @pytest.mark.slow

@@ -84,6 +84,12 @@ def test_pace_takes_what_was_drafted_ahead_as_long_as_that_is_worth_it():
     assert not pace.choose(4).ahead  # drafting anew is cheap, and right
 
 
+def test_pace_drafts_ahead_where_that_is_done_before_the_reply():
+    assert Pace(LENGTHS).has_time(50)  # nothing is known yet
+    pace = seen(0.05, 0.02, 0.8)
+    assert [pace.has_time(tokens) for tokens in (1, 2, 3)] == [True, True, False]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_pace_choice_is_the_best_by_its_own_law(seed):
     chance = random.Random(seed)

@@ -25,6 +25,8 @@ def test_split_text_rewrites_all_of_a_tail_that_differs():
     assert text.replace_tail([5]) == 0  # nothing was written alone
     text.write([6])
     assert text.replace_tail([6, 7]) == 0 and text.tail == []
+    text.write([10, 11, 12, 13])
+    assert text.replace_tail([10, 11, 99]) == 2 and text.tail == []  # 10 and 11 stayed
 
 
 def test_split_text_kept_tokens_are_told_from_verified_ones():

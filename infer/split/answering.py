@@ -24,9 +24,9 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from infer.split.link import Denied, Gone, Link, Lost, Server, Traffic
+from infer.split.link import Denied, Gone, Link, Lost, Server, Traffic, ended
 from infer.split.pace import Pace
 from infer.split.text import Event, Text
 from moa_jax.config import DraftShape, Sampling
@@ -49,7 +49,7 @@ class Ways:
     lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # levels to choose from; () is plain
     draft_ahead: bool = True
     policy: Policy = "verify"
-    prompt_timeout: float = 60.0  # for the first reply, which may wait for a slot
+    prompt_timeout: float = 60.0  # for a reply of a server that lives: a slot may have to come
     reconnect_seconds: float = 30.0  # to wait for a link once the answer is written alone
     slowdown: float = 1.0  # drafting takes this many times as long, to play a slower device
     stream: bool = False  # with no `lengths`: the target writes alone, as behind an API
@@ -83,8 +83,18 @@ class Counts:
     drafting_s: float = 0.0
     waiting_s: float = 0.0  # for replies, with nothing to draft
     alone_s: float = 0.0
+    bytes_up: int = 0  # of messages; known when the answer has ended
+    bytes_down: int = 0
     accept_lengths: list[int] = dataclasses.field(default_factory=list)
     round_trips_s: list[float] = dataclasses.field(default_factory=list)
+
+
+class Part(NamedTuple):
+    """Tokens and the target's rows of them, checked."""
+
+    start: int
+    tokens: list[int]
+    rows: list[Any]
 
 
 class Answering:
@@ -100,6 +110,11 @@ class Answering:
         self._link: Link | None = None
         self._was_served = False  # a server has opened a session for one answer or another
         self._random = random.Random()
+
+    @property
+    def welcome(self) -> wire.Welcome | None:
+        """What the server said when it took the connection; None without one."""
+        return self._link and self._link.welcome
 
     async def connect(self) -> None:
         """Says Hello, if there is a server; raises Lost or Denied where it does not welcome us."""
@@ -132,6 +147,9 @@ class Answering:
         self.text, self._sampling = Text(prompt, total, stop_ids), sampling
         self._known = 0  # rows that the target has filled
         self._blank = 0  # rows of the prompt that say nothing of the target
+        self._fed = 0  # rows of the whole text that stand, the drafter's own included
+        self._held: list[Part] = []  # of a reply whose end has not come
+        self._received = 0  # rows known or held
         self._session: str | None = None
         self._seq = -1  # of the last reply seen
         self._request: Request | None = None  # the last one sent
@@ -140,6 +158,7 @@ class Answering:
         self._denied: Denied | None = None
         self._wait, self._give_up = 0.0, None  # before dialling; when to end the answer alone
         self.counts, self.done = Counts(), ""
+        self._before = dataclasses.replace(self.traffic)
         await self._on_half(self.half.reset, sampling)
         if self._server is not None:
             yield self.text.event(await self._begin())
@@ -202,7 +221,7 @@ class Answering:
 
     async def _resumed(self, link: Link) -> list[wire.Verdict]:
         """The reply that was missed, if one was; raises Gone without that session."""
-        await link.send(wire.Resume(self._session, self._seq))
+        await link.send(wire.Resume(self._session, self._seq, self._received))
         found = await link.receive(wire.Resumed)
         if not self._seq <= found.seq <= self._request.seq:
             raise Gone(f"the server's last reply is {found.seq}: another session")
@@ -222,18 +241,18 @@ class Answering:
         text = self.text
         root_given = len(text.settled) > len(text.prompt)
         if self.ways.stream:
-            self._known = len(text.settled) - root_given  # no rows: they are for drafting
+            self._received = len(text.settled) - root_given  # no rows: they are for drafting
         self._request = wire.Open(
             seq=0,
             tokens=list(text.settled),
             root_given=root_given,
-            known=self._known,
+            known=self._received,
             total=text.total,
             stop_ids=sorted(text.stops),
             sampling=wire.sampling_fields(self._sampling),
         )
         await link.send(self._request)
-        opened = await link.receive(wire.Opened, timeout=self.ways.prompt_timeout)
+        opened = await link.receive(wire.Opened, patience=self.ways.prompt_timeout)
         self._session, self._was_served = opened.session, True
         self.counts.prompts += 1
         return await self._reply(link)
@@ -243,15 +262,16 @@ class Answering:
         tokens, parents, ahead = await self._draft()
         begin = time.perf_counter()
         await self._ask(wire.Draft(self._seq + 1, tokens, parents))
-        reply = asyncio.create_task(self._reply(self._link))
+        reply, ends = asyncio.create_task(self._reply(self._link)), []
+        reply.add_done_callback(lambda _: ends.append(time.perf_counter()))  # whatever is drafted
         try:
             await self._draft_ahead(reply, _levels(parents))
             waiting = time.perf_counter()
             verdicts = await reply
         finally:
-            await _ended(reply)
+            await ended(reply)
         self.counts.waiting_s += time.perf_counter() - waiting
-        seconds = time.perf_counter() - begin
+        seconds = ends[0] - begin
         committed = verdicts[-1].tokens
         await self._take(verdicts)
         self.counts.ahead += ahead
@@ -268,7 +288,7 @@ class Answering:
         if self._streaming is None:
             await self._ask(wire.Stream(self._seq + 1))
             self._streaming = -1
-        part = await self._link.receive(wire.Verdict)
+        part = await self._link.receive(wire.Verdict, patience=self.ways.prompt_timeout)
         self.counts.waiting_s += time.perf_counter() - begin
         have = len(self.text.settled) - part.start - 1  # after a lost link all parts come again
         in_place = part.seq == self._request.seq and part.start > self._streaming
@@ -306,13 +326,16 @@ class Answering:
 
     async def _draft_ahead(self, reply: asyncio.Task[Any], levels: int) -> None:
         """Goes on along the likeliest path while the reply is under way: the bonus token and
-        the next draft, should all of it be right."""
+        the next draft, should all of it be right. Token by token, for the reply interrupts none;
+        not at all where it is expected before the first token that would be of use."""
         if self.pace is None or not self.ways.draft_ahead or self.half.functions.go_on is None:
+            return
+        if not self.pace.has_time(levels + 2 - len(self._ahead)):
             return
         wanted = levels + 1 + self.pace.lengths[-1]
         room = self.text.room - 1
         while not reply.done() and len(self._ahead) < min(wanted, room, MOST_STEPS):
-            self._ahead += await self._chain(self._ahead, 1 if self._ahead else levels or 1)
+            self._ahead += await self._chain(self._ahead, 1)
             await asyncio.sleep(0)
 
     async def _chain(self, after: list[int], steps: int) -> list[int]:
@@ -329,13 +352,13 @@ class Answering:
         await self._link.send(request)
 
     async def _reply(self, link: Link) -> list[wire.Verdict]:
-        """All parts of the reply to the last request; those of before that come again are left
-        out. Raises Lost for one that does not go on from what is known."""
-        seq, known, stale = self._request.seq, self._known, 0
-        timeout = None if isinstance(self._request, wire.Draft) else self.ways.prompt_timeout
+        """The reply to the last request, without rows of given tokens, which are held at once
+        so that no other link has to bring them; replies of before that come again are left out.
+        Raises Lost for a part that does not go on from what is here."""
+        seq, known, stale = self._request.seq, self._received, 0
         parts: list[wire.Verdict] = []
         while True:
-            part = await link.receive(wire.Verdict, timeout=timeout)
+            part = await link.receive(wire.Verdict, patience=self.ways.prompt_timeout)
             if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
                 continue
             if part.seq != seq:
@@ -345,9 +368,22 @@ class Answering:
             if part.start > known or early or end > self.text.total:
                 raise Lost("the server sent rows out of place")
             known = max(known, end)
-            parts.append(part)
+            if part.more and not isinstance(self._request, wire.Draft):
+                self._hold(part)
+            else:
+                parts.append(part)
             if not part.more:
                 return parts
+
+    def _hold(self, part: wire.Verdict) -> None:
+        """Keeps rows of tokens that the request gave; raises Lost for others."""
+        before = [] if isinstance(self._request, wire.Open) else self.text.settled
+        given, end = [*before, *self._request.tokens], part.start + part.count
+        if end >= len(given):
+            raise Lost("the server sent rows out of place")
+        self._held.append(self._part(part, given))
+        self._received = end
+        self._wait, self._give_up = 0.0, None
 
     async def _take(self, verdicts: Sequence[wire.Verdict]) -> None:
         """A whole reply: new tokens, the end, and the target's rows for the caches.
@@ -357,25 +393,33 @@ class Answering:
         tokens = verdicts[-1].tokens
         text = [*self.text.settled, *tokens]
         self._check(verdicts, text)
-        try:
-            rows = [self._rows(part) for part in verdicts]
-        except wire.BadMessage as error:
-            raise Lost(f"the server sent {error}") from error
+        parts = [self._part(part, text) for part in verdicts if part.count]
         self.text.settle(tokens, kept=isinstance(self._request, wire.Read))
         self.done = verdicts[-1].done
         self._count(len(tokens))
         self._seq = self._request.seq
         if tokens:
             self._wait, self._give_up = 0.0, None
-        for part, leaves in zip(verdicts, rows, strict=True):
-            end = part.start + part.count
-            if part.count:
-                await self._on_half(self.half.absorb, part.start, text[part.start : end], leaves)
-            self._known = max(self._known, end)
+        await self._absorb(parts)
+        self._known = self._received = len(text) - 1
 
-    def _rows(self, part: wire.Verdict) -> list[Any]:
+    def _part(self, part: wire.Verdict, text: Sequence[int]) -> Part:
+        """A part's tokens and rows; raises Lost where these are damaged."""
         server = self._server
-        return unpack(part.rows, part.count, self.half.leaves, server.codec, server.compress)
+        try:
+            rows = unpack(part.rows, part.count, self.half.leaves, server.codec, server.compress)
+        except wire.BadMessage as error:
+            raise Lost(f"the server sent {error}") from error
+        return Part(part.start, list(text[part.start : part.start + part.count]), rows)
+
+    async def _absorb(self, parts: Sequence[Part] = ()) -> None:
+        """Takes in all that is held, and these parts behind it."""
+        held, self._held = self._held, []
+        for part in (*held, *parts):
+            await self._on_half(self.half.absorb, *part)
+            self._known = max(self._known, part.start + len(part.tokens))
+            if len(part.tokens) > EXACT:  # it came padded, which hides what stood behind it
+                self._blank = self._fed = 0
 
     def _check(self, verdicts: Sequence[wire.Verdict], text: Sequence[int]) -> None:
         """Raise Lost where a reply, with which the text would be this, is none to the request."""
@@ -386,7 +430,7 @@ class Answering:
             fits = len(tokens) == (not request.root_given)
         else:
             fits = 1 <= len(tokens) <= len(request.tokens) + 1
-        known = max(self._known, *(part.start + part.count for part in verdicts))
+        known = max(self._received, *(part.start + part.count for part in verdicts))
         fits = fits and known == len(text) - 1 and self.text.end_of(text) == verdicts[-1].done
         stopped = not self.text.stops.isdisjoint(tokens[:-1])
         if not fits or stopped or len(text) > self.text.total:
@@ -408,6 +452,8 @@ class Answering:
                 await self._link.send(wire.Close())
             except (Lost, Gone, Denied):
                 self._unlink()
+        self.counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
+        self.counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
 
     def _drop(self, error: Lost | Gone | Denied) -> str:
         """The link is lost; why, as a notice."""
@@ -432,12 +478,14 @@ class Answering:
         begin = time.perf_counter()
         if not self.text.tail:  # what was drafted ahead begins it
             self.text.write(self._ahead)
+            if self._ahead:
+                self._fed = len(self.text.whole) - 1
         self._ahead = []
+        await self._absorb()
         joining = None
         if self._server is not None and self._denied is None:
             joining = asyncio.create_task(self._join())
         try:
-            await self._feed()
             yield self.text.event()
             async with contextlib.aclosing(self._write(joining)) as events:
                 async for event in events:
@@ -450,7 +498,7 @@ class Answering:
             return
         finally:
             self.counts.alone_s += time.perf_counter() - begin
-            await _ended(joining)
+            await ended(joining)
         if self.done:
             yield self.text.event()
             return
@@ -483,34 +531,40 @@ class Answering:
         """What the link brings, if one comes before an answer that is not moving is given up."""
         if joining is None:
             return None
-        if not joining.done():
+        while not joining.done():
             now = time.monotonic()
             if self._give_up is None:
                 self._give_up = now + self.ways.reconnect_seconds
-            await asyncio.wait([joining], timeout=max(self._give_up - now, 0.0))
-        return joining.result() if joining.done() else None
+            if now >= self._give_up:
+                return None
+            await asyncio.wait([joining], timeout=self._give_up - now)
+        return joining.result()
 
-    async def _feed(self) -> None:
-        """The drafter's own rows for tokens of which the target's are not here."""
-        if not self._can_write:
-            return
+    async def _feed(self, joining: asyncio.Task[Any] | None) -> bool:
+        """The drafter's own rows for tokens of which none stand; false if a link came first."""
         blank = self.text.prompt[:-1]
         if max(self._known, self._blank) < len(blank):  # the target has not said a thing
             await self._on_half(self.half.absorb_nothing, blank, self._known)
-            self._blank = len(blank)
+            self._blank, self._fed = len(blank), 0
         whole, known = self.text.whole, max(self._known, self._blank)
-        for end in range(known + 1, len(whole)):
+        for end in range(max(known, self._fed) + 1, len(whole)):
             await self._drafting(self.half.chain, whole[:end], known, 1)
+            self._fed = end
+            if joining is not None and joining.done():
+                return False
+        return True
 
     @property
     def _can_write(self) -> bool:
         return self.half.functions.go_on is not None and not self.ways.stream
 
     async def _write(self, joining: asyncio.Task[Any] | None) -> AsyncIterator[Event]:
-        """The tail, piece by piece and at least one, until it ends the answer or there is a
-        link."""
+        """The tail, piece by piece, until it ends the answer or there is a link."""
         while self._can_write and not self.text.is_written:
+            if not await self._feed(joining):
+                return
             self.text.write(await self._chain([], PIECE))
+            self._fed = len(self.text.whole) - 1
             yield self.text.event()
             await asyncio.sleep(0)
             if joining is not None and joining.done():
@@ -533,12 +587,18 @@ class Answering:
             missed = await self._opened(self._link)
         if missed:
             await self._take(missed)
-            self.counts.rewritten += self.text.replace_tail(missed[-1].tokens)
+            self._replace_tail(missed[-1].tokens)
         while self.text.tail and not self.done:
             await (self._commit_tail() if keeps else self._verify_tail())
             verdicts = await self._reply(self._link)
             await self._take(verdicts)
-            self.counts.rewritten += self.text.replace_tail(verdicts[-1].tokens)
+            self._replace_tail(verdicts[-1].tokens)
+
+    def _replace_tail(self, tokens: Sequence[int]) -> None:
+        """The target wrote these where the tail begins."""
+        if rewritten := self.text.replace_tail(tokens):
+            self.counts.rewritten += rewritten
+            self._fed = 0
 
     async def _verify_tail(self) -> None:
         """The tail as a draft like any other."""
@@ -564,15 +624,6 @@ class Answering:
 
     def _on_half(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
-
-
-async def _ended(task: asyncio.Task[Any] | None) -> None:
-    """Ends a task, whatever it was doing or has found."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # seen, so that nobody complains of it
 
 
 def _levels(parents: Sequence[int]) -> int:

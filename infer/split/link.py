@@ -49,13 +49,10 @@ class Gone(Exception):
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes and messages of all of a client's connections."""
+    """Bytes of all of a client's connections."""
 
     bytes_up: int = 0
     bytes_down: int = 0
-    messages_up: int = 0
-    messages_down: int = 0
-    connections: int = 0
     round_trip_s: float | None = None  # Hello to Welcome, for which a server computes nothing
 
 
@@ -69,8 +66,7 @@ class Server:
     tls: ssl.SSLContext | None = None
     codec: wire.Codec = "bfloat16"
     compress: bool = False
-    timeout: float = 5.0  # seconds for each message of the other side
-    ping_seconds: float = 5.0
+    timeout: float = 5.0  # seconds in which the other side shows that it lives
 
 
 class Link:
@@ -94,7 +90,6 @@ class Link:
             vocab_size=vocab_size,
         )
         link = cls(await _socket(server), server, limits, traffic)
-        traffic.connections += 1
         try:
             hello = wire.Hello(
                 f"moa-jax {__version__}", server.pairing, server.codec, server.compress
@@ -117,20 +112,19 @@ class Link:
         except (websockets.ConnectionClosed, OSError, TimeoutError) as error:
             raise await self._why(error) from error
         self._traffic.bytes_up += len(data)
-        self._traffic.messages_up += 1
 
-    async def receive(self, *kinds: type, timeout: float | None = None) -> Any:
+    async def receive(self, *kinds: type, patience: float = 0.0) -> Any:
         """The next message, which must be of these kinds.
 
-        Raises Lost where none comes in time or another one does; Busy, Gone and Denied for Faults.
+        Raises Lost where another one comes, or none: in the server's `timeout`, or in `patience`
+        if that is longer and pongs come meanwhile. Raises Busy, Gone and Denied for Faults.
         """
         try:
-            async with asyncio.timeout(timeout or self._server.timeout):
-                data = await self._socket.recv()
+            async with asyncio.timeout(max(patience, self._server.timeout)):
+                data = await self._next()
         except (websockets.ConnectionClosed, OSError, TimeoutError) as error:
             raise Lost(_as_line(error)) from error
         self._traffic.bytes_down += len(data)
-        self._traffic.messages_down += 1
         try:
             message = wire.decode_down(data, self._limits)
         except wire.WrongVersion as error:
@@ -144,6 +138,22 @@ class Link:
         if not isinstance(message, kinds):
             raise Lost(f"the server sent {type(message).__name__} out of turn")
         return message
+
+    async def _next(self) -> bytes | str:
+        """The next message; TimeoutError once neither it nor a pong came in time."""
+        receiving = asyncio.create_task(self._socket.recv())
+        pong, time_of_each = None, self._server.timeout / 2
+        try:
+            while True:
+                await asyncio.wait([receiving], timeout=time_of_each)
+                if receiving.done():
+                    return receiving.result()
+                if pong is not None and not pong.done():
+                    raise TimeoutError
+                async with asyncio.timeout(time_of_each):
+                    pong = await self._socket.ping()
+        finally:
+            await ended(receiving)
 
     async def _why(self, error: Exception) -> Exception:
         """What the server said last before it closed the connection, else that it is closed."""
@@ -165,6 +175,15 @@ class Link:
         await self._socket.close()
 
 
+async def ended(task: asyncio.Task[Any] | None) -> None:
+    """Ends a task, whatever it was doing or has found."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # seen, so that nobody complains of it
+
+
 def check_url(url: str) -> None:
     """Raise InputError for what is no address of a server."""
     try:
@@ -184,8 +203,7 @@ async def _socket(server: Server) -> ClientConnection:
             max_size=MOST_BYTES,
             open_timeout=server.timeout,
             close_timeout=1.0,
-            ping_interval=server.ping_seconds,
-            ping_timeout=server.ping_seconds,
+            ping_interval=None,  # `Link.receive` looks whether the other side lives
             compression=None,  # rows are compressed, if they are, by their own codec
             proxy=None,
         )

@@ -86,6 +86,11 @@ class Pace:
             total += chance
         return total
 
+    def has_time(self, tokens: int) -> bool:
+        """Whether so many can be drafted before a reply is there; true before one was seen."""
+        reply, token = self.reply_s.value, self.token_s.value
+        return reply is None or token is None or tokens * token <= reply
+
     def choose(self, ahead: int = 0) -> Choice:
         """The best length, given `ahead` tokens that were drafted ahead."""
         reply, token = self.reply_s.value or 0.0, self.token_s.value or 0.0

@@ -85,8 +85,11 @@ class Text:
         """Takes what the target wrote off the tail, all of it where they differ.
 
         Returns how many tokens of the tail are rewritten."""
-        rewritten = len(self.tail) if self.differs(tokens) else 0
-        self.tail = [] if rewritten else self.tail[len(tokens) :]
+        if not self.differs(tokens):
+            self.tail = self.tail[len(tokens) :]
+            return 0
+        rewritten = len(self.tail) - _num_same(self.tail, tokens)
+        self.tail = []
         return rewritten
 
     def cut(self, count: int) -> None:
@@ -97,10 +100,14 @@ class Text:
 
     def event(self, notice: str = "") -> Event:
         """What is new since the last event."""
-        tokens, same = self.answer, 0
-        for old, new in zip(self._shown, tokens, strict=False):
-            if old != new:
-                break
-            same += 1
-        self._shown = tokens
+        tokens = self.answer
+        same, self._shown = _num_same(self._shown, tokens), tokens
         return Event(tokens[same:], same, len(tokens) - len(self.tail), notice)
+
+
+def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two texts begin with alike."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

@@ -1,0 +1,105 @@
+"""An answer on a terminal: verified text, and behind it dim text that may be taken back.
+
+No position is remembered, for it moves with a screen that scrolls. What can change begins with
+the row on which the verified text ends; how far below it the cursor is follows from the widths
+of characters, and each time that row is written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import unicodedata
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+DIM, PLAIN = "\033[2m", "\033[0m"
+CLEAR = "\r\033[J"  # from the start of the row to the end of the screen
+
+
+class Screen:
+    """Where one answer is written; nothing else writes there but `aside`."""
+
+    def __init__(
+        self, out: TextIO, size: Callable[[], tuple[int, int]] = shutil.get_terminal_size
+    ) -> None:
+        """`size` tells columns and rows, which may change."""
+        self._out, self._size = out, size
+        self.begin()
+
+    def begin(self) -> None:
+        """The cursor is at the start of an empty row, for a new answer."""
+        self._verified = self._row = self._dim = ""  # all of it, and of it the last row
+
+    def show(self, verified: str, dim: str) -> None:
+        """Text that stays, which begins with what was shown of it before, and what may not."""
+        verified, dim = visible(verified), visible(dim)
+        new = verified[len(self._verified) :]
+        if not new and dim == self._dim:
+            return
+        columns, rows = self._size()
+        self._take_back()
+        text = self._row + new
+        self._out.write(text)
+        self._verified, self._row = verified, text[row_starts(text, columns)[-1] :]
+        # What would scroll away could not be taken back: it waits.
+        starts = row_starts(self._row + dim, columns)
+        if len(starts) > max(rows - 1, 1):
+            dim = dim[: max(starts[max(rows - 1, 1)] - len(self._row), 0)].rstrip("\n")
+        self._dim = dim
+        self._write_dim()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """For whole lines of others, which come to stand above the row in work."""
+        self._take_back()
+        self._out.flush()
+        yield
+        self._out.write(self._row)
+        self._write_dim()
+
+    def end(self, text: str) -> None:
+        """All of the answer, which is not touched any more."""
+        self.show(text, "")
+        self._out.write("\n")
+        self._out.flush()
+
+    def _take_back(self) -> None:
+        """Clears the last row of the verified text and what is below it."""
+        below = len(row_starts(self._row + self._dim, self._size()[0])) - 1
+        up = f"\033[{below}A" if below else ""
+        if self._row or self._dim:
+            self._out.write(up + CLEAR)
+
+    def _write_dim(self) -> None:
+        self._out.write(f"{DIM}{self._dim}{PLAIN}" if self._dim else "")
+        self._out.flush()
+
+
+def visible(text: str) -> str:
+    """Text without what would move the cursor, but for the ends of lines."""
+    text = text.replace("\t", "    ")
+    return "".join(c for c in text if c == "\n" or unicodedata.category(c) != "Cc")
+
+
+def row_starts(text: str, columns: int) -> list[int]:
+    """Where rows of a screen begin in a text that is written from the start of one."""
+    starts, column = [0], 0
+    for index, character in enumerate(text):
+        if character == "\n":
+            starts.append(index + 1)
+            column = 0
+            continue
+        width = _width(character)
+        if column + width > columns:
+            starts.append(index)
+            column = 0
+        column += width
+    return starts
+
+
+def _width(character: str) -> int:
+    """Columns that it takes."""
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
