@@ -56,7 +56,8 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
         target_layer_inference=flags.target_layer_inference,
         dtype=dtype,
     )
-    if layout in STATING and drafter.notices:
+    guesses = hasattr(drafter.config, "target_layer_inference")  # else a notice tells a fact
+    if layout in STATING and guesses and drafter.notices:
         raise InputError(
             f"{flags.draft}: {drafter.notices[0]}: layout {layout} would state that as a fact, "
             "so say it with --target-layer-inference"

@@ -161,10 +161,11 @@ class TensorReader:
 
     @property
     def dtype(self) -> np.dtype:
-        """What the first tensor is stored in; raises InputError without one, or for no float."""
+        """What the first tensor of floats is stored in; raises InputError where there is none."""
         if not self.shapes:
             raise InputError(f"{self._folder} holds no tensors: fetch it again")
-        return np.dtype(self._float_of(next(iter(self.shapes))))
+        floats = (name for name in self.shapes if self._stored(name) in _FLOATS)
+        return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in the dtype of the file."""

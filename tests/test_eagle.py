@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from infer import convert
 from infer.cli import run
 from infer.peers import unpickle
 from moa_jax import Session, load_drafter, load_target, masks
@@ -387,6 +388,9 @@ def test_layers_are_written_for_every_reader(calm_target, tmp_path, layout):
     written = json.loads((tmp_path / "d" / "config.json").read_text())
     assert written[TOP] == OTHER and written["eagle_config"] == {TOP: BEFORE}
     assert load_drafter(tmp_path / "d", calm_target).config == config
+    where = ["--target", str(calm_target.folder), "--draft", str(tmp_path / "d")]
+    convert.main([*where, "--output", str(tmp_path / "ours")])
+    assert load_drafter(tmp_path / "ours", calm_target).config == config
 
 
 @pytest.mark.parametrize(
