@@ -35,7 +35,8 @@ from infer.split.events import EventLog, Log, WarningsTo, place_of
 from infer.split.link import LARGEST_CHUNK
 from infer.split.listener import PatientHttp
 from infer.split.metrics import Metrics
-from infer.split.scheduler import Rules, Scheduler
+from infer.split.scheduler import Scheduler
+from infer.split.sessions import Rules
 from moa_jax.config import MAX_DEPTH
 from moa_jax.errors import InputError, first_line
 from moa_jax.folders import write_whole
@@ -181,7 +182,7 @@ def _load(
         max_nodes=rules.max_nodes + 1,
         chunk=rules.chunk,
     )
-    first = slots.passes(args.warm or (USUAL,), args.warm_sampled)
+    first = slots.passes(args.warm or (USUAL,), args.warm_sampled, short=bool(args.warm))
     later = [] if args.warm else [size for size in slots.passes(sampled=True) if size not in first]
     log("compile", programs=len(first), later=len(later))  # a minute, perhaps
     for size in first:

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import hashlib
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,20 @@ from infer.split.app import Server as SplitServer
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES, Profile
 from infer.split.network.proxy import Proxy, in_thread
-from infer.split.scheduler import Rules
+from infer.split.sessions import Rules
 from moa_jax.config import DraftShape, Sampling
+from moa_jax.serve import wire
 from moa_jax.serve.half import EXACT
-from tests.split_server import PAIRING, SPECS, VOCAB, Running, next_token, rows_of
+from tests.split_server import (
+    PAIRING,
+    PATIENCE,
+    SPECS,
+    VOCAB,
+    Running,
+    next_token,
+    rows_of,
+    wait_for,
+)
 
 SECONDS = 60.0  # in which any answer ends, on a busy machine too
 
@@ -50,6 +61,8 @@ def alone(text: Sequence[int], count: int) -> list[int]:
 
 class ToyHalf:
     """`DraftHalf` with a hash for a drafter, which checks that its caches would hold the text."""
+
+    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # until it is so, chains wait
 
     def __init__(self, can_go_on: bool = True) -> None:
         self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
@@ -76,6 +89,7 @@ class ToyHalf:
         self._put(known, "nothing", tokens[known:])
 
     def chain(self, text: Sequence[int], known: int, steps: int) -> list[int]:
+        wait_for(self.may_draft)
         sources, tokens = zip(*self.rows[: len(text) - 1], strict=True) if text[1:] else ((), ())
         assert list(tokens) == list(text[:-1]), "the caches hold another text"
         assert "drafter" not in sources[:known] and "target" not in sources[known:]
@@ -115,6 +129,7 @@ class Found:
     kept: list[bool]  # for each token
     counts: Counts
     events: list[Event]
+    shown: list[list[int]]  # the answer at each of them
 
     def check(self, policy: str = "verify") -> None:
         """Each token is the target's after those before it, or was kept as the drafter wrote it."""
@@ -122,13 +137,11 @@ class Found:
             text = self.prompt + self.tokens[:index]
             assert token == (guess if kept else next_token)(text), f"token {index} {kept=}"
         assert policy == "keep" or not any(self.kept)
-        shown: list[int] = []
-        settled = 0
-        for event in self.events:
-            assert settled <= event.keep, "what was settled is rewritten"
-            shown[event.keep :] = event.tokens
-            assert settled <= event.verified <= len(shown)
-            settled = event.verified
+        settled: list[int] = []
+        for event, shown in zip(self.events, self.shown, strict=True):
+            assert shown[: len(settled)] == settled, "what was settled is rewritten"
+            assert len(settled) <= event.verified <= len(shown)
+            settled = shown[: event.verified]
         assert shown == self.tokens
 
 
@@ -141,12 +154,10 @@ def server_at(port: int, **changes: Any) -> Server:
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     """Fails if threads or open files are left behind; warnings of sockets fail by themselves."""
-    before, end = _held(), 0.0
+    before = _held()
     yield
-    while not all(now <= then for now, then in zip(_held(), before, strict=True)):
-        end = end or time.monotonic() + 10  # a server takes its time to close its own
-        assert time.monotonic() < end, f"left behind: {before} {_held()}"
-        time.sleep(0.02)
+    # A server takes its time to close its own.
+    wait_for(lambda: all(now <= then for now, then in zip(_held(), before, strict=True)))
 
 
 def _held() -> tuple[int, int]:
@@ -168,25 +179,44 @@ async def answered(
 ) -> Found:
     """One answer; `act` is called after each event."""
     events: list[Event] = []
+    shown: list[list[int]] = []
     total = len(prompt) + new
     async with asyncio.timeout(seconds):
         async for event in answering.answer(prompt, total, stop_ids, sampling or Sampling()):
             events.append(event)
+            shown.append(answering.text.answer)
             await asyncio.to_thread(act, len(events), answering)
-    kept = answering.text.kept[len(prompt) :]
-    return Found(
-        list(prompt), answering.text.answer, answering.done, kept, answering.counts, events
-    )
+    text = answering.text
+    kept, done, counts = text.kept[len(prompt) :], answering.done, answering.counts
+    return Found(list(prompt), text.answer, done, kept, counts, events, shown)
 
 
 async def left_alone() -> None:
     """Fails if tasks of a client go on after its end."""
-    for _ in range(100):
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if not others:
-            return
+    end = time.monotonic() + PATIENCE
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        assert time.monotonic() < end, f"left behind: {others}"
         await asyncio.sleep(0.02)
-    raise AssertionError(f"left behind: {others}")
+
+
+def is_linked(answering: Answering) -> bool:
+    """Whether an answer goes through a link just now."""
+    return answering._link is not None
+
+
+def rest_until_linked(half: ToyHalf, answering: Answering, most: int = 24) -> None:
+    """A drafter that has written so many tokens alone waits for a link: the toy writes faster
+    than anybody can dial."""
+    half.may_draft = lambda: is_linked(answering) or len(answering.text.tail) < most
+
+
+def hurry(server: Server, ways: Ways, seconds: float = 0.5) -> None:
+    """A client gives up on a message after this long from now on.
+
+    Its start may take longer: there is no second server to try, and a machine may be busy.
+    """
+    object.__setattr__(server, "timeout", seconds)
+    object.__setattr__(ways, "prompt_timeout", seconds)
 
 
 def run_client(
@@ -218,9 +248,52 @@ def ask(
     return run_client(server, ways, work, half)
 
 
+def ask_in_haste(
+    server: Server, ways: Ways, prompt: Sequence[int], new: int, seconds: float = 0.5, **options
+) -> Found:
+    """As `ask`, by a client that hurries once the answer has begun."""
+    server, ways = dataclasses.replace(server), dataclasses.replace(ways)  # its own to change
+    act = options.pop("act", lambda index, answering: None)
+
+    def acting(index: int, answering: Answering) -> None:
+        hurry(server, ways, seconds)
+        act(index, answering)
+
+    return ask(server, ways, prompt, new, act=acting, **options)
+
+
 # What comes down at a place in the talk, changed: what is sent on instead of one message.
 Spoil = Callable[[bytes, list[bytes]], list[Any]]
 CLOSE, HANG = object(), object()
+PASSING = ["busy", "draining", "gone", "state"]  # codes of faults after which a client tries again
+
+
+def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
+    """Changes messages now and then, until it has done so often enough."""
+    chance, left = random.Random(seed), [chances]
+    held: list[bytes] = []
+
+    def spoil(message: bytes, seen: list[bytes]) -> list[Any]:
+        ready = [message, *held]
+        held.clear()
+        if left[0] and len(seen) > 2 and chance.random() < share:  # a server is there
+            left[0] -= 1
+            kind = chance.choice(["twice", "late", "never", "old", "text", "cut", "close", "fault"])
+            if kind == "late":
+                held.append(message)
+                return []
+            return {
+                "twice": [message, message],
+                "never": [],
+                "old": [chance.choice(seen), message],
+                "text": ["a text", message],
+                "cut": [message[: chance.randrange(len(message))], message],
+                "close": [CLOSE],
+                "fault": [wire.encode(wire.Fault(chance.choice(PASSING), "said so", False))],
+            }[kind]
+        return ready
+
+    return spoil
 
 
 @contextlib.asynccontextmanager

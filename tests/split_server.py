@@ -8,7 +8,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import numpy as np
@@ -18,16 +18,44 @@ from websockets.sync.client import ClientConnection, connect
 from infer.split.app import PATH, Manners, Server
 from infer.split.listener import PatientHttp
 from infer.split.metrics import Metrics
-from infer.split.scheduler import Rules, Scheduler
+from infer.split.scheduler import Scheduler
+from infer.split.sessions import Rules
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.serve import rows, wire
 from moa_jax.serve.slots import NODES, Reply, Slot
 
+PATIENCE = 30.0  # seconds for what comes at once, unless it never does
 VOCAB = 97
 SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
 PAIRING = {"method": "toy", "vocab_size": VOCAB, "target_sha256": "ab" * 32}
 LIMITS = wire.Limits(max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Until something holds; fails the test if it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+class Steps:
+    """A `hold` of `ToySlots` that lets one piece of work after the other end."""
+
+    def __init__(self) -> None:
+        self._ends = threading.Semaphore(0)
+
+    def step(self) -> None:
+        """The piece of work that waits, or the next one, may end."""
+        self._ends.release()
+
+    def wait(self, seconds: float) -> bool:
+        return self._ends.acquire(timeout=seconds)
+
+    def set(self) -> None:
+        """From now on nothing is held."""
+        self._ends.release(1 << 20)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -69,7 +97,7 @@ class ToySlots:
     def _work(self, *entry: object) -> None:
         self.diary.append(entry)
         self.threads.add(threading.current_thread().name)
-        assert self.hold.wait(10)
+        assert self.hold.wait(PATIENCE)
         time.sleep(self.seconds)
         if self.error is not None:
             raise self.error
@@ -167,12 +195,9 @@ class Running:
         self._thread.join(20)
         assert not self._thread.is_alive()
 
-    def wait(self, condition, seconds: float = 10.0) -> None:
-        """Until something holds; fails the test if it does not in time."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.005)
+    def wait(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+        """As `wait_for`."""
+        wait_for(condition, seconds)
 
     def drain(self, seconds: float):
         return asyncio.run_coroutine_threadsafe(self.server.drain(seconds), self.loop)
@@ -231,7 +256,7 @@ class Client:
     def send(self, message: object) -> None:
         self.socket.send(message if isinstance(message, (bytes, str)) else wire.encode(message))
 
-    def receive(self, seconds: float = 10.0):
+    def receive(self, seconds: float = PATIENCE):
         return wire.decode_down(self.socket.recv(seconds), LIMITS)
 
     def reply(self) -> list[wire.Verdict]:

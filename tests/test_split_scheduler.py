@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
 
 from infer.split.metrics import Metrics
-from infer.split.scheduler import Encoding, Reading, Refused, Rules, Scheduler, Session
+from infer.split.scheduler import Scheduler
+from infer.split.sessions import Encoding, Reading, Refused, Rules, Session
 from moa_jax.errors import InputError
 from moa_jax.serve import wire
-from tests.split_server import LIMITS, ToySlots, next_token, opening, plain
+from tests.split_server import LIMITS, PATIENCE, Steps, ToySlots, next_token, opening, plain
 
 AS_IS = Encoding("float32", False)
 
@@ -53,13 +55,13 @@ async def working(slots: ToySlots | None = None, **rules) -> AsyncIterator[Work]
 
 
 async def verdicts(answer) -> list[wire.Verdict]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         parts = [wire.decode_down(part, LIMITS) async for part in answer.read()]
     return [part for part in parts if isinstance(part, wire.Verdict)]
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -112,15 +114,19 @@ def test_split_long_prompt_lets_drafts_through_after_each_chunk():
     async def check():
         async with working(ToySlots(chunk=4)) as work:
             session = await work.open([1, 2])
-            work.slots.seconds = 0.005
+            read = len(work.entries("read"))
+            work.slots.hold = held = Steps()
             long = await work.scheduler.open(opening(list(range(60))), AS_IS, nobody)
-            begun = len(work.slots.diary)
             for seq in range(1, 6):
-                await verdicts(work.scheduler.submit(session, wire.Draft(seq, [], [])))
-            kinds = [entry[0] for entry in work.slots.diary[begun:]]
-            assert kinds.count("verify") == 5 and not long.answer.complete
-            places = [index for index, kind in enumerate(kinds) if kind == "verify"]
-            assert max(b - a for a, b in zip(places, places[1:], strict=False)) <= 3
+                await until(lambda seq=seq: len(work.entries("read")) == read + seq)
+                answer = work.scheduler.submit(session, wire.Draft(seq, [], []))
+                held.step()  # the chunk ends, and the draft is next
+                await until(lambda seq=seq: len(work.entries("verify")) == seq)
+                assert len(work.entries("read")) == read + seq
+                held.step()
+                await verdicts(answer)
+            assert not long.answer.complete
+            held.set()
             assert (await verdicts(long.answer))[-1].tokens == plain(list(range(60)), 1)
 
     asyncio.run(check())
@@ -199,10 +205,10 @@ def test_split_requests_come_one_at_a_time_and_in_order():
 
 def test_split_slot_is_waited_for_in_order_and_never_leaks():
     async def check():
-        async with working(ToySlots(num_slots=1), queue_seconds=5.0) as work:
+        async with working(ToySlots(num_slots=1), queue_seconds=PATIENCE) as work:
             held = await work.open([1])
             waiting = [asyncio.create_task(work.open([n])) for n in (2, 3, 4)]
-            await until(lambda: len(work.scheduler._queue) == 3)
+            await until(lambda: work.scheduler._places.num_waiting == 3)
             waiting[0].cancel()
             await asyncio.gather(waiting[0], return_exceptions=True)
             work.scheduler.close(held, "done")
@@ -212,7 +218,7 @@ def test_split_slot_is_waited_for_in_order_and_never_leaks():
             work.scheduler.close(second, "done")
             waiting[2].cancel()
             await asyncio.gather(waiting[2], return_exceptions=True)
-            assert work.scheduler._free == 1
+            assert work.scheduler._places.num_free == 1
             await work.open([5])
 
     asyncio.run(check())
@@ -220,13 +226,18 @@ def test_split_slot_is_waited_for_in_order_and_never_leaks():
 
 def test_split_queue_has_an_end_and_a_deadline():
     async def check():
-        async with working(ToySlots(num_slots=1), max_queue=1, queue_seconds=0.05) as work:
+        async with working(ToySlots(num_slots=1), max_queue=1, queue_seconds=PATIENCE) as work:
             await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._queue)
-            assert (await refusal(work.open([3])))[0] == "busy"
-            assert "in time" in (await refusal(waiting))[1]
-            assert not work.scheduler._queue
+            await until(lambda: work.scheduler._places.num_waiting)
+            code, text = await refusal(work.open([3]))
+            assert code == "busy" and "queue is full" in text
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            places = work.scheduler._places
+            places._rules = dataclasses.replace(places._rules, queue_seconds=0.05)
+            assert "in time" in (await refusal(work.open([2])))[1]
+            assert not work.scheduler._places.num_waiting
             work.scheduler.drain()
             assert (await refusal(work.open([3])))[0] == "draining"
 
@@ -238,7 +249,7 @@ def test_split_drain_ends_the_wait_for_slots():
         async with working(ToySlots(num_slots=1)) as work:
             await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._queue)
+            await until(lambda: work.scheduler._places.num_waiting)
             work.scheduler.drain()
             assert (await refusal(waiting))[0] == "draining"
 
@@ -286,9 +297,9 @@ def test_split_sessions_lost_while_others_wait_make_room():
         async with working(ToySlots(num_slots=1), resume_seconds=0.4) as work:
             first = await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._queue)
+            await until(lambda: work.scheduler._places.num_waiting)
             work.scheduler.disconnect(first)
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, PATIENCE)
             assert first.closed
 
     asyncio.run(check())
@@ -437,12 +448,19 @@ def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
     async def check():
         async with working() as work:
             session = await work.open([1], total=41)
+            before = len(work.entries("verify"))
+            work.slots.hold = held = Steps()
             answer = work.scheduler.submit(session, wire.Stream(1))
+            for count in range(1, 7):  # the part before the last is being encoded when it counts
+                await until(lambda count=count: len(work.entries("verify")) == before + count)
+                held.step()
+                await until(lambda count=count: len(answer.parts) == count)
             await until(lambda: session.paused)
+            held.set()
             other = await work.open([2])  # and nobody else waits for it
             await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
             done = len(work.entries("verify")) - 1
-            assert 5 <= done <= 8 and session.paused  # those that were being encoded, too
+            assert done == 6 and session.paused
             assert (await refusal(submitted(work, session, wire.Stream(2))))[0] == "state"
             parts = await verdicts(answer)
             assert sum((part.tokens for part in parts), []) == plain([1], 40)[1:]

@@ -28,7 +28,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from infer.split.events import Log, place_of
 from infer.split.metrics import CONTENT_TYPE
-from infer.split.scheduler import Answer, Encoding, Refused, Scheduler, Session
+from infer.split.scheduler import Scheduler
+from infer.split.sessions import Answer, Encoding, Refused, Session
 from moa_jax.serve import wire
 from moa_jax.serve.pairing import Pairing, mismatch
 from moa_jax.version import __version__

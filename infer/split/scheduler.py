@@ -15,157 +15,35 @@ asks twice gets the same bytes; clients that read slowly never hold up the worke
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import functools
-import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from infer.split.events import Log, place_of
 from infer.split.metrics import Metrics
-from moa_jax.config import MAX_DEPTH, Sampling
+from infer.split.places import Places
+from infer.split.sessions import (
+    Answer,
+    Encoding,
+    Reading,
+    Refused,
+    Rules,
+    Session,
+    encoded,
+    from_row,
+    pieces,
+)
+from moa_jax.config import Sampling
 from moa_jax.errors import InputError
-from moa_jax.serve import rows, wire
+from moa_jax.serve import wire
 from moa_jax.serve.slots import Reply, Request, Slots
 
-FATAL = {"version", "pairing", "token", "state", "message"}
 MOST_BEHIND = 64  # parts of a stream that wait to be sent, before the target pauses
-PART_BYTES = 256 << 10  # of rows in one part, which a slow link carries in a second or two
 MOST_PADDING = 4  # times the nodes of a draft, which bigger ones in its batch cost it
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
-
-
-class Refused(Exception):
-    """A request that is not met, as the Fault that says so."""
-
-    def __init__(self, code: wire.FaultCode, text: str) -> None:
-        self.code, self.text = code, text
-        super().__init__(text)
-
-    @property
-    def fatal(self) -> bool:
-        """Whether the connection ends with it."""
-        return self.code in FATAL
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What one server lends, to how many and for how long."""
-
-    num_slots: int = 4
-    max_prompt: int = 4096
-    max_tokens: int = 8192  # of one session, prompt included
-    max_nodes: int = MAX_DEPTH - 1  # of one draft, the root left out
-    chunk: int = 128
-    max_queue: int = 32  # clients that wait for a slot
-    queue_seconds: float = 30.0
-    resume_seconds: float = 60.0  # that a slot is kept for a client whose connection is gone
-
-    def __post_init__(self) -> None:
-        if self.chunk < 2:  # the root of before and one token more
-            raise InputError(f"a chunk of {self.chunk} tokens: choose 2 at least")
-
-
-class Encoding(NamedTuple):
-    """How a session's rows travel."""
-
-    codec: wire.Codec
-    compress: bool
-
-
-class Answer:
-    """The answer to one request, part by part as it comes; kept until the next request."""
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self.parts: list[bytes] = []
-        self.known = 0  # rows that the client has: parts with no others are left out
-        self.complete = False
-        self.refused: Refused | None = None
-        self.on_read: Callable[[], None] | None = None  # after each part that was taken
-        self._changed = asyncio.Event()
-        self._num_read = 0
-        self._ends: list[int] = []  # for each part, the row behind its last; 0 without rows
-
-    @property
-    def behind(self) -> int:
-        """Parts that nobody has taken yet."""
-        return len(self.parts) - self._num_read
-
-    def add(self, part: bytes, complete: bool, end: int = 0) -> None:
-        """Append a part, with rows up to `end`, and wake those who wait for it."""
-        self.parts.append(part)
-        self._ends.append(0 if complete else end)
-        self.complete = complete
-        self._wake()
-
-    def refuse(self, refused: Refused) -> None:
-        """End without a last part; the first reason counts."""
-        self.refused = self.refused or refused
-        self._wake()
-
-    async def read(self) -> AsyncIterator[bytes]:
-        """All parts but those known; raises Refused where no further ones will come."""
-        index = 0
-        while True:
-            while index < len(self.parts):
-                if not 0 < self._ends[index] <= self.known:
-                    yield self.parts[index]
-                index += 1
-                self._num_read = max(self._num_read, index)
-                if self.on_read is not None:
-                    self.on_read()
-            if self.refused:
-                raise self.refused
-            if self.complete:
-                return
-            await self._changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-class Reading(NamedTuple):
-    """Tokens that a session has yet to read, a chunk at a time."""
-
-    tokens: list[int]
-    pick_root: bool
-    seen: int = 0  # of them
-    has_root: bool = False  # a root of before is processed along with the next chunk
-    is_new: bool = False  # they are committed now, not before
-
-    def chunk(self, most: int) -> list[int]:
-        """The next tokens, so that at most `most` are processed."""
-        return self.tokens[self.seen : self.seen + most - self.has_root]
-
-    def new(self, last: int) -> list[int]:
-        """What was committed by reading them all; `last` is the root, picked or given."""
-        return [last] if self.pick_root else self.tokens if self.is_new else []
-
-
-class Session:
-    """One client's text on the server: its slot, the last answer and how it went."""
-
-    def __init__(self, ask: wire.Open, encoding: Encoding, owner: Callable[[Refused], None]):
-        self.id = secrets.token_hex(16)
-        self.ask, self.encoding = ask, encoding
-        self.slot: int | None = None  # written by the worker alone
-        self.length = len(ask.tokens)  # tokens committed, the root included
-        self.finished = ""
-        self.answer = Answer(ask.seq)
-        self.draft: wire.Draft | None = None
-        self.streaming = self.paused = False  # paused: a stream whose reader is too far behind
-        self.reading: Reading | None = Reading(ask.tokens, not ask.root_given)
-        self.owner: Callable[[Refused], None] | None = owner  # tells a connection that it lost it
-        self.lost_at = 0.0  # when the connection was lost; says something while owner is None
-        self.closed = False
-        self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "resumed": 0}
-        self.answer.add(wire.encode(wire.Opened(self.id)), complete=False)
 
 
 class Scheduler:
@@ -186,16 +64,13 @@ class Scheduler:
         self.rules, self.metrics = rules, metrics
         self._slots, self._log, self._clock, self._text_of = slots, log, clock, text_of
         self._sessions: dict[str, Session] = {}
-        self._free = rules.num_slots
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._places = Places(rules, metrics, self._evict)
         self._drafts: deque[Session] = deque()
         self._readers: deque[Session] = deque()
         self._wake = asyncio.Event()
-        self._draining = False
         self._failures = 0
         self._at_work: list[Session] = []  # those whose batch or chunk is under way
         self._tasks: list[asyncio.Task[None]] = []
-        metrics.slots.set(rules.num_slots)
 
     async def __aenter__(self) -> Scheduler:
         self._worker = ThreadPoolExecutor(1, "target")
@@ -219,7 +94,8 @@ class Scheduler:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        """Whether new sessions are refused."""
+        return self._places.closed
 
     @property
     def num_connected(self) -> int:
@@ -228,10 +104,7 @@ class Scheduler:
 
     def drain(self) -> None:
         """Refuse new sessions from now on, also those that wait for a slot."""
-        self._draining = True
-        for waiter in self._queue:
-            if not waiter.done():
-                waiter.set_exception(_draining())
+        self._places.close()
 
     async def open(
         self, ask: wire.Open, encoding: Encoding, owner: Callable[[Refused], None]
@@ -241,10 +114,10 @@ class Scheduler:
         `owner` is called when the session is taken from its connection. Raises Refused.
         """
         self._check_open(ask)
-        await self._wait_for_slot()
+        await self._places.take()
         session = Session(ask, encoding, owner)
         self._sessions[session.id] = session
-        self._gauge()
+        self.metrics.sessions.set(len(self._sessions))
         self._readers.append(session)
         self._wake.set()
         self._log(
@@ -329,52 +202,12 @@ class Scheduler:
             session.answer.refuse(Refused("gone", f"this session is over ({reason}): replay it"))
         # The worker's work is done in order: the slot is closed before anyone else opens it.
         self._on_worker(self._close_slot, session).add_done_callback(self._note_failure)
-        self._hand_on()
+        self.metrics.sessions.set(len(self._sessions))
+        self._places.give_back()
         facts = session.counts | {"tokens": session.length, "seq": session.answer.seq}
         self._log("close", session=session.id[:8], reason=reason, **facts)
 
-    # Slots and those who wait for one
-
-    async def _wait_for_slot(self) -> None:
-        if self._draining:
-            raise _draining()
-        if self._free:
-            self._free -= 1
-            return
-        lost = [session for session in self._sessions.values() if session.owner is None]
-        if lost and not self._queue:
-            self.close(min(lost, key=lambda session: session.lost_at), "evicted")
-            self._free -= 1
-            return
-        if len(self._queue) >= self.rules.max_queue:
-            raise Refused("busy", "all slots are taken and the queue is full: try again later")
-        place = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
-        self._gauge()
-        try:
-            async with asyncio.timeout(self.rules.queue_seconds):
-                await place
-        except BaseException as error:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self._hand_on()  # a slot came just when the wait was over
-            if isinstance(error, TimeoutError):
-                raise Refused("busy", "no slot became free in time: try again later") from None
-            raise
-        finally:
-            with contextlib.suppress(ValueError):
-                self._queue.remove(place)
-            self._gauge()
-
-    def _hand_on(self) -> None:
-        """Give a slot that became free to the first who waits, else keep it."""
-        while self._queue:
-            place = self._queue.popleft()
-            if not place.done():
-                place.set_result(None)
-                break
-        else:
-            self._free += 1
-        self._gauge()
+    # Those who lost their connection
 
     async def _expire(self) -> None:
         """Ends sessions whose clients did not come back in time."""
@@ -385,14 +218,15 @@ class Scheduler:
                 if session.owner is None and session.lost_at <= oldest:
                     self._log("expire", session=session.id[:8])
                     self.close(session, "expired")
-            lost = [session for session in self._sessions.values() if session.owner is None]
-            if lost and self._queue:  # some connection was lost while others wait
-                self.close(min(lost, key=lambda session: session.lost_at), "evicted")
+            if self._places.num_waiting:  # some connection was lost while others wait
+                self._evict()
 
-    def _gauge(self) -> None:
-        self.metrics.slots_used.set(self.rules.num_slots - self._free)
-        self.metrics.sessions.set(len(self._sessions))
-        self.metrics.queue.set(len(self._queue))
+    def _evict(self) -> bool:
+        """End the session that lost its connection first; false if all have theirs."""
+        lost = [session for session in self._sessions.values() if session.owner is None]
+        if lost:
+            self.close(min(lost, key=lambda session: session.lost_at), "evicted")
+        return bool(lost)
 
     # What requests may ask
 
@@ -519,7 +353,7 @@ class Scheduler:
             session.reading = reading._replace(seen=seen, has_root=True)
             self._readers.append(session)
             reply = reply._replace(tokens=[], done="")
-        self._publish(session, _from_row(reply, session.ask.known), last)
+        self._publish(session, from_row(reply, session.ask.known), last)
         return True
 
     def _verify_slots(self, batch: list[tuple[Session, wire.Draft]]) -> list[Reply]:
@@ -557,9 +391,9 @@ class Scheduler:
             return
         answer = session.answer
         self._log_text(session, reply.tokens)
-        pieces = _pieces(reply)
-        for piece in pieces:
-            ends = last and piece is pieces[-1]
+        parts = pieces(reply)
+        for piece in parts:
+            ends = last and piece is parts[-1]
             coding = asyncio.get_running_loop().run_in_executor(
                 self._encoder, encoded, answer.seq, piece, session.encoding, not ends
             )
@@ -592,34 +426,3 @@ class Scheduler:
         self._log("error", what=place_of(error), sessions=len(sessions))
         for session in sessions:
             self.close(session, "failed")
-
-
-def encoded(seq: int, reply: Reply, encoding: Encoding, more: bool) -> bytes:
-    """One part of an answer as a Verdict's bytes."""
-    data = rows.pack(reply.rows, *encoding)
-    verdict = wire.Verdict(seq, reply.start, reply.count, reply.tokens, reply.done, more, data)
-    return wire.encode(verdict)
-
-
-def _from_row(reply: Reply, known: int) -> Reply:
-    """A reply without the rows of the first `known` tokens."""
-    skip = min(max(known - reply.start, 0), reply.count)
-    return reply._replace(
-        start=reply.start + skip, count=reply.count - skip, rows=[row[skip:] for row in reply.rows]
-    )
-
-
-def _pieces(reply: Reply) -> list[Reply]:
-    """A reply in parts of few bytes; its tokens and its end come with the last one."""
-    each = sum(row.nbytes for row in reply.rows) // max(reply.count, 1)
-    most = max(PART_BYTES // max(each, 1), 1)
-    parts = []
-    for at in range(0, reply.count or 1, most):
-        rows_of_part = [row[at : at + most] for row in reply.rows]
-        count = min(most, reply.count - at)
-        parts.append(Reply(reply.start + at, count, [], "", rows_of_part))
-    return [*parts[:-1], parts[-1]._replace(tokens=reply.tokens, done=reply.done)]
-
-
-def _draining() -> Refused:
-    return Refused("draining", "the server is going down: no new sessions, try another or later")

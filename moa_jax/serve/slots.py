@@ -50,7 +50,7 @@ class Pass(NamedTuple):
     function: Any  # _read or _verify
     rows: int  # sessions
     width: int  # tokens or nodes of each
-    sampled: bool  # whether any settings are served, or greedy ones alone
+    sampled: bool  # whether any settings are served, or greedy ones alone; a read serves any
 
 
 class Request(NamedTuple):
@@ -220,8 +220,10 @@ class Slots:
         """Nodes, the root included, that a pass over one draft of so many really has."""
         return self._fit(_verify, [], num_nodes).width
 
-    def passes(self, nodes: Sequence[int] = NODES, sampled: bool = False) -> list[Pass]:
-        """What prompts, and drafts of so many nodes for any number of sessions, need.
+    def passes(
+        self, nodes: Sequence[int] = NODES, sampled: bool = False, short: bool = True
+    ) -> list[Pass]:
+        """What drafts of so many nodes for any number of sessions need, and `short` prompts.
 
         The first two hold every other one, so that with them nothing more must be compiled.
         """
@@ -230,8 +232,8 @@ class Slots:
         rows = sorted({self._num_rows(count) for count in range(1, len(self._slots) + 1)})
         widths = sorted({min(_padded(number, NODES), most) for number in nodes})
         found = [Pass(_read, 1, reads[-1], True), Pass(_verify, rows[-1], most, True)]
+        found += [Pass(_read, 1, T, True) for T in reads if short]
         for law in (False, True) if sampled else (False,):
-            found += [Pass(_read, 1, T, law) for T in reads]
             found += [Pass(_verify, A, N, law) for A in rows for N in widths]
         return list(dict.fromkeys(found))
 
@@ -252,7 +254,7 @@ class Slots:
         plain, count = Sampling(), max(len(sessions), 1)
         sampled = any(dataclasses.replace(s.sampling, seed=0) != plain for s in sessions)
         if function is _read:
-            own = Pass(function, 1, bucket(width), sampled)
+            own = Pass(function, 1, bucket(width), True)
         else:
             own = Pass(function, self._num_rows(count), _padded(width, NODES), sampled)
         holds = [
