@@ -6,15 +6,14 @@ prompt | verified ............ root | tail
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """What a reader learns: tokens at the end of the answer, after `keep` of those before."""
+    """What a reader learns when there is more of the answer, or less, or news of the link."""
 
-    tokens: list[int]
-    keep: int  # generated tokens that stay; fewer than were shown means a rewrite
     verified: int  # tokens of the answer so far that stay as they are, those kept unverified too
     notice: str = ""  # of the link
 
@@ -27,7 +26,6 @@ class Text:
         self.prompt, self.total, self.stops = list(prompt), total, frozenset(stop_ids)
         self.settled, self.tail = list(prompt), []
         self.kept = [False] * len(prompt)  # for each settled token: unverified but kept
-        self._shown: list[int] = []  # answer as of the last event
 
     @property
     def whole(self) -> list[int]:
@@ -99,15 +97,11 @@ class Text:
         self.settled, self.kept = self.settled[:end], self.kept[:end]
 
     def event(self, notice: str = "") -> Event:
-        """What is new since the last event."""
-        tokens = self.answer
-        same, self._shown = _num_same(self._shown, tokens), tokens
-        return Event(tokens[same:], same, len(tokens) - len(self.tail), notice)
+        """Where the answer stands, and a notice."""
+        return Event(len(self.settled) - len(self.prompt), notice)
 
 
 def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens that two texts begin with alike."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
