@@ -25,13 +25,27 @@ from tests.split_client import (
     alone,
     answered,
     ask,
+    ask_in_haste,
+    hurry,
+    is_linked,
     linked,
     nothing_left,
     relayed,
+    rest_until_linked,
     run_client,
     server_at,
+    spoiler,
 )
-from tests.split_server import LIMITS, Client, ToySlots, next_token, opening, plain, running
+from tests.split_server import (
+    LIMITS,
+    PATIENCE,
+    Client,
+    ToySlots,
+    next_token,
+    opening,
+    plain,
+    running,
+)
 
 PROMPT = list(range(1, 21))
 NEW = 60
@@ -106,9 +120,8 @@ def with_faults(seed: int, server, ways: Ways, every: int = 4, **options):
             if chance.random() < 0.2:
                 time.sleep(chance.uniform(0, 0.02))
 
-        client = server_at(proxy.port, timeout=0.5)
         prompt = [chance.randrange(97) for _ in range(chance.choice([1, 5, 20, 40]))]
-        found = ask(client, ways, prompt, NEW, act=act, **options)
+        found = ask_in_haste(server_at(proxy.port), ways, prompt, NEW, act=act, **options)
         proxy.heal()
     return found
 
@@ -232,11 +245,15 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
     """The slot was given away, or the server is another one: all tokens start it again."""
     for policy in ("verify", "keep"):
         ways = dataclasses.replace(CHAIN, policy=policy)
+        half, gone = ToyHalf(), []
         with linked(server.port) as proxy:
 
-            def act(index, answering, proxy=proxy):
-                if index not in (4, 12):
+            def act(index, answering, proxy=proxy, half=half, gone=gone):
+                rest_until_linked(half, answering)
+                is_back = is_linked(answering) and answering.counts.prompts > len(gone)
+                if index < 4 or len(gone) == 2 or not is_back:
                     return
+                gone.append(index)
                 proxy.refuse()
                 sessions = server.scheduler._sessions
                 server.loop.call_soon_threadsafe(
@@ -245,8 +262,8 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
                 server.wait(lambda: not sessions)
                 proxy.heal()
 
-            found = ask(server_at(proxy.port), ways, PROMPT, 200, act=act)
-        assert found.counts.prompts >= 3
+            found = ask(server_at(proxy.port), ways, PROMPT, 200, half, act=act)
+        assert len(gone) == 2 and found.counts.prompts >= 3
         found.check(policy)
         if policy == "verify":
             assert found.tokens == plain(PROMPT, 200)
@@ -320,20 +337,20 @@ def test_disconnect_token_that_is_refused_later_is_said_once():
 def test_disconnect_clients_do_not_touch_each_other(server):
     """Clients whose links fail all the time beside others whose links do not."""
     with linked(server.port) as proxy:
-        chance = random.Random(5)
+        chance, all_begun = random.Random(5), threading.Barrier(3)
 
         def act(index, answering):
+            if index == 1:  # without a server at its start, an answer is an error
+                all_begun.wait(PATIENCE)
             if chance.random() < 0.1:
                 fault(proxy, chance)
 
         def one(index: int):
-            is_steady = index % 2
-            port = server.port if is_steady else proxy.port
             prompt = [index, *PROMPT]
-            options = {} if is_steady else {"act": act}
-            found = ask(
-                server_at(port, timeout=10 if is_steady else 0.5), CHAIN, prompt, NEW, **options
-            )
+            if index % 2:  # steady
+                found = ask(server_at(server.port, timeout=PATIENCE), CHAIN, prompt, NEW)
+            else:
+                found = ask_in_haste(server_at(proxy.port), CHAIN, prompt, NEW, act=act)
             return found, plain(prompt, NEW)
 
         with ThreadPoolExecutor(6) as clients:
@@ -349,12 +366,14 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
     """The reader of an answer goes away at any event, with a link and without."""
     for last in (1, 3, 6, 8):
         with nothing_left(), linked(server.port) as proxy:
+            client, ways = server_at(proxy.port), dataclasses.replace(CHAIN)
 
-            async def work(answering, last=last, proxy=proxy):
+            async def work(answering, last=last, proxy=proxy, client=client, ways=ways):
                 events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
                 async with contextlib.aclosing(events):
                     count = 0
                     async for _ in events:
+                        hurry(client, ways, 0.3)
                         count += 1
                         if count == 4:
                             await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
@@ -363,7 +382,7 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
                             break
                 return answering.text.answer
 
-            found = run_client(server_at(proxy.port, timeout=0.3), CHAIN, work)
+            found = run_client(client, ways, work)
             assert found == plain(PROMPT, NEW)[:2][: len(found)]
 
 
@@ -371,40 +390,19 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
 
 
 def relays(server, spoil, ways: Ways = CHAIN, **options):
-    ways = dataclasses.replace(ways, prompt_timeout=0.5)
-    with relayed(server.port, spoil) as port, nothing_left():
-        return ask(server_at(port, timeout=0.5), ways, PROMPT, NEW, **options)
+    """An answer of a client that hurries once the server has opened a session."""
+    ways = dataclasses.replace(ways)
+
+    def spoil_in_haste(message, seen):
+        if len(seen) > 1:
+            hurry(client, ways)
+        return spoil(message, seen)
+
+    with relayed(server.port, spoil_in_haste) as port, nothing_left():
+        client = server_at(port)
+        return ask(client, ways, PROMPT, NEW, **options)
 
 
-def spoiler(seed: int, chances: int):
-    """Changes messages now and then, until it has done so often enough."""
-    chance, left = random.Random(seed), [chances]
-    held = []
-
-    def spoil(message, seen):
-        ready = [message, *held]
-        held.clear()
-        if left[0] and len(seen) > 2 and chance.random() < 0.3:  # a server is there
-            left[0] -= 1
-            kind = chance.choice(["twice", "late", "never", "old", "text", "cut", "close", "fault"])
-            if kind == "late":
-                held.append(message)
-                return []
-            return {
-                "twice": [message, message],
-                "never": [],
-                "old": [chance.choice(seen), message],
-                "text": ["a text", message],
-                "cut": [message[: chance.randrange(len(message))], message],
-                "close": [CLOSE],
-                "fault": [wire.encode(wire.Fault(chance.choice(PASSING), "said so", False))],
-            }[kind]
-        return ready
-
-    return spoil
-
-
-PASSING = ["busy", "draining", "gone", "state"]
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 80))]
 
 
@@ -501,9 +499,9 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
             return [message]
         return {"flood": [seen[0]] * 2000, "denied": [fault]}.get(then, [then])
 
-    ways = dataclasses.replace(CHAIN, reconnect_seconds=0.5, prompt_timeout=0.3)
+    ways = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
-        found = ask(server_at(port, timeout=0.3), ways, PROMPT, NEW)
+        found = ask_in_haste(server_at(port), ways, PROMPT, NEW, seconds=0.3)
     assert found.done == "length"
     found.check("keep")
     if kind == "Opened":  # it is not needed to resume
@@ -513,15 +511,17 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
     """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
     ways = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
+    half = ToyHalf()
     with linked(server.port) as proxy:
 
         def act(index, answering):
+            rest_until_linked(half, answering)
             if index == 4:
                 proxy.refuse()
             if len(answering.text.tail) > 20:
                 proxy.heal()
 
-        found = ask(server_at(proxy.port), ways, PROMPT, 200, act=act)
+        found = ask(server_at(proxy.port), ways, PROMPT, 200, half, act=act)
     assert found.counts.prompts == 2
     found.check("keep")
     assert 20 < sum(found.kept) < 190 and not found.kept[-1]

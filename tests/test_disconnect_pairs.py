@@ -36,7 +36,7 @@ from tests.split_client import answered, linked, run_client, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, NEW = [5, 9, 4, 17, 23], 40
-SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "60"))
+SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
 pytestmark = pytest.mark.slow
 
 
@@ -210,7 +210,7 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
 
 @pytest.mark.parametrize("profile", ["loopback", "wired", "5g", "4g", "far"])
 def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
-    """The same tokens as local plain decoding, with drops, over networks of three kinds."""
+    """The same tokens as local plain decoding, with drops, over one network."""
     session, half, facts = demo
     _, port = program()
     drops = 0
