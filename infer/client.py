@@ -43,6 +43,7 @@ from infer.split.text import Event
 from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
+from moa_jax.folders import find_folder
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
 from moa_jax.serve.half import MOST_STEPS, DraftHalf
 from moa_jax.serve.pairing import pairing_of
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--reconnect-seconds",
         type=above_zero,
-        default=30.0,
+        default=120.0,
         metavar="S",
         help="to wait for a link once an answer was written alone (verify)",
     )
@@ -215,7 +216,8 @@ def load_client_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter]:
         args.draft = args.method
     if (args.target is None) != (args.draft is None) and not needs_no_files(args.draft):
         raise InputError("a drafter belongs to one target: give both --target and --draft")
-    target = describe_target(args.target or DEMO / "target")
+    # A hub id is fetched whole: what is borrowed may lie in any of its files.
+    target = describe_target(find_folder(args.target or DEMO / "target"))
     drafter = load_drafter(
         args.draft or DEMO / "draft",
         target,
