@@ -223,7 +223,7 @@ def test_split_serves_everything_padded_before_the_rest_is_compiled(pair, monkey
     compiled = dict(slots._programs._compiled)
     prompts, session = [[5, 17, 60], list(range(38))], Session(target)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=4)):
-        plain = [result.token_ids for result in session.generate(prompts, 5, [], sampling)]
+        plain = [session.generate([p], 5, [], sampling)[0].token_ids for p in prompts]
         opened = [slots.open(sampling, [], len(prompt) + 5) for prompt in prompts]
         texts = [
             slots.read(slot, prompt, pick_root=True).tokens[len(prompt) :]
