@@ -406,6 +406,8 @@ def _entry(row: Row, base: Row | None, parameters: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     grid = read_config(args.config, GridConfig)
+    if args.reference:
+        grid = dataclasses.replace(grid, reference=args.reference)
     check_alike(grid)
     target = describe_target(grid.cells[0][1].target)
     check_sizes(grid, target)
@@ -440,6 +442,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="a Python file that defines a GridConfig")
     parser.add_argument("--cells", default="", help="names with commas; default: all")
     parser.add_argument("--learning-rates", default="", help="with commas; default: all")
+    parser.add_argument("--reference", help="the cell to compare with; default: the config's")
     parser.add_argument("--report", action="store_true", help="only say what is there")
     return parser
 
