@@ -35,11 +35,12 @@ from infer.sampling import (
     sampling_of,
     stopper,
 )
-from infer.split.answering import Answering, Policy, Ways
+from infer.split.answering import Answering
 from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
 from infer.split.screen import Screen
 from infer.split.text import Event
+from infer.split.ways import Policy, Ways
 from moa_jax.config import DraftShape
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError

@@ -21,13 +21,15 @@ import websockets
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
-from infer.split.answering import Answering, Counts, Event, Ways
+from infer.split.answering import Answering
 from infer.split.app import PATH, Manners
 from infer.split.app import Server as SplitServer
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES, Profile
 from infer.split.network.proxy import Proxy, in_thread
 from infer.split.sessions import Rules
+from infer.split.text import Event
+from infer.split.ways import Counts, Ways
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve import wire
 from moa_jax.serve.half import EXACT
@@ -201,7 +203,7 @@ async def left_alone() -> None:
 
 def is_linked(answering: Answering) -> bool:
     """Whether an answer goes through a link just now."""
-    return answering._link is not None
+    return answering.is_linked
 
 
 def rest_until_linked(half: ToyHalf, answering: Answering, most: int = 24) -> None:
@@ -216,7 +218,7 @@ def hurry(server: Server, ways: Ways, seconds: float = 0.5) -> None:
     Its start may take longer: there is no second server to try, and a machine may be busy.
     """
     object.__setattr__(server, "timeout", seconds)
-    object.__setattr__(ways, "prompt_timeout", seconds)
+    object.__setattr__(ways, "patience", seconds)
 
 
 def run_client(

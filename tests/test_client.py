@@ -355,7 +355,7 @@ def test_split_client_needs_no_file_of_the_targets_but_what_it_borrows(ask, fold
 @pytest.mark.parametrize("policy", ["verify", "keep"])
 def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and comes back."""
-    monkeypatch.setattr("infer.split.answering.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("infer.split.dialler.FIRST_WAIT", 0.01)
     with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
         url = f"ws://127.0.0.1:{proxy.port}/v1/split"

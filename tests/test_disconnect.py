@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infer.split.answering import Answering, Ways
+from infer.split.answering import Answering
 from infer.split.app import Manners
 from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy
+from infer.split.ways import Ways
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.serve import wire
 from tests.split_client import (
@@ -62,8 +63,8 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Attempts to connect again come fast."""
-    monkeypatch.setattr("infer.split.answering.FIRST_WAIT", 0.01)
-    monkeypatch.setattr("infer.split.answering.LONGEST_WAIT", 0.1)
+    monkeypatch.setattr("infer.split.dialler.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("infer.split.dialler.LONGEST_WAIT", 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,14 @@ import pytest
 
 from infer import bench, cli
 from infer.cli import Progress
-from infer.split.answering import Answering, Ways
+from infer.split.answering import Answering
 from infer.split.benchmark import crowd, outage, run, tables
 from infer.split.benchmark.flags import parser_of
 from infer.split.benchmark.pairs import Bench, Pair, Way, ways_of
 from infer.split.benchmark.stage import Stage, kind_of, staged
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
+from infer.split.ways import Ways
 from moa_jax.errors import InputError
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split_client import ToyHalf, alone, server_at

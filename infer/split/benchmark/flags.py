@@ -9,8 +9,8 @@ from typing import get_args
 from infer.cli import Parser, names, positive
 from infer.pair import DEFAULT_TREE, DEMO
 from infer.plot import check_plots
-from infer.split.answering import Ways
 from infer.split.network.profiles import PROFILES
+from infer.split.ways import Ways
 from moa_jax.errors import InputError
 from moa_jax.serve.wire import Codec
 

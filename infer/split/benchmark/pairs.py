@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from infer.evaluation.suites import load_suite
 from infer.generate import Writer
 from infer.pair import DEMO
-from infer.split.answering import Ways
 from infer.split.benchmark.flags import DRAFTING, named
+from infer.split.ways import Ways
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError

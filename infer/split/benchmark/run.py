@@ -33,7 +33,7 @@ import jax
 
 from infer.cli import Progress, progress
 from infer.client import figures_of
-from infer.split.answering import Answering, Ways
+from infer.split.answering import Answering
 from infer.split.benchmark import crowd, outage, tables
 from infer.split.benchmark.flags import check, parser_of
 from infer.split.benchmark.pairs import (
@@ -49,6 +49,7 @@ from infer.split.benchmark.stage import Stage, kind_of, staged
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
+from infer.split.ways import Ways
 from moa_jax.bench.figures import median, quartiles
 from moa_jax.config import Sampling
 from moa_jax.folders import write_whole
@@ -174,7 +175,7 @@ async def _answer(
     bench: Bench, answering: Answering, index: int, new: int | None = None
 ) -> dict[str, Any]:
     """One answer, what it took and what it cost."""
-    prompt, before = bench.prompts[index], dataclasses.replace(answering.traffic)
+    prompt = bench.prompts[index]
     total = len(prompt) + (new or bench.args.max_new_tokens)
     begin, first = time.perf_counter(), 0.0
     async for _ in answering.answer(prompt, total, bench.stop_ids, Sampling()):
@@ -185,9 +186,6 @@ async def _answer(
         found |= {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}
     else:
         found["target_passes"] = calls
-    for way in ("up", "down"):
-        sent = getattr(answering.traffic, f"bytes_{way}") - getattr(before, f"bytes_{way}")
-        found |= {f"bytes_{way}": sent}
     return found
 
 
@@ -294,7 +292,7 @@ def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
         for count in args.clients:
             times = crowd.arrivals(count, args.rate, args.seed)
             for mode in modes:
-                ways = dataclasses.replace(each[mode], prompt_timeout=PATIENCE)
+                ways = dataclasses.replace(each[mode], patience=PATIENCE)
                 with _clients(pair, server, ways, count) as clients:
                     work = (clients, times, questions, args.asks, bench.stop_ids)
                     found, failed = stage.play(lambda work=work: crowd.gather(*work))
