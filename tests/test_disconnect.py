@@ -564,18 +564,18 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
 
     def slow(text, known, count):
         steps.append(count)
-        time.sleep(0.2 if len(steps) <= 2 else 0.05)
+        time.sleep(1.0 if len(steps) <= 2 else 0.15)
         return chain(text, known, count)
 
     def slow_tree(text, shape):
-        time.sleep(0.05 * (shape.depth - 1))
+        time.sleep(0.15 * (shape.depth - 1))
         return tree(text, shape)
 
     half.chain, half.tree = slow, slow_tree
     ways = dataclasses.replace(WAYS[name], lengths=(3,))
-    found = ask(server_at(server.port), ways, PROMPT, 12, half)
-    assert found.tokens == plain(PROMPT, 12)
-    assert found.counts.round_trips_s[0] < 0.2  # a reply's time, not a token's
+    found = ask(server_at(server.port), ways, PROMPT, 8, half)
+    assert found.tokens == plain(PROMPT, 8)
+    assert found.counts.round_trips_s[0] < 0.9  # a reply's time, not a token's
     drafts = found.counts.rounds if name == "chain" else 0
     assert len(steps) <= drafts + 2 and set(steps) <= {1, 2, 3}
     ahead = steps if name == "tree" else steps[1:2]
@@ -585,8 +585,8 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
 def test_split_client_waits_for_a_server_that_lives(server):
     """It compiles, say: no reply comes for long, but pongs do."""
     with running(ToySlots(2)) as slow, nothing_left():
-        slow.slots.seconds = 0.6
-        found = ask(server_at(slow.port, timeout=0.2), CHAIN, PROMPT[:3], 3)
+        slow.slots.seconds = 1.2
+        found = ask(server_at(slow.port, timeout=0.5), CHAIN, PROMPT[:3], 3)
     assert found.tokens == plain(PROMPT[:3], 3) and found.counts.drops == 0
 
 
@@ -603,7 +603,7 @@ def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
 
         found = ask(server_at(proxy.port, timeout=0.4), CHAIN, PROMPT, NEW, act=act)
     assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
-    assert times[3] - times[2] < 5  # far below what a reply may take
+    assert times[3] - times[2] < 20  # far below what a reply may take
 
 
 def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
