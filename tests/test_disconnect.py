@@ -455,6 +455,24 @@ def test_disconnect_damaged_version_is_a_lost_link(server, kind):
     assert found.counts.drops >= 1 and not sum(found.kept)
 
 
+def test_disconnect_session_that_never_began_is_opened_anew(server):
+    """The link dies before the first token, and the server knows of no request."""
+    to_do = ["close", "forge"]
+
+    def spoil(message, seen):
+        if "close" in to_do and message[1] == 67:
+            to_do.remove("close")
+            return [CLOSE]
+        if "forge" in to_do and message[1] == 68:
+            to_do.remove("forge")
+            return [wire.encode(wire.Resumed(-1))]
+        return [message]
+
+    found = relays(server, spoil)
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
+
+
 FORGED = {
     "nothing": {"tokens": []},
     "too much": {"tokens": list(range(30))},

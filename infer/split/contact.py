@@ -121,7 +121,7 @@ class Contact:
         """The reply that was missed, if one was; raises Gone without that session."""
         await link.send(wire.Resume(self._session, self._seq, self._received))
         found = await link.receive(wire.Resumed)
-        if not self._seq <= found.seq <= self._request.seq:
+        if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
             raise Gone(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, wire.Stream):
