@@ -5,11 +5,17 @@
 Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
 and gets the same number of updates; the learning rate of each is chosen from three. EAGLE-3 spends
 a sixth of its parameters on a head for the commonest quarter of the vocabulary, which is what its
-official files do; `eagle3_large` has head and layer of full size, beside the match. The data
-(README, "The bundled pair", but fewer):
+official files do; `eagle3_large` has head and layer of full size, beside the match. The data, which
+the report names by their hashes (README, "The bundled pair", has more under the same names):
 
-    python -m train.regenerate ... --limit 256 --output runs/demo_answers.jsonl
-    python -m train.regenerate ... --limit 1536 $P --output runs/demo_past.jsonl
+    R="python -m train.regenerate --target moa_jax/demo/target --batch 64
+        --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
+    P="--max-new-tokens 128 --ignore-stop"    # past the answers' end
+    T="--prompts data:chat/train.jsonl.gz" V="--prompts data:chat/validation.jsonl --limit 64"
+    $R $T --limit 256 --output runs/demo_answers.jsonl
+    $R $T --limit 1536 $P --output runs/demo_past.jsonl
+    $R $V --output runs/demo_answers_validation.jsonl
+    $R $V $P --output runs/demo_past_validation.jsonl
     python -m train.vocabulary --target moa_jax/demo/target --corpus runs/demo_past.jsonl \
         --size 512 --output runs/vocabulary
 """
