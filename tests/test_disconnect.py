@@ -546,6 +546,18 @@ def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
     assert 20 < sum(found.kept) < 190 and not found.kept[-1]
 
 
+def refuses_until(proxy, tokens: int):
+    """For `answered`: no link from the fourth event on, until so many tokens are written alone."""
+
+    def act(index, answering) -> None:
+        if index == 4:
+            proxy.refuse()
+        if len(answering.text.tail) > tokens:
+            proxy.heal()
+
+    return act
+
+
 def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     """A padded reply hides the drafter's rows behind it: they are written again."""
     half = ToyHalf()
@@ -560,13 +572,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
 
     monkeypatch.setattr(Answering, "_verify_tail", failing)
     with linked(server.port) as proxy:
-
-        def act(index, answering):
-            if index == 4:
-                proxy.refuse()
-            if len(answering.text.tail) > 100:
-                proxy.heal()
-
+        act = refuses_until(proxy, 100)
         found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
     assert found.tokens == plain(PROMPT, 300) and calls[0] > 100 and len(calls) > 2
 
@@ -669,13 +675,7 @@ def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
     half.chain = counting
     monkeypatch.setattr(Answering, "_verify_tail", failing)
     with linked(server.port) as proxy:
-
-        def act(index, answering):
-            if index == 4:
-                proxy.refuse()
-            if len(answering.text.tail) > 60:
-                proxy.heal()
-
+        act = refuses_until(proxy, 60)
         found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
     assert found.tokens == plain(PROMPT, 300) and calls[0] > 60 and len(calls) > 5
     assert all(steps > 1 for _, steps in between)  # none of the tail is fed once more

@@ -159,12 +159,7 @@ def test_questions_of_ours_have_no_figures_of_the_paper():
     assert "paper" not in text and "Llama-3-8B" not in text and not document["paper"]
 
 
-@pytest.fixture
-def pyplot():
-    return pytest.importorskip("matplotlib.figure")
-
-
-def test_bars_are_as_high_as_the_rows_say(document, pyplot):
+def test_bars_are_as_high_as_the_rows_say(document):
     top, bottom = plots.speed_figure(document).axes
     rows = [row_of(document, name) for name in ("humaneval", "qa", "all")]
     for panel, key in ((top, "speedup"), (bottom, "tau")):
@@ -182,7 +177,7 @@ def test_bars_are_as_high_as_the_rows_say(document, pyplot):
     ]
 
 
-def test_lines_are_the_accepted_shares(document, pyplot):
+def test_lines_are_the_accepted_shares(document):
     panels = plots.acceptance_figure(document).axes
     keys = ("acceptance_unconditional", "acceptance_conditional")
     for panel, key in zip(panels, keys, strict=True):

@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 
+import datasets
 import pytest
 
 from infer.evaluation import suites
@@ -120,7 +121,6 @@ def test_public_data_becomes_questions(monkeypatch):
 
 
 def test_a_hub_out_of_reach_says_one_line(monkeypatch):
-    datasets = pytest.importorskip("datasets")
     client = logging.getLogger("huggingface_hub")
     heard = logging.Handler()
     heard.emit = lambda record: pytest.fail(record.getMessage())
