@@ -1,5 +1,5 @@
 # make demo    an environment, then an answer from the bundled pair
-# make test    an environment, then the fast tests         ARGS='-k cli' goes on to pytest,
+# make test    an environment, then the fast tests         ARGS='-k chat' goes on to pytest,
 #              on two cores                                WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
 # make env     .venv/, which all of these use              PYTHON=python3.12 chooses its Python,

@@ -24,19 +24,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from infer import bench_prompts, bench_tables
-from infer.bench_flags import Mode, check, modes_of, parser_of
-from infer.cli import progress, run
-from infer.pair import load_pair
+from infer.flags import prompts
+from infer.flags.bench import Mode, check, modes_of, parser_of
+from infer.flags.pair import load_pair
 from infer.peers import run_peer
-from infer.plot import plot_speedups
+from infer.program import progress, run
 from moa_jax import InputError, Session
-from moa_jax.bench import figures, phases, tuned
-from moa_jax.bench.figures import Run
-from moa_jax.bench.simulate import accept_with
-from moa_jax.bench.traffic import copy_bandwidth
+from moa_jax.decode.vocabulary import load_vocabulary
+from moa_jax.measure import figures, phases, tables, tuned
+from moa_jax.measure.figures import Run
+from moa_jax.measure.plot import plot_speedups
+from moa_jax.measure.simulate import accept_with
+from moa_jax.measure.traffic import copy_bandwidth
 from moa_jax.pretrained import LoadedDrafter, Target
-from moa_jax.vocabulary import load_vocabulary
 
 NO_STOP: list[int] = []
 SPLIT = "--split"  # leads to another benchmark, with flags of its own
@@ -55,7 +55,7 @@ class Bench(NamedTuple):
 def main(arguments: list[str] | None = None) -> int | None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if SPLIT in arguments:
-        from infer.split.benchmark import run as split  # which needs the extra `serve`
+        from infer.split.bench import run as split  # which needs the extra `serve`
 
         return split.main([text for text in arguments if text != SPLIT])
     args = parser_of(__doc__).parse_args(arguments)
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     bench = Bench(
         modes,
         [_session(mode, target, drafter, args) for mode in modes],
-        bench_prompts.batches_of(args, target),
+        prompts.batches_of(args, target),
         args.max_new_tokens,
         NO_STOP if args.ignore_stop or args.simulate_acceptance is not None else None,
     )
@@ -80,14 +80,14 @@ def main(arguments: list[str] | None = None) -> int | None:
         print(f"{path}: written", file=sys.stderr)
     if args.plot:
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
-    print(json.dumps(document) if args.json else bench_tables.render(document))
+    print(json.dumps(document) if args.json else tables.render(document))
     return None
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     args.mode = "plain" if args.modes == ["plain"] else None  # load_pair then needs no drafter
     if args.random_weights:
-        return bench_prompts.random_pair(args)
+        return prompts.random_pair(args)
     return load_pair(args)
 
 
@@ -191,7 +191,7 @@ def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dic
     }
     found = run_peer(args.compare, task)
     about = {key: found[key] for key in ("versions", "device", "threads")}
-    return [bench_tables.peer_row(peer, plain) | about for peer in found["peers"]]
+    return [tables.peer_row(peer, plain) | about for peer in found["peers"]]
 
 
 def fastest(document: dict[str, Any]) -> dict[str, Any]:

@@ -25,31 +25,31 @@ from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from infer.cli import Parser, above_zero, names, positive, run
-from infer.generate import Writer, add_prompt_flags, prompts_of
-from infer.pair import DEFAULT_TREE, DEMO, add_model_flags, use_cores
-from infer.sampling import (
+from infer.flags.pair import DEFAULT_TREE, DEMO, add_model_flags, use_cores
+from infer.flags.sampling import (
     add_sampling_flags,
     before_stop,
     check_stop_ids,
     sampling_of,
     stopper,
 )
-from infer.split.answering import Answering
+from infer.generate import Writer, add_prompt_flags, prompts_of
+from infer.program import Parser, above_zero, names, positive, run
+from infer.split.client.answering import Answering
+from infer.split.client.screen import Screen
+from infer.split.client.text import Event
+from infer.split.client.ways import Policy, Ways
 from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
-from infer.split.screen import Screen
-from infer.split.text import Event
-from infer.split.ways import Policy, Ways
 from moa_jax.config import DraftShape
+from moa_jax.decode.session import bucket, row_of
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
-from moa_jax.folders import find_folder
+from moa_jax.files.folders import find_folder
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
-from moa_jax.serve.half import MOST_STEPS, DraftHalf
-from moa_jax.serve.pairing import pairing_of
-from moa_jax.serve.wire import Codec, Welcome, sampling_fields
-from moa_jax.session import bucket, row_of
+from moa_jax.split.half import MOST_STEPS, DraftHalf
+from moa_jax.split.pairing import pairing_of
+from moa_jax.split.wire import Codec, Welcome, sampling_fields
 
 MODES = ("plain", "chain", "tree", "stream")
 

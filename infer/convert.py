@@ -23,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infer.cli import Parser, run
-from moa_jax.drafters.kinds import FILE_LAYOUTS
+from infer.program import Parser, run
 from moa_jax.errors import InputError
-from moa_jax.folders import find_folder
+from moa_jax.files.folders import find_folder
+from moa_jax.files.kinds import FILE_LAYOUTS
 from moa_jax.pretrained import (
     LoadedDrafter,
     Target,

@@ -33,15 +33,15 @@ from typing import Any
 
 import jax
 
-from infer.cli import Parser, names, positive, progress, run
 from infer.evaluation import answers, conversations, plots, report, suites
 from infer.evaluation.contenders import describe, load_contenders
 from infer.evaluation.interview import Interview, interview_of, law_of_answers
-from infer.pair import add_cache_flag, add_draft_flags, add_pair_flags
-from infer.sampling import add_sampling_flags
+from infer.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
+from infer.flags.sampling import add_sampling_flags
+from infer.program import Parser, names, positive, progress, run
+from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
-from moa_jax.folders import write_whole
-from moa_jax.tokenizer import load_tokenizer
+from moa_jax.files.folders import write_whole
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers

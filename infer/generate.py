@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.cli import Parser, positive, progress, run
-from infer.pair import (
+from infer.flags.pair import (
     add_cache_flag,
     add_draft_flags,
     add_pair_flags,
@@ -26,7 +25,7 @@ from infer.pair import (
     mode_of,
     open_session,
 )
-from infer.sampling import (
+from infer.flags.sampling import (
     add_sampling_flags,
     before_stop,
     check_stop_ids,
@@ -34,13 +33,14 @@ from infer.sampling import (
     sampling_of,
     stopper,
 )
+from infer.program import Parser, positive, progress, run
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.exactness import Difference, compare
+from moa_jax.decode.session import StopWhen, row_of, rows_of
 from moa_jax.errors import InputError
-from moa_jax.exactness import Difference, compare
-from moa_jax.session import StopWhen, row_of, rows_of
-from moa_jax.tokenizer import load_tokenizer
 
 DIFFERENT = 1  # exit code of --check
 

@@ -9,11 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from infer.cli import Parser, run
-from infer.pair import DEMO
+from infer.flags.pair import DEMO
+from infer.program import Parser, run
 from moa_jax.data.corpora import locate
 from moa_jax.errors import InputError
-from moa_jax.folders import read_json
+from moa_jax.files.folders import read_json
 from moa_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")

@@ -27,23 +27,23 @@ from typing import Any
 
 import uvicorn
 
-from infer.cli import INTERRUPTED, Parser, above_zero, names, positive, run
-from infer.pair import add_pair_flags, load_pair
-from infer.split.app import PATH, Manners, Server
+from infer.flags.pair import add_pair_flags, load_pair
+from infer.program import INTERRUPTED, Parser, above_zero, names, positive, run
 from infer.split.credentials import read_token
-from infer.split.events import EventLog, Log, WarningsTo, place_of
 from infer.split.link import LARGEST_CHUNK
-from infer.split.listener import PatientHttp
-from infer.split.metrics import Metrics
-from infer.split.scheduler import Scheduler
-from infer.split.sessions import Rules
+from infer.split.server.app import PATH, Manners, Server
+from infer.split.server.events import EventLog, Log, WarningsTo, place_of
+from infer.split.server.listener import PatientHttp
+from infer.split.server.metrics import Metrics
+from infer.split.server.scheduler import Scheduler
+from infer.split.server.sessions import Rules
 from moa_jax.config import MAX_DEPTH
+from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError, first_line
-from moa_jax.folders import write_whole
+from moa_jax.files.folders import write_whole
 from moa_jax.pretrained import Target
-from moa_jax.serve.pairing import pairing_of
-from moa_jax.serve.slots import Pass, Slots
-from moa_jax.tokenizer import load_tokenizer
+from moa_jax.split.pairing import pairing_of
+from moa_jax.split.slots import Pass, Slots
 
 USUAL = 16  # nodes that hold most drafts: a chain of the default lengths
 PING_SECONDS = 20.0  # between pings, and again until the answer must be there

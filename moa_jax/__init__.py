@@ -1,8 +1,8 @@
 """Mixture-of-Attentions speculative decoding in JAX: load a pair, generate, train a drafter."""
 
+from moa_jax.decode.session import Result, Session, generate
 from moa_jax.errors import InputError
 from moa_jax.pretrained import load_drafter, load_target
-from moa_jax.session import Result, Session, generate
 from moa_jax.version import __version__
 
 __all__ = [

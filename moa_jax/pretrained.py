@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax import convert, folders, parts
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
-from moa_jax.drafters.kinds import FileLayout, Files, check_pairing, target_sizes
 from moa_jax.errors import InputError, first_line
-from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
-from moa_jax.placement import Layout, ShardingOf, read_params, write_params
+from moa_jax.files import folders, parts
+from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
+from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
+from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
+from moa_jax.model import convert
 
 
 class Generation(NamedTuple):
@@ -241,7 +242,7 @@ def save_drafter(
 def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
     """Write `target` and `draft` with no more of a pair's files than its client reads.
 
-    Tensors stay as they are stored, and the rest of the pair is described (moa_jax/parts.py).
+    Tensors stay as they are stored, and the rest of the pair is described (moa_jax/files/parts.py).
     Both folders appear whole or not at all; earlier ones are replaced. A drafter without files
     has no folder. Raises InputError for damaged files.
     """

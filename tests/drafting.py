@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax import Session, convert, load_drafter, load_target
-from moa_jax.batch import Batch
+from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Objective, Sampling
-from moa_jax.distillation import tap
+from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.api import Drafter, Guide
+from moa_jax.model import convert
 from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.training.distillation import tap
 from tests.compare import assert_close
 from tests.oracle import random_pair
 from tests.pairs import NO_STOP, PROMPTS, method_of_case
-from tests.test_training import distill_config, metrics
+from tests.train.test_training import distill_config, metrics
 from train import distill
 
 TREE = DraftShape(4, 3, 8)

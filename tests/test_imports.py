@@ -16,70 +16,38 @@ PEERS = {
     "infer.peers.unpickle": ("torch",),
 }
 
-BASE = {"errors", "config", "batch", "axes", "chunks"}
-BLOCKS = BASE | {"masks", "layers", "cache", "precision", "branch"}
-MODELS = BLOCKS | {"target", "convert", "hf_config", "folders", "placement", "sharding"}
-DRAFTERS = MODELS | {"losses", "drafters", "drafters.api"}
-DECODING = MODELS | {"drafters.api", "spec"}  # never a drafter by name
-SIDE = {"processes", "data", "tokenizer", "metrics", "optim", "training", "checkpoint", "version"}
-LOADING = {"parts", "pretrained", "session", "vocabulary", "exactness"}
-LIBRARY = DRAFTERS | DECODING | SIDE | LOADING | {"distillation", "serve", "bench"}
-SHARED = {"infer.cli", "infer.config_file", "infer.plot"}  # by all programs
+# What each room may import, besides itself: the rooms below it. A room is a folder or module of
+# moa_jax, named without the prefix, `moa_jax` its front door, or a folder of programs.
+BASE = {"errors", "config"}
+MODEL = BASE | {"model"}
+DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
+LOADER = DRAFTERS | {"pretrained"}
+DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
+LIBRARY = LOADER | DECODE | {"training", "split", "measure", "moa_jax", "version"}
+SHARED = {"infer.program", "infer.flags.config_file"}  # by all programs
 
-# What each room may import, besides itself. A room is a module or package of moa_jax, named
-# without the prefix, `moa_jax` its front door, or a package of programs.
 TABLE: dict[str, set[str]] = {
-    "version": set(),
     "errors": set(),
+    "version": set(),
     "config": {"errors"},
-    "batch": BASE,
-    "axes": BASE,
+    "model": BASE,
+    "files": MODEL,
     "data": BASE,
-    "tokenizer": BASE,
-    "metrics": BASE,
-    "optim": BASE,
-    "training": BASE | {"optim"},
-    "fingerprint": {"config"},
-    "checkpoint": BASE | {"training", "fingerprint", "processes"},  # the state that it stores
-    "masks": BLOCKS,
-    "precision": BLOCKS,
-    "branch": BASE,
-    "chunks": set(),
-    "processes": {"errors"},
-    "layers": BLOCKS,
-    "cache": BLOCKS,
-    "target": MODELS,
-    "convert": BLOCKS,
-    "sharding": {"errors", "config", "convert"},
-    "hf_config": MODELS,
-    "folders": MODELS,
-    "placement": MODELS,
-    "losses": BLOCKS,
-    "drafters.api": MODELS,
-    "drafters": DRAFTERS,
-    "parts": {"errors", "convert", "folders"},
-    "pretrained": DRAFTERS | {"parts", "tokenizer"},
-    "vocabulary": {"errors", "folders", "pretrained"},
-    "spec": DECODING,
-    "machines": {"errors", "metrics"},
-    "hlo": set(),
-    "lowering": DECODING,
-    "session": DRAFTERS | DECODING | {"pretrained", "tokenizer", "vocabulary"},
-    "exactness": DECODING | {"pretrained", "session"},
-    "distillation": LIBRARY - {"serve", "bench"},
-    "flops": BASE | {"distillation", "drafters"},
-    "planning": LIBRARY - {"serve", "bench"} | {"flops", "hlo", "machines"},
-    "serve": DECODING | LOADING | {"tokenizer"},
-    "bench": LIBRARY - {"distillation", "serve"},
-    "moa_jax": LIBRARY,
+    "drafters.api": MODEL | {"data"},
+    "drafters": MODEL | {"files", "data", "drafters.api"},
+    "pretrained": DRAFTERS,
+    "training": DRAFTERS,
+    "decode": DECODE,
+    "split": DECODE,
+    "measure": DECODE | {"drafters"},
+    "aot": DECODE | {"training"},
+    "moa_jax": LOADER | {"decode", "version"},
     "configs": {"config"},
-    "infer.cli": {"errors", "version"},
-    "infer.config_file": {"errors"},
-    "infer.plot": {"errors"},
-    "infer": LIBRARY | {"moa_jax", "configs", *SHARED},
-    "train": LIBRARY
-    | {"fingerprint", "flops", "planning", "machines", "moa_jax", "configs", *SHARED},
-    "infer.peers.unpickle": {"infer.cli", "errors", "folders"},
+    "infer.program": {"errors", "version"},
+    "infer.flags.config_file": {"errors"},
+    "infer": LIBRARY - {"training"} | SHARED | {"configs"},
+    "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
+    "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
 }
 
@@ -156,35 +124,39 @@ def one_fault(path: str, source: str) -> bool:
 
 
 def test_faults_are_found():
-    assert one_fault("moa_jax/masks.py", "from moa_jax.target import forward")
-    assert one_fault("moa_jax/masks.py", "from moa_jax import target")
-    assert one_fault("moa_jax/masks.py", "def f():\n    import moa_jax.spec.verify")
-    assert one_fault("moa_jax/config.py", "from . import batch")
-    assert one_fault("moa_jax/spec/verify.py", "from ..drafters.moa import make")
-    assert one_fault("moa_jax/spec/verify.py", "from moa_jax.drafters import DRAFTERS")
-    assert one_fault("moa_jax/serve/engine.py", "from moa_jax.drafters import moa")
-    assert one_fault("moa_jax/data/chat.py", "from moa_jax.target import forward")
+    assert one_fault("moa_jax/model/masks.py", "from moa_jax.files.folders import read")
+    assert one_fault("moa_jax/model/masks.py", "from moa_jax import drafters")
+    assert one_fault("moa_jax/model/masks.py", "def f():\n    import moa_jax.decode.verify")
+    assert one_fault("moa_jax/config/__init__.py", "from .. import model")
+    assert one_fault("moa_jax/decode/verify.py", "from ..drafters.moa import make")
+    assert one_fault("moa_jax/decode/verify.py", "from moa_jax.drafters import DRAFTERS")
+    assert one_fault("moa_jax/drafters/api.py", "from moa_jax.drafters import moa")
+    assert one_fault("moa_jax/split/slots.py", "from moa_jax.drafters import moa")
+    assert one_fault("moa_jax/split/slots.py", "from moa_jax.measure import figures")
+    assert one_fault("moa_jax/decode/session.py", "from moa_jax.split.slots import Slots")
+    assert one_fault("moa_jax/data/chat.py", "from moa_jax.model.llama import forward")
     assert one_fault("moa_jax/pretrained.py", "from moa_jax import generate")
-    assert one_fault("moa_jax/pretrained.py", "from train.settings import load_config")
-    assert one_fault("moa_jax/convert.py", "import torch.nn")
+    assert one_fault("moa_jax/pretrained.py", "from train.run.settings import load_config")
+    assert one_fault("moa_jax/model/convert.py", "import torch.nn")
     assert one_fault("train/distill.py", "from infer.generate import main")
-    assert one_fault("infer/config_file.py", "from moa_jax.config import DistillConfig")
+    assert one_fault("infer/generate.py", "from moa_jax.training import checkpoint")
+    assert one_fault("infer/flags/config_file.py", "from moa_jax.config import DistillConfig")
     assert one_fault("infer/bench.py", "from infer.peers import transformers_generate")
     assert one_fault("infer/bench.py", "import torch")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
     assert one_fault("infer/peers/transformers_generate.py", "from moa_jax import Session")
-    assert one_fault("configs/tiny.py", "from moa_jax.optim import optimizer")
+    assert one_fault("configs/tiny.py", "from moa_jax.training.optim import optimizer")
     assert one_fault("moa_jax/unheard_of.py", "")
 
 
 def test_what_the_table_allows_is_no_fault():
     allowed = [
-        ("moa_jax/spec/verify.py", "from ..drafters.api import Drafter\nfrom . import tree"),
-        ("moa_jax/spec/step.py", "from moa_jax.drafters import api\nimport numpy as np"),
+        ("moa_jax/decode/verify.py", "from ..drafters.api import Drafter\nfrom . import tree"),
+        ("moa_jax/decode/step.py", "from moa_jax.drafters import api\nimport numpy as np"),
         ("moa_jax/drafters/__init__.py", "from . import moa\nfrom moa_jax.drafters.api import X"),
         ("moa_jax/__init__.py", "from .pretrained import load_target"),
-        ("train/distill.py", "from infer.cli import run\nfrom moa_jax import generate"),
-        ("train/settings.py", "from infer.config_file import read_config"),
+        ("train/distill.py", "from infer.program import run\nfrom moa_jax import generate"),
+        ("train/run/settings.py", "from infer.flags.config_file import read_config"),
         ("configs/tiny.py", "from moa_jax.config import RunConfig\nimport tensorflow_datasets"),
         ("infer/peers/transformers_generate.py", "import torch\nimport transformers"),
     ]

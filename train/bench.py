@@ -22,18 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.cli import positive, run
-from moa_jax import sharding
-from moa_jax.batch import Batch
+from infer.program import positive, run
+from moa_jax.aot.planning import plain
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
-from moa_jax.distillation import Program, abstract_frozen, make_program
-from moa_jax.flops import model_flops_per_token
-from moa_jax.layers import INIT_STDDEV
-from moa_jax.metrics import peak_flops
-from moa_jax.planning import plain
-from moa_jax.precision import matmul_precision
+from moa_jax.data.batch import Batch
+from moa_jax.model import sharding
+from moa_jax.model.layers import INIT_STDDEV
+from moa_jax.model.precision import matmul_precision
+from moa_jax.training.distillation import Program, abstract_frozen, make_program
+from moa_jax.training.flops import model_flops_per_token
+from moa_jax.training.metrics import peak_flops
 from train.plan import shapes_of
-from train.settings import config_parser, parse_config
+from train.run.settings import config_parser, parse_config
 
 
 class Runner(NamedTuple):

@@ -16,22 +16,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.cli import progress, run
-from moa_jax import processes, sharding
-from moa_jax.batch import Batch
+from infer.program import progress, run
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
-from moa_jax.distillation import Program, frozen_sharding, make_program, summarise
+from moa_jax.data.batch import Batch
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.vocabulary import load_vocabulary
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.flops import model_flops_per_token
+from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
-from moa_jax.tokenizer import load_tokenizer
-from moa_jax.vocabulary import load_vocabulary
-from train import cluster
-from train.decoding import make_decode
-from train.loop import Job, fit
-from train.settings import config_parser, parse_config
+from moa_jax.training import processes
+from moa_jax.training.distillation import Program, frozen_sharding, make_program, summarise
+from moa_jax.training.flops import model_flops_per_token
+from train.run import cluster
+from train.run.decoding import make_decode
+from train.run.loop import Job, fit
+from train.run.settings import config_parser, parse_config
 
 
 def distill(config: DistillConfig) -> bool:

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import jax
 
-from infer.cli import run
-from moa_jax import sharding
-from moa_jax.checkpoint import read_state, steps_of
+from infer.program import run
 from moa_jax.config import DistillConfig, MeshConfig
-from moa_jax.distillation import make_program
 from moa_jax.errors import InputError
-from moa_jax.metrics import read_records
+from moa_jax.model import sharding
 from moa_jax.pretrained import describe_target
+from moa_jax.training.checkpoint import read_state, steps_of
+from moa_jax.training.distillation import make_program
+from moa_jax.training.metrics import read_records
 from train.distill import save, with_vocabulary
-from train.settings import config_parser, parse_config
+from train.run.settings import config_parser, parse_config
 
 
 def export(config: DistillConfig, step: int) -> None:

@@ -31,24 +31,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from infer.cli import Parser, names, run
-from infer.config_file import read_config
-from moa_jax.checkpoint import steps_of
+from infer.flags.config_file import read_config
+from infer.program import Parser, names, run
 from moa_jax.config import DistillConfig, DraftShape, GridConfig
 from moa_jax.data import batches, corpora
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.session import Session
+from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.fingerprint import changes, fingerprint, listed
-from moa_jax.folders import file_hash, read_json, write_json, write_whole
-from moa_jax.metrics import read_records
+from moa_jax.files.folders import file_hash, read_json, write_json, write_whole
 from moa_jax.pretrained import Target, describe_target, load_drafter, load_target
-from moa_jax.session import Session
-from moa_jax.tokenizer import load_tokenizer
+from moa_jax.training.checkpoint import steps_of
+from moa_jax.training.fingerprint import changes, fingerprint, listed
+from moa_jax.training.metrics import read_records
 from moa_jax.version import __version__
-from moa_jax.vocabulary import FILE as VOCABULARY
-from train.decoding import prompts_of
 from train.distill import distill, with_vocabulary
-from train.grid_report import ENDINGS, Tau, figures, render
+from train.run.decoding import prompts_of
+from train.run.grid_report import ENDINGS, Tau, figures, render
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
 FINISHED, DECODED = "finished.json", "decoded.json"

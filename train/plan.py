@@ -20,13 +20,13 @@ import sys
 from typing import Any
 
 from configs.shapes import SHAPES
-from infer.cli import run
-from moa_jax import planning
+from infer.program import run
+from moa_jax.aot import planning
+from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
+from moa_jax.aot.planning import CompilerCrash, Plan
 from moa_jax.config import DistillConfig, TargetConfig
-from moa_jax.machines import GIB, Machine, check_compiler, machine
-from moa_jax.planning import CompilerCrash, Plan
 from moa_jax.pretrained import describe_target
-from train.settings import config_parser, parse_config
+from train.run.settings import config_parser, parse_config
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 

@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.cli import Parser, run
-from infer.plot import check_plots
+from infer.program import Parser, run
 from moa_jax.errors import InputError
-from moa_jax.metrics import Record, read_records
+from moa_jax.measure.plot import check_plots
+from moa_jax.training.metrics import Record, read_records
 
 Points = list[tuple[int, float]]
 

@@ -13,20 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.cli import progress, run
-from moa_jax import masks, target
-from moa_jax.batch import Batch
+from infer.program import progress, run
 from moa_jax.config import PretrainConfig
 from moa_jax.data import batches, corpora
+from moa_jax.data.batch import Batch
 from moa_jax.data.chat import messages_of
+from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
+from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
-from moa_jax.losses import next_token_loss
-from moa_jax.optim import optimizer
+from moa_jax.model import llama, masks
 from moa_jax.pretrained import save_target
-from moa_jax.tokenizer import load_tokenizer, train_tokenizer
-from moa_jax.training import init_state, make_update
-from train.loop import Job, fit
-from train.settings import config_parser, parse_config
+from moa_jax.training.optim import optimizer
+from moa_jax.training.update import init_state, make_update
+from train.run.loop import Job, fit
+from train.run.settings import config_parser, parse_config
 
 
 def pretrain(config: PretrainConfig) -> None:
@@ -41,7 +41,7 @@ def pretrain(config: PretrainConfig) -> None:
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
     job = Job(
         config=config,
-        start=lambda: init_state(target.init(config.target, key), tx),
+        start=lambda: init_state(llama.init(config.target, key), tx),
         batch=train.batch,
         update=jax.jit(update, donate_argnums=0),
         evaluate=_evaluation(config, validation),
@@ -52,7 +52,7 @@ def pretrain(config: PretrainConfig) -> None:
 
 
 def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
-    found = target.forward(
+    found = llama.forward(
         config.target,
         params,
         batch.tokens_BT,
@@ -60,7 +60,7 @@ def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[
         masks.causal(batch.segment_BT),
         dtype=jnp.dtype(config.run.dtype),
     )
-    return next_token_loss(target.unembed(params, found.hidden_BTD), batch)
+    return next_token_loss(llama.unembed(params, found.hidden_BTD), batch)
 
 
 def _evaluation(config: PretrainConfig, validation: batches.Batches) -> Any:

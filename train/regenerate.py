@@ -30,14 +30,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from infer.cli import Parser, names, positive, progress, run
+from infer.program import Parser, names, positive, progress, run
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
+from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
-from moa_jax.tokenizer import load_tokenizer
-from train.partial import Partial
+from train.run.partial import Partial
 
 IDLE = [0]  # the prompt of a slot whose conversation is over; it gets one token
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop", "dtype")

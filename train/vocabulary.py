@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from infer.cli import Parser, Progress, names, positive, progress, run
+from infer.program import Parser, Progress, names, positive, progress, run
 from moa_jax.data import chat, corpora
-from moa_jax.errors import InputError
-from moa_jax.pretrained import describe_target
-from moa_jax.tokenizer import load_tokenizer
-from moa_jax.vocabulary import (
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.vocabulary import (
     check_size,
     count_tokens,
     coverage,
@@ -34,6 +32,8 @@ from moa_jax.vocabulary import (
     save_vocabulary,
     vocabulary_of,
 )
+from moa_jax.errors import InputError
+from moa_jax.pretrained import describe_target
 
 
 def make_vocabulary(args: argparse.Namespace) -> None:

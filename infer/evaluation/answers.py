@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.evaluation.suites import Question
+from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
-from moa_jax.folders import write_whole
-from moa_jax.session import Result
+from moa_jax.files.folders import write_whole
 
 SETTINGS = "settings.json"
 Key = tuple[str, int | str]  # set and question

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.cli import names
-from infer.pair import DEMO, MODES, load_pair, mode_of, open_session
-from moa_jax import Session, folders, load_drafter
+from infer.flags.pair import DEMO, MODES, load_pair, mode_of, open_session
+from infer.program import names
+from moa_jax import Session, load_drafter
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
+from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 BUNDLED = "bundled"  # a name for the bundled drafter's folder

@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.cli import names
 from infer.evaluation.paper import ALL
 from infer.evaluation.suites import PAPER, Question
+from infer.program import names
 from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError
 

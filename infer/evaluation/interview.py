@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN, Contender
 from infer.evaluation.suites import Question
-from infer.sampling import before_stop, check_stop_ids, sampling_of, stopper
+from infer.flags.sampling import before_stop, check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
-from moa_jax.exactness import compare
+from moa_jax.decode.exactness import compare
+from moa_jax.decode.session import StopWhen, bucket, row_of
 from moa_jax.pretrained import Target
-from moa_jax.session import StopWhen, bucket, row_of
 
 SHORTEST = 16  # a turn that leaves room for fewer new tokens is not asked
 

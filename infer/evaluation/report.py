@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench_tables import table
 from infer.evaluation import paper
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
-from moa_jax.bench.figures import acceptance, median, quartiles
-from moa_jax.session import Result
+from moa_jax.decode.session import Result
+from moa_jax.measure.figures import acceptance, median, quartiles
+from moa_jax.measure.tables import table
 
 Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]

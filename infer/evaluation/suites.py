@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import moa_jax
-from infer.cli import names
+from infer.program import names
 from moa_jax.data import corpora
 from moa_jax.errors import InputError
 

@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from infer.cli import Parser, run
+from infer.program import Parser, run
 from moa_jax.errors import InputError
-from moa_jax.folders import replacing
+from moa_jax.files.folders import replacing
 
 PICKLES = "pytorch_model*.bin"
 

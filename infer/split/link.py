@@ -17,8 +17,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.uri import parse_uri
 
 from moa_jax.errors import InputError, first_line
-from moa_jax.serve import wire
-from moa_jax.serve.pairing import Pairing
+from moa_jax.split import wire
+from moa_jax.split.pairing import Pairing
 from moa_jax.version import __version__
 
 LARGEST_CHUNK = 4096  # tokens whose rows one message may bring

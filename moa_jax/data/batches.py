@@ -1,6 +1,6 @@
 """Rows of training tokens, and the stateless source that deals them out in batches.
 
-A row holds whole conversations, or one, as drawn in `moa_jax/batch.py`. Which rows make batch
+A row holds whole conversations, or one, as drawn in `moa_jax/data/batch.py`. Which rows make batch
 `step` depends on the seed and the step alone, so a resumed run sees what an unbroken one sees.
 """
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moa_jax.batch import Batch
 from moa_jax.config import DataConfig
 from moa_jax.data import chat, corpora, reference, shards
+from moa_jax.data.batch import Batch
 from moa_jax.data.encode import Coder, Outcome, outcomes
 from moa_jax.data.mixture import Mixture
 from moa_jax.data.report import Report, Tally, refusal, total

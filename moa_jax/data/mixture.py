@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moa_jax.batch import Batch
+from moa_jax.data.batch import Batch
 
 
 class Mixture:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from moa_jax.batch import Batch
+from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 from moa_jax.data.encode import Coder, Outcome
 from moa_jax.errors import InputError

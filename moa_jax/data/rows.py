@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from moa_jax.batch import Batch
+from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 
 BLOCK = 8192  # examples

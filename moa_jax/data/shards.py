@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from moa_jax.batch import Batch
 from moa_jax.data import corpora
+from moa_jax.data.batch import Batch
 from moa_jax.data.encode import Coder
 from moa_jax.data.report import Report
 from moa_jax.data.rows import BLOCK

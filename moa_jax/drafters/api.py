@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax import masks, target
-from moa_jax.batch import Batch
-from moa_jax.cache import KV
 from moa_jax.config import DraftShape
+from moa_jax.data.batch import Batch
+from moa_jax.model import llama, masks
+from moa_jax.model.cache import KV
 
 Array = jax.Array
 Params = Any
@@ -92,7 +92,7 @@ def streams(params: Params, length_B: Array, tapped: Tapped) -> Tapped:
 
 def target_head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
     """The head of a drafter that has none of its own: the target's."""
-    return target.unembed(shared, feature_BTD)
+    return llama.unembed(shared, feature_BTD)
 
 
 class Drafter(NamedTuple):

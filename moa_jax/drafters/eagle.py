@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moa_jax import convert, losses, target
 from moa_jax.config import EagleConfig, Objective, TargetConfig
-from moa_jax.convert import Table
-from moa_jax.drafters import feedback, learning
+from moa_jax.drafters import feedback, learning, losses
 from moa_jax.drafters.api import Drafter, Params, Shared, Taps
-from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files
-from moa_jax.drafters.layer_files import block_of, read_sizes, write_sizes
-from moa_jax.layers import Linear, RMSNorm
+from moa_jax.files.kinds import DrafterKind, FileLayout, Files
+from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
+from moa_jax.model import convert, llama
+from moa_jax.model.convert import Table
+from moa_jax.model.layers import Linear, RMSNorm
 
 Array = jax.Array
 
@@ -83,7 +83,7 @@ def loss(
 
     References: authors' train/eagle.py (0.1 x cross-entropy + feature distance).
     """
-    head = partial(target.unembed, shared)
+    head = partial(llama.unembed, shared)
     each = learning.token_losses(objective, shared, head, goal_BTD, drafts)
     for parts, draft in zip(each, drafts, strict=True):
         distance_BT = losses.smooth_l1(draft.feature_BTD, goal_BTD)

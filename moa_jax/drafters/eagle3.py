@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax import convert
 from moa_jax.config import Eagle3Config, Objective, TargetConfig
-from moa_jax.convert import Table
 from moa_jax.drafters import feedback, learning
 from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
-from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files
-from moa_jax.drafters.layer_files import block_of, read_sizes, write_sizes
 from moa_jax.errors import InputError
-from moa_jax.layers import INIT_STDDEV, Linear, RMSNorm
+from moa_jax.files.kinds import DrafterKind, FileLayout, Files
+from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
+from moa_jax.model import convert
+from moa_jax.model.convert import Table
+from moa_jax.model.layers import INIT_STDDEV, Linear, RMSNorm
 
 Array = jax.Array
 

@@ -26,11 +26,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax import cache as kv_cache
-from moa_jax import masks, target
-from moa_jax.batch import Batch
-from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, DraftShape, Objective
+from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
 from moa_jax.drafters.api import (
     Drafter,
@@ -43,7 +40,10 @@ from moa_jax.drafters.api import (
     target_head,
 )
 from moa_jax.drafters.grow import grow
-from moa_jax.layers import MLP, Attention, RMSNorm, Rotation, rotation
+from moa_jax.model import cache as kv_cache
+from moa_jax.model import llama, masks
+from moa_jax.model.cache import KV
+from moa_jax.model.layers import MLP, Attention, RMSNorm, Rotation, rotation
 
 Array = jax.Array
 
@@ -169,7 +169,7 @@ def extend(
     earlier_BTD = jnp.concatenate([_last_feature(cache, length_B), feature_BTD[:, :-1]], axis=1)
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
     turn = rotation(layer.block, position_BT)
-    rows = layer.rows(params, target.embed(shared, tokens_BT), earlier_BTD, turn)
+    rows = layer.rows(params, llama.embed(shared, tokens_BT), earlier_BTD, turn)
     return FedCache(
         kv_cache.write(cache.rows, rows, length_B),
         kv_cache.write_rows(cache.feature_B1SD, feature_BTD[:, None], length_B),
@@ -256,7 +256,7 @@ def step(
     position_BW = jnp.broadcast_to(length_B[:, None] + depth - 1, tokens_BW.shape)
     feature_BWD, _, kv = layer.apply(
         params,
-        target.embed(shared, tokens_BW),
+        llama.embed(shared, tokens_BW),
         parent_BWD,
         rotation(layer.block, position_BW),
         seen_BWS,
@@ -364,7 +364,7 @@ def loss_of(
 ) -> tuple[Array, dict[str, Array]]:
     """The loss with given noise, on features and on embeddings."""
     feature_BTD = layer.fuse(params, tapped)
-    embedding_BTD = target.embed(shared, batch.tokens_BT, feature_BTD.dtype)
+    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     goal_BTD = tapped.hidden_BTD
     if noise_2BTD is not None:
         feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
@@ -401,7 +401,7 @@ def teacher_forced(
 ) -> Array:
     """The features of unknown tokens as in decoding from the last known one before them."""
     feature_BTD = layer.fuse(params, tapped)
-    embedding_BTD = target.embed(shared, batch.tokens_BT, feature_BTD.dtype)
+    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     found = passes(layer, params, embedding_BTD, feature_BTD, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     distance_BT = jnp.arange(start_BT.shape[1]) - start_BT

@@ -19,15 +19,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax import cache as kv_cache
-from moa_jax import convert, masks, target
-from moa_jax.batch import Batch
-from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, DraftShape, GlideConfig, Objective, TargetConfig
+from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
 from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
 from moa_jax.drafters.grow import grow
-from moa_jax.drafters.kinds import (
+from moa_jax.errors import InputError
+from moa_jax.files.hf_config import target_config_to_hf
+from moa_jax.files.kinds import (
     DrafterKind,
     FileLayout,
     Files,
@@ -35,9 +34,10 @@ from moa_jax.drafters.kinds import (
     mispaired,
     target_sizes,
 )
-from moa_jax.errors import InputError
-from moa_jax.hf_config import target_config_to_hf
-from moa_jax.layers import MLP, Attention, CrossAttention, RMSNorm, Rotation, rotate, rotation
+from moa_jax.model import cache as kv_cache
+from moa_jax.model import convert, llama, masks
+from moa_jax.model.cache import KV
+from moa_jax.model.layers import MLP, Attention, CrossAttention, RMSNorm, Rotation, rotate, rotation
 
 Array = jax.Array
 
@@ -168,7 +168,7 @@ def extend(
 ) -> GlideCache:
     """Adds verified tokens: own rows from embeddings, memory as it comes."""
     turn = rotation(layer.block, length_B[:, None] + jnp.arange(tokens_BT.shape[1]))
-    x_BTD = target.embed(shared, tokens_BT)
+    x_BTD = llama.embed(shared, tokens_BT)
     rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
     return GlideCache(
         kv_cache.write(cache.own, rows, length_B),
@@ -232,7 +232,7 @@ def step(
     rows = cache.own.k_BKSE.shape[2]
     found, own = layer.apply(
         {"params": params},
-        target.embed(shared, tokens_BW),
+        llama.embed(shared, tokens_BW),
         rotation(layer.block, position_BW),
         masks.cached(ancestor_BWX, length_B, rows),
         cache.memory,
@@ -240,7 +240,7 @@ def step(
         cache.own,
         length_B + X - W,
     )
-    return target.unembed(shared, found.feature_BTD), cache._replace(own=own)
+    return llama.unembed(shared, found.feature_BTD), cache._replace(own=own)
 
 
 # ---- training -----------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def trace(
     turn = rotation(layer.block, batch.position_BT)
     found, _ = layer.apply(
         {"params": params},
-        target.embed(shared, batch.tokens_BT, tapped.hidden_BTD.dtype),
+        llama.embed(shared, batch.tokens_BT, tapped.hidden_BTD.dtype),
         turn,
         masks.causal(batch.segment_BT),
         memory_of(tapped, turn),
@@ -285,7 +285,7 @@ def loss(
     mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, block_size)
     found = trace(layer, params, shared, batch, tapped, mask_BTT)
     draft = learning.Draft(found.feature_BTD, batch.response_BT)
-    head = partial(target.unembed, shared)
+    head = partial(llama.unembed, shared)
     (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
     return learning.weighted(objective.loss, parts, None, progress)
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moa_jax.branch import when
 from moa_jax.config import DraftShape
 from moa_jax.drafters.api import NOTHING, Cache, Guide, Tree
+from moa_jax.model.branch import when
 
 Array = jax.Array
 

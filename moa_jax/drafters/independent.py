@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax import convert, losses, masks, target
-from moa_jax.batch import Batch
 from moa_jax.config import (
     BorrowedConfig,
     DraftShape,
@@ -26,12 +24,14 @@ from moa_jax.config import (
     Objective,
     TargetConfig,
 )
-from moa_jax.drafters import learning
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import learning, losses
 from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
 from moa_jax.drafters.grow import grow
-from moa_jax.drafters.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
 from moa_jax.errors import InputError
-from moa_jax.hf_config import target_config_from_hf, target_config_to_hf
+from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
+from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
+from moa_jax.model import convert, llama, masks
 
 Array = jax.Array
 
@@ -53,7 +53,7 @@ def make_own(
     """A model of its own; `objective` matters for training only."""
     check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size"))
     small = Small(cfg.model, lambda params, shared: params, learns_features=False)
-    return _make(small, objective, partial(target.init, cfg.model), own_head=True)
+    return _make(small, objective, partial(llama.init, cfg.model), own_head=True)
 
 
 def make_borrowed(
@@ -63,7 +63,7 @@ def make_borrowed(
     check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size", "hidden_size"))
 
     def init(key: Array) -> Params:
-        drawn = target.init(cfg.model, key)
+        drawn = llama.init(cfg.model, key)
         return {name: part for name, part in drawn.items() if name not in OUTER}
 
     small = Small(cfg.model, lambda params, shared: shared | params, learns_features=True)
@@ -77,7 +77,7 @@ def _make(
         taps=Taps(),
         borrow=lambda params: {name: params[name] for name in OUTER if name in params},
         init=init,
-        init_cache=partial(target.init_caches, small.model),
+        init_cache=partial(llama.init_caches, small.model),
         extend=partial(extend, small),
         propose=partial(propose, small),
         digest=lambda params, length_B, tapped: (),
@@ -91,7 +91,7 @@ def _make(
 
 def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Array:
     """Its own logits or, with borrowed weights, the target's."""
-    return target.unembed(small.weights(params, shared), feature_BTD)
+    return llama.unembed(small.weights(params, shared), feature_BTD)
 
 
 # ---- decoding -----------------------------------------------------------------------------
@@ -101,14 +101,14 @@ def extend(
     small: Small,
     params: Params,
     shared: Shared,
-    caches: target.Caches,
+    caches: llama.Caches,
     tokens_BT: Array,
     length_B: Array,
     digest: tuple[()],
-) -> target.Caches:
+) -> llama.Caches:
     """Runs the model over verified tokens: what they left while drafting may lie elsewhere."""
     T, rows = tokens_BT.shape[1], caches[0].k_BKSE.shape[2]
-    return target.forward(
+    return llama.forward(
         small.model,
         small.weights(params, shared),
         tokens_BT,
@@ -123,17 +123,17 @@ def propose(
     small: Small,
     params: Params,
     shared: Shared,
-    caches: target.Caches,
+    caches: llama.Caches,
     root_B: Array,
     length_B: Array,
     shape: DraftShape,
     guide: Guide,
-) -> tuple[Tree, target.Caches]:
+) -> tuple[Tree, llama.Caches]:
     """The tree of `shape`, grown from the root level by level."""
 
     def level(
-        caches: target.Caches, tokens_BW: Array, ancestor_BWX: Array, depth: int
-    ) -> tuple[Array, target.Caches]:
+        caches: llama.Caches, tokens_BW: Array, ancestor_BWX: Array, depth: int
+    ) -> tuple[Array, llama.Caches]:
         return step(small, params, shared, caches, tokens_BW, ancestor_BWX, length_B, depth)
 
     return grow(level, caches, root_B, shape, guide)
@@ -143,11 +143,11 @@ def go_on(
     small: Small,
     params: Params,
     shared: Shared,
-    caches: target.Caches,
+    caches: llama.Caches,
     token_B: Array,
     length_B: Array,
     known_B: Array,
-) -> tuple[Array, target.Caches]:
+) -> tuple[Array, llama.Caches]:
     """One token further; it never knows more of the target than its tokens."""
     itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
     logits_B1V, caches = step(
@@ -160,16 +160,16 @@ def step(
     small: Small,
     params: Params,
     shared: Shared,
-    caches: target.Caches,
+    caches: llama.Caches,
     tokens_BW: Array,
     ancestor_BWX: Array,
     length_B: Array,
     depth: int,
-) -> tuple[Array, target.Caches]:
+) -> tuple[Array, llama.Caches]:
     """Logits after W nodes of one `depth`, the last of the X fed in this round."""
     weights = small.weights(params, shared)
     W, X = ancestor_BWX.shape[1:]
-    found = target.forward(
+    found = llama.forward(
         small.model,
         weights,
         tokens_BW,
@@ -178,7 +178,7 @@ def step(
         caches,
         length_B + X - W,
     )
-    return target.unembed(weights, found.hidden_BTD), found.caches
+    return llama.unembed(weights, found.hidden_BTD), found.caches
 
 
 # ---- training -----------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def step(
 
 def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: Any) -> Array:
     """What goes to the head (B, T, D) over whole conversations."""
-    return target.forward(
+    return llama.forward(
         small.model,
         small.weights(params, shared),
         batch.tokens_BT,

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moa_jax import chunks, losses, target
 from moa_jax.config import LossConfig, Objective
+from moa_jax.drafters import losses
 from moa_jax.drafters.api import Shared
+from moa_jax.model import chunks, llama
 
 Array = jax.Array
 Parts = dict[str, Array]
@@ -45,7 +46,7 @@ def token_losses(
 
     def sums(piece: tuple[Array, list[tuple[Array, Array]]]) -> list[Parts]:
         hidden_BTD, asked = piece
-        target_BTU = target.unembed(shared, hidden_BTD)
+        target_BTU = llama.unembed(shared, hidden_BTD)
         known_BT = 1.0
         if draft_ids is not None:
             known_BT = known_V[jnp.argmax(target_BTU, axis=-1)]

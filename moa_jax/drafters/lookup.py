@@ -27,8 +27,8 @@ from jax import lax
 from moa_jax.config import DraftShape, LookupConfig, Objective, TargetConfig
 from moa_jax.drafters import grow
 from moa_jax.drafters.api import NOTHING, Drafter, Guide, Params, Shared, Taps, Tree
-from moa_jax.drafters.kinds import DrafterKind, FileLayout
 from moa_jax.errors import InputError
+from moa_jax.files.kinds import DrafterKind, FileLayout
 
 Array = jax.Array
 

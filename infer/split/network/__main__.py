@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from infer.cli import Parser, run
+from infer.program import Parser, run
 from infer.split.network.namespaces import emulate
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread

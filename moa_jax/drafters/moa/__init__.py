@@ -22,9 +22,9 @@ from functools import partial
 
 from moa_jax.config import MoaConfig, Objective, TargetConfig
 from moa_jax.drafters.api import Drafter, Taps
-from moa_jax.drafters.kinds import DrafterKind
 from moa_jax.drafters.moa import decode, files, train
 from moa_jax.drafters.moa.blocks import Moa, block_configs
+from moa_jax.files.kinds import DrafterKind
 
 
 def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:

@@ -17,12 +17,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax import chunks, masks
-from moa_jax.cache import KV
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.api import Params, Shared
 from moa_jax.errors import InputError
-from moa_jax.layers import Block, CrossBlock, Linear, rotation
+from moa_jax.model import chunks, masks
+from moa_jax.model.cache import KV
+from moa_jax.model.layers import Block, CrossBlock, Linear, rotation
 
 Array = jax.Array
 

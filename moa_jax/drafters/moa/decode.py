@@ -8,14 +8,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax import cache as kv_cache
-from moa_jax import masks, target
-from moa_jax.cache import KV
 from moa_jax.config import DraftShape
 from moa_jax.drafters.api import Guide, Params, Shared, Tapped, Tree
 from moa_jax.drafters.grow import grow
 from moa_jax.drafters.moa.blocks import Moa
-from moa_jax.layers import Block, CrossBlock, rotation
+from moa_jax.model import cache as kv_cache
+from moa_jax.model import llama, masks
+from moa_jax.model.cache import KV
+from moa_jax.model.layers import Block, CrossBlock, rotation
 
 Array = jax.Array
 
@@ -73,7 +73,7 @@ def extend(
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1])
     sa_cache = cache.self_attention
     if sa is not None:
-        x_BTD, turn = target.embed(shared, tokens_BT), rotation(sa, position_BT)
+        x_BTD, turn = llama.embed(shared, tokens_BT), rotation(sa, position_BT)
         sa_params = {"params": params["self_attention"]}
         sa_rows = Block(sa).apply(sa_params, x_BTD, turn, method="rows")
         sa_cache = kv_cache.write(sa_cache, sa_rows, length_B)
@@ -153,7 +153,7 @@ def step(
     rows = cache.cross_attention.k_BKSE.shape[2]
     seen_BWS = masks.cached(ancestor_BWX, length_B, rows)
     known_B1S = (jnp.arange(rows) < known_B[:, None])[:, None, :]
-    x_BWD, sa_cache = target.embed(shared, tokens_BW), cache.self_attention
+    x_BWD, sa_cache = llama.embed(shared, tokens_BW), cache.self_attention
     if sa is not None:
         sa_params, turn = {"params": params["self_attention"]}, rotation(sa, position_BW)
         x_BWD, _, sa_cache = Block(sa).apply(sa_params, x_BWD, turn, seen_BWS, sa_cache, start_B)
@@ -168,9 +168,9 @@ def step(
     if reused:
         block = moa.target_cfg.block
         turn = rotation(block, position_BW)
-        x_BWD, _, _, reused = target.apply_blocks(
+        x_BWD, _, _, reused = llama.apply_blocks(
             block, shared["layers"], x_BWD, turn, seen_BWS, reused, start_B
         )
-        x_BWD = target.final_norm(block, shared, x_BWD)
+        x_BWD = llama.final_norm(block, shared, x_BWD)
     cache = MoaCache(sa_cache, cache.cross_attention, reused)
-    return target.unembed(shared, x_BWD), cache
+    return llama.unembed(shared, x_BWD), cache

@@ -17,7 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
-from moa_jax.convert import (
+from moa_jax.drafters.moa.blocks import block_configs
+from moa_jax.errors import InputError
+from moa_jax.files.hf_config import target_config_to_hf
+from moa_jax.files.kinds import FileLayout, Files, check_pairing, mispaired, target_sizes
+from moa_jax.model.convert import (
     Shape,
     Table,
     block_table,
@@ -27,10 +31,6 @@ from moa_jax.convert import (
     under,
     vector,
 )
-from moa_jax.drafters.kinds import FileLayout, Files, check_pairing, mispaired, target_sizes
-from moa_jax.drafters.moa.blocks import block_configs
-from moa_jax.errors import InputError
-from moa_jax.hf_config import target_config_to_hf
 
 MIXINGS = ("attention", "mean", "last")
 SIZES = ("num_key_value_heads", "intermediate_size")

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax import losses, masks, sharding, target
-from moa_jax.batch import Batch
 from moa_jax.config import MaskConfig, Objective
-from moa_jax.drafters import learning
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import learning, losses
 from moa_jax.drafters.api import Params, Shared, Tapped
 from moa_jax.drafters.moa.blocks import Moa
-from moa_jax.layers import Block, CrossBlock, rotation
+from moa_jax.model import llama, masks, sharding
+from moa_jax.model.layers import Block, CrossBlock, rotation
 
 Array = jax.Array
 
@@ -103,7 +103,7 @@ def trace(
 
     memory_BTD = moa.memory(params, tapped.rows_LBKTE, memory_chunk)
     memory_BTD = sharding.constrain(memory_BTD, "rows")
-    x_BTD = target.embed(shared, batch.tokens_BT, memory_BTD.dtype)
+    x_BTD = llama.embed(shared, batch.tokens_BT, memory_BTD.dtype)
     sa_BTD = sharding.constrain(x_BTD, "rows")
     if sa is not None:
         turn = rotation(sa, batch.position_BT)
@@ -135,8 +135,8 @@ def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT:
     """
     block = moa.target_cfg.block
     turn = rotation(block, batch.position_BT)
-    x_BTD, *_ = target.apply_blocks(block, shared["layers"], entry_BTD, turn, causal_BTT)
-    return target.final_norm(block, shared, x_BTD)
+    x_BTD, *_ = llama.apply_blocks(block, shared["layers"], entry_BTD, turn, causal_BTT)
+    return llama.final_norm(block, shared, x_BTD)
 
 
 def _reuse_on_policy(
@@ -158,7 +158,7 @@ def _reuse_on_policy(
         jax.tree.map(lambda a, i=i: jnp.pad(a[i - reused], room), tapped.rows_LBKTE)
         for i in range(reused)
     ]
-    x_BTD, *_ = target.apply_blocks(
+    x_BTD, *_ = llama.apply_blocks(
         block,
         layers,
         entry_BTD,
@@ -167,7 +167,7 @@ def _reuse_on_policy(
         tuple(true_rows),
         jnp.full(B, T),
     )
-    return target.final_norm(block, shared, x_BTD)
+    return llama.final_norm(block, shared, x_BTD)
 
 
 def loss(
@@ -202,7 +202,7 @@ def loss_of(
     enters the reused layers. References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
-    head = partial(target.unembed, shared)
+    head = partial(llama.unembed, shared)
     draft = learning.Draft(found.feature_BTD, batch.response_BT)
     (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
     feature = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))

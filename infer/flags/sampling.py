@@ -1,0 +1,112 @@
+"""The flags that say how tokens are chosen and where an answer ends."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from infer.program import positive
+from moa_jax.config import Sampling
+from moa_jax.decode.session import StopWhen
+from moa_jax.errors import InputError
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Temperature and the cuts of the law, penalties, stops, and the longest answer."""
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, help="keep what is this likely beside the likeliest"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1: less of what was seen"
+    )
+    group.add_argument(
+        "--logit-bias", metavar="ID:BIAS,...", type=_biases, default=(), help="added to logits"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of the first prompt; the next adds 1")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeat)"
+    )
+    group.add_argument(
+        "--stop-ids", metavar='"1,2"', type=ids, help="end after these; default: the target's own"
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """The settings of the first prompt; InputError for values that make no law."""
+    return Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        logit_bias=args.logit_bias,
+        seed=args.seed,
+    )
+
+
+def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
+    """Raise InputError for an id that no answer can hold."""
+    for token in stop_ids or ():
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"--stop-ids names the id {token}, outside the target's vocabulary of "
+                f"{vocab_size}: leave it out"
+            )
+
+
+def stopper(tokenizer: Any, texts: Sequence[str]) -> StopWhen | None:
+    """Finds the first of some texts in an answer: how many tokens it takes to complete it.
+
+    Raises InputError for a text that no answer can hold.
+    """
+    if not texts:
+        return None
+    if tokenizer is None:
+        raise InputError("--stop needs text: the target's folder has no tokenizer, use --stop-ids")
+    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    for text in texts:
+        if not text or text not in decode(tokenizer.encode(text, add_special_tokens=False)):
+            raise InputError(
+                f"--stop {text!r}: the tokenizer never writes this text; "
+                "give plain text, or a special token's id with --stop-ids"
+            )
+
+    def stop_when(tokens: list[int]) -> int | None:
+        if not any(text in decode(tokens) for text in texts):
+            return None
+        count = len(tokens)
+        while count > 1 and any(text in decode(tokens[: count - 1]) for text in texts):
+            count -= 1
+        return count
+
+    return stop_when
+
+
+def before_stop(text: str | None, texts: Sequence[str]) -> str | None:
+    """An answer's text up to the first stop text in it."""
+    if text is None:
+        return None
+    places = [text.find(stop) for stop in texts if stop in text]
+    return text[: min(places)] if places else text
+
+
+def ids(text: str) -> list[int]:
+    """Type of a flag that takes token ids."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("write whole numbers with commas: 1,2,3") from error
+
+
+def _biases(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = (part.split(":") for part in text.split(",") if part)
+        return tuple((int(token), float(bias)) for token, bias in pairs)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("write ids and numbers: 5:-2.5,7:1") from error

@@ -1,0 +1,100 @@
+"""Many clients of one server, who come by a Poisson law."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infer.split.client.answering import Answering
+from infer.split.link import Gone, Lost
+from moa_jax.config import Sampling
+from moa_jax.errors import InputError
+
+
+class Asked(NamedTuple):
+    """One answer of one client, on the clock of all."""
+
+    begin: float
+    first: float
+    end: float
+    question: int
+    tokens: list[int]
+
+
+class Question(NamedTuple):
+    """A prompt, and the most tokens of the session with its answer."""
+
+    prompt: Sequence[int]
+    total: int
+
+
+def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
+    """When each client comes, in seconds: the first at once, `rate` of them a second."""
+    law = random.Random(seed)
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] + law.expovariate(rate))
+    return times
+
+
+async def gather(
+    clients: Sequence[Callable[[], Answering]],
+    times: Sequence[float],
+    questions: Sequence[Question],
+    asks: int,
+    stop_ids: Sequence[int],
+) -> tuple[list[Asked], int]:
+    """The answers of all clients, each of which asks `asks` questions; and how many failed."""
+    found: list[Asked] = []
+    failed = 0
+
+    async def one(index: int) -> None:
+        nonlocal failed
+        await asyncio.sleep(times[index])
+        answering = clients[index]()
+        try:
+            for turn in range(asks):
+                number = (index * asks + turn) % len(questions)
+                found.append(await _ask(answering, questions[number], number, stop_ids))
+        except (Lost, Gone, InputError):
+            failed += asks - turn
+        finally:
+            await answering.close()
+
+    await asyncio.gather(*(one(index) for index in range(len(clients))))
+    return found, failed
+
+
+async def _ask(
+    answering: Answering, question: Question, number: int, stop_ids: Sequence[int]
+) -> Asked:
+    begin, first = time.perf_counter(), 0.0
+    async for _ in answering.answer(question.prompt, question.total, stop_ids, Sampling()):
+        first = first or time.perf_counter()
+    return Asked(begin, first, time.perf_counter(), number, answering.text.answer)
+
+
+def summary(found: Sequence[Asked], failed: int) -> dict[str, Any]:
+    """Throughput from the first question to the last answer, and waiting times."""
+    if not found:
+        return {"answers": 0, "failed": failed}
+    span = max(one.end for one in found) - min(one.begin for one in found)
+    tokens = sum(len(one.tokens) for one in found)
+    return {
+        "answers": len(found),
+        "failed": failed,
+        "seconds": span,
+        "tokens_per_s": tokens / span,
+        "answer_s": _percentiles([one.end - one.begin for one in found]),
+        "first_token_s": _percentiles([one.first - one.begin for one in found]),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    p50, p95 = np.quantile(values, (0.5, 0.95)).tolist()
+    return {"p50": p50, "p95": p95}

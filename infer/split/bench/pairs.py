@@ -1,0 +1,162 @@
+"""What `infer.bench --split` measures: drafters with their halves, ways of answering, questions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from infer.evaluation.suites import load_suite
+from infer.flags.pair import DEMO
+from infer.generate import Writer
+from infer.split.bench.flags import DRAFTING, named
+from infer.split.client.ways import Ways
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape
+from moa_jax.decode.session import Result, bucket
+from moa_jax.errors import InputError
+from moa_jax.files.folders import find_folder
+from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.split.half import CHUNK, DraftHalf
+from moa_jax.split.pairing import Pairing, pairing_of
+
+NO_STOP: list[int] = []
+
+
+class Pair(NamedTuple):
+    """A drafter with its half of the work, and the flags of its server."""
+
+    name: str
+    drafter: LoadedDrafter
+    half: DraftHalf
+    pairing: Pairing
+    flags: list[str]
+
+
+class Way(NamedTuple):
+    """One way of answering."""
+
+    mode: str
+    pair: Pair
+    ways: Ways
+
+    @property
+    def label(self) -> str:
+        """What it is called; stream and plain are the same with any drafter."""
+        return f"{self.pair.name} {self.mode}" if self.mode in (*DRAFTING, "offline") else self.mode
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        drafts = self.label != self.mode
+        layers = getattr(self.pair.drafter.config, "target_layer_inference", None)
+        return {
+            "way": self.label,
+            "mode": self.mode,
+            "draft": self.pair.name if drafts else None,
+            "method": self.pair.drafter.method if drafts else None,
+            "target_layer_inference": layers if drafts else None,
+        }
+
+
+class Bench(NamedTuple):
+    """What is measured, and what the target alone answers."""
+
+    args: argparse.Namespace
+    target: Target
+    pairs: list[Pair]
+    ways: list[Way]
+    prompts: list[list[int]]
+    stop_ids: list[int]
+    own: list[list[int]]  # answers of local plain decoding
+    own_tokens_per_s: list[float]
+
+
+def load(args: argparse.Namespace) -> Bench:
+    """Target, drafters, prompts, and what the target alone makes of them."""
+    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
+    for _, path in named(args):  # before the target, which takes its time
+        find_folder(path)
+    target = load_target(args.target or DEMO / "target", dtype)
+    prompts = _prompts(args, target)
+    most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
+    positions = target.config.max_position_embeddings
+    if most > positions:
+        raise InputError(
+            f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
+            "--max-new-tokens or --outages"
+        )
+    levels = {mode: ways_of(args, mode) for mode in args.modes}
+    drafters = [(name, load_drafter(path, target)) for name, path in named(args)]
+    for notice in (notice for _, drafter in drafters for notice in drafter.notices):
+        print(notice, file=sys.stderr)
+    pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
+    for pair in pairs:
+        _warm(pair.half, levels.values(), prompts)
+    ways = [
+        Way(mode, pair, levels[mode])
+        for mode in args.modes
+        for pair in (pairs if mode in (*DRAFTING, "offline") else pairs[:1])
+    ]
+    stop_ids = list(target.generation.eos_ids) if args.natural_stops else NO_STOP
+    own = own_answers(target, prompts, args.max_new_tokens, stop_ids)
+    rates = [len(one.token_ids[1:]) / one.decode_s for one in own if one.decode_s]
+    return Bench(
+        args, target, pairs, ways, prompts, stop_ids, [one.token_ids for one in own], rates
+    )
+
+
+def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
+    """First turns of questions from all parts of the suite."""
+    questions, writer = load_suite(args.suite), Writer(target.folder)
+    count = min(args.prompts, len(questions))
+    chosen = [questions[i * len(questions) // count] for i in range(count)]
+    return [writer.prompt([{"role": "user", "content": one.turns[0]}]) for one in chosen]
+
+
+def own_answers(
+    target: Target, prompts: Sequence[list[int]], new: int, stop_ids: list[int]
+) -> list[Result]:
+    """Local plain decoding of each prompt, the second time that it is done."""
+    session = Session(target, cache_rows=bucket(max(map(len, prompts)) + new) + CHUNK)
+    session.generate(prompts[:1], new, stop_ids)
+    return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
+
+
+def ways_of(args: argparse.Namespace, mode: str) -> Ways:
+    """How a client of a mode drafts."""
+    return Ways(
+        shape=DraftShape(*args.tree) if mode == "tree" else None,
+        lengths=args.lengths if mode in (*DRAFTING, "offline") else (),
+        draft_ahead=not args.no_ahead,
+        slowdown=args.client_slowdown,
+        stream=mode == "stream",
+    )
+
+
+def _pair(
+    args: argparse.Namespace, name: str, target: Target, drafter: LoadedDrafter, most: int
+) -> Pair:
+    most = min(most, target.config.max_position_embeddings)
+    half = DraftHalf(target, drafter, max_tokens=most)
+    nodes = {1}
+    if "chain" in args.modes or args.clients:
+        nodes |= {1 + length for length in args.lengths}
+    if "tree" in args.modes:
+        nodes |= {1 + args.tree[2], *range(2, 1 + args.tree[0])}  # and chains drafted ahead
+    flags = ["--target", str(target.folder.resolve()), "--draft", str(drafter.folder.resolve())]
+    flags += ["--max-tokens", str(most), "--warm", ",".join(map(str, sorted(nodes)))]
+    if args.dtype:
+        flags += ["--dtype", args.dtype]
+    return Pair(name, drafter, half, pairing_of(target, drafter), flags)
+
+
+def _warm(half: DraftHalf, ways: Iterable[Ways], prompts: Sequence[list[int]]) -> None:
+    """Compiles all that the client's half will need."""
+    ways = list(ways)
+    replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))
+    counts = [*replies, *(min(len(prompt), CHUNK) for prompt in prompts)]
+    counts += [len(prompt) % CHUNK for prompt in prompts if len(prompt) % CHUNK]
+    half.warm(counts, [shape for way in ways for shape in way.shapes])

@@ -1,0 +1,1 @@
+"""The client's half of split decoding: one answer over a link that may die."""

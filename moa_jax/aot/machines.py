@@ -1,0 +1,175 @@
+"""Accelerators by name, and how to compile for slices and boxes of them that are not there.
+
+    v5e:4x4  v5p:2x2x4  v6e:8x8     TPU slices, by libtpu
+    h200:8                          one host of GPUs, by jax's CUDA plugin; h200:16 is two hosts
+
+Both compilers come with the extra `plan` (`make env PLAN=1`) and need no chip, driver or network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from moa_jax.errors import InputError
+from moa_jax.training.metrics import peak_flops
+
+GIB = 1024**3
+GPUS_PER_HOST = 8
+
+# What a process that compiles ahead of time needs: no plugin looks for its chip, libtpu neither
+# asks the cloud where it is nor locks out a second compiler, optimisations are on whatever tests
+# ask for, and nothing goes to the compilation cache, which could not be read back.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+    "JAX_ENABLE_COMPILATION_CACHE": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any will do: the topology is named when compiling
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+class Chip(NamedTuple):
+    """One accelerator; rates are peaks of data sheets, so times made of them are bounds."""
+
+    kind: str  # jax's `device_kind`
+    compiler: Literal["tpu", "cuda"]
+    memory: int  # bytes that a program may use
+    bandwidth: float  # bytes/s between the chip and its memory
+    network: float  # bytes/s that a chip receives from its neighbours, over all links
+    float32: float  # FLOP/s at jax's highest precision, as a share of those in bfloat16
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s in bfloat16 or float32."""
+        return peak_flops(self.kind) * (self.float32 if dtype == "float32" else 1)
+
+
+# A TPU's memory is what libtpu enforces, and its float32 six bfloat16 passes. Of an H200's 141 GB
+# a program may use 92 %, the share that configs/slurm_gpu.sbatch gives jax: CUDA's context,
+# cuBLAS's workspaces, NCCL's buffers and compiled code live in the rest. The network is NVLink's,
+# so bounds for several hosts are looser.
+CHIPS = {
+    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9, 1 / 6),
+    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9, 1 / 6),
+    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9, 1 / 6),
+    "h200": Chip("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
+}
+
+# What the compiler asks about a device, as cudaDeviceProp and the data sheet of an H200 SXM
+# have it; the names are those of XLA's GpuTargetConfigProto.
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H200"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  device_address_bits: 64
+  device_memory_size: 141000000000
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+}
+"""
+
+
+class Machine(NamedTuple):
+    """Chips joined as `shape` says: a TPU's torus, or hosts and GPUs of each."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.shape)
+
+
+def machine(topology: str) -> Machine:
+    """The machine of a name such as `v5e:4x4`; InputError for any other name."""
+    found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
+    if not found:
+        raise InputError(
+            f"topology {topology!r} is none of v5e:AxB, v6e:AxB, v5p:AxBxC and h200:N: "
+            "name one such as v5e:4x4 or h200:8"
+        )
+    tpu, torus, gpu, count = found.groups()
+    if tpu:
+        return Machine(topology, CHIPS[tpu], tuple(map(int, torus.split("x"))))
+    hosts, rest = divmod(int(count), GPUS_PER_HOST)
+    if hosts and rest:
+        raise InputError(
+            f"topology {topology}: hosts have {GPUS_PER_HOST} GPUs each: "
+            f"choose fewer, or a multiple of {GPUS_PER_HOST}"
+        )
+    return Machine(topology, CHIPS[gpu], (hosts, GPUS_PER_HOST) if hosts else (1, rest))
+
+
+def has_compiler(compiler: Literal["tpu", "cuda"]) -> bool:
+    """Whether libtpu, or jax's CUDA plugin, is installed."""
+    if compiler == "tpu":
+        return importlib.util.find_spec("libtpu") is not None
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
+    return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+
+
+def check_compiler(wanted: Machine) -> None:
+    """Raises InputError where the machine's compiler is not installed."""
+    if not has_compiler(wanted.chip.compiler):
+        name = {"tpu": "libtpu", "cuda": "jax's CUDA plugin"}[wanted.chip.compiler]
+        raise InputError(f"{wanted.name}: {name} is not installed: make env PLAN=1 adds it")
+
+
+def devices(wanted: Machine) -> list[Any]:
+    """The machine's devices, to compile for; under ENVIRONMENT only.
+
+    Raises InputError without the compiler, and for a shape that libtpu does not know.
+    """
+    check_compiler(wanted)
+    if wanted.chip.compiler == "cuda":
+        shape = "x".join(map(str, (1, *wanted.shape)))  # slices, hosts, GPUs of a host
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="h200", topology=shape, target_config=H200
+        )
+        return described.devices
+    alone = {"chips_per_host_bounds": (1, 1, 1)} if wanted.num_chips == 1 else {}
+    try:
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=wanted.name, **alone
+        ).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise InputError(
+            f"topology {wanted.name}: libtpu knows no such slice: choose even sides, as in v5e:4x4"
+        ) from error
+    return found

@@ -1,0 +1,74 @@
+"""Where drafted decoding first leaves plain decoding, and how near a tie the target was there.
+
+In float32 the two must agree, token for token. In bfloat16 a pass over several tokens rounds
+otherwise than a pass over one, so where the two best tokens are almost tied either may win.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import Sampling
+from moa_jax.decode import sample
+from moa_jax.decode.session import GREEDY, bucket, law_of
+from moa_jax.model import llama, masks
+from moa_jax.model.precision import matmul_precision
+from moa_jax.pretrained import Target
+
+
+class Difference(NamedTuple):
+    """The first token in which two answers differ."""
+
+    index: int  # of the generated token
+    plain: int | None  # None where the answer has ended
+    drafted: int | None
+    margin: float | None  # how much better the target likes plain's, in logits; for sampling,
+    # noise included: what decides is the largest sum
+
+
+def compare(
+    loaded: Target,
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    drafted: Sequence[int],
+    sampling: Sampling = GREEDY,
+) -> Difference | None:
+    """The first difference of two answers to a prompt, None if they are the same."""
+    pairs = enumerate(zip(plain, drafted, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
+    if index == len(plain) == len(drafted):
+        return None
+    at = lambda tokens: tokens[index] if index < len(tokens) else None  # noqa: E731
+    one, two = at(plain), at(drafted)
+    margin = None
+    if None not in (one, two):
+        scores_V = scores_after(loaded, [*prompt, *plain[:index]], sampling)
+        margin = float(scores_V[one] - scores_V[two])
+    return Difference(index, one, two, margin)
+
+
+def scores_after(loaded: Target, tokens: Sequence[int], sampling: Sampling) -> np.ndarray:
+    """What the target maximises after `tokens`: its logits (V,), or log-law and noise."""
+    padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
+    padded_1T[0, : len(tokens)] = tokens
+    law = law_of([sampling], loaded.config.vocab_size)
+    with matmul_precision(loaded.params["embed"].dtype):
+        found = _scores(loaded.config, loaded.params, padded_1T, np.int32(len(tokens)), law)
+    return np.asarray(found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scores(cfg, params, tokens_1T, length, law) -> jax.Array:
+    T = tokens_1T.shape[1]
+    found = llama.forward(cfg, params, tokens_1T, jnp.arange(T)[None], masks.line(T))
+    last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
+    logits_11V = llama.unembed(params, last_11D)
+    seen_1V = sample.seen_in(law, tokens_1T, length[None], cfg.vocab_size)
+    seen_11V = None if seen_1V is None else seen_1V[:, None]
+    return sample.scores(law, logits_11V, seen_11V, length[None, None])[0, 0]

@@ -1,0 +1,438 @@
+"""The edge of the library: a loaded pair, compiled programs, prompts in and tokens out.
+
+target = load_target("meta-llama/Meta-Llama-3-8B-Instruct")
+drafter = load_drafter("huawei-noah/MOASpec-Llama-3-8B-Instruct", target)
+result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode import step
+from moa_jax.decode.sample import Law
+from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
+from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.drafters.api import Drafter
+from moa_jax.errors import InputError
+from moa_jax.model.precision import matmul_precision
+from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+
+GREEDY = Sampling()
+DEFAULT_DEPTH = 5
+NEVER = 2**31 - 1  # rounds until a pause
+ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
+SMALLEST_BUCKET = 32
+
+
+class Result(NamedTuple):
+    """One answer. `accept_lengths` has a round's accepted drafts + 1, the last one cut where a
+    stop or the limit cut it, so `1 + sum(accept_lengths) == len(token_ids)`."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]  # generated, a stop token included
+    finish_reason: str  # "stop" or "length"
+    accept_lengths: list[int]
+    prefill_s: float
+    decode_s: float  # of the whole batch that the answer was part of
+    drafted: list[int]  # nodes that each round proposed, the root apart
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accept_lengths)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target verification; nan before any round."""
+        return sum(self.accept_lengths) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over decoding time, prefill and its token left out."""
+        return sum(self.accept_lengths) / self.decode_s if self.decode_s else float("nan")
+
+
+# (generated tokens) -> how many of them to keep if they hold a stop, else None
+StopWhen = Callable[[list[int]], int | None]
+
+
+class Session:
+    """A pair ready to decode; programs compile once per (batch, prompt bucket, capacity)."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: LoadedDrafter | None = None,
+        shape: DraftShape | None = None,
+        *,
+        vocabulary: DraftVocabulary | None = None,
+        cache_rows: int | None = None,
+        choose: Callable[..., jax.Array] | None = None,
+    ) -> None:
+        """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
+
+        `vocabulary` narrows what is drafted; `cache_rows` fixes the caches' size, so that one
+        program serves all lengths; `choose` replaces the target's choice of tokens, to price a
+        round. Raises InputError for a tree wider than the vocabulary.
+        """
+        if shape is None:
+            shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
+        self.shape = shape if drafter else DraftShape(1)
+        drafter = drafter if self.shape.num_drafted else None
+        functions = drafter and functions_of(drafter, target.config)
+        if vocabulary and functions and functions.own_head:
+            raise InputError(
+                f"a drafter of kind {drafter.method} has a head of its own: leave out the draft "
+                "vocabulary, which is a slice of the target's"
+            )
+        _check_breadth(self.shape, _num_guesses(target, functions, vocabulary))
+        self.target = target
+        self.setup = Setup(target.config, functions, self.shape, choose)
+        head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
+        self.weights = Weights(for_decoding(target.params), drafter and drafter.params, head)
+        self.cache_rows = cache_rows
+        self._prefill = jax.jit(
+            functools.partial(step.prefill, self.setup), static_argnames="capacity"
+        )
+        self._round = jax.jit(functools.partial(_streamed_round, self.setup), donate_argnums=1)
+        self._decode = jax.jit(functools.partial(step.decode, self.setup), donate_argnums=1)
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop_when: StopWhen | None = None,
+    ) -> list[Result]:
+        """Decodes a batch of prompts to the end on the device.
+
+        `max_new_tokens` is one number or one a prompt; `stop_ids` are for all or one list a
+        prompt, and default to the target's end-of-text ids; of one `sampling`, row i gets the
+        seed plus i. `stop_when` looks at what is there every few rounds and cuts a row where it
+        says. Raises InputError for an empty prompt, ids outside the vocabulary, more tokens
+        than the target's positions, or a cache too small for them.
+        """
+        state, limits, law, prefill_s = self.start(prompts, max_new_tokens, stop_ids, sampling)
+        decode = self.loop(state, limits, law)
+        begin = time.perf_counter()
+        kept: dict[int, int] = {}
+        while True:
+            pause = NEVER if stop_when is None else int(state.rounds_B.max()) + ROUNDS_BETWEEN_LOOKS
+            limits = limits._replace(pause=jnp.int32(pause))
+            state = jax.block_until_ready(decode(self.weights, state, limits, law))
+            if stop_when is not None:
+                state = _look(prompts, state, stop_when, kept)
+            if stop_when is None or bool(state.done_B.all()):
+                break
+        decode_s = time.perf_counter() - begin
+        return self._results(prompts, state, limits, prefill_s, decode_s, kept)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_ids: Sequence[int] | None = None,
+        sampling: Sampling = GREEDY,
+        stop_when: StopWhen | None = None,
+    ) -> Iterator[list[int] | Result]:
+        """Yields each round's new tokens as lists, and last the Result."""
+        state, limits, law, prefill_s = self.start([prompt], max_new_tokens, stop_ids, sampling)
+        advance = self._compiled(self._round, self.weights, state, limits, law)
+        length, decode_s = len(prompt), 0.0
+        found = [int(state.tokens_BC[0, length])]
+        kept: dict[int, int] = {}
+        done, shown = bool(state.done_B[0]), 0
+        while True:
+            cut = stop_when(found) if stop_when else None
+            if cut is not None:
+                kept[0] = cut
+                found = found[:cut]
+            yield found[shown:]
+            shown = len(found)
+            if done or cut is not None:
+                break
+            begin = time.perf_counter()
+            state, news = advance(self.weights, state, limits, law)
+            count, done, *tokens = np.asarray(news).tolist()
+            decode_s += time.perf_counter() - begin
+            found = found + tokens[:count]
+        yield self._results([prompt], state, limits, prefill_s, decode_s, kept)[0]
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        sampling: Sampling | Sequence[Sampling],
+    ) -> tuple[DecodeState, Limits, Law, float]:
+        """Prompts read and first tokens committed, and the seconds it took; as `generate`."""
+        wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
+        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+        prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
+        for row, prompt in zip(prompt_BT, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        total_B = jnp.asarray(lengths_B + wanted_B)
+        limits = Limits(total_B, self._stops(len(prompts), stop_ids), jnp.int32(NEVER))
+        capacity = prompt_BT.shape[1] + bucket(int(wanted_B.max()))
+        if self.cache_rows is not None:
+            capacity = self.cache_rows - self.shape.num_rows
+        law = law_of(rows_of(sampling, len(prompts)), self.target.config.vocab_size)
+        read = (self.weights, prompt_BT, lengths_B, limits, law)
+        prefill = self._compiled(self._prefill, *read, capacity=capacity)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(prefill(*read))
+        return state, limits, law, time.perf_counter() - begin
+
+    def loop(self, state: DecodeState, limits: Limits, law: Law) -> jax.stages.Compiled:
+        """The compiled loop of rounds: (weights, state, limits, law) -> state, which it donates."""
+        return self._compiled(self._decode, self.weights, state, limits, law)
+
+    def _stops(
+        self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    ) -> jax.Array:
+        """Stop ids (B, X), padded with -1 so that their number seldom compiles anew."""
+        ids = self.target.generation.eos_ids if stop_ids is None else stop_ids
+        each = [list(row) for row in ids] if len(ids) and not _is_number(ids[0]) else None
+        rows = each or [list(ids)] * batch
+        if len(rows) != batch:
+            raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
+        width = max(8, *(-(-len(row) // 8) * 8 for row in rows))
+        return jnp.array([row + [-1] * (width - len(row)) for row in rows], jnp.int32)
+
+    def check(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
+    ) -> list[int]:
+        """How many tokens each prompt may get; raises InputError as `generate` does."""
+        vocab_size = self.target.config.vocab_size
+        positions = self.target.config.max_position_embeddings
+        same = isinstance(max_new_tokens, int)
+        wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
+        if not prompts:
+            raise InputError("no prompts: give at least one")
+        if len(wanted_B) != len(prompts):
+            raise InputError(f"{len(wanted_B)} lengths for {len(prompts)} prompts: give one each")
+        for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B, strict=True)):
+            if wanted < 1:
+                raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
+            if not len(prompt):
+                raise InputError(f"prompt {index} is empty: give it at least one token")
+            wrong = [token for token in prompt if not _is_id(token, vocab_size)]
+            if wrong:
+                raise InputError(
+                    f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
+                    f"{vocab_size}: use the target's own tokenizer"
+                )
+            if len(prompt) + wanted > positions:
+                raise InputError(
+                    f"prompt {index} has {len(prompt)} tokens and {wanted} are to follow, "
+                    f"but the target has {positions} positions: shorten one of the two"
+                )
+            needed = max(len(prompt) + wanted, bucket(len(prompt))) + self.shape.num_rows
+            if self.cache_rows is not None and needed > self.cache_rows:
+                raise InputError(
+                    f"a cache of {self.cache_rows} rows is too small: prompt {index} needs "
+                    f"{needed}, {self.shape.num_rows} of them for the draft: make it larger"
+                )
+        return wanted_B
+
+    def _compiled(self, function: Any, *arguments: Any, **static: Any) -> Any:
+        """The program for arguments of these shapes, compiled apart from any timing."""
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (function, structure, shapes, *static.items())
+        if key not in self._programs:
+            with matmul_precision(self.weights.target["embed"].dtype):
+                self._programs[key] = function.lower(*arguments, **static).compile()
+        return self._programs[key]
+
+    def _results(
+        self,
+        prompts: Sequence[Sequence[int]],
+        state: DecodeState,
+        limits: Limits,
+        prefill_s: float,
+        decode_s: float,
+        kept: dict[int, int],
+    ) -> list[Result]:
+        fields = (state.tokens_BC, state.length_B, state.rounds_B, limits.stop_ids_BX)
+        counts = (state.accept_lengths_BR, state.drafted_BR)
+        results = []
+        for index, (prompt, tokens_C, length, rounds, stop_X, accept_R, drafted_R) in enumerate(
+            zip(prompts, *map(np.asarray, (*fields, *counts)), strict=True)
+        ):
+            new = tokens_C[len(prompt) : length + 1].tolist()
+            accepted = accept_R[:rounds].tolist()
+            stopped = new[-1] in stop_X.tolist()
+            if index in kept:
+                new, stopped = new[: kept[index]], True
+                accepted = _cut(accepted, len(new) - 1)
+            drafted = drafted_R[: len(accepted)].tolist()
+            reason = "stop" if stopped else "length"
+            results.append(
+                Result(list(prompt), new, reason, accepted, prefill_s, decode_s, drafted)
+            )
+        return results
+
+
+def generate(
+    target: Target,
+    drafter: LoadedDrafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 128,
+    *,
+    shape: DraftShape | None = None,
+    stop_ids: Sequence[int] | None = None,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
+) -> list[Result]:
+    """Answers to a batch of prompts; keep a `Session` to decode more than once."""
+    session = Session(target, drafter, shape)
+    return session.generate(prompts, max_new_tokens, stop_ids, sampling)
+
+
+def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
+    """One setting a row; of a single one, row i gets the seed plus i."""
+    if isinstance(sampling, Sampling):
+        return [row_of(sampling, row) for row in range(batch)]
+    if len(sampling) != batch:
+        raise InputError(f"{len(sampling)} samplings for {batch} prompts: give one each")
+    return list(sampling)
+
+
+def row_of(sampling: Sampling, row: int) -> Sampling:
+    """The same law with the row's own seed."""
+    return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
+
+
+def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
+    """The arrays of a batch's settings; those that no row uses are left out, bar biases if `whole`.
+
+    A whole law serves any settings with one program.
+    """
+    bias_BV = None
+    if any(row.logit_bias for row in rows):
+        bias_BV = np.zeros((len(rows), vocab_size), np.float32)
+        for bias_V, row in zip(bias_BV, rows, strict=True):
+            for token, bias in row.logit_bias:
+                if not _is_id(token, vocab_size):
+                    raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
+                bias_V[token] = bias
+
+    def array(name: str, off: float, used: float | None = None) -> jax.Array | None:
+        values = [getattr(row, name) for row in rows]
+        if name == "top_k":
+            values = [min(value, vocab_size) for value in values]
+        if not whole and all(value == off for value in values):
+            return None
+        return jnp.array([used if used and value == off else value for value in values])
+
+    law = Law(repetition_B=array("repetition_penalty", 1.0), bias_BV=bias_BV)
+    if not whole and all(row.temperature == 0 for row in rows):
+        return law
+    return law._replace(
+        key_B=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows], jnp.uint32)),
+        temperature_B=jnp.array([row.temperature for row in rows], jnp.float32),
+        top_k_B=array("top_k", 0, vocab_size),
+        top_p_B=array("top_p", 1.0),
+        min_p_B=array("min_p", 0.0),
+    )
+
+
+def bucket(count: int) -> int:
+    """The smallest power of two that holds `count`, and at least 32: few shapes, few compiles."""
+    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
+
+
+def _look(
+    prompts: Sequence[Sequence[int]],
+    state: DecodeState,
+    stop_when: StopWhen,
+    kept: dict[int, int],
+) -> DecodeState:
+    """Ends the rows in which a stop is found, and notes how many tokens they keep."""
+    tokens_BC, length_B = np.asarray(state.tokens_BC), np.asarray(state.length_B)
+    done_B = np.array(state.done_B)
+    for row, prompt in enumerate(prompts):
+        cut = stop_when(tokens_BC[row, len(prompt) : length_B[row] + 1].tolist())
+        if cut is not None:
+            kept.setdefault(row, cut)
+            done_B[row] = True
+    return state._replace(done_B=jnp.asarray(done_B))
+
+
+def _cut(accept_lengths: list[int], total: int) -> list[int]:
+    """The rounds of an answer whose rounds gave `total` tokens, the last one cut."""
+    rounds = []
+    for length in accept_lengths:
+        if total > 0:
+            rounds.append(min(length, total))
+        total -= length
+    return rounds
+
+
+def _num_guesses(
+    target: Target, drafter: Drafter | None, vocabulary: DraftVocabulary | None
+) -> int:
+    """Tokens that can be drafted."""
+    if vocabulary is not None:
+        return len(vocabulary.ids_U)
+    own = drafter.draft_ids if drafter else None
+    return target.config.vocab_size if own is None else len(own)
+
+
+def _check_breadth(shape: DraftShape, size: int) -> None:
+    if shape.most_children > size:
+        raise InputError(
+            f"breadth {shape.most_children} is more than the {size} tokens that can be drafted: "
+            "choose a smaller one"
+        )
+
+
+def for_decoding(params: Any) -> Any:
+    """On a CPU a tied head gets its own array (D, V): products with a table (V, D) of several
+    tokens first transpose it, which costs more than the product."""
+    if "lm_head" in params or jax.default_backend() != "cpu":
+        return params
+    return params | {"lm_head": jnp.asarray(params["embed"].T)}
+
+
+def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> step.Vocabulary:
+    """The part of the target's head that the drafter reads, once and for all."""
+    ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
+    if "lm_head" in params:
+        return step.Vocabulary(ids_U, params["lm_head"][:, ids_U])
+    return step.Vocabulary(ids_U, params["embed"][ids_U].T)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
+
+
+def _is_id(token: Any, vocab_size: int) -> bool:
+    return isinstance(token, int | np.integer) and 0 <= token < vocab_size
+
+
+def _streamed_round(
+    setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
+) -> tuple[DecodeState, jax.Array]:
+    """A round, and what the host wants of it in one array: count, done, the new tokens."""
+    before = state.length_B[0]
+    state = step.advance(setup, weights, state, limits, law)
+    new_D = jax.lax.dynamic_slice(state.tokens_BC[0], (before + 1,), (setup.shape.levels,))
+    facts = jnp.stack([state.length_B[0] - before, state.done_B[0].astype(jnp.int32)])
+    return state, jnp.concatenate([facts, new_D])

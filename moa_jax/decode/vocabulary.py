@@ -1,0 +1,213 @@
+"""Draft vocabularies: which of the target's tokens a drafter may propose, and their files.
+
+Most text is made of few of the tokens a target knows, so a drafter that scores only the frequent
+ones reads a slice of the target's head. The target still verifies over its whole vocabulary, so
+the text stays the same; a token outside the slice only ends a draft early. Axis U is the draft
+vocabulary, in the order of target ids. Files are those of EAGLE-3:
+
+    target id    0  1  2  3  4  5  6  7          ids_U   1  4  5
+    t2d          .  x  .  .  x  x  .  .          d2t     1  3  3     target = draft + d2t[draft]
+    draft id        0        1  2
+
+References: FR-Spec (arXiv 2502.14856) for the ranking; EAGLE-3 (arXiv 2503.01840) for the files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from moa_jax.errors import InputError, first_line
+from moa_jax.files import folders
+from moa_jax.pretrained import Target
+
+FILE = "draft_vocabulary.safetensors"
+_D2T, _T2D, _TOKENIZER = "d2t", "t2d", "tokenizer_sha256"
+_DTYPES = {_D2T: ("I64", "I32"), _T2D: ("BOOL",)}
+
+
+class DraftVocabulary(NamedTuple):
+    """The target tokens that may be drafted, and the vocabulary they are taken from."""
+
+    ids_U: np.ndarray  # int32, ascending target ids
+    vocab_size: int  # of the target
+    tokenizer_sha256: str | None = None  # of its tokenizer.json, where known
+
+
+def vocabulary_of(ids_U: np.ndarray, target: Target) -> DraftVocabulary:
+    """The draft vocabulary of these ids, marked as that of the target's tokenizer."""
+    return DraftVocabulary(ids_U, target.config.vocab_size, _tokenizer_hash(target))
+
+
+def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> np.ndarray:
+    """How often each token occurs, int64 (V,); InputError for an id outside the vocabulary."""
+    count_V = np.zeros(vocab_size, np.int64)
+    for tokens in token_lists:
+        ids = np.asarray(tokens, np.int64)
+        _check_inside(ids, vocab_size, "the text")
+        np.add.at(count_V, ids, 1)
+    return count_V
+
+
+def most_frequent(count_V: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
+    """The `size` ids with the highest counts, `always` among them: int32 (U,), ascending.
+
+    `always` are ids to keep, such as those that end text. Of equal counts the lower id comes
+    first. Raises InputError as `check_size`.
+    """
+    check_size(size, len(count_V), always)
+    needed = np.unique(np.asarray(always, np.int64))
+    rank_V = np.argsort(-count_V, kind="stable")
+    others = rank_V[~np.isin(rank_V, needed)]
+    return np.union1d(needed, others[: size - len(needed)]).astype(np.int32)
+
+
+def check_size(size: int, vocab_size: int, always: Sequence[int] = ()) -> None:
+    """Raise InputError unless `size` ids, `always` among them, can be taken of the vocabulary."""
+    _check_inside(np.asarray(always, np.int64), vocab_size, "the list of ids to keep")
+    least = max(1, len(set(always)))
+    if least <= size <= vocab_size:
+        return
+    reason = f"{least} must be in it" if size < least else f"the target has {vocab_size} tokens"
+    raise InputError(
+        f"a draft vocabulary of {size}: {reason}: ask for a size from {least} to {vocab_size}"
+    )
+
+
+def coverage(count_V: np.ndarray, ids_U: np.ndarray) -> float:
+    """Share of the counted tokens that are in the draft vocabulary, 0 to 1; 0 where none are."""
+    return float(count_V[ids_U].sum() / max(count_V.sum(), 1))
+
+
+def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -> Path:
+    """Write d2t (int64), t2d (bool) and the tokenizer's hash; a file of the name is replaced.
+
+    It appears whole or not at all. Raises OSError where nothing can be written.
+    """
+    path = Path(path).expanduser()
+    ids = vocabulary.ids_U.astype(np.int64)
+    t2d_V = np.zeros(vocabulary.vocab_size, bool)
+    t2d_V[ids] = True
+    metadata = {"format": "pt"}
+    if vocabulary.tokenizer_sha256:
+        metadata[_TOKENIZER] = vocabulary.tokenizer_sha256
+    content = save({_D2T: ids - np.arange(len(ids)), _T2D: t2d_V}, metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folders.write_whole(path, content)
+    return path
+
+
+def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabulary:
+    """Read a safetensors file, or a folder's draft_vocabulary.safetensors, for this target.
+
+    Either tensor is enough, and other tensors of the file are left alone. Raises InputError for a
+    file that cannot be read or holds neither, for ids that no vocabulary of the target can hold,
+    and for one that was made for another tokenizer.
+    """
+    file = _find(path)
+    d2t_U, t2d_V, tokenizer = _read(file)
+    known = _tokenizer_hash(target)
+    if None not in (tokenizer, known) and tokenizer != known:
+        raise InputError(
+            f"this draft vocabulary was made for another tokenizer: {file} states the sha256 "
+            f"{tokenizer[:12]} and the target's tokenizer.json has {known[:12]}: make one for this "
+            "target with train.vocabulary"
+        )
+    vocab_size = target.config.vocab_size
+    if d2t_U is not None:
+        ids = _ids_of_d2t(d2t_U, vocab_size, file)
+    if t2d_V is not None:
+        marked = _ids_of_t2d(t2d_V, vocab_size, file)
+        if d2t_U is not None and not np.array_equal(ids, marked):
+            raise InputError(
+                f"{file}: {_D2T} gives {len(ids)} ids and {_T2D} marks {len(marked)}, not the same "
+                "ones: make it anew with train.vocabulary"
+            )
+        ids = marked
+    if not len(ids):
+        raise InputError(f"{file} holds no ids: make it anew with train.vocabulary")
+    return DraftVocabulary(ids.astype(np.int32), vocab_size, tokenizer)
+
+
+def _tokenizer_hash(target: Target) -> str | None:
+    return folders.file_hash(target.folder / "tokenizer.json")
+
+
+def _find(path: str | os.PathLike[str]) -> Path:
+    found = Path(path).expanduser()
+    if not found.is_dir():
+        return found
+    if not (found / FILE).is_file():
+        raise InputError(f"{found} holds no {FILE}: name the file itself")
+    return found / FILE
+
+
+def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, str | None]:
+    """d2t_U, t2d_V and the tokenizer's hash, None for each that the file does not hold."""
+    try:
+        with safe_open(file, framework="np") as tensors:
+            names = set(tensors.keys())
+            if not names & {_D2T, _T2D}:
+                raise InputError(
+                    f"{file} holds neither {_D2T} nor {_T2D}: make one with train.vocabulary"
+                )
+            d2t_U, t2d_V = (
+                _vector(tensors, name, file) if name in names else None for name in (_D2T, _T2D)
+            )
+            return d2t_U, t2d_V, (tensors.metadata() or {}).get(_TOKENIZER)
+    except FileNotFoundError as error:
+        raise InputError(f"no draft vocabulary {file}: check the path") from error
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{file} cannot be read as safetensors ({first_line(error)}): "
+            "make it with train.vocabulary, or fetch it again"
+        ) from error
+
+
+def _vector(tensors: Any, name: str, file: Path) -> np.ndarray:
+    """A tensor of one axis, of a dtype that its name allows."""
+    found = tensors.get_slice(name)
+    shape, dtype = found.get_shape(), found.get_dtype()
+    if len(shape) != 1 or dtype not in _DTYPES[name]:
+        raise InputError(
+            f"{file}: {name} is {dtype} of shape {shape}: it must be {_DTYPES[name][0]} with one "
+            "axis, so make it anew with train.vocabulary"
+        )
+    return tensors.get_tensor(name)
+
+
+def _ids_of_d2t(d2t_U: np.ndarray, vocab_size: int, file: Path) -> np.ndarray:
+    """The target ids, ascending; which of them comes first in a foreign head is of no matter."""
+    ids = np.sort(d2t_U.astype(np.int64) + np.arange(len(d2t_U)))
+    _check_inside(ids, vocab_size, f"{file}: {_D2T}")
+    twice = ids[1:][ids[1:] == ids[:-1]]
+    if len(twice):
+        raise InputError(
+            f"{file}: {_D2T} gives the id {twice[0]} more than once: store the target id less the "
+            "draft id in each place"
+        )
+    return ids
+
+
+def _ids_of_t2d(t2d_V: np.ndarray, vocab_size: int, file: Path) -> np.ndarray:
+    if len(t2d_V) != vocab_size:
+        raise InputError(
+            f"{file}: {_T2D} has {len(t2d_V)} entries and the target {vocab_size} tokens: "
+            "use the draft vocabulary of this target"
+        )
+    return np.flatnonzero(t2d_V)
+
+
+def _check_inside(ids: np.ndarray, vocab_size: int, what: str) -> None:
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise InputError(
+            f"{what} holds the id {outside[0]}, which is outside the vocabulary of {vocab_size}: "
+            "use what belongs to this target"
+        )

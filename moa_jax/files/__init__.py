@@ -1,0 +1,1 @@
+"""Model folders: Hugging Face configs, tensor files, each drafter kind's own layout."""

@@ -1,0 +1,332 @@
+"""Model folders on disk: found, read tensor by tensor, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  numpy learns bfloat16 from it
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from moa_jax.errors import InputError, first_line
+from moa_jax.model.convert import Shape
+
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_MAX_FILE_BYTES = 4 * 1024**3
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = "pytorch_model*.bin"
+
+
+def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
+    """Return a local folder as it is, or that of a hub id after fetching what is not cached."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = os.fspath(path_or_hub_id)
+    if path.exists():
+        raise InputError(f"{name} is a file: give the folder that holds it")
+    if not _HUB_ID.fullmatch(name):
+        raise InputError(f"{name} is not a folder: check the path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
+
+    patterns = ["*.json", *TOKENIZER_PATTERNS, *(["*.safetensors"] if weights else [])]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise InputError(
+            f"{name} is gated on the hub: accept its licence there and run `hf auth login`"
+        ) from error
+    except Exception as error:  # network, unknown name, bad cache: all of other types
+        raise InputError(
+            f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}): "
+            "check the spelling and the network"
+        ) from error
+    if weights and not any(folder.glob("*.safetensors")) and _is_pickled_on_the_hub(name):
+        raise _pickled(name, "FOLDER", f"hf download {name} --local-dir FOLDER, then ")
+    return folder
+
+
+def _is_pickled_on_the_hub(name: str) -> bool:
+    """Whether a repository holds pytorch_model*.bin; False where the hub does not say."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return any(fnmatch.fnmatch(file, _PICKLES) for file in list_repo_files(name))
+    except Exception:  # as of a download; that there are no weights is said where they are read
+        return False
+
+
+def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
+    """The refusal of weights that are pickles, and how they become safetensors."""
+    return InputError(
+        f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read: "
+        f"run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
+        "uses torch.load with weights_only=True)"
+    )
+
+
+def public_name(folder: Path) -> str:
+    """A folder's hub id if it lies in the hub's cache, else its last name."""
+    cached = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
+    if cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises InputError if it is missing or malformed."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON ({error}): fetch or write it again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no JSON object: fetch or write it again")
+    return content
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is there as a whole or not at all, over one of its name.
+
+    Raises OSError where it cannot, and leaves what was there.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        fresh = Path(scratch, path.name)
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(fresh, path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as Hugging Face does, indented and with sorted keys, as a whole."""
+    write_whole(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def file_hash(path: Path) -> str | None:
+    """sha256 of a file, None where there is none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class TensorReader:
+    """The tensors of a folder's safetensors files; nothing is read before `read` asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
+        self.file_of: dict[str, Path] = {
+            name: path for path, file in self._files.items() for name in file.keys()
+        }
+        self.shapes: dict[str, Shape] = {
+            name: tuple(self._files[path].get_slice(name).get_shape())
+            for name, path in self.file_of.items()
+        }
+
+    def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
+        """Raise InputError unless exactly the expected tensors are there, as floats."""
+        self._report("lacks", [name for name in expected if name not in self.shapes])
+        known = set(expected) | set(ignored)
+        self._report("has unexpected", [name for name in self.shapes if name not in known])
+        for name, shape in expected.items():
+            if self.shapes[name] != shape:
+                raise InputError(
+                    f"{self.file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
+                    f"config asks for {list(shape)}: use the config.json of these weights"
+                )
+            self._float_of(name)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What the first tensor of floats is stored in; raises InputError where there is none."""
+        if not self.shapes:
+            raise InputError(f"{self._folder} holds no tensors: fetch it again")
+        floats = (name for name in self.shapes if self._stored(name) in _FLOATS)
+        return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in the dtype of the file."""
+        return self._files[self.file_of[name]].get_tensor(name)
+
+    def num_bytes(self, name: str) -> int:
+        """What a tensor takes in its file."""
+        bits = re.search(r"\d+", self._stored(name))
+        return math.prod(self.shapes[name]) * (int(bits[0]) // 8 if bits else 1)  # BOOL: a byte
+
+    def _float_of(self, name: str) -> str:
+        """The name of the float dtype that a tensor is stored in; raises InputError for others."""
+        stored = self._stored(name)
+        if stored not in _FLOATS:
+            raise InputError(
+                f"{self.file_of[name]}: {name} is stored as {stored}: "
+                f"only {', '.join(_FLOATS)} are read, so save it in one of them"
+            )
+        return _FLOATS[stored]
+
+    def _stored(self, name: str) -> str:
+        return self._files[self.file_of[name]].get_slice(name).get_dtype()
+
+    def _report(self, verb: str, names: list[str]) -> None:
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            plural = "s" if len(names) > 1 else ""
+            raise InputError(
+                f"{self._folder} {verb} {len(names)} tensor{plural} ({shown}): "
+                "use the weights that belong to its config.json"
+            )
+
+
+def write_tensors(
+    folder: Path, shapes: Mapping[str, Shape], dtype: Any, tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Write tensors, given in the order of `shapes`, holding one file's worth at a time.
+
+    Floats become `dtype`, integers and booleans stay what they are.
+    More than 4 GiB are split into several files with an index, as Hugging Face does.
+    """
+    dtype = np.dtype(dtype)
+    kept = (
+        (name, tensor if tensor.dtype.kind in "iub" else tensor.astype(dtype, copy=False))
+        for name, tensor in tensors
+    )
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    _write_files(folder, sizes, kept)
+
+
+def copy_tensors(reader: TensorReader, names: Iterable[str], folder: Path) -> None:
+    """Write some tensors of other files as they are stored; split as `write_tensors` does."""
+    sizes = {name: reader.num_bytes(name) for name in names}
+    _write_files(folder, sizes, ((name, reader.read(name)) for name in sizes))
+
+
+def _write_files(
+    folder: Path, sizes: Mapping[str, int], tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Write tensors, given in the order of `sizes`, which says the bytes of each."""
+    if not sizes:
+        _write_safetensors(folder / _SINGLE, {})
+    file_of = _plan_files(sizes)
+    last_of = {file: name for name, file in file_of.items()}
+    held: dict[str, np.ndarray] = {}
+    for name, tensor in tensors:
+        held[name] = np.ascontiguousarray(tensor)
+        if last_of[file_of[name]] == name:
+            _write_safetensors(folder / file_of[name], held)
+            held = {}
+    if len(last_of) > 1:
+        total = {"total_size": sum(sizes.values())}
+        write_json(folder / _INDEX, {"metadata": total, "weight_map": file_of})
+
+
+@contextlib.contextmanager
+def replacing(folder: Path, mark: str = "config.json") -> Iterator[Path]:
+    """Give an empty folder that becomes `folder` if the block ends well, and vanishes if not.
+
+    An existing folder is replaced if it is empty or holds the file `mark`; raises InputError for
+    others.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder, mark)):
+        what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
+        raise InputError(f"{folder} exists and is not {what}: choose another output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        fresh, old = Path(scratch, "new"), Path(scratch, "old")
+        fresh.mkdir()
+        yield fresh
+        if folder.exists():
+            folder.rename(old)
+        try:
+            fresh.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy tokenizer and chat template files, whichever are there."""
+    for pattern in TOKENIZER_PATTERNS:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _is_replaceable(folder: Path, mark: str) -> bool:
+    return (folder / mark).is_file() or not any(folder.iterdir())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if (folder / _INDEX).is_file():
+        file_of = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
+            raise InputError(
+                f"{folder / _INDEX}: weight_map does not map tensors to files: fetch it again"
+            )
+        return [folder / file for file in sorted(set(file_of.values()))]
+    if any(folder.glob(_PICKLES)):
+        raise _pickled(folder, folder)
+    raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="np")
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing though the index names it: fetch it again") from error
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} is cut short or no safetensors file ({first_line(error)}): fetch it again"
+        ) from error
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; the writer leaves files to their owner alone
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} cannot be written ({first_line(error)}): make room or choose another output"
+        ) from error
+    path.chmod(mode)
+
+
+def _plan_files(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Name the file of each tensor, in order."""
+    number, filled = 1, 0
+    number_of: dict[str, int] = {}
+    for name, size in sizes.items():
+        if filled and filled + size > _MAX_FILE_BYTES:
+            number, filled = number + 1, 0
+        filled += size
+        number_of[name] = number
+    if number == 1:
+        return dict.fromkeys(sizes, _SINGLE)
+    form = "model-{:05d}-of-{:05d}.safetensors".format
+    return {name: form(n, number) for name, n in number_of.items()}

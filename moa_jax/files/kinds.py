@@ -1,0 +1,68 @@
+"""What the project must know of a kind of drafter to load, save and run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from moa_jax.config import TargetConfig
+from moa_jax.errors import InputError
+from moa_jax.model.convert import Shape, Table
+
+FileLayout = Literal["ours", "authors", "vllm", "speculators"]
+FILE_LAYOUTS: tuple[FileLayout, ...] = ("ours", "authors", "vllm", "speculators")
+
+
+class Files(NamedTuple):
+    """What is known of a drafter's files before its parameters are read."""
+
+    config: dict[str, Any]  # config.json
+    shapes: Mapping[str, Shape]  # of tensors, by name
+    read: Callable[[str], np.ndarray]  # a tensor by its name
+
+
+class DrafterKind(NamedTuple):
+    """One entry of the registry: pure functions over config dictionaries and shapes."""
+
+    config: type  # the frozen dataclass of its sizes and choices
+    detect: Callable[[dict[str, Any], set[str]], bool]  # of a config.json and tensor names
+    read_config: Callable[[Files, TargetConfig, int | None], tuple[Any, tuple[str, ...]]]
+    table: Callable[[Any, TargetConfig], Table]  # which stored tensors make its parameters
+    write_config: Callable[[Any, TargetConfig, FileLayout], dict[str, Any]]
+    make: Callable[..., Any]  # (config, target config, objective or None) -> api.Drafter
+    # tensors beside the parameters, written as they are; `extras` may be in the files unread
+    constants: Callable[[Any, TargetConfig], dict[str, np.ndarray]] = lambda cfg, target: {}
+    extras: tuple[str, ...] = ()
+    without_files: Any = None  # the config of a kind that has none: its name stands for it
+
+
+def target_sizes(target: TargetConfig) -> dict[str, int]:
+    """The sizes that a drafter and its target must share, under their Hugging Face names."""
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.block.hidden_size,
+        "num_hidden_layers": target.num_layers,
+        "num_attention_heads": target.block.num_heads,
+        "num_key_value_heads": target.block.num_kv_heads,
+        "head_dim": target.block.head_dim,
+    }
+
+
+def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> None:
+    """Raise InputError for the first value that a drafter's files state and its target denies.
+
+    What either side does not know, or holds as None, is passed over.
+    """
+    for key, actual in of_target.items():
+        if None not in (stated.get(key), actual) and stated[key] != actual:
+            raise mispaired(key, repr(stated[key]), repr(actual))
+
+
+def mispaired(what: str, drafter: Any, target: Any) -> InputError:
+    """The refusal of a drafter that was trained for another target."""
+    return InputError(
+        f"this drafter belongs to another target: {what} is {drafter} in its files and {target} "
+        "in the target: give the target it was trained for"
+    )

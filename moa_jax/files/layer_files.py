@@ -1,0 +1,78 @@
+"""config.json of drafters that are one decoder layer beside a target: read and written alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.errors import InputError
+from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
+from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
+
+_SHARED = ("vocab_size", "hidden_size")  # with the target, whatever the layer's own heads are
+
+
+class LayerSizes(Protocol):
+    """What the configs of such drafters have in common."""
+
+    num_key_value_heads: int
+    intermediate_size: int
+    block: BlockConfig | None
+
+
+def block_of(cfg: LayerSizes, target: TargetConfig, plain: bool = False) -> BlockConfig:
+    """Its layer: its own where the files state one, else the target's in its own sizes.
+
+    `plain` leaves out the biases and norms of other families than Llama.
+    """
+    sizes = (cfg.num_key_value_heads, cfg.intermediate_size)
+    return cfg.block or _resized(target.block, *sizes, plain)
+
+
+def _resized(block: BlockConfig, kv_heads: int, intermediate: int, plain: bool) -> BlockConfig:
+    bare = dict(qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False) if plain else {}
+    return dataclasses.replace(block, num_kv_heads=kv_heads, intermediate_size=intermediate, **bare)
+
+
+def read_sizes(
+    files: Files, target: TargetConfig, prefix: str, plain: bool = False
+) -> dict[str, Any]:
+    """The fields of `LayerSizes`: two sizes off the tensors, heads and RoPE off config.json.
+
+    `block` is None where it is the target's kind of layer. Raises InputError for files of
+    another target and for tensors that are not there.
+    """
+    sizes = target_sizes(target)
+    check_pairing(files.config, {key: sizes[key] for key in _SHARED})
+    keys, up = f"{prefix}self_attn.k_proj.weight", f"{prefix}mlp.up_proj.weight"
+    for name in (keys, up):
+        if name not in files.shapes:
+            raise InputError(f"the drafter lacks the tensor {name}: is it of this kind?")
+    stated = {"vocab_size": target.vocab_size, "num_hidden_layers": 1} | files.config
+    stated.setdefault("max_position_embeddings", target.max_position_embeddings)
+    if stated.get("model_type") not in ARCHITECTURES:  # some writers name the drafter's kind
+        stated["model_type"] = "llama" if plain else target.family
+    block = target_config_from_hf(stated).block
+    own = (files.shapes[keys][0] // block.head_dim, files.shapes[up][0], plain)
+    block = _resized(block, *own)
+    return {
+        "num_key_value_heads": block.num_kv_heads,
+        "intermediate_size": block.intermediate_size,
+        "block": None if _resized(target.block, *own) == block else block,
+    }
+
+
+def write_sizes(
+    cfg: LayerSizes, target: TargetConfig, layout: FileLayout, method: str, plain: bool = False
+) -> dict[str, Any]:
+    """The config.json of a model with this one layer; InputError for layouts there are not."""
+    if layout not in ("ours", "authors"):
+        raise InputError(
+            f"drafters of kind {method} have no layout {layout}: choose ours or authors"
+        )
+    family = "llama" if plain else target.family
+    block = block_of(cfg, target, plain)
+    return target_config_to_hf(
+        dataclasses.replace(target, family=family, num_layers=1, block=block)
+    )

@@ -1,0 +1,113 @@
+"""Folders that hold a part of a model: some of its tensors, and a line on each of the others.
+
+A client of split decoding reads a target's embedding, norm, head and perhaps its last layers. A
+folder with these alone says of the tensors that it leaves out what is compared with the server:
+
+    parts.json    {"left_out": {tensor: {"dtype": "BF16", "shape": [...], "sha256": "..."}}}
+
+so a part has the same lines as the whole, and as the same weights split into other files. Of a
+tensor of more than SAMPLES x SAMPLE_BYTES only so many blocks are read, spread evenly from its
+first byte to its last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from moa_jax.errors import InputError
+from moa_jax.files import folders
+from moa_jax.model.convert import Shape
+
+FILE = "parts.json"
+SAMPLES, SAMPLE_BYTES = 4, 4096  # of each tensor
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+class Line(NamedTuple):
+    """What two sides compare of a tensor."""
+
+    dtype: str  # as safetensors calls it
+    shape: Shape
+    sha256: str  # of samples of its bytes
+
+
+def lines_of(folder: Path) -> dict[str, Line]:
+    """A line on every tensor of a model, whether the folder holds it or leaves it out.
+
+    Reads kilobytes of each tensor. Raises InputError for damaged files.
+    """
+    file_of = folders.TensorReader(folder).file_of
+    found = left_out(folder)
+    for path in set(file_of.values()):
+        held = _lines_of_file(path)
+        found |= {name: held[name] for name, place in file_of.items() if place == path}
+    return found
+
+
+def left_out(folder: Path) -> dict[str, Line]:
+    """The tensors of a model that this folder lacks on purpose; none for a whole model.
+
+    Raises InputError for a damaged parts.json.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return {}
+    try:
+        return {
+            str(name): Line(str(dtype), tuple(map(int, shape)), str(sha256))
+            for name, line in folders.read_json(path)["left_out"].items()
+            for dtype, shape, sha256 in [(line["dtype"], line["shape"], line["sha256"])]
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{path} is damaged: write the folder again with infer.convert --for-client"
+        ) from error
+
+
+def copy(source: Path, folder: Path, names: Collection[str]) -> None:
+    """Write a new folder with these tensors of a model as they are stored, and lines on the rest.
+
+    Configs and tokenizer files are copied byte by byte.
+    """
+    folder.mkdir()
+    for name in _CONFIGS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    folders.copy_tokenizer(source, folder)
+    folders.copy_tensors(folders.TensorReader(source), names, folder)
+    rest = {name: line._asdict() for name, line in lines_of(source).items() if name not in names}
+    folders.write_json(folder / FILE, {"left_out": rest})
+
+
+def _lines_of_file(path: Path) -> dict[str, Line]:
+    """A line on each tensor of a safetensors file, which the reader has checked."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        begin = file.tell()
+        return {
+            name: Line(
+                entry["dtype"],
+                tuple(entry["shape"]),
+                _samples(file, *(begin + offset for offset in entry["data_offsets"])),
+            )
+            for name, entry in header.items()
+        }
+
+
+def _samples(file: BinaryIO, start: int, end: int) -> str:
+    """sha256 of evenly spread blocks of a tensor, its first and last bytes included."""
+    if end - start <= SAMPLES * SAMPLE_BYTES:
+        file.seek(start)
+        return hashlib.sha256(file.read(end - start)).hexdigest()
+    digest = hashlib.sha256()
+    for index in range(SAMPLES):
+        file.seek(start + index * (end - start - SAMPLE_BYTES) // (SAMPLES - 1))
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

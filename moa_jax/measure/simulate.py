@@ -1,0 +1,45 @@
+"""The price of a round without trained weights: drafts are accepted by a throw of dice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax.decode import sample
+from moa_jax.decode.sample import Law
+from moa_jax.decode.step import DecodeState, Setup
+from moa_jax.drafters.api import Tree
+
+Array = jax.Array
+
+
+def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
+    """A `Setup.choose` that follows a node's first child with this probability, else none.
+
+    The throw belongs to (row, position), so a chain of depth d has a tau of 1 + p + ... +
+    p^(d-1). A node that is not followed gets the target's own choice, or the next id that is
+    no child of it: the logits are computed as ever.
+    """
+
+    def choose(setup: Setup, law: Law, state: DecodeState, tree: Tree, logits_BNV: Array) -> Array:
+        likeliest_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
+        most = max(setup.shape.most_children, 1)
+        child_BNk = sample.children(tree, most)
+        other_BNj = (likeliest_BN[..., None] + jnp.arange(most + 1)) % logits_BNV.shape[-1]
+        free_BNj = jnp.all(other_BNj[..., None] != child_BNk[:, :, None, :], axis=-1)
+        first_BN1 = jnp.argmax(free_BNj, axis=-1, keepdims=True)
+        other_BN = jnp.take_along_axis(other_BNj, first_BN1, axis=-1)[..., 0]
+        luck_BN = _luck(seed, state.length_B[:, None] + tree.depth_BN)
+        follow_BN = (luck_BN < probability) & (child_BNk[..., 0] >= 0)
+        return jnp.where(follow_BN, child_BNk[..., 0], other_BN)
+
+    return choose
+
+
+def _luck(seed: int, position_BN: Array) -> Array:
+    """A number from 0 to 1 that depends on the seed, the row and the position alone."""
+    keys_B = jax.random.split(jax.random.key(seed), position_BN.shape[0])
+    one = lambda key, position: jax.random.uniform(jax.random.fold_in(key, position))  # noqa: E731
+    return jax.vmap(jax.vmap(one, (None, 0)))(keys_B, position_BN)

@@ -1,0 +1,1 @@
+"""The Llama family as pure functions: layers, masks, caches, names and shardings of weights."""

@@ -1,0 +1,146 @@
+"""The target: a causal LM of the Llama family (Llama 3.x, Qwen2, Qwen2.5, Qwen3).
+
+Weights are a plain dict:
+
+    embed (V, D)    layers    final_norm.scale (D,)    lm_head (D, V), absent when tied
+
+`layers` is either a list of L blocks, run one after the other (decoding: each weight and
+each cache is an array of its own, so nothing is copied), or one block whose leaves carry a
+leading L axis, run by `scan` (training: one compile for any depth). One pass serves
+prefill, plain decoding, chains and trees: they differ in positions and masks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.model import cache, masks, sharding
+from moa_jax.model.cache import KV
+from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, Rotation, rotation
+
+Array = jax.Array
+Params = dict[str, Any]
+Caches = tuple[KV, ...]
+Rows = tuple[KV, ...] | KV  # one a layer, or stacked (L, B, K, T, E) where layers are
+
+
+class Pass(NamedTuple):
+    """What one target pass over T tokens gives."""
+
+    hidden_BTD: Array  # after the final norm; `unembed` makes logits of it
+    rows: Rows  # the tokens' keys (after RoPE) and values in every layer
+    tapped: tuple[Array, ...]  # the residual streams that were asked for, (B, T, D) each
+    caches: Caches | None  # with the rows written
+
+
+def init(cfg: TargetConfig, key: Array) -> Params:
+    """Random float32 weights with a list of layers, N(0, 0.02) and unit norms."""
+    embed_key, head_key, *layer_keys = jax.random.split(key, cfg.num_layers + 2)
+    x_BTD = jnp.zeros((1, 1, cfg.block.hidden_size))
+    turn = rotation(cfg.block, jnp.zeros((1, 1), jnp.int32))
+    block = lambda k: Block(cfg.block).init(k, x_BTD, turn, masks.line(1))["params"]  # noqa: E731
+    shape = (cfg.vocab_size, cfg.block.hidden_size)
+    params = {
+        "embed": INIT_STDDEV * jax.random.normal(embed_key, shape),
+        "layers": [block(k) for k in layer_keys],
+        "final_norm": {"scale": jnp.ones(cfg.block.hidden_size)},
+    }
+    if not cfg.tie_word_embeddings:
+        params["lm_head"] = INIT_STDDEV * jax.random.normal(head_key, shape[::-1])
+    return params
+
+
+def init_caches(cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype) -> Caches:
+    """One empty cache a layer."""
+    return tuple(cache.empty(cfg.block, batch, rows, dtype) for _ in range(cfg.num_layers))
+
+
+def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> Array:
+    """Token embeddings, in the weights' dtype unless another is named."""
+    x_BTD = params["embed"][tokens_BT]
+    return x_BTD if dtype is None else x_BTD.astype(dtype)
+
+
+def unembed(params: Params, hidden_BTD: Array) -> Array:
+    """Float32 logits (B, T, V) of final-normed states; tied weights when there is no head."""
+    dtype = hidden_BTD.dtype
+    if "lm_head" in params:
+        head = params["lm_head"].astype(dtype)
+        return jnp.matmul(hidden_BTD, head, preferred_element_type=jnp.float32)
+    table_VD = params["embed"].astype(dtype)
+    return jnp.einsum("...D,VD->...V", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+
+
+def final_norm(cfg: BlockConfig, params: Params, x_BTD: Array) -> Array:
+    """The target's last RMSNorm."""
+    return RMSNorm(cfg.rms_norm_eps).apply({"params": params["final_norm"]}, x_BTD)
+
+
+def forward(
+    cfg: TargetConfig,
+    params: Params,
+    tokens_BT: Array,
+    position_BT: Array,
+    mask_BTS: Array,
+    caches: Caches | None = None,
+    start_B: Array | None = None,
+    tap: Sequence[int] = (),
+    dtype: jnp.dtype | None = None,
+) -> Pass:
+    """One pass over T new tokens.
+
+    Without caches tokens attend to each other (S is T); with caches their rows are first
+    written at `start_B` and they attend to the whole cache through the mask. `tap` names
+    residual streams: i is the one that enters layer i, so 0 is the embedding.
+    """
+    x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
+    turn = rotation(cfg.block, position_BT)
+    x_BTD, rows, tapped, caches = apply_blocks(
+        cfg.block, params["layers"], x_BTD, turn, mask_BTS, caches, start_B, tap
+    )
+    return Pass(final_norm(cfg.block, params, x_BTD), rows, tapped, caches)
+
+
+def stack_rows(rows: Rows) -> KV:
+    """The rows of all layers in one array each, (L, B, K, T, E)."""
+    return rows if isinstance(rows, KV) else jax.tree.map(lambda *each: jnp.stack(each), *rows)
+
+
+def apply_blocks(
+    cfg: BlockConfig,
+    layers: list[Params] | Params,
+    x_BTD: Array,
+    turn: Rotation,
+    mask_BTS: Array,
+    caches: Caches | None = None,
+    start_B: Array | None = None,
+    tap: Sequence[int] = (),
+) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
+    """Runs a list of layers one by one, or stacked layers (no caches) by `scan`."""
+    block = Block(cfg)
+    if isinstance(layers, list):
+        streams, rows, written = [], [], []
+        for index, layer in enumerate(layers):
+            streams.append(x_BTD)
+            past = None if caches is None else caches[index]
+            x_BTD, new, past = block.apply({"params": layer}, x_BTD, turn, mask_BTS, past, start_B)
+            rows.append(new)
+            written.append(past)
+        caches = None if caches is None else tuple(written)
+        return x_BTD, tuple(rows), tuple(streams[i] for i in tap), caches
+
+    def body(carry, layer):
+        index, x_BTD, tapped = carry
+        tapped = tuple(jnp.where(index == i, x_BTD, t) for i, t in zip(tap, tapped, strict=True))
+        x_BTD, new, _ = block.apply({"params": layer}, x_BTD, turn, mask_BTS)
+        return (index + 1, x_BTD, tapped), new
+
+    start = (0, x_BTD, tuple(jnp.zeros_like(x_BTD) for _ in tap))
+    (_, x_BTD, tapped), rows_LBKTE = lax.scan(body, start, layers)
+    return x_BTD, rows_LBKTE, tapped, None

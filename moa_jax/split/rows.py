@@ -1,0 +1,127 @@
+"""Rows of verified tokens as bytes, and back: what the client's caches take in.
+
+One leaf of the digest after the other, in tree order. The codecs, for T tokens of a leaf:
+
+    float32    T x shape numbers of 4 bytes         bfloat16   the same of 2 bytes, rounded
+    int8       a float32 scale for each vector of the last axis, then T x shape bytes
+
+All little-endian, and numbers of several bytes in planes (all first bytes, then all second ones):
+exponents standing side by side compress, in a zlib stream of Huffman codes alone (numbers repeat
+no strings, and looking for these is slower and leaves more bytes). Rows shape drafts alone, so
+a lossy codec costs acceptance, never exactness.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from moa_jax.split.wire import BadMessage, Codec
+
+# The largest bfloat16: beyond it numbers would turn infinite on the way.
+LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+SMALLEST_SCALE = np.finfo(np.float32).tiny  # of vectors of zeros, too
+LARGEST_SCALE = np.float32(LARGEST) / np.float32(127)
+DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+class LeafSpec(NamedTuple):
+    """One array of a digest."""
+
+    shape: tuple[int, ...]  # of one token's row, such as (kv heads, head size)
+    dtype: Any  # of the cache it goes into
+
+
+def bytes_per_token(specs: Sequence[LeafSpec], codec: Codec) -> int:
+    """Bytes of one token's row before compression."""
+    return sum(_leaf_bytes(spec.shape, codec) for spec in specs)
+
+
+def pack(rows: Sequence[np.ndarray], codec: Codec, compress: bool) -> bytes:
+    """Rows (T, ...) of each leaf, of any float dtype, as bytes; no tokens are no bytes.
+
+    What travels is finite: NaN becomes 0, and what is beyond the largest bfloat16 becomes that.
+    """
+    data = b"".join(_packed(row, codec) for row in rows)
+    if not compress or not data:
+        return data
+    stream = zlib.compressobj(level=1, strategy=zlib.Z_HUFFMAN_ONLY)
+    return stream.compress(data) + stream.flush()
+
+
+def unpack(
+    data: bytes, count: int, specs: Sequence[LeafSpec], codec: Codec, compress: bool
+) -> list[np.ndarray]:
+    """The float32 rows (count, ...) of each leaf; BadMessage if these are not exactly that.
+
+    Never makes more bytes than `count` tokens take; the caller bounds `count` (`Limits.max_rows`).
+    """
+    size = count * bytes_per_token(specs, codec)
+    if compress and size:
+        data = _decompressed(data, size)
+    if len(data) != size:
+        raise BadMessage(f"rows of {count} tokens take {size} bytes, not {len(data)}")
+    view, rows, start = memoryview(data), [], 0
+    for shape in (spec.shape for spec in specs):
+        end = start + count * _leaf_bytes(shape, codec)
+        rows.append(_unpacked(view[start:end], (count, *shape), codec))
+        start = end
+    return rows
+
+
+def _leaf_bytes(shape: tuple[int, ...], codec: Codec) -> int:
+    if codec == "int8":
+        return math.prod(shape) + 4 * math.prod(shape[:-1])
+    return math.prod(shape) * DTYPES[codec].itemsize
+
+
+def _packed(row: np.ndarray, codec: Codec) -> bytes:
+    row = np.clip(np.nan_to_num(row.astype(np.float32)), -LARGEST, LARGEST)
+    if codec != "int8":
+        return _planes(row.astype(DTYPES[codec]))
+    peaks = np.abs(row).max(axis=-1, keepdims=True, initial=0)
+    scales = np.maximum(peaks / np.float32(127), SMALLEST_SCALE)
+    return (
+        _planes(scales.astype(DTYPES["float32"])) + np.rint(row / scales).astype(np.int8).tobytes()
+    )
+
+
+def _planes(row: np.ndarray) -> bytes:
+    return row.reshape(-1, 1).view(np.uint8).T.tobytes()
+
+
+def _from_planes(data: memoryview, dtype: np.dtype) -> np.ndarray:
+    """The flat array behind `_planes`."""
+    planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(planes.T).view(dtype)[:, 0]
+
+
+def _unpacked(data: memoryview, shape: tuple[int, ...], codec: Codec) -> np.ndarray:
+    """A leaf from just as many bytes as it takes."""
+    if codec == "int8":
+        split = 4 * math.prod(shape[:-1])
+        scales = _from_planes(data[:split], DTYPES["float32"]).reshape(*shape[:-1], 1)
+        if not np.all((scales >= 0) & (scales <= LARGEST_SCALE)):
+            raise BadMessage("rows have a scale that is negative or not finite")
+        return scales * np.frombuffer(data[split:], np.int8).reshape(shape)
+    row = _from_planes(data, DTYPES[codec]).reshape(shape).astype(np.float32)
+    if not np.isfinite(row).all():
+        raise BadMessage("rows hold a number that is not finite")
+    return row
+
+
+def _decompressed(data: bytes, size: int) -> bytes:
+    """What was compressed, if it is `size` bytes and nothing stands behind it."""
+    stream = zlib.decompressobj()
+    try:
+        found = stream.decompress(data, size + 1)  # one more, to see the end of the stream
+    except zlib.error:
+        raise BadMessage("rows are not compressed as they should be") from None
+    if len(found) > size or not stream.eof or stream.unused_data:
+        raise BadMessage(f"compressed rows do not hold just the {size} bytes of their tokens")
+    return found

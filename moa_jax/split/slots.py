@@ -1,0 +1,453 @@
+"""The target's half: caches of many sessions, and passes that serve several of them at once.
+
+A slot is one row of caches that stay on the device. A pass takes the rows it serves out of them,
+does what a round of `decode.step` does, and puts back what it wrote:
+
+    slots    0 1 2 3 4 ... S-1 | scratch        tokens of slot 3, `length` of them processed
+                 \\ \\  ______/                    0 .. length-1 | length | length+1 ..
+    pass         2 3 + padding                   in the caches | root   | not read yet (a prompt)
+
+Numbers of rows and of nodes are padded to a few sizes, so few programs serve everything. Once
+some are compiled, a pass that has none of its own takes the smallest that holds it: nobody waits
+for a compiler. All methods belong to one thread, but for `compile`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
+from moa_jax.decode import sample, step
+from moa_jax.decode.programs import Programs, one
+from moa_jax.decode.sample import Law
+from moa_jax.decode.session import bucket, for_decoding, law_of
+from moa_jax.decode.step import DecodeState, Setup, Weights
+from moa_jax.drafters.api import NOTHING, Tapped, Tree, chain
+from moa_jax.errors import InputError
+from moa_jax.model import cache, llama
+from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+
+Array = jax.Array
+
+NODES = (1, 4, 8, 16, MAX_DEPTH)  # of a pass, the root included
+SESSIONS = tuple(4**k for k in range(8))  # of a pass
+
+
+class Full(InputError):
+    """No slot is free."""
+
+
+class Pass(NamedTuple):
+    """The size of a pass: one program."""
+
+    function: Any  # _read or _verify
+    rows: int  # sessions
+    width: int  # tokens or nodes of each
+    sampled: bool  # whether any settings are served, or greedy ones alone; a read serves any
+
+
+class Request(NamedTuple):
+    """A draft to verify: its nodes without the root, parents first; 0 is the root's index."""
+
+    slot: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
+class Reply(NamedTuple):
+    """What became of a request."""
+
+    start: int  # the tokens start .. start + count - 1 are verified now
+    count: int
+    tokens: list[int]  # newly committed; the last one is the root
+    done: str  # "stop", "length" or ""
+    rows: list[np.ndarray]  # of these tokens: (count, ...) for each leaf of the digest
+
+
+@dataclasses.dataclass
+class Slot:
+    """One session."""
+
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    total: int  # most tokens it may hold
+    tokens: list[int] = dataclasses.field(default_factory=list)  # all committed, the root included
+    length: int = 0  # of these, processed
+    done: str = ""
+
+
+class Slots:
+    """Sessions that share a target and the device's caches."""
+
+    def __init__(
+        self,
+        target_: Target,
+        drafter: LoadedDrafter | None,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        max_nodes: int = MAX_DEPTH,
+        chunk: int = 128,
+    ) -> None:
+        """Room for `num_slots` sessions of `max_tokens` tokens; drafts have `max_nodes` nodes at
+        most, the root included. InputError for more tokens than the target has positions."""
+        positions = target_.config.max_position_embeddings
+        if max_tokens > positions:
+            raise InputError(f"{max_tokens} tokens: the target has {positions} positions")
+        if not 1 <= max_nodes <= MAX_DEPTH:
+            raise InputError(f"{max_nodes} nodes: choose from 1 to {MAX_DEPTH}")
+        functions = drafter and functions_of(drafter, target_.config)
+        self.target, self.functions = target_, functions
+        self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
+        self.weights = Weights(for_decoding(target_.params), drafter and drafter.params)
+        num_rows = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
+        dtype = target_.params["embed"].dtype
+        self._empty = functools.partial(
+            llama.init_caches, target_.config, num_slots + 1, num_rows, dtype
+        )
+        self._scratch = num_slots  # where the padding of a pass writes
+        self._slots: list[Slot | None] = [None] * num_slots
+        self._programs = Programs((target_.config, functions), (self.weights,), dtype)
+        self._ready: frozenset[Pass] = frozenset()
+        self._renew()
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a session."""
+        return sum(slot is None for slot in self._slots)
+
+    def open(self, sampling: Sampling, stop_ids: Sequence[int], total: int) -> int:
+        """Takes a slot for a session of at most `total` tokens; Full if none is free."""
+        if not 1 < total <= self.max_tokens:
+            raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
+        if sampling.logit_bias:
+            raise InputError("logit_bias does not travel: leave it out")
+        for index, slot in enumerate(self._slots):
+            if slot is None:
+                self._slots[index] = Slot(sampling, frozenset(stop_ids), total)
+                return index
+        raise Full(f"all {len(self._slots)} slots are taken: try again later")
+
+    def close(self, slot: int) -> None:
+        """Frees a slot; what its caches hold is never seen again."""
+        self._slots[slot] = None
+
+    def recover(self) -> bool:
+        """After an exception: whether a pass that failed took all sessions' rows with it.
+
+        Their slots are to be closed then; the caches are new.
+        """
+        if self._sound:
+            return False
+        self._renew()
+        return True
+
+    def _renew(self) -> None:
+        """Empty caches, once the old ones have given their memory back."""
+        self._caches = None
+        self._caches = self._empty()
+        self._sound = True
+
+    def read(self, slot: int, tokens: Sequence[int], *, pick_root: bool) -> Reply:
+        """Commits given tokens, at most `chunk` of them, and processes what can be.
+
+        With `pick_root` the target then chooses the next token, else the last one given is the
+        root and waits. Raises InputError for tokens that do not fit.
+        """
+        session = self._session(slot)
+        self._check_ids(tokens)
+        everything = [*session.tokens, *tokens]
+        todo = everything[session.length : len(everything) - (not pick_root)]
+        if not tokens or len(todo) > self.chunk or len(everything) + pick_root > session.total:
+            raise InputError(
+                f"{len(tokens)} tokens after {len(session.tokens)}: at most {self.chunk} at once, "
+                f"{session.total} in all"
+            )
+        start, news, rows = session.length, list(tokens), []
+        if todo:
+            size = self._fit(_read, [session], len(todo))
+            padded_1T = np.zeros((1, size.width), np.int32)
+            padded_1T[0, : len(todo)] = todo
+            given = (one(slot), padded_1T, one(start), one(len(todo)))
+            root_1, leaves = self._run(_read, *given, *self._law(size, [session]))
+            rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
+            if pick_root:
+                news.append(int(root_1[0]))
+        session.tokens += news
+        session.length += len(todo)
+        session.done = _done(session, news[-1:])
+        return Reply(start, len(todo), news, session.done, rows)
+
+    def verify(self, requests: Sequence[Request]) -> list[Reply]:
+        """Verifies a draft for each of several slots in one pass of the target.
+
+        Raises InputError, and changes nothing, for a slot twice, one that has no root or is
+        done, and for nodes that are too many or no tree of distinct siblings.
+        """
+        sessions = [self._session(request.slot) for request in requests]
+        if len({request.slot for request in requests}) < len(requests):
+            raise InputError("a slot has two drafts in one pass: one at a time")
+        for request, session in zip(requests, sessions, strict=True):
+            if session.done or session.length != len(session.tokens) - 1:
+                raise InputError("the session is over or has no root: nothing can be drafted")
+            self._check_draft(request)
+        width = max(1 + len(request.tokens) for request in requests)
+        size = self._fit(_verify, sessions, width)
+        A, N = size.rows, size.width
+        slot_A = np.full(A, self._scratch, np.int32)
+        slot_A[: len(requests)] = [request.slot for request in requests]
+        length_A = np.zeros(A, np.int32)
+        length_A[: len(requests)] = [session.length for session in sessions]
+        trees = [
+            _tree_of(session.tokens[-1], request, N)
+            for request, session in zip(requests, sessions, strict=True)
+        ]
+        given = (slot_A, _stacked(trees, A, N), length_A, *self._law(size, sessions))
+        emitted, count_A, leaves = self._run(_verify, *given)
+        return [
+            _commit(session, emitted[row, : count_A[row]].tolist(), leaves, row)
+            for row, session in enumerate(sessions)
+        ]
+
+    def padded(self, num_nodes: int) -> int:
+        """Nodes, the root included, that a pass over one draft of so many really has."""
+        return self._fit(_verify, [], num_nodes).width
+
+    def passes(
+        self, nodes: Sequence[int] = NODES, sampled: bool = False, short: bool = True
+    ) -> list[Pass]:
+        """What drafts of so many nodes for any number of sessions need, and `short` prompts.
+
+        The first two hold every other one, so that with them nothing more must be compiled.
+        """
+        most = _padded(self.max_nodes, NODES)
+        reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
+        rows = sorted({self._num_rows(count) for count in range(1, len(self._slots) + 1)})
+        widths = sorted({min(_padded(number, NODES), most) for number in nodes})
+        found = [Pass(_read, 1, reads[-1], True), Pass(_verify, rows[-1], most, True)]
+        found += [Pass(_read, 1, T, True) for T in reads if short]
+        for law in (False, True) if sampled else (False,):
+            found += [Pass(_verify, A, N, law) for A in rows for N in widths]
+        return list(dict.fromkeys(found))
+
+    def compile(self, size: Pass) -> None:
+        """Makes a pass's program; any one thread may do so while another one works."""
+        A, T = size.rows, size.width
+        slot_A, zero_A = np.full(A, self._scratch, np.int32), np.zeros(A, np.int32)
+        if size.function is _read:
+            given = (slot_A, np.zeros((A, T), np.int32), zero_A, one(T))
+        else:
+            given = (slot_A, _stacked([], A, T), zero_A)
+        form = jax.eval_shape(self._empty)
+        self._programs.compile(size.function, (), form, *given, *self._law(size, []))
+        self._ready |= {size}
+
+    def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> Pass:
+        """The pass for so much work: of its own size, or the least one that is compiled."""
+        plain, count = Sampling(), max(len(sessions), 1)
+        sampled = any(dataclasses.replace(s.sampling, seed=0) != plain for s in sessions)
+        if function is _read:
+            own = Pass(function, 1, bucket(width), True)
+        else:
+            own = Pass(function, self._num_rows(count), _padded(width, NODES), sampled)
+        holds = [
+            size
+            for size in self._ready
+            if size.function is function
+            and (size.rows >= count and size.width >= width and size.sampled >= sampled)
+        ]
+        if own in holds or not holds:
+            return own
+        return min(holds, key=lambda size: (size.rows * size.width, size.sampled))
+
+    def _num_rows(self, count: int) -> int:
+        """Rows of a pass over so many sessions: never more than there are slots."""
+        return min(_padded(count, SESSIONS), len(self._slots))
+
+    def _session(self, slot: int) -> Slot:
+        session = self._slots[slot]
+        if session is None:
+            raise InputError(f"slot {slot} holds no session")
+        return session
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        vocab_size = self.target.config.vocab_size
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise InputError(f"a token is outside the vocabulary of {vocab_size}")
+
+    def _check_draft(self, request: Request) -> None:
+        self._check_ids(request.tokens)
+        if len(request.tokens) >= self.max_nodes:
+            raise InputError(f"{len(request.tokens)} nodes: at most {self.max_nodes - 1} a draft")
+        if len(request.parents) != len(request.tokens) or not all(
+            0 <= parent <= index for index, parent in enumerate(request.parents)
+        ):
+            raise InputError("the nodes are no tree: each needs a parent that stands before it")
+        pairs = set(zip(request.parents, request.tokens, strict=True))
+        if len(pairs) < len(request.tokens):
+            raise InputError("two children of a node are the same token: send each once")
+
+    def _law(self, size: Pass, sessions: Sequence[Slot]) -> tuple[Law, np.ndarray | None]:
+        """The settings of a pass, and its texts where they matter."""
+        if not size.sampled:
+            return Law(), None
+        rows = [session.sampling for session in sessions]
+        rows += [Sampling()] * (size.rows - len(rows))
+        text_AC = np.full((size.rows, self.max_tokens), NOTHING, np.int32)
+        for row_C, session in zip(text_AC, sessions, strict=False):
+            row_C[: len(session.tokens)] = session.tokens
+        return law_of(rows, self.target.config.vocab_size, whole=True), text_AC
+
+    def _run(self, function: Any, *arrays: Any) -> Any:
+        """One pass over the slots' caches; arrays on the host."""
+        self._sound = False  # a pass replaces the caches in their place: one that fails, for good
+        self._caches, *found = self._programs.run(function, (), self._caches, *arrays)
+        found = jax.tree.map(np.asarray, found)
+        self._sound = True
+        return found
+
+
+# ---- on the host --------------------------------------------------------------------------
+
+
+def _padded(count: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that holds `count`."""
+    return next(size for size in sizes if size >= count)
+
+
+def _tree_of(root: int, request: Request, size: int) -> Tree:
+    """One row of a pass: the draft behind its root, then nodes that are not there."""
+    tokens_N = np.full(size, NOTHING, np.int32)
+    parent_N, depth_N = np.zeros(size, np.int32), np.zeros(size, np.int32)
+    ancestor_NN = np.eye(size, dtype=bool)
+    tokens_N[0] = root
+    for node, (token, parent) in enumerate(zip(request.tokens, request.parents, strict=True), 1):
+        tokens_N[node], parent_N[node] = token, parent
+        depth_N[node] = depth_N[parent] + 1
+        ancestor_NN[node] |= ancestor_NN[parent]
+    return Tree(tokens_N, parent_N, depth_N, ancestor_NN)
+
+
+def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
+    """The trees as the first rows of a pass, with a root alone in each of the others."""
+    blank = _tree_of(0, Request(0, (), ()), size)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
+
+
+def _commit(session: Slot, emitted: list[int], leaves: list[np.ndarray], row: int) -> Reply:
+    """Appends what a round gave, up to the first stop and the limit."""
+    emitted = emitted[: session.total - len(session.tokens)]
+    stop = next((i for i, token in enumerate(emitted) if token in session.stop_ids), None)
+    if stop is not None:
+        emitted = emitted[: stop + 1]
+    start, count = session.length, len(emitted)
+    session.tokens += emitted
+    session.length += count
+    session.done = _done(session, emitted[-1:])
+    rows = [_rows_of(leaf, row, count) for leaf in leaves]
+    return Reply(start, count, emitted, session.done, rows)
+
+
+def _done(session: Slot, last: Sequence[int]) -> str:
+    if any(token in session.stop_ids for token in last):
+        return "stop"
+    return "length" if len(session.tokens) >= session.total else ""
+
+
+def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:
+    """The first tokens of one row of a digest's leaf, tokens first."""
+    return np.moveaxis(leaf[row], -2, 0)[:count]
+
+
+# ---- on the device ------------------------------------------------------------------------
+
+
+def _read(
+    cfg: Any,
+    functions: Any,
+    weights: Weights,
+    caches: llama.Caches,
+    slot_1: Array,
+    tokens_1T: Array,
+    start_1: Array,
+    count_1: Array,
+    law: Law,
+    text_1C: Array | None,
+) -> tuple[llama.Caches, Array, list[Array]]:
+    """Processes T given tokens of one slot: what follows the last real one, and the digest."""
+    setup = Setup(cfg, functions, DraftShape(1))
+    past = _taken(caches, slot_1)
+    found = step.target_pass(setup, weights, chain(tokens_1T), past, start_1)
+    seen_1V = None
+    if law.repetition_B is not None:
+        index_T = jnp.arange(tokens_1T.shape[1])
+        new_1T = jnp.where(index_T < count_1[:, None], tokens_1T, NOTHING)
+        whole_1C = jnp.concatenate([text_1C, new_1T], axis=1)
+        blank_1V = jnp.zeros((1, cfg.vocab_size), bool)
+        seen_1V = sample.mark(blank_1V, whole_1C[:, None])[:, 0]
+    root_1 = step.token_after(
+        weights, law, found.hidden_BTD, count_1 - 1, start_1 + count_1, seen_1V
+    )
+    tapped = Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
+    leaves = _digest(functions, weights, start_1, tapped)
+    return _put(caches, found.caches, slot_1, start_1, tokens_1T.shape[1]), root_1, leaves
+
+
+def _verify(
+    cfg: Any,
+    functions: Any,
+    weights: Weights,
+    caches: llama.Caches,
+    slot_A: Array,
+    tree: Tree,
+    length_A: Array,
+    law: Law,
+    text_AC: Array | None,
+) -> tuple[llama.Caches, Array, Array, list[Array]]:
+    """One pass over A slots' trees of N nodes: emitted tokens, how many, digests of the paths."""
+    A, N = tree.tokens_BN.shape
+    # The shape of which any tree of N nodes is one: N levels at most, as in a chain.
+    shape = DraftShape(N, 2, N - 1) if N > 1 else DraftShape(1)
+    setup = Setup(cfg, functions, shape)
+    seen_AV = None
+    if law.repetition_B is not None:
+        blank_AV = jnp.zeros((A, cfg.vocab_size), bool)
+        seen_AV = sample.mark(blank_AV, text_AC[:, None])[:, 0]
+    none_A = jnp.zeros(A, bool)
+    past = _taken(caches, slot_A)
+    state = DecodeState(None, length_A, none_A, past, None, None, None, None, seen_AV)
+    found = step.verify_tree(setup, weights, state, law, tree)
+    leaves = _digest(functions, weights, length_A, found.tapped)
+    caches = _put(caches, found.caches, slot_A, length_A, N)
+    return caches, found.verdict.emitted_BD, found.verdict.count_B, leaves
+
+
+def _digest(functions: Any, weights: Weights, start_A: Array, tapped: Tapped) -> list[Array]:
+    if functions is None:
+        return []
+    return jax.tree.leaves(functions.digest(weights.drafter, start_A, tapped))
+
+
+def _taken(caches: llama.Caches, slot_A: Array) -> llama.Caches:
+    return jax.tree.map(lambda cache_SKRE: cache_SKRE[slot_A], caches)
+
+
+def _put(
+    caches: llama.Caches, worked: llama.Caches, slot_A: Array, start_A: Array, count: int
+) -> llama.Caches:
+    """The slots' caches with the `count` rows that a pass wrote from `start` on."""
+    row_AT = start_A[:, None] + jnp.arange(count)
+
+    def put(cache_SKRE: Array, worked_AKRE: Array) -> Array:
+        new_AKTE = jnp.take_along_axis(worked_AKRE, row_AT[:, None, :, None], axis=2)
+        at = (slot_A[:, None], slice(None), row_AT)
+        return cache_SKRE.at[at].set(new_AKTE.swapaxes(1, 2))  # indexed axes come first
+
+    return tuple(cache.KV(*map(put, old, new)) for old, new in zip(caches, worked, strict=True))

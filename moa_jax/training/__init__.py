@@ -1,0 +1,1 @@
+"""Distillation as pure steps, and what a run keeps: checkpoints, metrics, fingerprints."""

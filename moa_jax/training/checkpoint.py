@@ -1,0 +1,355 @@
+"""Training checkpoints through Orbax: state and settings, never the target.
+
+RUN/lock                   held while a process works on RUN; freed by its death
+RUN/checkpoints/STEP/      complete or absent: Orbax renames it into place when all is written
+    files.json             size and CRC-32 of every file, as Orbax itself checks sizes only
+    meta/                  the settings of the run
+    state/                 parameters, optimiser state, step
+RUN/checkpoints/STEP.damaged   put aside, never read
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.errors import InputError, first_line
+from moa_jax.training.fingerprint import changes, fingerprint, listed
+from moa_jax.training.processes import is_first, on_first
+from moa_jax.training.update import TrainState
+
+FILES = "files.json"
+PIECE = 1 << 20  # bytes read at a time
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+ROOM = 1 << 20  # bytes that a checkpoint takes beside its arrays
+LONGEST_FAULT = 200  # characters told of a fault that another library words
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, which no other process may use meanwhile.
+
+    All processes of a run make and call it alike; each writes its part of every array, process 0
+    all else. Raises InputError where another run has the directory.
+    """
+
+    def __init__(self, config: PretrainConfig | DistillConfig) -> None:
+        run = config.run
+        self._config, self._folder = config, _folder_of(config)
+        self._taus: dict[int, float] = {}
+        self._writing: int | None = None
+        with contextlib.ExitStack() as stack:
+            on_first(lambda: stack.enter_context(_locked(Path(run.directory))))
+            stack.enter_context(_quiet())
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=_NewestAndBest(run.keep_checkpoints, self._taus),
+                    cleanup_tmp_directories=True,  # what a kill during a save left behind
+                    # Folders are made before the save is in the background, as a disk without
+                    # room for them would else be waited for by threads.
+                    async_options=ocp.AsyncOptions(
+                        post_finalization_callback=self._seal,
+                        create_directories_asynchronously=False,
+                    ),
+                ),
+            )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for a save under way."""
+        try:
+            self.wait()
+            self._manager.close()
+        except BaseException:
+            exception = sys.exc_info()
+            raise
+        finally:
+            self._stack.__exit__(*exception)
+
+    def restore(self, start: Callable[[], TrainState]) -> TrainState:
+        """The newest sound state, with the shapes and shardings of `start()`; else `start()`.
+
+        A damaged checkpoint is named on stderr, put aside and passed over. Raises InputError for
+        a run with other settings, and where all checkpoints are damaged, which are then left
+        where they are.
+        """
+        faults: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            folder = self._folder / str(step)
+            faults[step] = on_first(lambda folder=folder: _examined(folder, self._config))
+            if not faults[step]:
+                state, faults[step] = self._read(step, start)
+            if not faults[step]:
+                self._put_aside({bad: why for bad, why in faults.items() if why}, step)
+                return state
+        if faults:
+            told = ", ".join(f"{step} ({why})" for step, why in faults.items())
+            raise InputError(
+                f"{self._folder}: no checkpoint can be read: {told}: put a sound copy there, or "
+                "name another run.directory"
+            )
+        return start()
+
+    def save(self, state: TrainState) -> None:
+        """Saves in the background; a step that is already there is left alone.
+
+        The arrays are copied before this returns, so they may be donated. Raises InputError where
+        the disk has no room for this save, or had none for the one before.
+        """
+        step = int(state.step)
+        self.wait()
+        if step == self._manager.latest_step():
+            return
+        on_first(lambda: self._check_room(state))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            meta=ocp.args.JsonSave({"config": fingerprint(self._config)}),
+        )
+        self._writing = step
+        with self._telling_disk_faults():
+            self._manager.save(step, args=items, force=True)
+
+    def rate(self, step: int, tau: float) -> None:
+        """Tells how good the state of a step is: its checkpoint stays while none is better."""
+        self._taus[step] = tau
+
+    def check(self) -> None:
+        """Raises InputError if a save has failed meanwhile; does not wait."""
+        if self._writing is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save under way; raises InputError if it fails."""
+        with self._telling_disk_faults():
+            self._manager.wait_until_finished()
+        self._writing = None
+
+    def _read(self, step: int, start: Callable[[], TrainState]) -> tuple[Any, str]:
+        """The state of a step, or what is wrong with it."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, start())
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        try:
+            return self._manager.restore(step, args=items)["state"], ""
+        except Exception as error:  # Orbax words damage in many ways
+            if jax.process_count() > 1:  # the others may have read it well
+                raise
+            return None, _shortened(error)
+
+    def _put_aside(self, faults: dict[int, str], good: int) -> None:
+        def move() -> None:
+            for step, why in faults.items():
+                aside = _free_name(self._folder / f"{step}.damaged")
+                (self._folder / str(step)).rename(aside)
+                print(
+                    f"checkpoint {step} is damaged ({why}): put aside as {aside}; "
+                    f"going on from step {good}",
+                    file=sys.stderr,
+                )
+
+        if faults:
+            on_first(move)
+            self._manager.reload()
+
+    def _check_room(self, state: TrainState) -> None:
+        needed = ROOM + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < needed:
+            raise self._unwritten(f"the disk has no room for {needed / 1e6:.0f} MB")
+
+    def _seal(self) -> None:
+        """Writes the list of files, after the last of them and before the rename."""
+        if is_first():
+            (folder,) = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
+            # What stands beside the items is Orbax's own bookkeeping, and written again later.
+            files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
+            found = {str(path.relative_to(folder)): _size_and_crc(path) for path in files}
+            (folder / FILES).write_text(json.dumps(found), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _telling_disk_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if (code := _disk_fault(error)) is None:
+                raise
+            atexit.register(_mute)
+            raise self._unwritten(os.strerror(code)) from error
+
+    def _unwritten(self, why: str) -> InputError:
+        found = ", ".join(map(str, self._manager.all_steps())) or "none"
+        return InputError(
+            f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {found}: "
+            "make room and give the same command again"
+        )
+
+
+def steps_of(config: PretrainConfig | DistillConfig) -> list[int]:
+    """Steps of the whole checkpoints of a run, in order; the run may be at work."""
+    names = [path.name for path in _folder_of(config).glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_state(
+    config: PretrainConfig | DistillConfig, step: int, abstract: TrainState
+) -> TrainState:
+    """The state of one step of a run, which may be at work: nothing there is locked or changed.
+
+    `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
+    missing, damaged or of a run with other settings.
+    """
+    folder = _folder_of(config) / str(step)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such checkpoint: there are {steps_of(config) or 'none'}")
+    fault = _examined(folder, config)
+    if not fault:
+        try:
+            with ocp.StandardCheckpointer() as reader:
+                return reader.restore(folder / "state", abstract)
+        except Exception as error:  # Orbax words damage in many ways
+            fault = _shortened(error)
+    raise InputError(f"{folder}: damaged ({fault}): choose another of {steps_of(config)}")
+
+
+def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
+    return Path(config.run.directory).absolute() / "checkpoints"
+
+
+def _examined(folder: Path, config: PretrainConfig | DistillConfig) -> str:
+    """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's."""
+    if fault := _fault(folder):
+        return fault
+    try:
+        saved = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"meta: {_shortened(error)}"
+    if differences := changes(saved, config):
+        raise InputError(
+            f"{folder.parent}: holds a run with other settings: {listed(differences)}: "
+            "restore them, or name another run.directory"
+        )
+    return ""
+
+
+class _NewestAndBest:
+    """Orbax's PreservationPolicy: the newest few, and the best of those whose tau is known."""
+
+    def __init__(self, newest: int, taus: dict[int, float]) -> None:
+        self._newest, self._taus = newest, taus
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        rated = [step for step in steps if step in self._taus]
+        best = max(rated, key=lambda step: (self._taus[step], step), default=None)
+        return [step == best or step in steps[-self._newest :] for step in steps]
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the directory's lock; a file system that has no locks goes without."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise InputError(
+                f"{directory}: {file.read() or 'another run'} is at work there: wait until it "
+                "ends, or name another run.directory"
+            ) from error
+        except OSError as error:
+            print(f"{directory}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the pages in which Orbax words a failed write, which we tell in one line.
+
+    After a fault it stays so, as threads of that write may speak until the process ends.
+    """
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+    levels = [logger.level for logger in loggers]
+
+    def silent(fault: Any) -> None:
+        if str(fault.exc_value) != "Event loop is closed":  # of writes after the one that failed
+            hook(fault)
+
+    sys.unraisablehook = silent
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    yield
+    sys.unraisablehook = hook
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def _mute() -> None:
+    """Lets nothing more through to stderr; Python drops its hooks before those threads end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _fault(folder: Path) -> str:
+    """How the files of a checkpoint differ from its list; "" where they do not, or have none."""
+    try:
+        listed_files = json.loads((folder / FILES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""  # of a version that wrote no list
+    except ValueError:
+        return f"{FILES} is damaged"
+    for name, (size, crc) in listed_files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+        if _size_and_crc(path)[1] != crc:
+            return f"{name} has changed"
+    return ""
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            crc = zlib.crc32(piece, crc)
+        return file.tell(), crc
+
+
+def _disk_fault(error: BaseException) -> int | None:
+    """The code of a write that the disk refused; libraries pass it on as an OSError or as text."""
+    for code in DISK_FAULTS:
+        if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
+            return code
+    return None
+
+
+def _shortened(error: BaseException) -> str:
+    text = first_line(error)
+    return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
+    return next(name for name in names if not name.exists())

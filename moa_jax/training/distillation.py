@@ -1,0 +1,193 @@
+"""What distillation computes for any drafter: updates on a mesh, and how well it would draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from moa_jax.config import DistillConfig, TargetConfig
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import DRAFTERS, losses, method_of
+from moa_jax.drafters.api import Drafter, Tapped
+from moa_jax.errors import InputError
+from moa_jax.model import chunks, convert, llama, masks, sharding
+from moa_jax.training.optim import optimizer
+from moa_jax.training.update import Loss, Metrics, TrainState, init_state, make_update
+
+Array = jax.Array
+
+EVALUATION_CHUNK = 256  # tokens of each row whose logits are held at a time
+Probe = Callable[[Any, Any, Batch], dict[str, Array]]
+
+
+def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: Any) -> Tapped:
+    """One pass of the frozen target over whole conversations, kept apart by their segments."""
+    found = llama.forward(
+        cfg,
+        params,
+        batch.tokens_BT,
+        batch.position_BT,
+        masks.causal(batch.segment_BT),
+        tap=drafter.taps.streams,
+        dtype=dtype,
+    )
+    tapped = Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
+    return jax.tree.map(jax.lax.stop_gradient, tapped)
+
+
+def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
+    """The drafter's own loss behind a target pass; `frozen` is the target's parameters."""
+
+    def loss(params: Any, frozen: Any, batch: Batch, key: Array, progress: Array):
+        batch = jax.tree.map(lambda x: sharding.constrain(x, "rows"), batch)
+        tapped = tap(cfg, drafter, frozen, batch, dtype)
+        return drafter.loss(params, drafter.borrow(frozen), batch, tapped, key, progress)
+
+    return loss
+
+
+def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) -> Probe:
+    """Sums over one batch, with every (horizon + 1)-th token of an answer known.
+
+    So each answer token is 0 to `horizon` steps after the last known one, as in rounds that
+    all accept `horizon` drafts. Known tokens are not asked: decoding never drafts after one,
+    but after the root, one step further. Returns sums of cross-entropy and entropy with their token
+    count, and hits and counts by distance; `summarise` turns sums into figures.
+    """
+
+    def probe(params: Any, frozen: Any, batch: Batch) -> dict[str, Array]:
+        tapped = tap(cfg, drafter, frozen, batch, dtype)
+        shared = drafter.borrow(frozen)
+        known_BT = ~batch.response_BT | (batch.position_BT % (horizon + 1) == 0)
+        feature_BTD = drafter.teacher_forced(params, shared, batch, tapped, known_BT, horizon)
+        start_BT = masks.known_until(known_BT, batch.segment_BT)
+        distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
+        asked_BT = batch.response_BT & _next_is_answer(batch) & (distance_BT > 0)
+
+        def sums(piece: tuple[Array, ...]) -> dict[str, Array]:
+            target_BTD, feature_BTD, distance_BT, asked_BT = piece
+            target_BTV = llama.unembed(frozen, target_BTD)
+            draft_BTU = drafter.head(params, shared, feature_BTD)
+            # A drafter's own vocabulary is all that it can guess, and all that it is compared on.
+            ids_U = None if drafter.draft_ids is None else jnp.array(drafter.draft_ids)
+            target_BTU = target_BTV if ids_U is None else target_BTV[..., ids_U]
+            guess_BT = jnp.argmax(draft_BTU, axis=-1)
+            guess_BT = guess_BT if ids_U is None else ids_U[guess_BT]
+            hit_BT = guess_BT == jnp.argmax(target_BTV, axis=-1)
+            hits_J, counts_J = losses.agreement_by_distance(hit_BT, distance_BT, asked_BT, horizon)
+            cross_BT = losses.soft_cross_entropy(target_BTU, draft_BTU)
+            return {
+                "cross_entropy": jnp.sum(cross_BT * asked_BT),
+                "entropy": jnp.sum(losses.entropy(target_BTU) * asked_BT),
+                "tokens": jnp.sum(asked_BT),
+                "hits_J": hits_J,
+                "counts_J": counts_J,
+            }
+
+        pieces = (tapped.hidden_BTD, feature_BTD, distance_BT, asked_BT)
+        return chunks.sum_over(sums, pieces, EVALUATION_CHUNK)
+
+    return probe
+
+
+def summarise(sums: dict[str, Array]) -> dict[str, Any]:
+    """Cross-entropy and KL per token, agreement by future position, and the simulated tau."""
+    tokens = jnp.maximum(sums["tokens"], 1)
+    agreement_J = sums["hits_J"] / jnp.maximum(sums["counts_J"], 1)
+    cross_entropy = sums["cross_entropy"] / tokens
+    return {
+        "cross_entropy": cross_entropy,
+        "kl": cross_entropy - sums["entropy"] / tokens,
+        "simulated_tau": losses.simulated_tau(agreement_J),
+        "agreement": agreement_J,
+    }
+
+
+def _next_is_answer(batch: Batch) -> Array:
+    """Whether a token's successor is an answer token of the same conversation."""
+    same_BT = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
+    return jnp.pad(batch.response_BT[:, 1:] & same_BT, ((0, 0), (0, 1)))
+
+
+# ---- on a mesh ----------------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """One training step as pure functions, and where every array of it lives."""
+
+    init: Callable[[Array], TrainState]
+    update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
+    probe: Probe
+    state_sharding: TrainState  # trees of NamedSharding
+    frozen_sharding: Any
+    rows_sharding: NamedSharding  # of every array of a batch
+
+
+def make_program(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) -> Program:
+    """What `config` asks for, on `mesh`; one device is a mesh too.
+
+    The frozen target and what is trained are cut alike, by `sharding.TRAIN`. Raises InputError
+    where the mesh does not divide the models or the batch.
+    """
+    kind = DRAFTERS[method_of(config.drafter)]
+    drafter = kind.make(config.drafter, target_cfg, config.objective)
+    tx, dtype = optimizer(config.optim), jnp.dtype(config.run.dtype)
+    _check_rows(config, mesh)
+
+    def init(key: Array) -> TrainState:
+        return init_state(drafter.init(key), tx)
+
+    of_drafter = sharding.of_table(kind.table(config.drafter, target_cfg), mesh)
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    params = sharding.tree_of(abstract.params, of_drafter)
+    everywhere = sharding.replicated(mesh)
+    opt_state = optax.tree.map_params(
+        tx,
+        lambda _, where: where,
+        abstract.opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return Program(
+        init,
+        make_update(
+            make_loss(target_cfg, drafter, dtype),
+            tx,
+            config.run.seed,
+            config.optim.total_steps,
+            config.optim.accumulate,
+        ),
+        make_probe(target_cfg, drafter, dtype, config.horizon),
+        TrainState(everywhere, params, opt_state),
+        sharding.tree_of(abstract_frozen(target_cfg), frozen_sharding(target_cfg, mesh)),
+        sharding.rows(mesh),
+    )
+
+
+def frozen_sharding(target_cfg: TargetConfig, mesh: Mesh) -> sharding.ShardingOf:
+    """Where the target's weights go, to load them there."""
+    return sharding.of_table(convert.target_table(target_cfg), mesh)
+
+
+def abstract_frozen(target_cfg: TargetConfig, dtype: Any = jnp.float32) -> Any:
+    """The shapes of a target's weights with stacked layers."""
+    shapes = jax.eval_shape(lambda: llama.init(target_cfg, jax.random.key(0)))
+    layers = shapes["layers"]
+    stack = lambda leaf: jax.ShapeDtypeStruct((len(layers), *leaf.shape), dtype)  # noqa: E731
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    return shapes | {"layers": jax.tree.map(stack, layers[0])}
+
+
+def _check_rows(config: DistillConfig, mesh: Mesh) -> None:
+    rows, parts = config.data.rows_per_batch, config.optim.accumulate
+    cut = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % (parts * cut):
+        raise InputError(
+            f"data.rows_per_batch {rows} does not split into optim.accumulate {parts} parts on "
+            f"{cut} devices (mesh data x fsdp): choose a multiple of {parts * cut}"
+        )

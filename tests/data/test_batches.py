@@ -1,0 +1,304 @@
+"""Rows that keep conversations whole and apart, and batches that depend on the step alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_jax.config import DataConfig
+from moa_jax.data import batches, chat, corpora, reference
+from moa_jax.data import tokenizer as tk
+from moa_jax.errors import InputError
+from tests.conftest import golden_cases
+
+DATA = Path(__file__).parent
+CONVERSATIONS = str(DATA / "conversations.jsonl")
+PAD = 7
+
+
+def examples(seed: int, count: int = 200, longest: int = 40) -> list[chat.Example]:
+    """Conversations of random length whose tokens are all different, so that none gets lost."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, longest, count)
+    ends = 100 + np.cumsum(lengths)
+    return [
+        chat.Example(np.arange(end - n, end, dtype=np.int32), draw.random(n) < 0.5)
+        for n, end in zip(lengths, ends, strict=True)
+    ]
+
+
+def segments(rows) -> list[chat.Example]:
+    """The examples that rows hold, in order of their first token; checks the shape of a row."""
+    found = []
+    for tokens_T, segment_T, position_T, response_T in zip(*rows, strict=True):
+        count = segment_T.max()
+        order = np.where(segment_T == 0, count + 1, segment_T)  # padding is last
+        assert (np.diff(order) >= 0).all()
+        for segment in range(1, count + 1):
+            here = segment_T == segment
+            assert position_T[here].tolist() == list(range(here.sum()))
+            found.append(chat.Example(tokens_T[here], response_T[here]))
+        padding = segment_T == 0
+        assert (tokens_T[padding] == PAD).all() and not response_T[padding].any()
+        assert not position_T[padding].any()
+    return sorted(found, key=lambda example: example.tokens_T[0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packed_rows_hold_every_example_whole(seed):
+    given = examples(seed)
+    rows = batches.pack(given, 64, PAD)
+    np.testing.assert_equal(segments(rows), given)
+    fill = (rows.segment_BT > 0).mean()
+    assert rows.tokens_BT.shape[1] == 64 and fill > 0.9
+    assert [a.dtype for a in rows] == [np.int32, np.int32, np.int32, bool]
+
+
+def test_packing_fills_the_fullest_row_that_has_room():
+    given = [chat.Example(np.full(n, n, np.int32), np.ones(n, bool)) for n in (6, 4, 3, 2, 4, 1)]
+    rows = batches.pack(given, 8, PAD)
+    assert rows.tokens_BT.tolist() == [
+        [6, 6, 6, 6, 6, 6, 2, 2],
+        [4, 4, 4, 4, 3, 3, 3, 1],
+        [4, 4, 4, 4, PAD, PAD, PAD, PAD],
+    ]
+    assert rows.segment_BT[1].tolist() == [1, 1, 1, 1, 2, 2, 2, 3]
+    assert rows.position_BT[1].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+
+
+def test_padded_rows_hold_one_example_each():
+    given = examples(0)
+    rows = batches.pad(given, 64, PAD)
+    assert rows.segment_BT.max() == 1 and len(rows.tokens_BT) == len(given)
+    np.testing.assert_equal(segments(rows), given)
+
+
+@pytest.mark.parametrize("place", [batches.pack, batches.pad])
+def test_an_example_longer_than_a_row_is_cut(place):
+    (given,) = examples(0, count=1, longest=2)
+    long = chat.Example(np.arange(100, 120, dtype=np.int32), np.ones(20, bool))
+    rows = place([long, given], 16, PAD)
+    assert rows.tokens_BT[0].tolist() == list(range(100, 116))
+    assert rows.tokens_BT[1][0] == given.tokens_T[0]
+
+
+def numbered_rows(count: int):
+    """Rows whose tokens are all the row's number, from 1 on."""
+    given = [chat.Example(np.full(4, i + 1, np.int32), np.ones(4, bool)) for i in range(count)]
+    return batches.pad(given, 4, PAD)
+
+
+def dealt(source, steps) -> list[list[int]]:
+    return [source.batch(step).tokens_BT[:, 0].tolist() for step in steps]
+
+
+def test_an_epoch_deals_each_row_at_most_once():
+    source = batches.Batches(numbered_rows(11), 3, seed=1)
+    assert len(source) == 3
+    for epoch in range(4):
+        rows = sum(dealt(source, range(3 * epoch, 3 * epoch + 3)), [])
+        assert len(set(rows)) == 9 and set(rows) <= set(range(1, 12))
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    rows = numbered_rows(11)
+    unbroken = dealt(batches.Batches(rows, 3, seed=1), range(9))
+    resumed = batches.Batches(rows, 3, seed=1)
+    assert dealt(resumed, reversed(range(9))) == unbroken[::-1]
+    assert unbroken[:3] != unbroken[3:6]
+    assert dealt(batches.Batches(rows, 3, seed=2), range(9)) != unbroken
+
+
+def test_few_rows_are_filled_up_with_empty_ones():
+    source = batches.Batches(numbered_rows(2), 5, seed=0, pad_id=PAD)
+    assert len(source) == 1
+    batch = source.batch(3)
+    assert sorted(batch.tokens_BT[:, 0].tolist()) == [1, 2, PAD, PAD, PAD]
+    empty = batch.tokens_BT[:, 0] == PAD
+    assert not batch.segment_BT[empty].any() and not batch.response_BT[empty].any()
+    assert batch.segment_BT[~empty].all()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer") / "small"
+    texts = (m["content"] for r in corpora.read(CONVERSATIONS) for m in r["messages"])
+    tk.train_tokenizer(texts, 512, folder)
+    return tk.load_tokenizer(folder)
+
+
+CONFIG = DataConfig(
+    train=(CONVERSATIONS,),
+    validation=(CONVERSATIONS,),
+    max_length=256,
+    row_length=256,
+    rows_per_batch=4,
+    seed=5,
+)
+
+
+def test_load_keeps_all_conversations(tokenizer):
+    source, report = batches.load(CONFIG, tokenizer, 512, "train")
+    assert report.kept == report.examples == 40 and report.dropped == {}
+    assert report.rows == len(source.rows.tokens_BT) < 40 and report.fill > 0.8
+    assert report.tokens == (source.rows.segment_BT > 0).sum()
+    assert report.response_tokens == source.rows.response_BT.sum()
+    answers = [
+        message["content"] + tk.END
+        for record in corpora.read(CONVERSATIONS)
+        for message in record["messages"]
+        if message["role"] == "assistant"
+    ]
+    written = [
+        tokenizer.decode(tokens_T[response_T])
+        for tokens_T, _, _, response_T in zip(*source.rows, strict=True)
+    ]
+    assert sorted("".join(written).split(tk.END)) == sorted("".join(answers).split(tk.END))
+
+
+def test_load_unpacked_and_by_source(tokenizer):
+    config = dataclasses.replace(CONFIG, pack=False, sources=("hotel", "talk"))
+    source, report = batches.load(config, tokenizer, 512, "validation")
+    assert report.kept == report.rows == 11
+    assert source.rows.segment_BT.max() == 1 and len(source) == 2
+
+
+def test_load_counts_what_it_drops(tokenizer, tmp_path):
+    good = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    }
+    long = {"messages": [{"role": "user", "content": "1" * 40}, good["messages"][1]]}
+    records = [good, {"messages": good["messages"][:1]}, long, {"nothing": 1}, {"nothing": 2}, good]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = dataclasses.replace(CONFIG, train=(str(path),), max_length=32)
+    source, report = batches.load(config, tokenizer, 512, "train")
+    assert report.kept == 2 and report.full == 0 and report.rows == 1
+    unknown, *others = report.dropped.items()
+    assert "unknown style" in unknown[0] and unknown[1] == 2
+    assert {reason.split(":")[0]: n for reason, n in others} == {
+        "a record without an answer": 1,
+        "no answer within 32 tokens": 1,
+    }
+    assert (source.rows.segment_BT.max(), len(source)) == (2, 1)
+
+
+@pytest.mark.parametrize("answers", ["turns", "reference"])
+def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
+    """Records of ids keep theirs under either rule, whatever the template would make of them."""
+    talk = next(corpora.read(CONVERSATIONS))
+    ids = {"prompt_ids": [400, 3], "token_ids": [401, 2, 2, 511]}
+    records = [
+        ids,
+        talk,
+        ids | {"token_ids": [*range(100, 400)]},  # cut
+        ids | {"prompt_ids": [3] * 256},  # so long that nothing of the answer is left
+        ids | {"token_ids": [512]},
+        ids | {"token_ids": []},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = dataclasses.replace(CONFIG, train=(str(path),), pack=False, answers=answers)
+    source, report = batches.load(config, tokenizer, 512, "train")
+    rows = source.rows
+    here = rows.segment_BT == 1
+    assert rows.tokens_BT[0][here[0]].tolist() == [400, 3, 401, 2, 2, 511]
+    assert rows.tokens_BT[2].tolist() == [400, 3, *range(100, 354)]
+    assert [np.flatnonzero(rows.response_BT[i]).tolist() for i in (0, 2)] == [
+        [2, 3, 4, 5],
+        [*range(2, 256)],
+    ]
+    messages = talk["messages"]
+    encoded = {
+        "turns": chat.encode(tokenizer, messages, 256),
+        "reference": reference.reference_encode(tokenizer, messages, 512, 256),
+    }[answers]
+    np.testing.assert_equal(rows.tokens_BT[1][here[1]], encoded.tokens_T)
+    np.testing.assert_equal(rows.response_BT[1][here[1]], encoded.response_T)
+    assert (report.kept, report.full) == (3, 1)
+    assert {reason.split(":")[0]: count for reason, count in report.dropped.items()} == {
+        "no answer within 256 tokens": 2,
+        "ids outside the vocabulary of 512": 1,
+    }
+
+
+def test_the_report_is_one_line():
+    report = batches.Report(7, {"too long": 2, "no answer": 1}, 7, 0, 90, 40, 5, 20)
+    assert str(report) == (
+        "7 conversations, 3 dropped (2 x too long; 1 x no answer), 90 tokens, "
+        "40 of them answers, in 5 rows, 90% full"
+    )
+    assert "7 conversations, 0 dropped, 90" in str(dataclasses.replace(report, dropped={}))
+
+
+def test_load_plain_text(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "A room for two nights, please. " * 30}) + "\n")
+    config = dataclasses.replace(CONFIG, train=(str(path),), max_length=50)
+    source, report = batches.load(config, tokenizer, 512, "train")
+    assert report.kept == 1 and report.examples > 3 and report.full == report.examples - 1
+    assert report.response_tokens == report.tokens
+
+
+def test_load_reference_answers(tokenizer):
+    config = dataclasses.replace(CONFIG, answers="reference", pack=False)
+    source, report = batches.load(config, tokenizer, 512, "train")
+    messages = next(corpora.read(CONVERSATIONS))["messages"]
+    example = reference.reference_encode(tokenizer, messages, 512, 256)
+    assert source.rows.response_BT[0].sum() == example.response_T.sum()
+    _, turns = batches.load(CONFIG, tokenizer, 512, "train")
+    assert report.kept > 30 and report.response_tokens > turns.response_tokens
+
+
+def test_load_refuses(tokenizer, tmp_path):
+    def refused(fault, vocab_size=512, **changes):
+        with pytest.raises(InputError, match=fault) as raised:
+            batches.load(dataclasses.replace(CONFIG, **changes), tokenizer, vocab_size, "train")
+        assert "\n" not in str(raised.value)
+
+    refused("none of 40 records of .* can be used; of 40: no answer within 4", max_length=4)
+    refused("no records of the sources space in", sources=("space",))
+    refused("an empty list of paths", train=())
+    refused("tokenizer has 512 tokens and the model 500", vocab_size=500)
+    refused("no token 599", vocab_size=600, answers="reference")
+    (tmp_path / "a.jsonl").write_text('{"messages": [\n')
+    refused(r"of 1: not JSON .* \(first: .*a\.jsonl line 1\)", train=(str(tmp_path / "a.jsonl"),))
+
+
+def test_load_without_chat_template(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(InputError, match="no chat template"):
+        batches.load(CONFIG, tokenizer, 512, "train")
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("folder", golden_cases("dataprep/", "expected.json"))
+def test_reference_collation(folder):
+    expected = json.loads((folder / "expected.json").read_text())
+    tokenizer = tk.load_tokenizer(folder)
+    vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
+    encoded = [
+        reference.reference_encode(
+            tokenizer, reference.reference_messages(record), vocab_size, max_length
+        )
+        for record in expected["conversations"]
+    ]
+    kept = [example for example in encoded if example][:2]
+    wanted = expected["collated_first_two_kept"]
+    rows = batches.pad(kept, max_length, chat.pad_id(tokenizer, vocab_size))
+    assert rows.tokens_BT.tolist() == wanted["input_ids"]
+    assert rows.segment_BT.tolist() == wanted["attention_mask"]
+    assert rows.response_BT.astype(int).tolist() == wanted["response_mask"]
+
+
+def test_committed_data_is_small_and_well_formed():
+    conversations = list(corpora.read(CONVERSATIONS))
+    questions = list(corpora.read(str(DATA / "questions.jsonl")))
+    assert (len(conversations), len(questions)) == (40, 12)
+    for record in conversations:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+    for question in questions:
+        assert set(question) == {"question_id", "category", "turns"} and question["turns"]

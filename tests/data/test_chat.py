@@ -1,0 +1,388 @@
+"""Which tokens are answers, under templates of many kinds, and the paper's own rule."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import processors
+
+from moa_jax.data import chat, reference
+from moa_jax.data import tokenizer as tk
+from moa_jax.errors import InputError
+from tests.conftest import golden_cases
+
+LLAMA3 = (
+    "{% for m in messages %}{% if loop.first %}{{ '<|begin|>' }}{% endif %}"
+    "{{ '<|user|>' + m['role'] + '<|system|>\n\n' + m['content'] | trim + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|user|>assistant<|system|>\n\n' }}{% endif %}"
+)
+CHATML = (
+    "{% if messages and messages[0]['role'] != 'system' %}"
+    "{{ '<|begin|>system\nYou help.<|end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|begin|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+)
+INST = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|end|>' }}"
+    "{% else %}{{ '<|begin|>[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+NO_END_MARK = (
+    "{% for m in messages %}{{ m['role'] | upper + ': ' + m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+ONE_END_MARK = (
+    "{% for m in messages %}{{ '\n' + m['role'] + ': ' + m['content'] | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\nassistant:' }}{% else %}{{ '<|end|>' }}{% endif %}"
+)
+THINK_LAST = (  # as Qwen3: an empty thought before the last answer only
+    "{% for m in messages %}{{ '<|begin|>' + m['role'] + '\n' }}"
+    "{% if loop.last and m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+)
+THINK_FIRST = (  # as reasoning models: the prompt opens a thought that the history leaves out
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'].split('</think>')[-1] }}"
+    "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
+MESS = (  # shouts, drops the system message, forgets all but the last question and answer
+    "{% for m in messages[-2:] if m['role'] != 'system' %}"
+    "{{ '### ' ~ m['role'] | upper ~ ' ###\n' ~ m['content'] | trim ~ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### ASSISTANT ###\n' }}{% endif %}"
+)
+# name -> template, and the text of answer `a` in it, or None if the template leaves it out
+TEMPLATES = {
+    "own": (tk.CHAT_TEMPLATE, lambda a, last: f"{a.strip()}<|end|>"),
+    "llama3": (LLAMA3, lambda a, last: f"{a.strip()}<|end|>"),
+    "chatml": (CHATML, lambda a, last: f"{a}<|end|>\n"),
+    "inst": (INST, lambda a, last: f" {a} <|end|>"),
+    "no_end_mark": (NO_END_MARK, lambda a, last: f" {a} " if last else f" {a}"),
+    "one_end_mark": (ONE_END_MARK, lambda a, last: f" {a.strip()}" + "<|end|>" * last),
+    "think_last": (
+        THINK_LAST,
+        lambda a, last: "<think>\n\n</think>\n\n" * last + f"{a}<|end|>\n",
+    ),
+    "think_first": (THINK_FIRST, lambda a, last: f"{a}<|end|>"),
+    "mess": (MESS, lambda a, last: f"{a.strip()}\n\n" if last else None),
+}
+WORDS = "coffee table room 42 rain, naïve 日本 🙂 ok? USER: user assistant\nnew \n\nlines".split(
+    " "
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer") / "small"
+    # A frequent ` USER` gets a token of its own, which then lies over the end of answers.
+    texts = ["user assistant coffee table room in the rain, USER: ok? USER: ASSISTANT:"] * 9
+    tk.train_tokenizer(iter(texts), 330, folder)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return tk.load_tokenizer(folder)
+
+
+def conversation(seed: int, system: bool = True) -> list[chat.Message]:
+    draw = random.Random(seed)
+
+    def text():
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, 7))).strip()
+
+    turns = [("user", text()) for _ in range(draw.randint(1, 4))]
+    messages = [{"role": r, "content": c} for q in turns for r, c in (q, ("assistant", text()))]
+    opening = [{"role": "system", "content": text()}] if system and draw.random() < 0.4 else []
+    return opening + messages
+
+
+def answers_in(tokenizer, example: chat.Example) -> list[str]:
+    """The text of each run of response tokens."""
+    edges = np.diff(np.concatenate([[0], example.response_T.astype(int), [0]]))
+    runs = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
+    return [tokenizer.decode(example.tokens_T[begin:end]) for begin, end in runs]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_response_is_exactly_the_answers(tokenizer, name, trim_offsets):
+    tokenizer.chat_template, written = TEMPLATES[name]
+    if trim_offsets:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    for seed in range(40):
+        messages = conversation(seed)
+        example = chat.encode(tokenizer, messages, max_length=10_000)
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        texts = [written(a, i + 1 == len(answers)) for i, a in enumerate(answers)]
+        assert answers_in(tokenizer, example) == [text for text in texts if text is not None]
+        assert example.tokens_T.dtype == np.int32 and example.response_T.dtype == bool
+        assert tokenizer.decode(example.tokens_T) == chat.render(tokenizer, messages)
+
+
+@pytest.mark.parametrize("name", ["own", "llama3", "chatml", "inst", "think_last"])
+def test_the_prompt_ends_where_the_last_answer_begins(tokenizer, name):
+    tokenizer.chat_template, written = TEMPLATES[name]
+    for seed in range(20):
+        messages = conversation(seed)
+        prompt = chat.prompt_ids(tokenizer, messages[:-1])
+        example = chat.encode(tokenizer, messages, max_length=10_000)
+        last_begin = len(example.tokens_T) - int(np.argmin(example.response_T[::-1]))
+        assert prompt == example.tokens_T[:last_begin].tolist()
+
+
+def test_thoughts_are_cut_out_of_the_history(tokenizer):
+    tokenizer.chat_template = THINK_FIRST
+    messages = conversation(3, system=False)
+    plain = chat.encode(tokenizer, messages, 10_000)
+    thoughtful = [
+        {**m, "content": f"I wonder.</think>{m['content']}" if i % 2 else m["content"]}
+        for i, m in enumerate(messages)
+    ]
+    np.testing.assert_equal(chat.encode(tokenizer, thoughtful, 10_000), plain)
+
+
+def test_a_token_over_the_end_of_an_answer_belongs_to_it(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    contents = ["in the", " cof", "fee", " room"]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
+    example = chat.encode(tokenizer, messages, 100)
+    assert tokenizer.decode(example.tokens_T[example.response_T]) == " coffee room"
+
+
+def test_long_conversations_are_cut(tokenizer):
+    messages = conversation(1)
+    whole = chat.encode(tokenizer, messages, 10_000)
+    first = int(np.argmax(whole.response_T))
+    cut = chat.encode(tokenizer, messages, first + 1)
+    np.testing.assert_array_equal(cut.tokens_T, whole.tokens_T[: first + 1])
+    assert cut.response_T.tolist() == [False] * first + [True]
+    assert chat.encode(tokenizer, messages, first) is None
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('turns must alternate') }}", "turns must alternate"),
+        ("{% for m in messages + messages %}{{ m['content'] }}{% endfor %}", "each turn once"),
+        ("{% for m in messages %}{{ m['nothing']['at all'] }}{% endfor %}", "refuses"),
+    ],
+)
+def test_unfit_templates(tokenizer, template, reason):
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=reason) as raised:
+        chat.encode(tokenizer, conversation(0), 100)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": " \n"}]])
+def test_empty_prompts(tokenizer, messages):
+    with pytest.raises(InputError, match="prompt is empty"):
+        chat.prompt_ids(tokenizer, messages)
+
+
+def test_prompt_without_template(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        chat.prompt_ids(tokenizer, [{"role": "user", "content": "Hi"}])
+
+
+def test_plain_text_in_chunks(tokenizer):
+    text = "coffee in the rain, " * 20
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    examples = chat.encode_text(tokenizer, text, max_length=16)
+    assert all(example.tokens_T[0] == tokenizer.bos_token_id for example in examples)
+    assert all(example.response_T.all() and len(example.tokens_T) <= 16 for example in examples)
+    assert np.concatenate([example.tokens_T[1:] for example in examples]).tolist() == ids
+    assert chat.encode_text(tokenizer, "", 16) == []
+    with pytest.raises(InputError, match="max_length 1 "):
+        chat.encode_text(tokenizer, text, 1)
+
+
+HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": HELLO},
+        {"messages": [{**message, "extra": 1} for message in HELLO], "source": "x#y"},
+        {"messages": {key: [m[key] for m in HELLO] for key in ("role", "content")}},  # columns
+        {"history": HELLO},
+        {"conversations": HELLO},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
+        {"prompt": "Hi", "messages": HELLO},
+        {"id": 1, "data": ["Hi", "Hello!"]},
+        {"instruction": " Hi ", "output": "Hello!\n"},
+        {"instruction": "Hi", "input": "", "output": "Hello!"},
+    ],
+)
+def test_record_styles(record):
+    assert chat.messages_of(record) == HELLO
+
+
+def test_alpaca_input_and_system_messages():
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    assert chat.messages_of(record)[0]["content"] == "Add.\n\n1 and 2"
+    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
+    record = {"conversations": [*turns, {"from": "gpt", "value": "Hello!"}]}
+    assert [m["role"] for m in chat.messages_of(record)] == ["system", "user", "assistant"]
+    messages = reference.reference_messages(record)
+    assert [m["role"] for m in messages] == ["user", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        ({"question": "Hi"}, "unknown style"),
+        ({"messages": []}, "unknown style"),
+        ({"messages": [{"role": "tool", "content": "{}"}, *HELLO]}, "role 'tool'"),
+        ({"messages": ["Hi", "Hello!"]}, "not an object"),
+        ({"messages": "Hi"}, "not a list"),
+        ({"messages": [*HELLO, {"role": "user", "content": ""}]}, "without text"),
+        ({"messages": [*HELLO, {"role": "user", "content": None}]}, "without text"),
+        ({"instruction": "Hi", "output": None}, "without text"),
+    ],
+)
+def test_unfit_records(record, reason):
+    with pytest.raises(InputError, match=reason):
+        chat.messages_of(record)
+
+
+def test_user_turns_alone_are_messages_but_nothing_to_learn(tokenizer):
+    messages = chat.messages_of({"messages": HELLO[:1]})
+    assert messages == HELLO[:1]
+    with pytest.raises(InputError, match="without an answer"):
+        chat.encode(tokenizer, messages, 100)
+
+
+@pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))
+def recorded(request):
+    expected = json.loads((request.param / "expected.json").read_text())
+    return tk.load_tokenizer(request.param), expected
+
+
+@pytest.mark.golden
+def test_reference_templates(recorded):
+    tokenizer, expected = recorded
+    templates = reference.reference_templates(tokenizer, expected["total_number_tokens"])
+    assert templates.instruction == expected["instruction_template"]
+    assert templates.response == expected["response_template"]
+
+
+@pytest.mark.golden
+def test_reference_examples(recorded):
+    tokenizer, expected = recorded
+    vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
+    for record, formatted, wanted in zip(
+        expected["conversations"],
+        expected["formatted"],
+        expected["per_conversation"],
+        strict=True,
+    ):
+        messages = reference.reference_messages(record)
+        assert chat.render(tokenizer, messages) == formatted
+        example = reference.reference_encode(tokenizer, messages, vocab_size, max_length)
+        assert (example is not None) == wanted["kept"]
+        if example:
+            assert example.tokens_T.tolist() == wanted["input_ids"]
+            assert example.response_T.astype(int).tolist() == wanted["response_mask"]
+
+
+@pytest.mark.golden
+def test_both_rules_agree_on_the_first_answer(recorded):
+    tokenizer, expected = recorded
+    vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
+    compared = 0
+    for record in expected["conversations"]:
+        messages = reference.reference_messages(record)
+        theirs = reference.reference_encode(tokenizer, messages, vocab_size, max_length)
+        if theirs and len(messages) == 2:
+            ours = chat.encode(tokenizer, chat.messages_of(record), max_length)
+            np.testing.assert_equal(ours, theirs)
+            compared += 1
+    assert compared
+
+
+IDS = {"prompt_ids": [5, 0, 9], "token_ids": [7, 9], "source": "shop"}
+
+
+@pytest.mark.parametrize("max_length, kept", [(99, 5), (5, 5), (4, 4), (3, None), (1, None)])
+def test_ids_are_taken_as_they_are(max_length, kept):
+    example = chat.encode_ids(IDS, 10, max_length)
+    if kept is None:
+        assert example is None
+        return
+    assert example.tokens_T.tolist() == [5, 0, 9, 7, 9][:kept]
+    assert example.response_T.tolist() == [False, False, False, True, True][:kept]
+    assert example.tokens_T.dtype == np.int32 and example.response_T.dtype == bool
+
+
+def test_ids_without_a_prompt_or_an_answer():
+    for record in ({"token_ids": [7, 9]}, {"prompt_ids": [], "token_ids": [7, 9]}):
+        example = chat.encode_ids(record, 10, 99)
+        assert example.tokens_T.tolist() == [7, 9] and example.response_T.all()
+    for prompt in ([], [5]):
+        assert chat.encode_ids({"prompt_ids": prompt, "token_ids": []}, 10, 99) is None
+
+
+@pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
+@pytest.mark.parametrize("name", ["prompt_ids", "token_ids"])
+def test_what_is_no_list_of_known_ids_is_refused(name, ids):
+    """Wherever it stands, behind the cut too."""
+    ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
+    with pytest.raises(InputError, match="ids outside the vocabulary of 10: use the target's own"):
+        chat.encode_ids(IDS | {name: ids}, 10, 3)
+
+
+def test_reference_labels_later_users(tokenizer):
+    messages = [*HELLO, *HELLO]
+    example = reference.reference_encode(tokenizer, messages, len(tokenizer), 100)
+    (run,) = answers_in(tokenizer, example)
+    assert run == "Hello!<|end|><|user|>Hi<|end|><|assistant|>Hello!<|end|>"
+
+
+def test_reference_needs_its_sentinel(tokenizer):
+    with pytest.raises(InputError, match="no token 9999"):
+        reference.reference_encode(tokenizer, HELLO, 10_000, 100)
+    vocab_size = tokenizer.convert_tokens_to_ids("#") + 1
+    assert reference.reference_encode(tokenizer, HELLO, vocab_size, 100)
+    messages = [{"role": "user", "content": "C# or C?"}, HELLO[1]]
+    with pytest.raises(InputError, match="the sentinel"):
+        reference.reference_encode(tokenizer, messages, vocab_size, 100)
+
+
+@pytest.mark.parametrize(
+    "turns, cut_answer, wanted",
+    [
+        ("uaua", False, ["One<|end|>", "Three<|end|>"]),
+        ("suaua", False, ["Two<|end|>", "Four<|end|>"]),  # what stands before the first question
+        ("saua", False, ["One<|end|>", "Three<|end|>"]),  # an answer before the first question
+        ("uaua", True, ["One<|end|>"]),  # a second question that lost its answer
+    ],
+)
+def test_reference_pairs_questions_with_answers(tokenizer, turns, cut_answer, wanted):
+    tokenizer.chat_template = tk.CHAT_TEMPLATE.replace("{{ bos_token }}", "")
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    contents = ["Zero", "One", "Two", "Three", "Four"]
+    messages = [
+        {"role": roles[turn], "content": content}
+        for turn, content in zip(turns, contents, strict=False)
+    ]
+    answer = tokenizer("<|assistant|>Three<|end|>", add_special_tokens=False).input_ids
+    length = len(tokenizer(chat.render(tokenizer, messages)).input_ids)
+    max_length = length - len(answer) if cut_answer else length
+    example = reference.reference_encode(tokenizer, messages, len(tokenizer), max_length)
+    assert answers_in(tokenizer, example) == wanted
+
+
+def test_reference_masks_the_pad_token(tokenizer):
+    tokenizer.pad_token = tk.END
+    example = reference.reference_encode(tokenizer, HELLO, len(tokenizer), 100)
+    assert answers_in(tokenizer, example) == ["Hello!"]
+    tokenizer.pad_token = None
+    assert chat.pad_id(tokenizer, 1000) == 999

@@ -1,0 +1,254 @@
+"""Records from every kind of place, and one clear line for what cannot be read."""
+
+import functools
+import gzip
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_jax.data import chat, corpora
+from moa_jax.errors import InputError
+
+CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
+MESSAGES = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "Yes"}]
+RECORDS = [{"text": f"Nº {i}", "source": f"shop/repo#set{i % 2}"} for i in range(5)]
+
+
+def lines(records=RECORDS) -> bytes:
+    return b"".join(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in records)
+
+
+def write(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path)
+
+
+def parquet(path: Path) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("a.jsonl", lambda path: write(path, lines())),
+        ("a.jsonl", lambda path: write(path, b"\n" + lines().rstrip() + b"\n \n\n")),
+        ("a.jsonl.gz", lambda path: write(path, gzip.compress(lines()))),
+        ("a.json", lambda path: write(path, json.dumps(RECORDS).encode())),
+        ("a.json.gz", lambda path: write(path, gzip.compress(json.dumps(RECORDS).encode()))),
+        ("a.parquet", parquet),
+    ],
+)
+def test_every_kind_of_file(tmp_path, name, make):
+    path = make(tmp_path / name)
+    assert list(corpora.read(path)) == RECORDS
+    assert corpora.count(path) == len(RECORDS)
+    assert corpora.files_of(path) == [Path(path)]
+    assert list(corpora.read(path, ["set1"])) == RECORDS[1::2]
+
+
+@pytest.mark.parametrize(
+    "name, make, places",
+    [
+        ("a.jsonl", lambda path: write(path, b"\n" + lines()), ["line 2", "line 4", "line 6"]),
+        ("a.json", lambda path: write(path, json.dumps(RECORDS).encode()), None),
+        ("a.parquet", parquet, None),
+    ],
+)
+def test_places_count_blank_lines_and_other_sources(tmp_path, name, make, places):
+    path = make(tmp_path / name)
+    places = places or ["record 1", "record 3", "record 5"]
+    wanted = list(zip([f"{path} {place}" for place in places], RECORDS[::2], strict=True))
+    assert list(corpora.read_numbered(path, ["set0"])) == wanted
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    write(tmp_path / "b.jsonl", lines(RECORDS[3:]))
+    write(tmp_path / "a" / "x.jsonl.gz", gzip.compress(lines(RECORDS[:2])))
+    write(tmp_path / "a" / "y.json", json.dumps(RECORDS[2]).encode())
+    write(tmp_path / "README.md", b"# not data")
+    assert list(corpora.read(str(tmp_path))) == RECORDS
+    assert corpora.count(str(tmp_path)) == len(RECORDS)
+
+
+def test_lines_are_streamed(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines() + b"{broken\n")
+    records = corpora.read(path)
+    assert [next(records) for _ in RECORDS] == RECORDS
+    with pytest.raises(InputError, match=r"a\.jsonl line 6 is not JSON"):
+        next(records)
+
+
+def test_sources():
+    def names(*sources):
+        return {r["source"] for r in corpora.read(str(CONVERSATIONS), sources)}
+
+    assert names("hotel", "talk") == {"moa-jax#hotel", "moa-jax#talk"}
+    assert names("moa-jax#hotel") == {"moa-jax#hotel"}
+    assert names("otel") == names("moa-jax") == names("hotel#") == set()
+    assert len(names()) == 9
+
+
+def test_data_below_moa_data(tmp_path, monkeypatch):
+    write(tmp_path / "chat" / "a.jsonl", lines())
+    monkeypatch.setenv("MOA_DATA", str(tmp_path))
+    assert list(corpora.read("data:chat/a.jsonl")) == RECORDS
+    with pytest.raises(InputError, match="no file or folder .*chat/b.jsonl"):
+        list(corpora.read("data:chat/b.jsonl"))
+    monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
+    with pytest.raises(InputError, match="set MOA_DATA"):
+        list(corpora.read("data:chat/a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "name, content, fault",
+    [
+        ("a.jsonl", lines() + b"{'text': 1}\n", r"a\.jsonl line 6 is not JSON"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl line 1 is not JSON in UTF-8"),
+        ("a.jsonl", b'{}\n["text"]\n', r"a\.jsonl line 2 is not a JSON object"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(lines() * 99, mtime=0)[:-20],
+            r"a\.jsonl\.gz cannot be read after",
+        ),
+        ("a.jsonl.gz", lines(), r"a\.jsonl\.gz cannot be read after line 0"),
+        ("a.json", b"[{}, 3]", r"a\.json record 2 is not a JSON object"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl line 1 is not text in UTF-8: .*surrogate"),
+        ("a.jsonl", b"[" * 100000 + b"\n", r"a\.jsonl line 1 is not JSON in UTF-8"),
+        ("a.json", b'[{}, {"text": "\\uDFFF"}]', r"a\.json record 2 is not text in UTF-8"),
+        ("a.json", b"[{}", r"a\.json is not JSON"),
+        ("a.json.gz", gzip.compress(b"[{}]", mtime=0)[:-9], r"a\.json\.gz is not JSON"),
+        ("a.parquet", b"PAR1 no more", r"a\.parquet is not Parquet"),
+        ("a.csv", b"1,2", r"a\.csv is of no known kind"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, fault):
+    with pytest.raises(InputError, match=fault) as raised:
+        list(corpora.read(write(tmp_path / name, content)))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_record_that_cannot_be_read_is_skipped_by_those_who_count(tmp_path):
+    good, smile = b'{"text": "good"}\n', b'{"text": "\\ud83d\\ude00"}\n'
+    path = write(tmp_path / "a.jsonl", good + b"\xff\n" + smile + b"3\n" + b"{\n" + good)
+    found = list(corpora.read_all(path))
+    assert [place for place, _ in found] == [f"{path} line {n}" for n in range(1, 7)]
+    told = [str(what) if isinstance(what, InputError) else what["text"] for _, what in found]
+    assert told[0] == told[5] == "good" and told[2] == "\U0001f600"
+    assert told[1] == told[4] == "not JSON in UTF-8: repair the line"
+    assert told[3].startswith("not a JSON object")
+    assert corpora.count(path) == 6
+
+
+def test_a_parquet_row_that_is_no_text_spoils_no_other(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])  # unchecked
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    one, fault, three = (what for _, what in corpora.read_all(str(tmp_path)))
+    assert (one, three) == ({"text": "one"}, {"text": "three"})
+    assert str(fault) == "not text in UTF-8: repair the record"
+    with pytest.raises(InputError, match=r"a\.parquet record 2 is not text in UTF-8"):
+        list(corpora.read(str(tmp_path)))
+
+
+def test_missing_and_empty(tmp_path):
+    with pytest.raises(InputError, match="holds no data"):
+        list(corpora.read(str(tmp_path)))
+    with pytest.raises(InputError, match="no file or folder"):
+        list(corpora.read(str(tmp_path / "a.jsonl")))
+
+
+def test_hub_reads_through_datasets(tmp_path):
+    pytest.importorskip("datasets")  # it takes a folder where it takes a hub id
+    write(tmp_path / "set" / "train.jsonl", lines())
+    assert list(corpora.read(f"hub:{tmp_path}/set/train", ["set0"])) == RECORDS[::2]
+    assert corpora.files_of(f"hub:{tmp_path}/set/train") == [tmp_path / "set" / "train.jsonl"]
+    assert corpora.count(f"hub:{tmp_path}/set/train") is None
+    with pytest.raises(InputError, match="cannot open hub:.*check the name"):
+        list(corpora.read(f"hub:{tmp_path}/set/test"))
+    with pytest.raises(InputError, match="names no split"):
+        list(corpora.read("hub:ultrachat"))
+
+
+def test_hub_reads_what_datasets_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS)}).save_to_disk(tmp_path)
+    assert list(corpora.read(f"hub:{tmp_path}/train")) == RECORDS
+    assert corpora.count(f"hub:{tmp_path}/train") == len(RECORDS)
+
+
+def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
+    import tensorflow_datasets as tfds
+
+    text = tfds.features.Text()
+    turn = {"role": text, "content": text}
+
+    class SmallChats(tfds.core.GeneratorBasedBuilder):
+        __module__ = "__main__"  # a builder of its own, in no package
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"messages": tfds.features.Sequence(turn), "count": np.int64}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, _):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            yield 0, {"messages": MESSAGES, "count": 3}
+
+    in_folder = {"data_dir": tmp_path, "builder_kwargs": {"file_format": "array_record"}}
+    monkeypatch.setattr(tfds, "data_source", functools.partial(tfds.data_source, **in_folder))
+    (record,) = corpora.read("tfds:small_chats/train")
+    assert record["count"] == 3
+    assert chat.messages_of(record) == MESSAGES
+    assert corpora.count("tfds:small_chats/train") == 1
+    with pytest.raises(InputError, match="cannot open tfds:small_chats/test"):
+        list(corpora.read("tfds:small_chats/test"))
+
+
+def test_tfds_nested_values(monkeypatch):
+    stored = [{"turns": {"role": np.array([b"user", b"gpt"], object)}, "ids": np.arange(2)}]
+    fake = types.SimpleNamespace(data_source=lambda name, split: stored)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    (record,) = corpora.read("tfds:group/chats/train")
+    assert record == {"turns": {"role": ["user", "gpt"]}, "ids": [0, 1]}
+    stored.append({"text": b"\xff"})
+    _, (place, fault) = corpora.read_all("tfds:group/chats/train")
+    assert (place, str(fault)) == (
+        "tfds:group/chats/train record 2",
+        "not text in UTF-8: repair the record",
+    )
+
+
+def test_a_failing_library_is_quoted(monkeypatch):
+    def data_source(name, split):
+        raise ImportError("it wants another library\nand says so at length")
+
+    fake = types.SimpleNamespace(data_source=data_source)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    with pytest.raises(InputError, match=r"cannot open tfds:x/train \(it wants .* library\)"):
+        list(corpora.read("tfds:x/train"))
+
+
+@pytest.mark.parametrize(
+    "path, package",
+    [("hub:x/y/train", "datasets"), ("tfds:x/train", "tensorflow_datasets")],
+)
+def test_absent_packages_are_named(monkeypatch, path, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=f"pip install {package}"):
+        list(corpora.read(path))

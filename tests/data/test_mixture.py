@@ -1,0 +1,156 @@
+"""Shares of several sources: exact however long the run, the same from any step on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_jax.config import DataConfig
+from moa_jax.data import batches
+from moa_jax.data import tokenizer as tk
+from moa_jax.data.batch import Batch
+from moa_jax.data.chat import Example
+from moa_jax.data.mixture import Mixture, deal
+from moa_jax.errors import InputError
+
+CONVERSATIONS = str(Path(__file__).parent / "conversations.jsonl")
+
+
+def numbered(first: int, count: int) -> Batch:
+    """Rows whose tokens are all the row's number, from `first` on."""
+    numbers = range(first, first + count)
+    return batches.pad([Example(np.full(4, n, np.int32), np.ones(4, bool)) for n in numbers], 4)
+
+
+def dealt(source: Mixture, steps: range) -> np.ndarray:
+    """The numbers of the rows of these batches, one after the other."""
+    return np.concatenate([source.batch(step).tokens_BT[:, 0] for step in steps])
+
+
+@pytest.mark.parametrize(
+    "weights", [(1, 1), (0.7, 0.3), (2, 1, 1), (0.9, 0.09, 0.01), (1 / 3, 0.5), (1e-4, 1), (5,)]
+)
+def test_shares_are_exact_at_any_length(weights):
+    shares_P = np.array(weights, float) / sum(weights)
+    source_N, number_N = deal(shares_P, 0, 30000)
+    counts_NP = np.cumsum(source_N[:, None] == np.arange(len(weights)), axis=0)
+    wanted_NP = np.arange(1, 30001)[:, None] * shares_P
+    assert np.abs(counts_NP - wanted_NP).max() <= (len(weights) + 1) / 2
+    for source in range(len(weights)):  # each deals its rows one after the other
+        own_R = number_N[source_N == source]
+        np.testing.assert_array_equal(own_R, np.arange(len(own_R)))
+
+
+@pytest.mark.parametrize("first", [0, 1, 17, 4096, 10**9 + 7])
+def test_any_part_of_a_run_is_found_without_those_before_it(first):
+    shares_P = np.array([0.61, 0.3, 0.09])
+    whole = deal(shares_P, first, 600)
+    parts = [deal(shares_P, first + i, 7) for i in range(0, 595, 7)]
+    for one, several in zip(whole, zip(*parts, strict=True), strict=True):
+        np.testing.assert_array_equal(one[:595], np.concatenate(several))
+
+
+def test_even_shares_alternate():
+    assert deal(np.array([0.5, 0.25, 0.25]), 0, 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+
+
+def test_each_source_runs_through_epochs_of_its_own():
+    source = Mixture([numbered(0, 5), numbered(100, 40)], (0.5, 0.5), 10, seed=3)
+    assert len(source) == 4 and source.rows_per_batch == 10
+    run_N = dealt(source, range(8))
+    few_N, many_N = run_N[run_N < 100], run_N[run_N >= 100]
+    assert sorted(many_N) == list(range(100, 140))
+    epochs = few_N.reshape(8, 5)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(5), (8, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) > 4
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    def mixture(seed):
+        return Mixture([numbered(0, 7), numbered(100, 9)], (3, 2), 4, seed)
+
+    unbroken = [dealt(mixture(1), range(step, step + 1)).tolist() for step in range(20)]
+    resumed = mixture(1)
+    for step in reversed(range(20)):
+        assert dealt(resumed, range(step, step + 1)).tolist() == unbroken[step]
+    assert dealt(mixture(2), range(20)).tolist() != sum(unbroken, [])
+
+
+def test_equal_sources_are_dealt_in_unlike_orders():
+    source = Mixture([numbered(0, 50), numbered(100, 50)], (1, 1), 100, seed=0)
+    run_N = dealt(source, range(1))
+    assert run_N[run_N < 100].tolist() != (run_N[run_N >= 100] - 100).tolist()
+
+
+def test_whole_rows_and_slices():
+    """All arrays of a row stay together, and slices joined are the batch."""
+    source = Mixture([numbered(0, 7), numbered(100, 9)], (0.8, 0.2), 6, seed=1)
+    for step in range(5):
+        whole = source.batch(step)
+        assert [array.shape for array in whole] == [(6, 4)] * 4
+        assert (whole.tokens_BT == whole.tokens_BT[:, :1]).all() and whole.response_BT.all()
+        parts = [source.batch(step, rows=slice(i, i + 2)) for i in (0, 2, 4)]
+        for array, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+            np.testing.assert_array_equal(array, np.concatenate(pieces))
+
+
+# ---- from a config ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer") / "small"
+    tk.train_tokenizer(iter(["Hello there, how are you? " * 9]), 300, folder)
+    return tk.load_tokenizer(folder)
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    """Two files that tell by their words which of them a row comes from."""
+    paths = []
+    for word, count in (("one", 30), ("two", 10)):
+        talk = {"messages": [{"role": "user", "content": "Hi"}]}
+        talk["messages"].append({"role": "assistant", "content": word})
+        paths.append(tmp_path / f"{word}.jsonl")
+        paths[-1].write_text((json.dumps(talk) + "\n") * count + "{}\n")
+    train = tuple(map(str, paths))
+    return DataConfig(train, train, 64, 64, 8, weights=(0.25, 0.75), pack=False, seed=2)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_weights_of_a_config(config, tokenizer, tmp_path, cache):
+    config = dataclasses.replace(config, cache=str(tmp_path / "cache") if cache else None)
+    source, report = batches.load(config, tokenizer, 300, "train")
+    for step in range(10):
+        texts = [tokenizer.decode(row) for row in source.batch(step).tokens_BT]
+        assert sum("two" in text for text in texts) == 6
+    assert (report.kept, report.rows, sum(report.dropped.values())) == (40, 40, 2)
+    (place,) = report.first.values()
+    assert place.endswith("one.jsonl line 31")
+    validation, same = batches.load(config, tokenizer, 300, "validation")
+    assert len(validation.rows.tokens_BT) == 40 and same == report
+
+
+def test_one_path_without_records_is_refused(config, tokenizer, tmp_path):
+    (tmp_path / "two.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match="none of 1 records of .*two.jsonl can be used"):
+        batches.load(config, tokenizer, 300, "train")
+
+
+@pytest.mark.parametrize(
+    "weights, fault",
+    [
+        ((1.0,), "1 weights for 2 train paths: give one each"),
+        ((1.0, 0.0), "weights are .*: choose numbers above 0"),
+        ((1.0, -1.0), "above 0"),
+        ((1.0, float("nan")), "above 0"),
+        ((1.0, float("inf")), "above 0"),
+    ],
+)
+def test_weights_that_make_no_shares(config, weights, fault):
+    with pytest.raises(InputError, match=fault):
+        dataclasses.replace(config, weights=weights)

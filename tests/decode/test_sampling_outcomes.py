@@ -1,0 +1,262 @@
+"""Every draft and every choice on tiny vocabularies, in exact numbers: no draft changes the law.
+
+Each outcome of a round is weighed with its probability, so nothing is left to luck. Rules that
+are broken in one place stand beside the right ones, and must change the law.
+"""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax.decode import sample
+from moa_jax.decode.verify import verify
+from moa_jax.drafters.api import NOTHING, Tree
+
+CHAIN = ((0,), (0, 0), (0, 0, 0))
+PAIRS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+TRIPLE = ((0,), (1,), (2,), (0, 0))
+DEEP = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+TREES = [(3, CHAIN), (4, CHAIN), (3, PAIRS), (4, TRIPLE), (3, DEEP)]
+LENGTH = 4  # tokens whose joint law is compared: as many as a round can emit
+
+
+def random_table(size: int, seed: int, support: int | None = None) -> dict:
+    """{path: law of the next token}; with a `support` only so many tokens are possible."""
+    rng = np.random.default_rng(seed)
+    table = {}
+    for length in range(LENGTH):
+        for path in itertools.product(range(size), repeat=length):
+            law_V = rng.dirichlet(np.full(size, 0.7)) + 0.02
+            law_V[rng.permutation(size)[support:] if support else []] = 0.0
+            table[path] = law_V / law_V.sum()
+    return table
+
+
+def joint_law(table: dict, size: int, given: tuple = ()) -> np.ndarray:
+    """The law of LENGTH tokens, `given` the first ones, as one axis."""
+    law = np.zeros((size,) * LENGTH)
+    for tokens in itertools.product(range(size), repeat=LENGTH - len(given)):
+        whole = given + tokens
+        law[whole] = np.prod([table[whole[:k]][whole[k]] for k in range(len(given), LENGTH)])
+    return law.ravel()
+
+
+def in_order(law_V: np.ndarray, count: int, given: tuple = ()) -> list[tuple[tuple, float]]:
+    """All ordered draws without replacement; those that nothing is left for are lowest first."""
+    if len(given) == count:
+        return [(given, 1.0)]
+    rest_V = np.where(np.isin(np.arange(len(law_V)), given), 0.0, law_V)
+    if not rest_V.any():
+        unused = [token for token in range(len(law_V)) if token not in given]
+        return [((*given, *unused)[:count], 1.0)]
+    return [
+        (tokens, rest_V[token] / rest_V.sum() * chance)
+        for token in np.flatnonzero(rest_V).tolist()
+        for tokens, chance in in_order(law_V, count, (*given, token))
+    ]
+
+
+def all_drafts(paths: tuple, table: dict) -> list[tuple[dict, float]]:
+    """Every ({node's path of ranks: its path of tokens}, its probability)."""
+    drafts = [({(): ()}, 1.0)]
+    for node in ((), *paths):
+        count = sum(path[:-1] == node for path in paths)
+        drafts = [
+            (draft | {(*node, k): (*draft[node], token) for k, token in enumerate(tokens)}, w * c)
+            for draft, w in drafts
+            for tokens, c in (in_order(table[draft[node]], count) if count else [((), 1.0)])
+        ]
+    return drafts
+
+
+def tree_of(paths: tuple, tokens_BN: np.ndarray) -> Tree:
+    nodes = ((), *paths)
+    parent_N = np.array([nodes.index(path[:-1]) for path in nodes])
+    ancestor_NN = np.array([[path[: len(up)] == up for up in nodes] for path in nodes])
+    spread = lambda row_N: np.broadcast_to(row_N, tokens_BN.shape)  # noqa: E731
+    depth_N = np.array([len(path) for path in nodes])
+    return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_NN[None])
+
+
+our_verify = jax.jit(verify, static_argnums=2)
+our_children = jax.jit(sample.children, static_argnums=1)
+
+
+def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_law):
+    """Each draft's law of LENGTH tokens (D, V ** LENGTH): one real `verify` of all choices.
+
+    What a round emits is continued by the target's own law.
+    """
+    nodes, size = ((), *paths), len(target[()])
+    token = lambda path: path[-1] if path else 0  # noqa: E731
+    tokens_DN = np.array([[token(draft[node]) for node in nodes] for draft, _ in drafts])
+    unreached = np.full(size, 1 / size)  # what follows a missing node
+    follows = lambda table, path: table.get(path, unreached)  # noqa: E731
+    laws = [
+        np.array([[follows(table, draft[node]) for node in nodes] for draft, _ in drafts])
+        for table in (target, drafter)
+    ]
+    most = 1 + max(map(max, paths))
+    child_DNk = np.asarray(our_children(tree_of(paths, tokens_DN), most))
+    chance_DNV = choice_law(*laws, child_DNk)
+    np.testing.assert_allclose(chance_DNV.sum(-1), 1.0, atol=1e-6)
+
+    choice_AN = np.array(list(itertools.product(range(size), repeat=len(nodes))))
+    weight_DA = np.prod(
+        [chance_DNV[:, n, choice_AN[:, n]] for n in range(len(nodes))], axis=0, dtype=np.float64
+    )
+    (D, A), levels = weight_DA.shape, 1 + max(map(len, paths))
+    tree = tree_of(paths, np.repeat(tokens_DN, A, axis=0))
+    verdict = our_verify(tree, np.tile(choice_AN, (D, 1)), levels)
+    count_X, emitted_XD = np.asarray(verdict.count_B), np.asarray(verdict.emitted_BD)
+    law = np.zeros((D, size**LENGTH))
+    for count in range(1, levels + 1):
+        for prefix in itertools.product(range(size), repeat=count):
+            same_X = (count_X == count) & (emitted_XD[:, :count] == prefix).all(axis=1)
+            mass_D = (weight_DA * same_X.reshape(D, A)).sum(axis=1)
+            law += mass_D[:, None] * joint_law(target, size, prefix)
+    return law
+
+
+def expected_law(drafts: list, laws_DX: np.ndarray) -> np.ndarray:
+    return np.array([chance for _, chance in drafts]) @ laws_DX
+
+
+def point_masses(law_DNV, draft_DNV, child_DNk):
+    return law_DNV
+
+
+def sampled(reject):
+    """The law of the choice when the children are tried one after the other."""
+
+    def choice_law(law_DNV, draft_DNV, child_DNk):
+        found = reject(law_DNV, draft_DNV, child_DNk)
+        accept_DNk, residual_DNV = (np.asarray(part, np.float64) for part in found)
+        chance_DNV, untried_DN = np.zeros(law_DNV.shape), np.ones(law_DNV.shape[:2])
+        for k in range(child_DNk.shape[-1]):
+            taken_DN = untried_DN * accept_DNk[..., k]
+            chance_DNV += taken_DN[..., None] * np.eye(law_DNV.shape[-1])[child_DNk[..., k]]
+            untried_DN = untried_DN - taken_DN
+        return chance_DNV + untried_DN[..., None] * residual_DNV
+
+    return choice_law
+
+
+our_reject = jax.jit(sample.reject)
+
+
+@pytest.mark.parametrize(("size", "paths"), TREES)
+def test_fixed_candidates_change_no_law(size, paths):
+    """Whatever stands in the tree, unlikely tokens and missing nodes too: each draft alone."""
+    target, drafter = random_table(size, 1), random_table(size, 2)
+    drafts = all_drafts(paths, drafter)[::7]
+    gone = [
+        ({path: (*tokens[:-1], NOTHING) if path[:1] == (0,) else tokens for path, tokens in d}, 1.0)
+        for d in [draft.items() for draft, _ in drafts[:2]]
+    ]
+    laws_DX = output_laws(paths, drafts + gone, target, drafter, point_masses)
+    expected_X = joint_law(target, size)
+    np.testing.assert_allclose(
+        laws_DX, np.broadcast_to(expected_X, laws_DX.shape), rtol=0, atol=1e-12
+    )
+
+
+# A drafter that knows fewer tokens than there are children proposes some that it did not draw.
+@pytest.mark.parametrize("support", [None, 2, 1])
+@pytest.mark.parametrize(("size", "paths"), TREES)
+def test_sampled_candidates_change_no_law(size, paths, support):
+    target = random_table(size, 3, support and 2)
+    drafter = random_table(size, 4, support)
+    drafts = all_drafts(paths, drafter)
+    assert abs(sum(chance for _, chance in drafts) - 1) < 1e-12
+    laws_DX = output_laws(paths, drafts, target, drafter, sampled(our_reject))
+    expected_X = joint_law(target, size)
+    np.testing.assert_allclose(expected_law(drafts, laws_DX), expected_X, rtol=0, atol=1e-6)
+    if support is None:
+        assert np.abs(laws_DX - expected_X).max() > 0.05, "no draft mattered, so nothing was shown"
+
+
+def rejection(
+    law_DNV,
+    draft_DNV,
+    child_DNk,
+    chance=lambda wanted, drafted: wanted / drafted,
+    left=lambda law_V, draft_V: np.maximum(law_V - draft_V, 0.0),
+    others=lambda draft_V, token: np.where(np.arange(len(draft_V)) == token, 0.0, draft_V),
+):
+    """`sample.reject` by its definition in float64, to be broken in one place."""
+    accept_DNk, residual_DNV = np.zeros(child_DNk.shape), np.empty(law_DNV.shape)
+    for d, n in itertools.product(*map(range, child_DNk.shape[:2])):
+        law_V, draft_V = law_DNV[d, n], draft_DNV[d, n]
+        for k, token in enumerate(child_DNk[d, n]):
+            if token < 0 or draft_V[token] == 0:
+                continue
+            accept_DNk[d, n, k] = min(1.0, chance(law_V[token], draft_V[token]))
+            law_V = normalised(left(law_V, draft_V), law_V)
+            draft_V = normalised(others(draft_V, token), draft_V * 0)
+        residual_DNV[d, n] = law_V
+    return accept_DNk, residual_DNV
+
+
+def normalised(mass_V, otherwise_V):
+    return mass_V / mass_V.sum() if mass_V.any() else otherwise_V
+
+
+BROKEN = {
+    "the residual is the law itself": dict(left=lambda law_V, draft_V: law_V),
+    "the drafter's law keeps what was refused": dict(others=lambda draft_V, token: draft_V),
+    "the ratio is upside down": dict(chance=lambda wanted, drafted: drafted / max(wanted, 1e-9)),
+}
+
+
+def distance_of(reject, drafter, paths=PAIRS) -> float:
+    """How far sampled candidates are from the law of three tokens of random tables."""
+    target = random_table(3, 3)
+    drafts = all_drafts(paths, drafter)
+    laws_DX = output_laws(paths, drafts, target, drafter, sampled(reject))
+    return np.abs(expected_law(drafts, laws_DX) - joint_law(target, 3)).max()
+
+
+def test_rejection_by_its_definition_changes_no_law():
+    assert distance_of(rejection, random_table(3, 4)) < 1e-12
+
+
+UNIFORM = dict.fromkeys(random_table(3, 4), np.full(3, 1 / 3))
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_rejection_changes_the_law(what):
+    """Seen with a biased drafter; a uniform one would hide the second of the three."""
+    broken = functools.partial(rejection, **BROKEN[what])
+    assert distance_of(broken, random_table(3, 4)) > 1e-3
+    assert (distance_of(broken, UNIFORM) < 1e-12) == (what == list(BROKEN)[1])
+
+
+def distance_when_chosen(choose, drafter) -> float:
+    """The same for a chain of one, which `choose` makes of two candidates in drawn order."""
+    target = random_table(3, 3)
+    drafts = [
+        ({(): (), (0,): (choose(drafter[()], pair[(0,)][0], pair[(1,)][0]),)}, chance)
+        for pair, chance in all_drafts(((0,), (1,)), drafter)
+    ]
+    laws_DX = output_laws(((0,),), drafts, target, drafter, sampled(our_reject))
+    return np.abs(expected_law(drafts, laws_DX) - joint_law(target, 3)).max()
+
+
+BY_LUCK = {
+    "the likelier of two stays": lambda law_V, a, b: max(a, b, key=lambda t: law_V[t]),
+    "an unlikely one is left out": lambda law_V, a, b: a if law_V[a] > 0.4 else NOTHING,
+}
+
+
+@pytest.mark.parametrize("what", BY_LUCK)
+def test_choosing_by_luck_changes_the_law(what):
+    """What is kept may depend on the drafter's law, not on what was drawn from it."""
+    drafter = random_table(3, 4)
+    assert distance_when_chosen(lambda law_V, a, b: a, drafter) < 1e-6
+    assert distance_when_chosen(lambda law_V, a, b: NOTHING, drafter) < 1e-6
+    assert distance_when_chosen(BY_LUCK[what], drafter) > 1e-3
+    assert distance_when_chosen(BY_LUCK[what], UNIFORM) < 1e-6  # which would hide it

@@ -1,0 +1,315 @@
+"""Whole programs that sample: their texts have the target's law, or are plain decoding's.
+
+tables        tables of logits stand in place of the models' layers
+a pair        a small random pair
+"""
+
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode import sample, step
+from moa_jax.decode.session import law_of
+from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
+from moa_jax.drafters import grow
+from moa_jax.drafters.api import Drafter, Taps
+from tests.oracle import random_pair
+from tests.pairs import NO_STOP
+from tests.sampling_law import PLAIN, law_by_definition
+
+# ---- tables -------------------------------------------------------------------------------
+
+SIZE, ROWS = 5, 1 << 13  # tokens of the vocabulary, texts for each setting
+TOKENS = 4
+LEAST_P = 1e-4  # seeds are fixed: a test that passes once passes always
+LOGITS_VV = np.random.default_rng(7).normal(0, 1.5, (2, SIZE, SIZE)).astype(np.float32)
+MIXED = [
+    PLAIN,
+    Sampling(temperature=0.8, top_k=2),  # fewer tokens than children
+    Sampling(1.2, 4, 0.9, 0.05, 1.5, ((1, 1.0),)),
+    Sampling(temperature=0.0, repetition_penalty=1.2),
+]
+
+
+def table_drafter(logits_VV) -> Drafter:
+    """Drafts from logits that the last token alone decides."""
+
+    def propose(params, shared, cache, root_B, length_B, shape, guide):
+        def level(cache, tokens_BW, ancestor_BWX, depth):
+            logits_BWV = jnp.asarray(logits_VV)[tokens_BW]
+            head_DU = shared.get("lm_head")
+            return logits_BWV if head_DU is None else logits_BWV @ head_DU, cache
+
+        return grow.grow(level, cache, root_B, shape, guide)
+
+    nothing = lambda *arguments: ()  # noqa: E731
+    return Drafter(Taps(), lambda params: {}, None, nothing, nothing, propose, None, None, None)
+
+
+def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
+    """TOKENS tokens after token 0, for ROWS seeds of each setting, by the loop of rounds itself.
+
+    `ids` is a draft vocabulary.
+    """
+
+    def target_pass(setup, weights, tree, caches, length_B):
+        return step.target.Pass(jax.nn.one_hot(tree.tokens_BN, SIZE), (), (), ())
+
+    B = ROWS * len(rows)
+    law = law_of(rows, SIZE)
+    spread = lambda a: None if a is None else jnp.repeat(jnp.asarray(a), ROWS, axis=0)  # noqa: E731
+    key_B = jax.vmap(jax.random.key)(jnp.arange(B, dtype=jnp.uint32))
+    law = sample.Law(key_B, *map(spread, law[1:]))
+    setup = Setup(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)
+    zero_B, zero_BR = jnp.zeros(B, jnp.int32), jnp.zeros((B, TOKENS + 1), jnp.int32)
+    seen_BV = jnp.zeros((B, SIZE), bool).at[:, 0].set(True)
+    state = DecodeState(
+        *(jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32), zero_B, zero_B > 0, (), ()),
+        *(zero_B, zero_BR, zero_BR, None if law.repetition_B is None else seen_BV),
+    )
+    limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1), jnp.int32(99))
+    head = ids and step.Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "target_pass", target_pass)
+        patch.setattr(step.target, "unembed", lambda table_VV, hidden_BNV: hidden_BNV @ table_VV)
+        decode = jax.jit(functools.partial(step.decode, setup))
+        state = decode(Weights(jnp.asarray(LOGITS_VV[0]), None, head), state, limits, law)
+    accepted = np.asarray(state.accept_lengths_BR).sum() / np.asarray(state.rounds_B).sum()
+    assert accepted > 1.05, "hardly a draft was accepted, so nothing was shown"
+    return np.asarray(state.tokens_BC)[:, 1 : TOKENS + 1].reshape(len(rows), ROWS, TOKENS)
+
+
+def law_of_texts(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, float]:
+    """The law of TOKENS tokens after the prompt, where `logits_of` texts gives one row for each."""
+    law = {(): 1.0}
+    for _ in range(TOKENS):
+        logits_XV = logits_of([[*prompt, *text] for text in law])
+        law = {
+            (*text, int(token)): chance * law_V[token]
+            for (text, chance), logits_V in zip(law.items(), logits_XV, strict=True)
+            for law_V in [law_by_definition(logits_V, {*prompt, *text}, row)]
+            for token in np.flatnonzero(law_V)
+        }
+    return law
+
+
+def table_law(row: Sampling) -> dict[tuple, float]:
+    return law_of_texts([0], row, lambda texts: [LOGITS_VV[0][text[-1]] for text in texts])
+
+
+def p_value(texts: np.ndarray, law: dict[tuple, float]) -> float:
+    """Chi-square of texts (rows) against their law; texts expected under 5 times are one."""
+    assert abs(sum(law.values()) - 1) < 1e-9
+    rows, counts = np.unique(texts, axis=0, return_counts=True)
+    seen = {tuple(row): count for row, count in zip(rows.tolist(), counts, strict=True)}
+    if not seen.keys() <= law.keys():
+        return 0.0
+    pairs = np.array([(seen.get(text, 0), chance * len(texts)) for text, chance in law.items()])
+    rare = pairs[:, 1] < 5
+    pairs = np.concatenate([pairs[~rare], pairs[rare].sum(axis=0, keepdims=True)])
+    pairs = pairs[pairs[:, 1] > 0]
+    return scipy.stats.chisquare(*pairs.T).pvalue if len(pairs) > 1 else 1.0
+
+
+def assert_law_of_the_target(monkeypatch, shape, rows, ids=None) -> None:
+    for texts, row in zip(table_texts(monkeypatch, shape, rows, ids), rows, strict=True):
+        assert p_value(texts, table_law(row)) > LEAST_P, row
+
+
+STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], sampled=True)
+
+TWO_LINES = DraftShape.static([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]], sampled=True)
+
+
+@pytest.mark.parametrize("shape", [STATIC, DraftShape(4, sampled=True)], ids=str)
+def test_texts_have_the_law_of_the_target(monkeypatch, shape):
+    """Several rounds in all, so that noise of one round that returned in the next would show."""
+    assert_law_of_the_target(monkeypatch, shape, MIXED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "ids"),
+    [
+        (DraftShape(4, sampled=True, confidence=0.25), None),
+        (dataclasses.replace(TWO_LINES, confidence=0.1), None),
+        (STATIC, (1, 2, 4)),
+        (DraftShape(3, 3, 6), None),
+    ],
+    ids=str,
+)
+def test_texts_of_any_shape_have_the_law_of_the_target(monkeypatch, shape, ids):
+    assert_law_of_the_target(monkeypatch, shape, MIXED, ids)
+
+
+def with_broken_residual(law_BNV, *rest):
+    return unbroken(law_BNV, *rest)._replace(residual_BNV=law_BNV)
+
+
+unbroken = sample.reject
+
+
+@pytest.mark.slow
+def test_a_broken_residual_shows_in_the_texts(monkeypatch):
+    monkeypatch.setattr(sample, "reject", with_broken_residual)
+    (texts,) = table_texts(monkeypatch, STATIC, [PLAIN])
+    assert p_value(texts, table_law(PLAIN)) < LEAST_P / 100
+
+
+# ---- a pair -------------------------------------------------------------------------------
+
+PROMPTS = [[5, 17, 9, 3, 12], [8, 3, 21], [7], [5, 17, 9], [20, 2, 2, 11], [13] * 9]
+TREE = DraftShape(4, 3, 8)
+COUPLED = [  # every row another one; the first two use all that there is
+    Sampling(0.8, 12, 0.95, 0.01, 1.2, ((4, 1.5), (9, -math.inf)), seed=3),
+    Sampling(1.4, 9, 0.8, 0.05, 0.8, ((2, -1.0),), seed=4),
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=2.0, top_p=0.7, seed=7),
+    Sampling(temperature=0.0, repetition_penalty=1.3),
+    Sampling(temperature=0.0, repetition_penalty=1.1, logit_bias=((13, -3.0), (4, 2.0))),
+]
+GREEDY_ROWS = (4, 5)
+
+
+class Pair:
+    """A small random pair that agrees now and then, its sessions, and its torch model."""
+
+    def __init__(self, folder) -> None:
+        sizes = dict(vocab_size=24, num_hidden_layers=2, eos_token_id=None)
+        config, self.model = random_pair.random_target("llama", 31, 0.3, **sizes)
+        draft = random_pair.random_drafter(config, random_pair.draft_sizes(config), 32, 0.3)
+        random_pair.save_pair(folder / "target", folder / "draft", self.model, draft)
+        self.target = load_target(folder / "target", jnp.float32)
+        self.drafter = load_drafter(folder / "draft", self.target)
+        self.session = functools.cache(self.new_session)
+        self.results = functools.cache(
+            lambda shape: self.session(shape).generate(PROMPTS, 20, NO_STOP, COUPLED)
+        )
+
+    def new_session(self, shape: DraftShape | None) -> Session:
+        return Session(self.target, shape and self.drafter, shape)
+
+    def logits_of(self, texts: list[list[int]]) -> np.ndarray:
+        """What the torch model gives after each text."""
+        return self.model(torch.tensor(texts)).logits[:, -1].numpy()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("sampled"))
+
+
+def assert_coupled(pair: Pair, shape: DraftShape) -> None:
+    """The same seed gives the same text, plain or drafted."""
+    plain, drafted = pair.results(None), pair.results(shape)
+    assert [row.token_ids for row in drafted] == [row.token_ids for row in plain]
+    assert all(row.tau > 1 for row in drafted), "no draft was accepted, so nothing was shown"
+    assert 9 not in plain[0].token_ids  # banned
+
+
+def test_likeliest_candidates_change_no_text(pair):
+    assert_coupled(pair, TREE)
+
+
+@pytest.mark.parametrize("shape", [None, TREE], ids=str)
+def test_greedy_with_penalty_and_bias_equals_transformers(pair, shape):
+    """As rows of a batch whose other rows are sampled."""
+    for i in GREEDY_ROWS:
+        assert pair.results(shape)[i].token_ids == greedy_by_transformers(pair, i)
+
+
+def greedy_by_transformers(pair: Pair, i: int) -> list[int]:
+    row, prompt = COUPLED[i], PROMPTS[i]
+    found = pair.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=20,
+        do_sample=False,
+        repetition_penalty=row.repetition_penalty,
+        sequence_bias={(token,): bias for token, bias in row.logit_bias} or None,
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+def test_seeds_decide(pair):
+    """Of one setting, rows get seeds of their own; the same seed gives the same text."""
+    texts = {
+        seed: [
+            row.token_ids
+            for row in pair.session(None).generate(
+                [[7]] * 6, 20, NO_STOP, dataclasses.replace(COUPLED[1], seed=seed)
+            )
+        ]
+        for seed in (2**32 - 2, 0)
+    }
+    assert texts[2**32 - 2][2:] == texts[0][:4]
+    assert len(set(map(tuple, texts[0]))) == 6
+
+
+def test_texts_go_on_as_they_began(pair):
+    """Noise belongs to positions, so it is another one after the prompt than in the first round."""
+    texts = [result.token_ids for result in pair.results(None)]
+    prompts = [prompt + text[:7] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    again = pair.session(None).generate(prompts, 13, NO_STOP, COUPLED)
+    assert [result.token_ids for result in again] == [text[7:] for text in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        TREE,
+        DraftShape(4),
+        dataclasses.replace(STATIC, sampled=False),
+        dataclasses.replace(TREE, confidence=0.05),
+    ],
+    ids=str,
+)
+def test_likeliest_candidates_of_any_shape_change_no_text_alone(pair, shape):
+    assert_coupled(pair, shape)
+    for i in (0, 1):
+        (alone,) = pair.session(shape).generate(PROMPTS[i : i + 1], 20, NO_STOP, COUPLED[i])
+        assert alone.token_ids == pair.results(shape)[i].token_ids
+        assert alone.accept_lengths == pair.results(shape)[i].accept_lengths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [None, TREE], ids=str)
+def test_a_greedy_batch_with_penalty_and_bias_equals_transformers(pair, shape):
+    """Without any row that is sampled, where no noise is drawn at all."""
+    rows = [COUPLED[i] for i in GREEDY_ROWS]
+    prompts = [PROMPTS[i] for i in GREEDY_ROWS]
+    found = pair.session(shape).generate(prompts, 20, NO_STOP, rows)
+    for i, result in zip(GREEDY_ROWS, found, strict=True):
+        assert result.token_ids == greedy_by_transformers(pair, i)
+        assert shape is None or result.tau > 1
+
+
+SHARP = Sampling(temperature=1.3, top_k=3, repetition_penalty=1.2, seed=11)
+
+
+def texts_of(session: Session, row: Sampling) -> np.ndarray:
+    """Four tokens after one prompt for 4096 seeds."""
+    found = session.generate([PROMPTS[0]] * 4096, TOKENS, NO_STOP, row)
+    assert np.mean([result.tau for result in found]) > 1.05
+    return np.array([result.token_ids for result in found])
+
+
+@pytest.mark.slow
+def test_sampled_candidates_of_a_pair_change_no_law(pair):
+    """And in a program with a broken residual they do."""
+    law = law_of_texts(PROMPTS[0], SHARP, pair.logits_of)
+    assert p_value(texts_of(pair.new_session(STATIC), SHARP), law) > LEAST_P
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "reject", with_broken_residual)
+        assert p_value(texts_of(pair.new_session(STATIC), SHARP), law) < LEAST_P / 100

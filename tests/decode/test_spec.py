@@ -1,0 +1,185 @@
+"""Exactness: what a drafter proposes never changes what the target writes."""
+
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
+import jax.numpy as jnp
+import pytest
+
+from moa_jax import InputError, Result, Session
+from moa_jax.config import DraftShape
+from moa_jax.decode.session import bucket
+from moa_jax.decode.verify import verify
+from moa_jax.drafters.api import Tree, chain
+from tests.conftest import golden_cases
+from tests.oracle import decode
+from tests.pairs import NO_STOP, PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
+
+
+def test_plain_equals_torch(pair):
+    for prompt in PROMPTS:
+        (found,) = pair.plain.generate([prompt], 24, NO_STOP)
+        assert prompt + found.token_ids == decode.greedy(pair.model, prompt, 24)
+        assert found.accept_lengths == [1] * 23
+
+
+def test_drafts_change_nothing(pair):
+    """Chains of one and of four drafts, one prompt at a time and as uneven rows of a batch."""
+    plain = [pair.plain.generate([prompt], 24, NO_STOP)[0].token_ids for prompt in PROMPTS]
+    accepted = set()
+    for depth in (2, 5):
+        session = pair.session(depth)
+        alone = [session.generate([prompt], 24, NO_STOP)[0] for prompt in PROMPTS]
+        batch = session.generate(PROMPTS, 24, NO_STOP)
+        for expected, one, row in zip(plain, alone, batch, strict=True):
+            assert one.token_ids == row.token_ids == expected
+            assert one.accept_lengths == row.accept_lengths
+            assert 1 + sum(one.accept_lengths) == len(one.token_ids)
+            accepted |= set(one.accept_lengths)
+    assert len(accepted) > 1, "no draft was ever accepted, so nothing was shown"
+
+
+def test_every_stop_position(pair):
+    """Stopping at any token of the answer, or at any length, cuts both ways alike."""
+    prompt = PROMPTS[0]
+    whole = pair.plain.generate([prompt], 16, NO_STOP)[0].token_ids
+    session = pair.session(5)
+    for index, token in enumerate(whole):
+        cut = whole[: whole.index(token) + 1]
+        (found,) = session.generate([prompt], 16, [token])
+        assert (found.token_ids, found.finish_reason) == (cut, "stop")
+        assert 1 + sum(found.accept_lengths) == len(cut)
+        (found,) = session.generate([prompt], index + 1, NO_STOP)
+        assert (found.token_ids, found.finish_reason) == (whole[: index + 1], "length")
+
+
+def test_rows_end_where_they_would_alone(pair):
+    """Each row has its own length and its own stop ids; a row that is done stays as it is."""
+    session, wanted = pair.session(5), [24, 7, 1]
+    whole = session.generate(PROMPTS, 24, NO_STOP)
+    stops = [[whole[0].token_ids[9]], NO_STOP, [whole[2].token_ids[0]]]
+    for row, prompt, length, stop in zip(
+        session.generate(PROMPTS, wanted, stops), PROMPTS, wanted, stops, strict=True
+    ):
+        (alone,) = session.generate([prompt], length, stop)
+        assert (row.token_ids, row.finish_reason) == (alone.token_ids, alone.finish_reason)
+        assert row.accept_lengths == alone.accept_lengths and row.drafted == alone.drafted
+    with pytest.raises(InputError, match="2 lists of stop ids for 3 prompts"):
+        session.generate(PROMPTS, 4, [[1], [2]])
+    with pytest.raises(InputError, match="2 lengths for 3 prompts"):
+        session.generate(PROMPTS, [4, 4], NO_STOP)
+
+
+def test_stream_equals_generate(pair):
+    session = pair.session(5)
+    for prompt in PROMPTS[:2]:
+        *parts, result = session.stream(prompt, 20, NO_STOP)
+        (whole,) = session.generate([prompt], 20, NO_STOP)
+        assert isinstance(result, Result)
+        assert sum(parts, []) == result.token_ids == whole.token_ids
+        assert [len(part) for part in parts[1:]] == result.accept_lengths == whole.accept_lengths
+
+
+# ---- recorded generations -----------------------------------------------------------------
+
+QUICK = ("moa_llama_trained", "moa_llama_n1", "moa_qwen2_n0", "none")
+CASES = [
+    pytest.param(*case.values, id=case.id, marks=[*case.marks, *slow])
+    for case in golden_cases("moa_", "generate.npz")
+    for slow in [[] if case.id in QUICK else [pytest.mark.slow]]
+]
+generated = pytest.mark.parametrize("folder", CASES)
+
+
+@generated
+def test_plain_equals_recorded(folder):
+    pair, arrays = recorded(folder)
+    for _, prompt, answer in prompts_of(arrays):
+        assert pair.plain.generate([prompt], len(answer), NO_STOP)[0].token_ids == answer
+
+
+@generated
+def test_draft_chain_equals_recorded(folder):
+    """The recorded text, and the accept lengths of the recorded chain of four drafts."""
+    pair, arrays = recorded(folder)
+    for name, prompt, answer in prompts_of(arrays):
+        (found,) = pair.session(5).generate([prompt], len(answer), NO_STOP)
+        assert found.token_ids == answer
+        if f"{name}/d5b1t4/accept_len" in arrays:
+            expected = arrays[f"{name}/d5b1t4/accept_len"].tolist()
+            assert found.accept_lengths[: len(expected) - 1] == expected[:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [2, 7])
+@generated
+def test_draft_chains_of_any_depth_equal_recorded(folder, depth):
+    pair, arrays = recorded(folder)
+    for _, prompt, answer in prompts_of(arrays):
+        assert pair.session(depth).generate([prompt], len(answer), NO_STOP)[0].token_ids == answer
+
+
+@generated
+def test_draft_chain_stops_as_recorded(folder):
+    """A stop token inside an accepted run ends the text right after it."""
+    pair, arrays = recorded(folder)
+    for name, prompt, answer in prompts_of(arrays):
+        if f"{name}/d5b1t4/eos_token" not in arrays:
+            continue
+        stop = int(arrays[f"{name}/d5b1t4/eos_token"])
+        expected = arrays[f"{name}/d5b1t4/eos_tokens_out"].reshape(-1).tolist()
+        (found,) = pair.session(5).generate([prompt], len(answer), [stop])
+        assert prompt + found.token_ids == expected
+
+
+# ---- the parts ----------------------------------------------------------------------------
+
+
+def test_verify_takes_the_longest_agreeing_prefix_of_a_chain():
+    tree = chain(jnp.array([[1, 2, 3, 4], [1, 2, 3, 4], [1, 5, 3, 4]]))
+    verdict = verify(tree, jnp.array([[2, 3, 4, 7], [2, 3, 0, 7], [2, 3, 4, 7]]), 4)
+    assert verdict.count_B.tolist() == [4, 3, 1]
+    assert verdict.emitted_BD[0].tolist() == [2, 3, 4, 7]
+    assert verdict.emitted_BD[1, :3].tolist() == [2, 3, 0]
+    assert verdict.emitted_BD[2, :1].tolist() == [2]
+
+
+def test_verify_follows_the_agreeing_branch_of_a_tree():
+    """Root with children a and b, b with child c: b and c agree, a does not."""
+    parent_BN = jnp.array([[0, 0, 0, 2]])
+    ancestor_BNN = jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], bool)
+    tree = Tree(jnp.array([[1, 2, 3, 4]]), parent_BN, jnp.array([[0, 1, 1, 2]]), ancestor_BNN)
+    verdict = verify(tree, jnp.array([[3, 0, 4, 6]]), 3)
+    assert verdict.count_B.tolist() == [3]
+    assert verdict.path_BD[0, :3].tolist() == [0, 2, 3]
+    assert verdict.emitted_BD[0, :3].tolist() == [3, 4, 6]
+
+
+def test_one_compile_per_shape(simple_pair):
+    session = Session(simple_pair.target, simple_pair.drafter, DraftShape(3))
+    session.generate([[5, 6, 7]], 20, NO_STOP)
+    compiled = session.num_compiled
+    assert compiled == 2  # prefill and the loop
+    session.generate([[5] * 31], 32, [3, 4])
+    assert session.num_compiled == compiled
+    session.generate([[5] * 33], 32)
+    assert session.num_compiled == compiled + 2
+
+
+def test_buckets_hold_their_count():
+    assert [bucket(n) for n in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "line"),
+    [
+        ([], 4, "no prompts"),
+        ([[]], 4, "prompt 0 is empty"),
+        ([[1], [101]], 4, "prompt 1 has the id 101"),
+        ([[1], [-1]], 4, "prompt 1 has the id -1"),
+        ([[1] * 250], 7, "256 positions"),
+        ([[1]], 0, "at least 1"),
+    ],
+)
+def test_bad_prompts_are_one_line(simple_pair, prompts, count, line):
+    with pytest.raises(InputError, match=line):
+        simple_pair.plain.generate(prompts, count)

@@ -1,0 +1,335 @@
+"""Trees: those that the authors' code drew, and that no tree changes what the target writes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import InputError, Session
+from moa_jax.config import DraftShape
+from moa_jax.decode import step
+from moa_jax.decode.session import GREEDY
+from moa_jax.drafters import grow
+from moa_jax.drafters.api import NOTHING, Guide
+from tests.compare import assert_close
+from tests.conftest import golden_cases
+from tests.pairs import NO_STOP, PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
+
+SAFE_GAP = 1e-5  # between scores that decided something: above it float32 agrees
+SHAPES = {
+    "d4b3t8": DraftShape(4, 3, 8),
+    "d7b8t62": DraftShape(7, 8, 62),
+    "d5b1t4": DraftShape(5, 1, 4),
+}
+STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
+
+
+# ---- recorded trees -----------------------------------------------------------------------
+
+
+@functools.cache
+def tree_session(folder, name: str) -> tuple[Session, object]:
+    """The session of one recorded shape, and a jitted round that also shows its tree."""
+    models, _ = recorded(folder)
+    session = Session(models.target, models.drafter, SHAPES[name])
+
+    @jax.jit
+    def shown(weights, state, limits, law):
+        root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
+        tree, _ = step.propose(session.setup, weights, state, law, root_B)
+        return tree, step.advance(session.setup, weights, state, limits, law)
+
+    return session, shown
+
+
+def cases() -> list:
+    return list(_cases())
+
+
+KINDS = ("moa_", "glide_", "independent_", "eagle_")  # whose rounds are those of the authors' code
+QUICK = {
+    ("moa_llama_trained", "d7b8t62"),
+    ("moa_qwen2_n0", "d4b3t8"),
+    ("glide_llama", "d4b3t8"),
+    ("independent_llama", "d4b3t8"),
+    ("eagle_llama_trained", "d4b3t8"),
+}
+
+
+def _cases():
+    generated = [case for kind in KINDS for case in golden_cases(kind, "generate.npz")]
+    for case in generated:
+        for name in SHAPES:
+            slow = [] if (case.id, name) in QUICK else [pytest.mark.slow]
+            marks = [*case.marks, *slow]
+            yield pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=marks)
+
+
+recorded_trees = pytest.mark.parametrize(("folder", "name"), cases())
+
+
+@recorded_trees
+def test_draft_rounds_equal_recorded(folder, name):
+    """Text always; trees and accept lengths of every round whose scores are far enough apart."""
+    session, shown = tree_session(folder, name)
+    _, arrays = recorded(folder)
+    compared = 0
+    for which, prompt, answer in prompts_of(arrays):
+        seen = f"{which}/{name}/rounds_draft_tokens" in arrays
+        of = lambda key, which=which: arrays[f"{which}/{name}/{key}"]  # noqa: E731
+        state, limits, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
+        rounds = len(of("rounds_min_gap")) if seen else 0
+        index = 0
+        while not bool(state.done_B[0]):
+            tree, state = shown(session.weights, state, limits, law)
+            if index < rounds and of("rounds_min_gap")[index] > SAFE_GAP:
+                np.testing.assert_array_equal(tree.tokens_BN[0], of("rounds_draft_tokens")[index])
+                np.testing.assert_array_equal(tree.parent_BN[0, 1:], of("rounds_parent_row")[index])
+                compared += 1
+            index += 1
+        length = len(prompt)
+        assert state.tokens_BC[0, length : length + len(answer)].tolist() == answer
+        if seen and (of("rounds_min_gap") > SAFE_GAP).all():
+            expected = of("accept_len").tolist()
+            found = np.asarray(state.accept_lengths_BR)[0, : len(expected) - 1].tolist()
+            assert found == expected[:-1]
+    assert compared or not any("rounds_draft_tokens" in key for key in arrays)
+
+
+@recorded_trees
+def test_draft_first_tree_equals_recorded(folder, name, monkeypatch):
+    """Masks, positions and scores of the first round."""
+    session, _ = tree_session(folder, name)
+    _, arrays = recorded(folder)
+    seen, keep = {}, grow.select
+
+    def spy(root_B, flat, shape, bound):
+        seen["scores"] = flat.score_BX
+        return keep(root_B, flat, shape, bound)
+
+    def propose(weights, state, law):
+        root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
+        tree, _ = step.propose(session.setup, weights, state, law, root_B)
+        return tree, seen.get("scores")
+
+    monkeypatch.setattr(grow, "select", spy)
+    jitted = jax.jit(propose)
+    for which, prompt, answer in prompts_of(arrays):
+        first = f"{which}/{name}/r0_"
+        if f"{first}draft_tokens" not in arrays:
+            continue
+        if arrays[f"{which}/{name}/rounds_min_gap"][0] <= SAFE_GAP:
+            continue
+        state, _, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
+        tree, score_BX = jitted(session.weights, state, law)
+        np.testing.assert_array_equal(tree.tokens_BN[0], arrays[f"{first}draft_tokens"])
+        np.testing.assert_array_equal(tree.depth_BN[0], arrays[f"{first}depth"])
+        mask_NN = np.asarray(tree.ancestor_BNN[0])
+        np.testing.assert_array_equal(mask_NN, arrays[f"{first}tree_mask"].astype(bool))
+        position_N = len(prompt) + np.asarray(tree.depth_BN[0])
+        np.testing.assert_array_equal(position_N, arrays[f"{first}position_ids"].reshape(-1))
+        if score_BX is not None:
+            assert_close(score_BX[0], arrays[f"{first}flat_scores"].reshape(-1), "scores")
+
+
+# ---- exactness ----------------------------------------------------------------------------
+
+TREES = [DraftShape(4, 3, 8), pytest.param(STATIC, marks=pytest.mark.slow)]
+MORE_TREES = [
+    DraftShape(2, 4),
+    DraftShape(3, 2, 1),
+    DraftShape(7, 8, 62),
+    DraftShape(5, 1, 2),
+    DraftShape(5, confidence=0.05),
+    DraftShape(5, 3, 12, confidence=0.01),
+    DraftShape.static([[0], [1], [0, 0]], confidence=0.05),
+]
+
+
+def assert_changes_nothing(models, shape: DraftShape) -> set[int]:
+    session = Session(models.target, models.drafter, shape)
+    plain = [models.plain.generate([prompt], 24, NO_STOP)[0].token_ids for prompt in PROMPTS]
+    batch = session.generate(PROMPTS, 24, NO_STOP)
+    for expected, prompt, row in zip(plain, PROMPTS, batch, strict=True):
+        (alone,) = session.generate([prompt], 24, NO_STOP)
+        assert alone.token_ids == row.token_ids == expected
+        assert alone.accept_lengths == row.accept_lengths
+        assert 1 + sum(alone.accept_lengths) == len(alone.token_ids)
+        assert all(1 <= count <= shape.levels for count in alone.accept_lengths)
+        assert all(0 <= count <= shape.num_drafted for count in alone.drafted)
+    return {count for row in batch for count in row.accept_lengths}
+
+
+@pytest.mark.parametrize("shape", TREES, ids=str)
+def test_trees_change_nothing(pair, shape):  # noqa: F811
+    accepted = assert_changes_nothing(pair, shape)
+    assert len(accepted) > 1, "no draft was ever accepted, so nothing was shown"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [("llama", 0), ("llama", 3)], ids=["n0", "n3"], indirect=True)
+@pytest.mark.parametrize("shape", MORE_TREES, ids=str)
+def test_more_trees_change_nothing(pair, shape):  # noqa: F811
+    assert_changes_nothing(pair, shape)
+
+
+def test_every_stop_position_in_a_tree(simple_pair):  # noqa: F811
+    models = simple_pair
+    session = Session(models.target, models.drafter, DraftShape(4, 3, 8))
+    whole = models.plain.generate([PROMPTS[0]], 16, NO_STOP)[0].token_ids
+    for index, token in enumerate(whole):
+        cut = whole[: whole.index(token) + 1]
+        (found,) = session.generate([PROMPTS[0]], 16, [token])
+        assert (found.token_ids, found.finish_reason) == (cut, "stop")
+        (found,) = session.generate([PROMPTS[0]], index + 1, NO_STOP)
+        assert (found.token_ids, found.finish_reason) == (whole[: index + 1], "length")
+
+
+# ---- growth, without a model --------------------------------------------------------------
+
+V = 7
+GUIDE = Guide(lambda x, _: jax.nn.log_softmax(x), None, None, V, jnp.ones(1, bool))
+
+
+def table_step(table_VV):
+    """A drafter whose logits depend on the last token alone; its cache counts the levels."""
+
+    def fed(cache, tokens_BW, ancestor_BWX, depth):
+        assert ancestor_BWX.shape[1] == tokens_BW.shape[1]
+        return table_VV[tokens_BW], cache + 1
+
+    return fed
+
+
+def grown(table_VV, shape, root=0, guide=GUIDE):
+    fed = table_step(jnp.asarray(table_VV, jnp.float32))
+    return jax.jit(lambda: grow.grow(fed, 0, jnp.array([root]), shape, guide))()
+
+
+def paths_of(tree):
+    """{path of tokens from the root} of all nodes that are there."""
+    tokens, parents = np.asarray(tree.tokens_BN[0]), np.asarray(tree.parent_BN[0])
+    found = {0: ()}
+    for node in range(1, len(tokens)):
+        assert parents[node] < node
+        if tokens[node] != NOTHING:
+            found[node] = (*found[int(parents[node])], int(tokens[node]))
+    assert len(set(found.values())) == len(found), "siblings are distinct"
+    return set(found.values()) - {()}
+
+
+def brute_force(table_VV, shape):
+    """The same tree from its definition, by sorting in Python."""
+    log_VV = np.asarray(jax.nn.log_softmax(jnp.asarray(table_VV, jnp.float32)))
+    flat, frontier = [], [((), np.float32(0))]
+    for _ in range(shape.depth - 1):
+        new = []
+        for path, score in frontier:
+            row = log_VV[path[-1] if path else 0]
+            best = sorted(range(V), key=lambda v, row=row: (-row[v], v))[: shape.breadth]
+            new += [((*path, v), np.float32(score + row[v])) for v in best]
+        flat += new
+        frontier = sorted(new, key=lambda item: -item[1])[: shape.breadth]
+    best = sorted(flat, key=lambda item: -item[1])[: shape.num_drafted]
+    return {path for path, _ in best}
+
+
+@pytest.mark.parametrize("shape", [DraftShape(4, 3, 8), DraftShape(3, 7), DraftShape(5, 2, 9)])
+def test_dynamic_tree_from_its_definition(shape):
+    for seed in range(5):
+        table_VV = np.random.default_rng(seed).normal(size=(V, V))
+        tree, _ = grown(table_VV, shape)
+        assert paths_of(tree) == brute_force(table_VV, shape)
+
+
+def test_a_certain_child_never_comes_without_its_parent():
+    """All scores tie at zero: parents, created first, win; the path is unbroken."""
+    table_VV = np.full((V, V), -1e4)
+    table_VV[np.arange(V), (np.arange(V) + 1) % V] = 0.0
+    tree, _ = grown(table_VV, DraftShape(6, 2, 3))
+    assert {(1,), (1, 2), (1, 2, 3)} == paths_of(tree)
+    ancestor_NN = np.asarray(tree.ancestor_BNN[0])
+    assert (np.asarray(tree.depth_BN[0]) == ancestor_NN.sum(1) - 1).all()
+
+
+def test_static_tree_takes_candidates_by_rank():
+    table_VV = np.random.default_rng(3).normal(size=(V, V))
+    order = np.argsort(-table_VV, axis=1)
+    tree, _ = grown(table_VV, STATIC)
+    expected = set()
+    for ranks in STATIC.paths:
+        path: list[int] = []
+        for rank in ranks:
+            path.append(int(order[path[-1] if path else 0, rank]))
+        expected.add(tuple(path))
+    assert paths_of(tree) == expected
+    ancestor_NN = np.asarray(tree.ancestor_BNN[0])
+    np.testing.assert_array_equal(
+        ancestor_NN, grow.ancestors(tree.parent_BN, STATIC.depth)[0], "static ancestors"
+    )
+
+
+def test_chain_is_the_likeliest_path():
+    table_VV = np.random.default_rng(4).normal(size=(V, V))
+    tree, _ = grown(table_VV, DraftShape(5))
+    token, expected = 0, [0]
+    for _ in range(4):
+        token = int(table_VV[token].argmax())
+        expected.append(token)
+    assert tree.tokens_BN[0].tolist() == expected
+
+
+def test_confidence_leaves_out_what_is_unlikely():
+    """A chain whose second step is a coin toss ends after the first; nothing more is fed."""
+    table_VV = np.full((V, V), -20.0)
+    table_VV[0, 1] = table_VV[1, 2] = table_VV[1, 3] = 0.0
+    table_VV[2:4, 4] = 0.0
+    for shape in (DraftShape(6, confidence=0.6), DraftShape(6, 2, 12, confidence=0.6)):
+        tree, fed = grown(table_VV, shape)
+        assert paths_of(tree) == {(1,)}
+        assert int(fed) == 2  # the root, and the node whose children were not likely enough
+        assert (np.asarray(tree.tokens_BN[0, 2:]) == NOTHING).all(), "missing nodes stand last"
+    tree, _ = grown(table_VV, DraftShape(6, 2, 12, confidence=0.3))
+    assert paths_of(tree) == {(1,), *((1, a) for a in (2, 3)), *((1, a, 4) for a in (2, 3))}
+
+
+def test_confidence_sees_only_rows_that_still_decode():
+    table_VV = np.full((V, V), -20.0)
+    table_VV[0, 1] = 0.0
+    done = GUIDE._replace(active_B=jnp.zeros(1, bool))
+    _, fed = grown(table_VV, DraftShape(6, confidence=0.6), guide=done)
+    assert int(fed) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: DraftShape(0), "depth is 0"),
+        (lambda: DraftShape(4, 0), "breadth is 0"),
+        (lambda: DraftShape(4, 3, 0), "total_tokens is 0"),
+        (lambda: DraftShape(65), "at most 64"),
+        (lambda: DraftShape(4, confidence=1.0), "confidence is 1.0"),
+        (lambda: DraftShape(4, 3, sampled=True), "static tree"),
+        (lambda: DraftShape.static([]), "at least one rank"),
+        (lambda: DraftShape.static([[0, 0]]), r"path \[0, 0\] but not \[0\]"),
+        (lambda: DraftShape.static([[1]]), r"path \[1\] but not \[0\]"),
+        (lambda: DraftShape.static([[-1]]), "parent"),
+        (lambda: DraftShape.static("x"), "lists of child ranks"),
+    ],
+)
+def test_impossible_trees_are_one_line(make, line):
+    with pytest.raises(InputError, match=line) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_wide_trees_and_small_caches_are_one_line(simple_pair):  # noqa: F811
+    models = simple_pair
+    size = models.target.config.vocab_size
+    with pytest.raises(InputError, match=f"breadth {size + 1} is more than the {size}"):
+        Session(models.target, models.drafter, DraftShape(3, size + 1))
+    session = Session(models.target, models.drafter, DraftShape(7, 8, 62), cache_rows=64)
+    with pytest.raises(InputError, match="a cache of 64 rows is too small"):
+        session.generate([[1, 2]], 4)

@@ -1,0 +1,477 @@
+"""MoA with parts left out, and trained without the T-step bound: each one flag away."""
+
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
+import dataclasses
+import functools
+import itertools
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import ablations, moa_qwen2_7b
+from configs.shapes import SHAPES
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import (
+    BlockConfig,
+    DataConfig,
+    DistillConfig,
+    DraftShape,
+    IndependentConfig,
+    MaskConfig,
+    Objective,
+    OptimConfig,
+)
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import DRAFTERS, losses
+from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.model import convert, masks
+from moa_jax.model.cache import KV
+from moa_jax.model.llama import unembed
+from moa_jax.pretrained import LoadedDrafter, save_drafter
+from moa_jax.training import distillation, flops
+from moa_jax.training.fingerprint import changes, fingerprint
+from moa_jax.training.optim import optimizer
+from moa_jax.training.update import init_state, make_update
+from tests.compare import assert_close, assert_value
+from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
+from tests.oracle import random_pair
+from tests.train.test_training import distill_config, metrics, pretrain_config
+from train import distill, pretrain
+from train.run.settings import load_config
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "mean": dict(layer_mixing="mean"),
+    "last": dict(layer_mixing="last"),
+    "no-sa": dict(has_self_attention=False),
+    "bare": dict(layer_mixing="mean", has_self_attention=False),
+}
+QUICK = [("last", 1), ("no-sa", 1)]
+CASES = [
+    pytest.param(name, n, marks=[] if (name, n) in QUICK else pytest.mark.slow)
+    for name, n in itertools.product(ABLATIONS, (0, 1))
+]
+T, PROMPT = 18, 7
+UNBOUNDED = Objective(MaskConfig(bounded=False))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A target, and a drafter for it that has every part and agrees now and then."""
+    folder = tmp_path_factory.mktemp("pair")
+    config, model = random_pair.random_target("qwen3", 21, 0.2)
+    draft = random_pair.random_drafter(config, random_pair.draft_sizes(config), 22, 0.2)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+    target = load_target(folder / "target", jnp.float32)
+    return target, load_drafter(folder / "draft", target, target_layer_inference=0)
+
+
+def without(drafter: LoadedDrafter, **changes: Any) -> LoadedDrafter:
+    """The drafter with other choices, and without the weights that they leave out."""
+    cfg = dataclasses.replace(drafter.config, **changes)
+    gone = {"self_attention"} if not cfg.has_self_attention else set()
+    gone |= {"layer_self_attention"} if cfg.layer_mixing != "attention" else set()
+    kept = {name: part for name, part in drafter.params.items() if name not in gone}
+    return drafter._replace(config=cfg, params=kept)
+
+
+def batch_of(rows: int, seed: int = 3) -> Batch:
+    """The same prompt and answer in every row."""
+    tokens_T = np.random.default_rng(seed).integers(3, 101, T).astype(np.int32)
+    tokens_BT, position_BT = (np.tile(row, (rows, 1)) for row in (tokens_T, np.arange(T)))
+    return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, position_BT >= PROMPT)
+
+
+class Pair:
+    """A pair's stages; each compiles once for a size of batch."""
+
+    def __init__(self, target, drafter: LoadedDrafter) -> None:
+        cfg = drafter.config
+        self.moa = Moa(cfg, target.config, block_configs(cfg, target.config))
+        self.params, self.target = drafter.params, target
+        self.shared = self.moa.borrow(target.params)
+        self._tap = jax.jit(
+            partial(distillation.tap, target.config, make(cfg, target.config), dtype=jnp.float32)
+        )
+        self._cached = jax.jit(self._drafted, static_argnames="count")
+        self._trained = jax.jit(self._traced, static_argnames="bounded")
+
+    def tap(self, batch: Batch):
+        return self._tap(self.target.params, batch)
+
+    def cached(self, batch: Batch, length_B, count: int):
+        """Logits (B, count, V) of a chain behind `length_B` verified tokens, by its caches."""
+        return self._cached(batch, self.tap(batch), jnp.asarray(length_B), count=count)
+
+    def trained(self, batch: Batch, bounded: bool = True):
+        """Logits (B, T, V) of the training forward where prompts are known."""
+        return self._trained(batch, self.tap(batch), bounded=bounded)
+
+    def _drafted(self, batch: Batch, tapped, length_B, count: int):
+        given, zero_B = (self.moa, self.params, self.shared), jnp.zeros_like(length_B)
+        cache = decode.init_cache(self.moa, len(length_B), T + 1, jnp.float32)
+        digest = decode.digest(self.moa, self.params, zero_B, tapped)
+        cache = decode.extend(*given, cache, batch.tokens_BT, zero_B, digest)
+        chain_BW = length_B[:, None] + jnp.arange(count)
+        tokens_BW = jnp.take_along_axis(batch.tokens_BT, chain_BW, axis=1)
+        line, depth_W = masks.line(count), jnp.arange(count)
+        return decode.step(*given, cache, tokens_BW, line, length_B, depth_W, length_B)[0]
+
+    def _traced(self, batch: Batch, tapped, bounded: bool):
+        draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
+        found = train.trace(
+            self.moa, self.params, self.shared, batch, tapped, draws, bounded=bounded
+        )
+        return unembed(self.shared, found.feature_BTD)
+
+
+# ---- drafting -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "num_reused"), CASES)
+def test_cached_drafting_equals_training(name, num_reused, whole):
+    target, drafter = whole
+    drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
+    pair, batch = Pair(target, drafter), batch_of(1)
+    trained_TV = pair.trained(batch)[0]
+    drafted_JV = pair.cached(batch, [PROMPT], T - PROMPT)[0]
+    assert_close(drafted_JV, trained_TV[PROMPT:], name)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_reused", "shape"),
+    [
+        ("bare", 1, DraftShape(4, 2, 5)),
+        pytest.param("last", 1, DraftShape(4), marks=pytest.mark.slow),
+    ],
+)
+def test_drafted_text_is_plain_text(name, num_reused, shape, whole):
+    target, drafter = whole
+    drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
+    prompts = [[5, 17, 60, 33], [80, 3]]
+    found = Session(target, drafter, shape).generate(prompts, 24)
+    plain = Session(target).generate(prompts, 24)
+    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+    assert max(result.tau for result in found) > 1
+
+
+def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
+    """Its block only adds to what enters it, so without that the mean over layers is left."""
+    target, drafter = whole
+    shape = (target.config.num_layers, 2, 2, T, 16)
+    rows_LBKTE = KV(*(jax.random.normal(jax.random.key(i), shape) for i in range(2)))
+
+    def memory(drafter: LoadedDrafter, rows_LBKTE: KV, chunk: int = 0):
+        blocks = block_configs(drafter.config, target.config)
+        moa = Moa(drafter.config, target.config, blocks)
+        return jax.jit(partial(moa.memory, chunk=chunk))(drafter.params, rows_LBKTE)
+
+    lsa = dict(drafter.params["layer_self_attention"])
+    for part, last in (("attention", "out"), ("mlp", "down")):
+        lsa[part] = lsa[part] | {last: jax.tree.map(jnp.zeros_like, lsa[part][last])}
+    idle = drafter._replace(params=drafter.params | {"layer_self_attention": lsa})
+    mean, last = (without(drafter, layer_mixing=how) for how in ("mean", "last"))
+    assert_close(memory(mean, rows_LBKTE), memory(idle, rows_LBKTE), "mean")
+    only = jax.tree.map(lambda a: a[-1:], rows_LBKTE)
+    assert_close(memory(last, rows_LBKTE), memory(idle, only), "last")
+    assert_close(memory(last, rows_LBKTE, 5), memory(idle, only), "last, in chunks")
+    error = np.abs(memory(mean, rows_LBKTE) - memory(drafter, rows_LBKTE)).max()
+    assert error > 1e-2
+
+
+# ---- training without the bound -----------------------------------------------------------
+
+
+def test_known_past_as_drawn_in_the_docs():
+    segment_BT = jnp.array([[1, 1, 1, 1, 2, 2]])
+    start_BT = masks.known_past(segment_BT)
+    assert start_BT.tolist() == [[0, 0, 1, 2, 4, 4]]
+    mask_BTT = masks.bounded_memory(start_BT, segment_BT)
+    assert ["".join("x" if seen else "." for seen in row) for row in mask_BTT[0].tolist()] == [
+        "x.....", "x.....", "xx....", "xxx...", "....x.", "....x.",
+    ]  # fmt: skip
+
+
+ROOTS = np.arange(PROMPT, T)
+
+
+@pytest.fixture(scope="module")
+def reusing(whole):
+    """The whole drafter, reusing one layer."""
+    target, drafter = whole
+    return Pair(target, without(drafter, target_layer_inference=1))
+
+
+@pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_every_token_is_the_first_of_a_round(num_reused, whole, reusing):
+    """What standard training gives at a token is what decoding gives at a root there."""
+    pair, batch = reusing if num_reused else Pair(*whole), batch_of(len(ROOTS))
+    free_BTV, bound_BTV = (pair.trained(batch, bounded) for bounded in (False, True))
+    drafted_BV = pair.cached(batch, ROOTS, 1)[:, 0]
+    assert_close(free_BTV[0, ROOTS], drafted_BV, "roots")
+    assert_close(bound_BTV[0, PROMPT], drafted_BV[0], "the first of the bounded ones is a root")
+    error_B = np.abs(bound_BTV[0, ROOTS] - drafted_BV).max(axis=1)
+    assert (error_B[1:] > 1e-2).all()
+
+
+def test_the_flag_chooses_the_rule(reusing):
+    """The loss is that of the unbounded forward; no staircase, no period of known tokens."""
+    pair, batch = reusing, batch_of(len(ROOTS))
+    key, progress = jax.random.key(1), jnp.float32(0)
+    for flag in (True, False):
+        draws = train.draw(MaskConfig(bounded=flag), key, batch, progress)
+        assert draws.staircase_B.all() == flag == draws.known_BT[:, PROMPT:].any()
+        assert draws.known_BT[:, :PROMPT].all()
+    tapped = pair.tap(batch)
+    loss = jax.jit(partial(train.loss, pair.moa, UNBOUNDED))
+    _, parts = loss(pair.params, pair.shared, batch, tapped, key, progress)
+    expected = cross_entropy(pair.shared, tapped, pair.trained(batch, bounded=False), batch)
+    assert_value(parts["cross_entropy"], expected, "cross-entropy")
+
+
+@jax.jit
+def cross_entropy(shared, tapped, logits_BTV, batch: Batch):
+    each_BT = losses.soft_cross_entropy(unembed(shared, tapped.hidden_BTD), logits_BTV)
+    return losses.answer_mean(each_BT, batch.response_BT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_reused"), [("mean", 0), ("last", 1), ("no-sa", 1), ("free", 0), ("free", 1)]
+)
+def test_trains(name, num_reused, whole):
+    """A few updates move every weight and lower the loss; the target pass may be stacked."""
+    target, drafter = whole
+    changes = ABLATIONS.get(name, {}) | {"target_layer_inference": num_reused}
+    drafter = without(drafter, **changes)
+    objective = UNBOUNDED if name == "free" else Objective()
+    functions = make(drafter.config, target.config, objective)
+    layers = jax.tree.map(lambda *each: jnp.stack(each), *target.params["layers"])
+    loss = distillation.make_loss(target.config, functions, jnp.float32)
+    tx = optimizer(OptimConfig(1e-3, warmup_steps=0, decay_steps=0, peak=1.0, total_steps=8))
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=8))
+    state, found = init_state(drafter.params, tx), []
+    for _ in range(8):
+        state, metrics = update(state, target.params | {"layers": layers}, batch_of(2))
+        found.append(float(metrics["loss"]))
+    assert found[-1] < found[0]
+    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()) > 0, state.params, drafter.params)
+    assert all(jax.tree.leaves(moved))
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_files_hold_what_is_there(name, whole, tmp_path):
+    target, drafter = whole
+    ablated = without(drafter, **ABLATIONS[name], target_layer_inference=2)
+    table = DRAFTERS["moa"].table(ablated.config, target.config)
+    shapes = jax.eval_shape(make(ablated.config, target.config).init, jax.random.key(0))
+    found = convert.nest({path: packing.shape for path, packing in table.items()})
+    assert found == jax.tree.map(lambda leaf: leaf.shape, shapes)
+
+    for layout in ("ours", "speculators"):
+        folder = tmp_path / layout
+        save_drafter(folder, "moa", ablated.config, ablated.params, target, layout=layout)
+        parts = {tensor.split(".")[0] for tensor in tensors_of(folder)}
+        assert parts - {"Ekv2E"} == set(ablated.params) - {"ekv2e"}
+        stated = json.loads((folder / "config.json").read_text())
+        assert stated.items() >= ABLATIONS[name].items()
+        if layout == "ours":  # as the vLLM fork calls it
+            assert stated["disable_LSA"] == ("layer_mixing" in ABLATIONS[name])
+        again = load_drafter(folder, target)
+        assert again.config == ablated.config and not again.notices
+        jax.tree.map(np.testing.assert_array_equal, again.params, ablated.params)
+    for layout in ("authors", "vllm"):
+        said = refusal(
+            save_drafter, tmp_path / "new", "moa", ablated.config, {}, target, layout=layout
+        )
+        assert f"the layout '{layout}' cannot say" in said and "choose ours" in said
+
+
+@pytest.mark.parametrize(
+    ("drop", "change", "says"),
+    [
+        ("nothing", {"layer_mixing": "sum"}, "layer_mixing is 'sum': give one of attention, mean"),
+        ("nothing", {"has_self_attention": "no"}, "has_self_attention is 'no': give true or"),
+        ("nothing", {"layer_mixing": "mean"}, "has unexpected 9 tensors (layer_self_attention."),
+        ("nothing", {"has_self_attention": False}, "has unexpected 11 tensors (self_attention."),
+        ("layer_self", {}, "lacks the tensor layer_self_attention.self_attn.k_proj.weight"),
+        ("layer_self", {"layer_mixing": "last", "disable_LSA": True}, None),
+        ("layer_self", {"disable_LSA": True}, "what its memory is made of"),
+        (
+            "layer_self",
+            {"layer_mixing": "last", "layer_self_attention_intermediate_size": None},
+            "layer_self_attention_intermediate_size is None: choose a whole number",
+        ),
+    ],
+)
+def test_files_that_contradict_themselves_are_refused(drop, change, says, whole, tmp_path):
+    target, drafter = whole
+    save_drafter(tmp_path, "moa", drafter.config, drafter.params, target)
+    edit_json(tmp_path / "config.json", **change)
+    edit_tensors(tmp_path, drop)
+    if says is None:
+        assert load_drafter(tmp_path, target).config.layer_mixing == "last"
+    else:
+        assert says in refusal(load_drafter, tmp_path, target)
+
+
+# ---- settings -----------------------------------------------------------------------------
+
+FLAGS = {
+    "--drafter.layer_mixing mean": lambda c: c.drafter.layer_mixing == "mean",
+    "--drafter.layer_mixing last": lambda c: c.drafter.layer_mixing == "last",
+    "--drafter.has_self_attention False": lambda c: not c.drafter.has_self_attention,
+    "--drafter.target_layer_inference 3": lambda c: c.drafter.target_layer_inference == 3,
+    "--drafter.cross_attention_intermediate_size 12288": (
+        lambda c: c.drafter.cross_attention_intermediate_size == 12_288
+    ),
+    "--masks.bounded False": lambda c: not c.masks.bounded,
+    "--masks.shortest_future 3 --masks.longest_future 6": (
+        lambda c: (c.masks.shortest_future, c.masks.longest_future) == (3, 6)
+    ),
+    "--masks.on_policy_reuse true": lambda c: c.masks.on_policy_reuse,
+    "--loss.feature_weight 0": lambda c: c.loss.feature_weight == 0.0,
+}
+
+
+@functools.cache
+def overridden(flags: str) -> DistillConfig:
+    return load_config("configs/moa_llama3_8b.py", DistillConfig, flags.split())
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_each_is_a_flag_away(flags, monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    config = overridden(flags)
+    assert FLAGS[flags](config) and not FLAGS[flags](overridden(""))
+    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config.objective)
+
+
+def size_of(config: DistillConfig) -> int:
+    table = DRAFTERS["moa"].table(config.drafter, SHAPES[config.target])
+    return sum(int(np.prod(packing.shape)) for packing in table.values())
+
+
+def test_what_is_left_out_costs_nothing(monkeypatch, request, whole):
+    monkeypatch.chdir(request.config.rootpath)
+    paper, lsa, sa = (
+        overridden(flags)
+        for flags in ("", "--drafter.layer_mixing mean", "--drafter.has_self_attention False")
+    )
+    assert size_of(paper) - size_of(lsa) == 29_364_224
+    assert size_of(paper) - size_of(sa) == 113_254_400
+    target, drafter = whole
+    tiny = dataclasses.replace(paper, data=DataConfig(("a",), ("a",), T, T, 1))
+    cost, *less = (
+        flops.model_flops_per_token(dataclasses.replace(tiny, drafter=cfg), target.config)
+        for cfg in (
+            without(drafter, **how).config for how in ({}, ABLATIONS["mean"], ABLATIONS["no-sa"])
+        )
+    )
+    assert cost > max(less)
+
+
+def test_a_drafter_for_qwen2():
+    """28 heads do not divide a memory of width 1024, which leaves even heads of 36."""
+    config = moa_qwen2_7b.config
+    shape = SHAPES[config.target]
+    count = sum(int(np.prod(p.shape)) for p in convert.target_table(shape).values())
+    assert count == 7_615_616_512
+    assert abs(size_of(config) / 1e6 - 250) < 2
+    sa, ca, lsa = block_configs(config.drafter, shape)
+    assert (lsa.head_dim, lsa.hidden_size, lsa.qkv_bias) == (36, 1024, True)
+    assert sa.qkv_bias and not ca.qkv_bias
+
+
+# ---- the grid of ablations ----------------------------------------------------------------
+
+CELLS = dict(ablations.config.cells)
+
+
+def at_toy_size(cell: DistillConfig, folder, target) -> DistillConfig:
+    """Two updates of the cell for a toy target, with MLPs of a 16th."""
+    toy, drafter = distill_config(folder, target), cell.drafter
+    if isinstance(drafter, IndependentConfig):
+        block = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10_000.0, None)
+        model = dataclasses.replace(drafter.model, vocab_size=320, block=block)
+        drafter = dataclasses.replace(drafter, model=model)
+    else:
+        widths = [field.name for field in dataclasses.fields(drafter)]
+        widths = {w: getattr(drafter, w) // 16 for w in widths if w.endswith("intermediate_size")}
+        drafter = dataclasses.replace(drafter, **widths)
+    return dataclasses.replace(
+        cell,
+        target=toy.target,
+        drafter=drafter,
+        data=toy.data,
+        optim=dataclasses.replace(toy.optim, total_steps=2),
+        run=toy.run,
+        output=toy.output,
+    )
+
+
+def test_every_ablation_of_training_is_a_cell():
+    """Each differs from MoA in the settings that its name says, and no two are alike."""
+    base = fingerprint(CELLS["moa"])
+    different = {
+        name: frozenset(text.split(": ")[0] for text in changes(base, cell))
+        for name, cell in CELLS.items()
+    }
+    width = "drafter.self_attention_intermediate_size"
+    width = {width, width.replace("self", "cross")}
+    assert {name: set(found) for name, found in different.items() if len(found) < 4} == {
+        "moa": set(),
+        "without_lsa_mean": width | {"drafter.layer_mixing"},
+        "without_lsa_last": width | {"drafter.layer_mixing"},
+        "without_sa": width | {"drafter.has_self_attention"},
+        "without_bound": {"masks.bounded"},
+        "without_staircase": {"masks.staircase"},
+        "n1": {"drafter.target_layer_inference"},
+        "n3": {"drafter.target_layer_inference"},
+        "near_horizon": {"masks.shortest_future", "masks.longest_future"},
+        "far_horizon": {"masks.shortest_future", "masks.longest_future"},
+        "whole_answer": {"masks.variable_future_length"},
+        "without_feature_loss": {"loss.feature_weight"},
+        "half_width": width,
+        "double_width": width,
+    }
+    assert len({json.dumps(fingerprint(cell)) for cell in CELLS.values()}) == len(CELLS) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_trains(name, small_target, tmp_path):
+    config = at_toy_size(CELLS[name], tmp_path, small_target)
+    assert distill.distill(config)
+    (trained,), (evaluated,) = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
+    assert trained["step"] == 2 and 0 < trained["grad_norm"] < 1e3
+    assert 1 <= evaluated["simulated_tau"] <= 1 + config.horizon
+    assert load_drafter(tmp_path / "draft", load_target(small_target)).config == config.drafter
+
+
+@pytest.mark.slow
+def test_a_cell_trains_for_a_qwen2_target(small_target, tmp_path):
+    """Its attention has biases, and MoA's self-attention has them too; drafted text is plain."""
+    toy = pretrain_config(tmp_path / "target")
+    block = dataclasses.replace(toy.target.block, qkv_bias=True)
+    # transformers' Qwen tokenizer adds a token of its own to the 320
+    qwen2 = dataclasses.replace(toy.target, family="qwen2", block=block, vocab_size=328)
+    tokenizer = str(small_target.parent / "tokenizer")
+    pretrain.pretrain(dataclasses.replace(toy, target=qwen2, tokenizer=tokenizer))
+    config = at_toy_size(CELLS["n1"], tmp_path, toy.output)
+    assert distill.distill(config)
+    target = load_target(toy.output, jnp.float32)
+    drafter = load_drafter(config.output, target)
+    assert target.config == qwen2 and "bias" in drafter.params["self_attention"]["attention"]["qkv"]
+    prompt = [[0, 1, 40, 41, 4, 2]]
+    (found,) = Session(target, drafter, DraftShape(4)).generate(prompt, 12, [])
+    (plain,) = Session(target).generate(prompt, 12, [])
+    assert found.token_ids == plain.token_ids

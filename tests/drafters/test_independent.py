@@ -1,0 +1,216 @@
+"""Small models as drafters, with weights of their own and with the target's around them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import InputError, Session, load_drafter, load_target
+from moa_jax.config import BorrowedConfig, DraftShape, IndependentConfig
+from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.pretrained import LoadedDrafter, Target, save_drafter, save_target
+from moa_jax.training.distillation import tap
+from tests.compare import assert_close, assert_norm_close, assert_value
+from tests.conftest import arrays_of, golden_cases
+from tests.drafting import (
+    assert_changes_nothing,
+    assert_drafting_equals_training,
+    assert_training_makes_a_drafter,
+    batch_of,
+    calm_target,  # noqa: F401
+    loss_and_gradient,
+    make,
+    recorded_training,
+    stored,
+    untrained,
+)
+from tests.model_folders import refusal, tensors_of
+from tests.train.test_training import small_target  # noqa: F401
+
+BORROWED = "independent-borrowed"
+AUTHORS = "spec_model."  # before the names of recorded gradients
+recorded = pytest.mark.parametrize("folder", golden_cases("independent_", "train.npz"))
+
+
+def first_layer(target: Target, **sizes: int):
+    """The config of a model of one layer, else as the target but for `sizes` of its layer."""
+    block = dataclasses.replace(target.config.block, **sizes)
+    return dataclasses.replace(target.config, num_layers=1, block=block)
+
+
+def cut_short(target: Target) -> LoadedDrafter:
+    """The target without all layers but its first, as a drafter."""
+    params = target.params | {"layers": target.params["layers"][:1]}
+    config = IndependentConfig(first_layer(target))
+    return LoadedDrafter("independent", config, params, (), target.folder, None)
+
+
+# ---- recorded cases -----------------------------------------------------------------------
+
+
+@recorded
+def test_draft_training_forward(folder):
+    target, drafter, arrays, batch = recorded_training(folder)
+    functions = make(target, drafter)
+    shared = functions.borrow(target.params)
+
+    @jax.jit
+    def forward(batch):
+        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
+        known_BT = ~batch.response_BT
+        rest = (batch, tapped, known_BT, 5)
+        feature_BTD = functions.teacher_forced(drafter.params, shared, *rest)
+        return feature_BTD, functions.head(drafter.params, shared, feature_BTD)
+
+    real_BT = arrays["attention_mask"] == 1
+    for name, ours in zip(("feature", "logits"), forward(batch), strict=True):
+        assert_close(ours[real_BT], arrays[name][real_BT], name)
+
+
+@recorded
+def test_draft_loss(folder):
+    target, drafter, arrays, batch = recorded_training(folder)
+    parts, _ = loss_and_gradient(target, drafter, batch)
+    names = dict(forward_KL="cross_entropy", feature_loss="feature_loss", loss="loss")
+    for theirs, ours in names.items():
+        assert_value(parts[ours], arrays[theirs], theirs)
+
+
+@pytest.mark.parametrize("folder", golden_cases("independent_", "grads.npz"))
+def test_draft_gradients(folder):
+    """Of the layers; the final norm, which the authors leave as it is, has one here too."""
+    target, drafter, _, batch = recorded_training(folder)
+    _, gradient = loss_and_gradient(target, drafter, batch)
+    expected = arrays_of(folder / "grads.npz")
+    assert {AUTHORS + name for name in gradient} - set(expected) == {f"{AUTHORS}model.norm.weight"}
+    for name in expected:
+        assert_norm_close(gradient[name.removeprefix(AUTHORS)], expected[name], name)
+
+
+@pytest.mark.parametrize("folder", golden_cases("independent_", "draft/model.safetensors"))
+def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
+    """Borrowed as the authors do, and as the whole model that their folder holds."""
+    target = load_target(folder / "target")
+    whole = tensors_of(folder / "draft")
+    drafter = load_drafter(folder / "draft", target)
+    assert drafter.method == "independent"
+    save_drafter(tmp_path / "own", "independent", drafter.config, drafter.params, target)
+    assert load_drafter(tmp_path / "own", target).config == drafter.config
+    borrowed = load_drafter(folder / "draft", target, method=BORROWED)
+    save_drafter(tmp_path / "borrowed", BORROWED, borrowed.config, borrowed.params, target)
+    assert load_drafter(tmp_path / "borrowed", target).method == BORROWED
+    for name, missing in (("own", set()), ("borrowed", {"embed_tokens", "lm_head"})):
+        found = tensors_of(tmp_path / name)
+        assert {key for key in whole if not any(m in key for m in missing)} == set(found)
+        for key, tensor in found.items():
+            np.testing.assert_array_equal(tensor, whole[key], key)
+
+
+# ---- any pair -----------------------------------------------------------------------------
+
+
+def test_a_model_of_its_own_drafts_as_it_is_trained(calm_target):  # noqa: F811
+    sizes = dict(hidden_size=24, num_heads=3, num_kv_heads=1, head_dim=8)
+    config = IndependentConfig(first_layer(calm_target, **sizes))
+    drafter = untrained(calm_target, "independent", config)
+    assert_drafting_equals_training(calm_target, drafter)
+    parts, gradient = loss_and_gradient(calm_target, drafter, _batch())
+    assert "feature_loss" not in parts
+    assert all(np.abs(x).max() > 0 for x in gradient.values())
+    assert gradient["model.embed_tokens.weight"].shape == (101, 24)
+
+
+def _batch():
+    tokens_BT = np.random.default_rng(2).integers(0, 101, (2, 9))
+    return batch_of(tokens_BT, np.ones((2, 9)), np.tile(np.arange(9) > 2, (2, 1)))
+
+
+def test_drafting_with_borrowed_weights_equals_training(calm_target):  # noqa: F811
+    config = BorrowedConfig(first_layer(calm_target, num_heads=3, num_kv_heads=3))
+    assert_drafting_equals_training(calm_target, untrained(calm_target, BORROWED, config))
+
+
+def test_drafts_change_no_text(calm_target):  # noqa: F811
+    for row in assert_changes_nothing(calm_target, cut_short(calm_target)):
+        assert max(row) > 1.5
+
+
+@pytest.mark.slow
+def test_drafts_with_borrowed_weights_change_no_text(calm_target):  # noqa: F811
+    config = BorrowedConfig(first_layer(calm_target))
+    taus = assert_changes_nothing(calm_target, untrained(calm_target, BORROWED, config))
+    assert all(max(row) > 1 for row in taus), "no draft was accepted, so nothing was shown"
+
+
+def test_the_whole_target_as_its_own_drafter_is_always_right(calm_target):  # noqa: F811
+    config = IndependentConfig(calm_target.config)
+    drafter = LoadedDrafter("independent", config, calm_target.params, (), None, None)
+    (found,) = Session(calm_target, drafter, DraftShape(4)).generate([[5, 17]], 17, [])
+    assert found.accept_lengths == [4] * 4
+
+
+def test_any_folder_of_a_model_is_a_drafter(calm_target, tmp_path):  # noqa: F811
+    """As transformers wrote it, without a word on what it is for."""
+    drafter = load_drafter(calm_target.folder, calm_target)
+    assert (drafter.method, drafter.notices) == ("independent", ())
+    assert drafter.config.model == calm_target.config
+    short = cut_short(calm_target)
+    save_target(tmp_path / "short", short.config.model, short.params, dtype=jnp.float32)
+    again = load_drafter(tmp_path / "short", calm_target)
+    assert again.config == short.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, short.params)
+
+
+def test_saved_as_it_is_loaded(calm_target, tmp_path):  # noqa: F811
+    config = BorrowedConfig(first_layer(calm_target))
+    drafter = untrained(calm_target, BORROWED, config)
+    save_drafter(tmp_path / "draft", BORROWED, config, drafter.params, calm_target)
+    written = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert (written["method"], written["model_type"]) == (BORROWED, "llama")
+    again = load_drafter(tmp_path / "draft", calm_target)
+    assert (again.method, again.config) == (BORROWED, config)
+    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+    assert (
+        stored(calm_target, drafter, drafter.params).keys() == tensors_of(tmp_path / "draft").keys()
+    )
+
+
+def test_models_of_another_vocabulary_or_width_are_refused(calm_target, tmp_path):  # noqa: F811
+    short = cut_short(calm_target)
+    save_target(tmp_path / "short", short.config.model, short.params)
+    more = dataclasses.replace(calm_target.config, vocab_size=102)
+    said = refusal(load_drafter, tmp_path / "short", calm_target._replace(config=more))
+    assert "vocab_size is 101 in its files and 102 in the target" in said
+    block = dataclasses.replace(calm_target.config.block, hidden_size=64)
+    wide = calm_target._replace(config=dataclasses.replace(calm_target.config, block=block))
+    assert load_drafter(tmp_path / "short", wide).method == "independent"
+    said = refusal(load_drafter, tmp_path / "short", wide, method=BORROWED)
+    assert "hidden_size is 60 in its files and 64 in the target" in said
+    with pytest.raises(InputError, match="vocab_size"):  # as a training config would
+        make(calm_target._replace(config=more), short)
+
+
+def test_a_draft_vocabulary_or_layout_that_does_not_fit_is_refused(calm_target, tmp_path):  # noqa: F811
+    short = cut_short(calm_target)
+    vocabulary = DraftVocabulary(np.arange(10), 0, "")
+    said = refusal(Session, calm_target, short, vocabulary=vocabulary)
+    assert "kind independent has a head of its own" in said
+    for method, layout in (("independent", "speculators"), (BORROWED, "vllm")):
+        config = BorrowedConfig(short.config.model) if method == BORROWED else short.config
+        said = refusal(
+            save_drafter, tmp_path / "new", method, config, {}, calm_target, layout=layout
+        )
+        assert said.startswith(f"layout {layout} knows no models")
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [BorrowedConfig, IndependentConfig])
+def test_trained_ones_decode(small_target, tmp_path, kind):  # noqa: F811
+    model = first_layer(load_target(small_target), intermediate_size=24)
+    assert_training_makes_a_drafter(small_target, tmp_path, kind(model))

@@ -1,0 +1,360 @@
+"""The MoA drafter against the authors' recorded numbers, and against the torch oracle."""
+
+import dataclasses
+import functools
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from moa_jax import load_drafter, load_target
+from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, Objective, OptimConfig, TargetConfig
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.errors import InputError
+from moa_jax.files.hf_config import target_config_from_hf
+from moa_jax.model import convert, masks
+from moa_jax.model.llama import unembed
+from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.training.distillation import tap
+from moa_jax.training.optim import optimizer, schedule
+from moa_jax.training.update import init_state, make_update
+from tests.compare import assert_close, assert_norm_close, assert_value
+from tests.conftest import arrays_of, golden_cases
+from tests.drafting import batch_of
+from tests.oracle import learn, random_pair
+from tests.oracle import moa as oracle
+from tests.oracle.recorded import Case
+
+PAPER = Objective()
+
+recorded = pytest.mark.parametrize("folder", golden_cases("moa_", "train.npz"))
+QUICK = [("llama", 0), ("llama31", 3), ("qwen3", 1)]
+PAIRS = [
+    pytest.param(family, n, marks=[] if (family, n) in QUICK else pytest.mark.slow)
+    for family in random_pair.FAMILIES
+    for n in (0, 1, 3)
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A loaded pair with the drafter's stages in reach."""
+
+    target: Target
+    drafter: LoadedDrafter
+    moa: Moa
+    shared: dict
+
+    @functools.cached_property
+    def tap(self):
+        """(batch) -> what a target pass gives the drafter."""
+        functions = make(self.drafter.config, self.target.config)
+        one = lambda batch: tap(  # noqa: E731
+            self.target.config, functions, self.target.params, batch, jnp.float32
+        )
+        return jax.jit(one)
+
+    @functools.cached_property
+    def trace(self):
+        """(batch, draws) -> the training forward and its losses."""
+
+        def trace(batch: Batch, draws: train.Draws):
+            tapped = self.tap(batch)
+            found = train.trace(self.moa, self.drafter.params, self.shared, batch, tapped, draws)
+            parts = train.loss_of(found, self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
+            return found, unembed(self.shared, found.feature_BTD), parts
+
+        return jax.jit(trace)
+
+    @functools.cached_property
+    def gradient(self):
+        """(batch, draws) -> the loss's gradient and its parts."""
+
+        def gradient(batch: Batch, draws: train.Draws):
+            gradient = jax.grad(self.loss(draws), has_aux=True)
+            return gradient(self.drafter.params, None, batch, None, 0.0)
+
+        return jax.jit(gradient)
+
+    def tensors(self, params) -> dict[str, np.ndarray]:
+        """Parameters (or gradients) under the authors' names and in their layout."""
+        table = DRAFTERS["moa"].table(self.drafter.config, self.target.config)
+        return dict(
+            named
+            for path, packing in table.items()
+            for named in convert.unpack(packing, np.asarray(convert.leaf_at(params, path)))
+        )
+
+    def loss(self, draws: train.Draws):
+        """The training loss with given draws, in the form that training takes."""
+
+        def loss(params, frozen, batch, key, progress):
+            tapped = self.tap(batch)
+            found = train.trace(self.moa, params, self.shared, batch, tapped, draws)
+            return train.loss_of(found, self.shared, batch, tapped, PAPER, progress)
+
+        return loss
+
+
+def open_pair(folder: Path, num_reused: int) -> Pair:
+    loaded = load_target(folder / "target", jnp.float32)
+    drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
+    cfg = drafter.config
+    stages = Moa(cfg, loaded.config, block_configs(cfg, loaded.config))
+    return Pair(loaded, drafter, stages, stages.borrow(loaded.params))
+
+
+@functools.cache
+def recorded_pair(folder: Path) -> tuple[Case, Pair, Batch]:
+    case = Case(folder)
+    rows = [case.train[k].numpy() for k in ("input_ids", "attention_mask", "response_mask")]
+    return case, open_pair(folder, case.num_reused), batch_of(*rows)
+
+
+def draws_of(sample) -> train.Draws:
+    known_BT, staircase_B = sample.noisy_BT.numpy() == 0, sample.staircase_B.numpy()
+    return train.Draws(jnp.asarray(known_BT), jnp.asarray(staircase_B))
+
+
+# ---- recorded cases -----------------------------------------------------------------------
+
+
+@recorded
+def test_draft_memory(folder):
+    case, pair, batch = recorded_pair(folder)
+    memory_BTD = jax.jit(pair.moa.memory)(pair.drafter.params, pair.tap(batch).rows_LBKTE)
+    expected = case.train["ekv2e_out"].numpy()
+    assert_close(memory_BTD[case.real_BT.numpy()], expected[case.real_BT.numpy()], "memory")
+
+
+@recorded
+def test_draft_training_forward(folder):
+    case, pair, batch = recorded_pair(folder)
+    real_BT = case.real_BT.numpy()
+    both_BTT = real_BT[:, :, None] & real_BT[:, None, :]
+    for variant in case.variants:
+        expected = {k: v.numpy() for k, v in case.train.items() if k.startswith(variant)}
+        draws = draws_of(case.sample(variant))
+        trace, logits_BTV, parts = pair.trace(batch, draws)
+        for name, ours in (("sa_mask", trace.sa_mask_BTT), ("ca_mask", trace.ca_mask_BTT)):
+            wanted = np.broadcast_to(expected[f"{variant}/{name}"], ours.shape)
+            np.testing.assert_array_equal(np.asarray(ours)[both_BTT], wanted[both_BTT], name)
+        stages = dict(sa_out=trace.sa_BTD, ca_out=trace.ca_BTD, logits=logits_BTV)
+        if case.num_reused:
+            stages |= dict(tli_in=trace.entry_BTD, feature=trace.feature_BTD)
+        for name, ours in stages.items():
+            assert_close(ours[real_BT], expected[f"{variant}/{name}"][real_BT], name)
+        names = dict(forward_KL="cross_entropy", feature_loss="feature_loss", loss="loss")
+        if case.num_reused:
+            names["prev_feature_loss"] = "prev_feature_loss"
+        for theirs, ours in names.items():
+            assert_value(parts[ours], expected[f"{variant}/{theirs}"], f"{variant} {theirs}")
+
+
+@pytest.mark.parametrize("folder", golden_cases("moa_", "grads.npz"))
+def test_draft_gradients(folder):
+    case, pair, batch = recorded_pair(folder)
+    recorded_grads = case.arrays("grads.npz")
+    for variant in sorted({name.split("/")[0] for name in recorded_grads}):
+        gradient, _ = pair.gradient(batch, draws_of(case.sample(variant)))
+        for name, ours in pair.tensors(gradient).items():
+            assert_norm_close(ours, recorded_grads[f"{variant}/{name}"].numpy(), name)
+
+
+@pytest.mark.parametrize("folder", golden_cases("moa_", "steps.npz"))
+def test_draft_optimiser_steps(folder):
+    case, pair, batch = recorded_pair(folder)
+    steps = {k: v.numpy() for k, v in case.arrays("steps.npz").items()}
+    cfg = OptimConfig(
+        learning_rate=float(steps["learning_rate"]),
+        warmup_steps=int(steps["warmup_steps"]),
+        decay_steps=int(steps["decay_steps"]),
+        peak=float(steps["peak_lr"] / steps["learning_rate"]),
+        total_steps=len(steps["loss"]),
+        max_grad_norm=float(steps["max_grad_norm"]),
+    )
+    tx, loss = optimizer(cfg), pair.loss(draws_of(case.sample("vfl0_sc0")))
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=cfg.total_steps))
+    state = init_state(pair.drafter.params, tx)
+    for index in range(cfg.total_steps):
+        assert_value(schedule(cfg)(index) + 1.0, steps["lr"][index] + 1.0, "learning rate")
+        state, found = update(state, None, batch)
+        for ours, theirs in (("loss", "loss"), ("cross_entropy", "forward_KL")):
+            assert_value(found[ours], steps[theirs][index], f"step {index} {ours}")
+        assert_value(found["grad_norm"], steps["grad_norm"][index], "gradient norm", 1e-4)
+    final = pair.tensors(state.params)
+    for name in (key.removeprefix("final/") for key in steps if key.startswith("final/")):
+        assert_norm_close(final[name], steps[f"final/{name}"], name)
+
+
+@recorded
+def test_draft_cached_equals_training(folder):
+    """From the first answer on, cached drafting gives the training forward's logits."""
+    case, pair, batch = recorded_pair(folder)
+    expected_BTV = case.train["vfl0_sc0/logits"].numpy()
+    assert_cached_equals(pair, batch, expected_BTV, case.train["response_mask"].numpy())
+
+
+def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) -> None:
+    """Each row's first answer, drafted as in decoding with memory of the prompt only."""
+    start_B = np.asarray(response_BT).argmax(axis=1)
+    answers = zip(response_BT, start_B, strict=True)
+    count_B = [int(np.argmin(np.append(row[start:], 0))) for row, start in answers]
+    given = (pair.moa, pair.drafter.params, pair.shared, batch.tokens_BT, pair.tap(batch))
+    logits_BWV = drafted_logits(*given, start_B, max(count_B))
+    for b, (start, count) in enumerate(zip(start_B, count_B, strict=True)):
+        assert_close(logits_BWV[b, :count], expected_BTV[b, start : start + count], f"row {b}")
+
+
+@partial(jax.jit, static_argnums=(0, 6))
+def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B, count: int):
+    """Cached decoding (B, count, V): the tokens before `start_B` are verified, and those from
+    there on are fed as one line; what a short answer is padded with comes behind it.
+    """
+    B, T = tokens_BT.shape
+    cache, none_B = decode.init_cache(moa, B, T + count, jnp.float32), jnp.zeros(B, jnp.int32)
+    digest = decode.digest(moa, params, none_B, tapped)
+    cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
+    index_BW = jnp.minimum(start_B[:, None] + jnp.arange(count), T - 1)
+    tokens_BW = jnp.take_along_axis(tokens_BT, index_BW, axis=1)
+    given = (moa, params, shared, cache, tokens_BW, masks.line(count))
+    return decode.step(*given, start_B, jnp.arange(count), start_B)[0]
+
+
+# ---- random pairs, against the oracle -----------------------------------------------------
+
+
+@functools.cache
+def random_case(family: str, num_reused: int):
+    """A random torch pair, a batch with draws, and its sample for the oracle."""
+    config, model = random_pair.random_target(family, seed=11)
+    sizes = random_pair.draft_sizes(config, num_reused)
+    draft = random_pair.random_drafter(config, sizes, seed=12)
+    rows = random_pair.random_batch(config.vocab_size, (23, 17, 12), seed=13)
+    noisy_BT = oracle.noisy_response(rows.response_mask, torch.tensor([6, 7, 9]))
+    seen = oracle.observe(model, rows.input_ids, rows.attention_mask)
+    stairs_B = torch.tensor([True, False, True])
+    sample = learn.Sample(seen, rows.attention_mask, rows.response_mask, noisy_BT, stairs_B)
+    return config, model, draft, rows, sample
+
+
+def random_opened(folder: Path, family: str, num_reused: int):
+    config, model, draft, rows, sample = random_case(family, num_reused)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+    batch = batch_of(*(x.numpy() for x in rows))
+    return open_pair(folder, num_reused), batch
+
+
+@pytest.mark.parametrize(("family", "num_reused"), PAIRS)
+def test_random_draft_equals_oracle(family, num_reused, tmp_path):
+    config, model, draft, rows, sample = random_case(family, num_reused)
+    pair, batch = random_opened(tmp_path, family, num_reused)
+    state = {k: v.detach() for k, v in model.state_dict().items()}
+    theirs = oracle.make_drafter(config, state, draft, num_reused)
+    forward, losses = learn.evaluate(theirs, sample)
+    gradients = learn.gradients(config, state, draft, num_reused, sample)
+
+    draws = draws_of(sample)
+    trace, logits_BTV, parts = pair.trace(batch, draws)
+    real_BT = rows.attention_mask.numpy() == 1
+    for name, ours, expected in (
+        ("memory", trace.memory_BTD, forward.memory.memory_BTD),
+        ("SA", trace.sa_BTD, forward.sa_BTD),
+        ("CA", trace.ca_BTD, forward.ca_BTD),
+        ("feature", trace.feature_BTD, forward.feature_BTD),
+        ("logits", logits_BTV, forward.logits_BTV),
+    ):
+        assert_close(ours[real_BT], expected.detach().numpy()[real_BT], name)
+    gradient, parts = pair.gradient(batch, draws)
+    assert_value(parts["loss"], losses.loss, "loss")
+    for name, ours in pair.tensors(gradient).items():
+        assert_norm_close(ours, gradients[name].numpy(), name)
+
+
+@pytest.mark.parametrize(
+    "num_reused",
+    [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+)
+def test_random_draft_cached_equals_training(num_reused, tmp_path):
+    *_, rows, sample = random_case("qwen3", num_reused)
+    pair, batch = random_opened(tmp_path, "qwen3", num_reused)
+    _, logits_BTV, _ = pair.trace(batch, train.Draws(~batch.response_BT, jnp.zeros(3, bool)))
+    assert_cached_equals(pair, batch, np.asarray(logits_BTV), rows.response_mask.numpy())
+
+
+@pytest.mark.parametrize("num_reused", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_packed_equals_unpacked(num_reused, tmp_path):
+    """Two conversations in one row: the same loss and gradient as in rows of their own."""
+    pair, batch = random_opened(tmp_path, "llama", num_reused)
+    keep = jax.tree.map(lambda x: x[1:], batch)  # rows of 17 and 12 tokens, padded to 23
+    join = lambda x: jnp.concatenate([x[0, :17], x[1, :12]])[None]  # noqa: E731
+    packed = Batch(*map(join, keep))._replace(segment_BT=jnp.array([[1] * 17 + [2] * 12]))
+    one = lambda b: pair.gradient(b, train.Draws(~b.response_BT, jnp.ones(len(b[0]), bool)))  # noqa: E731
+    (separate, parts), (together, same) = one(keep), one(packed)
+    assert_value(same["loss"], parts["loss"], "loss")
+    jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), together, separate)
+
+
+# ---- draws, masks and refusals ------------------------------------------------------------
+
+
+def test_draws_follow_the_schedule():
+    """Periods lie in 6 to 14; the share of staircase rows falls from all to none."""
+    B, T = 512, 40
+    index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    batch = Batch(index_BT, jnp.ones((B, T), int), index_BT, index_BT > 2)
+    for progress, share in ((0.0, 1.0), (0.25, 0.5), (0.5, 0.0), (1.0, 0.0)):
+        draws = train.draw(MaskConfig(), jax.random.key(0), batch, jnp.float32(progress))
+        assert abs(float(draws.staircase_B.mean()) - share) < 0.08
+        known_BT = np.asarray(draws.known_BT)
+        periods = {int(np.flatnonzero(row[3:])[0]) + 3 for row in known_BT}
+        assert periods == set(range(6, 15))
+        assert known_BT[:, :3].all()
+
+
+def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
+    known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
+    segment_BT = jnp.ones((1, 6), jnp.int32)
+    start_BT = masks.known_until(known_BT, segment_BT)
+    assert start_BT.tolist() == [[0, 1, 1, 1, 4, 4]]
+    picture = lambda mask: ["".join("x" if v else "." for v in row) for row in mask[0].tolist()]  # noqa: E731
+    assert picture(masks.staircase(start_BT, segment_BT)) == [
+        "x.....", ".x....", "..x...", "..xx..", "....x.", ".....x",
+    ]  # fmt: skip
+    assert picture(masks.bounded_memory(start_BT, segment_BT)) == [
+        "x.....", "xx....", "xx....", "xx....", "xxxxx.", "xxxxx.",
+    ]  # fmt: skip
+
+
+def test_size_of_the_papers_drafter():
+    """264.3 million parameters for Llama-3-8B (reference section 1.9)."""
+    block = BlockConfig(4096, 32, 8, 128, 14336, 1e-5, 5e5, None)
+    cfg = TargetConfig("llama", 128256, 32, block, False, 8192)
+    drafter = make(MoaConfig(4, 6144, 4, 6144, 8, 3072), cfg)
+    shapes = jax.eval_shape(drafter.init, jax.random.key(0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert abs(count / 1e6 - 264.3) < 0.1
+
+
+def test_odd_layer_heads_are_refused():
+    hf = random_pair.random_target("llama", 1, hidden_size=60, num_key_value_heads=1)[0]
+    cfg = target_config_from_hf(hf.to_dict() | {"head_dim": 10}, "test")
+    assert cfg.memory_width // cfg.block.num_heads == 3
+    with pytest.raises(InputError, match="odd size 3"):
+        make(MoaConfig(1, 44, 1, 36, 1, 28), cfg)
+
+
+@pytest.mark.parametrize("folder", golden_cases("dataprep", "schedule.npz"))
+def test_schedule_as_recorded(folder):
+    """The authors' factors, with and without a peak."""
+    found = arrays_of(folder / "schedule.npz")
+    for name, peak in (("default", 20.0), ("flat", 1.0)):
+        cfg = OptimConfig(1.0, 50, 6400, peak, 40 * 6400)
+        ours = [float(schedule(cfg)(int(step))) for step in found[f"{name}_step"]]
+        np.testing.assert_allclose(ours, found[f"{name}_factor"], rtol=1e-6)

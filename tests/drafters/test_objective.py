@@ -1,0 +1,226 @@
+"""Losses as settings, and work in chunks of tokens: other memory, the same numbers."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import InputError
+from moa_jax.config import (
+    BlockConfig,
+    ChunkConfig,
+    LossConfig,
+    MaskConfig,
+    MoaConfig,
+    Objective,
+    TargetConfig,
+)
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import learning, losses
+from moa_jax.drafters.moa import make
+from moa_jax.model import chunks, layers
+from moa_jax.model import llama as llama
+from moa_jax.model.cache import KV
+from moa_jax.training.distillation import abstract_frozen, make_loss, make_probe
+from tests.compare import assert_norm_close, assert_value
+
+TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
+DRAFTER = MoaConfig(1, 24, 1, 24, 2, 16, target_layer_inference=1)
+ON_POLICY = Objective(MaskConfig(on_policy_reuse=True), LossConfig("log_acceptance"))
+T = 30  # not a multiple of any chunk below
+
+
+def batch_of(rows: int = 3) -> Batch:
+    tokens_BT = np.random.default_rng(0).integers(0, 96, (rows, T)).astype(np.int32)
+    position_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (rows, T))
+    response_BT = position_BT >= np.array([[5], [9], [20]])[:rows]
+    return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, response_BT)
+
+
+def stacked_target() -> dict:
+    params = jax.jit(partial(llama.init, TARGET))(jax.random.key(1))
+    return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+
+
+def gradient_of(objective: Objective, progress: float = 0.5):
+    drafter = make(DRAFTER, TARGET, objective)
+    loss = make_loss(TARGET, drafter, jnp.float32)
+    params = jax.tree.map(lambda x: 3 * x, jax.jit(drafter.init)(jax.random.key(2)))
+    found = jax.jit(jax.grad(loss, has_aux=True))(
+        params, stacked_target(), batch_of(), jax.random.key(3), jnp.float32(progress)
+    )
+    return jax.tree.map(np.asarray, found)
+
+
+# ---- chunks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 10, 30, 99])
+def test_chunks_of_any_size_cover_all_tokens_once(size):
+    x_BTD = jnp.arange(2.0 * T * 3).reshape(2, T, 3)
+    total = chunks.sum_over(lambda x: {"sum": x.sum((0, 1))}, x_BTD, size)
+    np.testing.assert_array_equal(total["sum"], x_BTD.sum((0, 1)))
+    joined = chunks.map_over(lambda x: 2 * x, x_BTD, size, axis=1)
+    np.testing.assert_array_equal(joined, 2 * x_BTD)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        pytest.param(Objective(), id="paper"),
+        pytest.param(ON_POLICY, id="on-policy", marks=pytest.mark.slow),
+    ],
+)
+def test_chunked_training_equals_plain(objective):
+    whole = dataclasses.replace(objective, chunks=ChunkConfig(0, 0))
+    pieces = dataclasses.replace(objective, chunks=ChunkConfig(7, 11))
+    (expected, parts), (found, same) = gradient_of(whole), gradient_of(pieces)
+    for name, value in parts.items():
+        assert_value(same[name], value, name)
+    jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), found, expected)
+
+
+def test_long_attention_in_chunks_equals_short(monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q_BTKGE = jax.random.normal(keys[0], (2, T, 2, 3, 4))
+    kv = KV(*(jax.random.normal(key, (2, 2, T, 4)) for key in keys[1:]))
+    mask_1TT = jnp.tril(jnp.ones((1, T, T), bool))
+
+    def found():
+        total = lambda q, kv: jnp.sum(jnp.sin(layers.attend(q, kv, mask_1TT)))  # noqa: E731
+        return jax.grad(total, (0, 1))(q_BTKGE, kv)
+
+    whole = found()
+    monkeypatch.setattr(layers, "QUERY_CHUNK", 8)
+    jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), found(), whole)
+
+
+def test_probe_in_chunks_equals_whole(monkeypatch):
+    from moa_jax.training import distillation
+
+    drafter = make(DRAFTER, TARGET)
+    params, batch = jax.jit(drafter.init)(jax.random.key(2)), batch_of()
+
+    def found():
+        probe = make_probe(TARGET, drafter, jnp.float32, 4)
+        return jax.jit(probe)(params, stacked_target(), batch)
+
+    whole = found()
+    monkeypatch.setattr(distillation, "EVALUATION_CHUNK", 8)
+    for name, value in found().items():
+        np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("draft_ids", [None, tuple(range(1, 96, 3))], ids=["whole", "some"])
+def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
+    """Losses and gradients, and the target's head is asked no more often than for one."""
+    objective = Objective(chunks=ChunkConfig(head=7), loss=LossConfig("log_acceptance"))
+    shared, batch, scored = stacked_target(), batch_of(), []
+    unembed = llama.unembed
+    monkeypatch.setattr(llama, "unembed", lambda *x: scored.append(1) or unembed(*x))
+    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    head_DU, hidden_BTD = drawn(0, 32, len(draft_ids or range(96))), drawn(1, 3, T, 32)
+    features = [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
+    asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
+
+    def parts(head_DU, drafts):
+        head = lambda x_BTD: x_BTD @ head_DU  # noqa: E731
+        return learning.token_losses(objective, shared, head, hidden_BTD, drafts, draft_ids)
+
+    def total(together, head_DU, features):
+        drafts = [learning.Draft(*each) for each in zip(features, asked, strict=True)]
+        scored.clear()
+        first, second = (
+            parts(head_DU, drafts) if together else [parts(head_DU, [x])[0] for x in drafts]
+        )
+        return first["log_acceptance"] + 3 * second["log_acceptance"], (first, second, len(scored))
+
+    gradient = jax.value_and_grad(total, (1, 2), has_aux=True)
+    (value, (*found, once)), grads = gradient(True, head_DU, features)
+    (expected, (*alone, twice)), expected_grads = gradient(False, head_DU, features)
+    assert 2 * once == twice
+    compared = lambda a, b: assert_norm_close(a, b, "together")  # noqa: E731
+    jax.tree.map(compared, (value, found, grads), (expected, alone, expected_grads))
+
+
+# ---- losses -------------------------------------------------------------------------------
+
+
+def test_token_losses_equal_their_definitions():
+    rng = np.random.default_rng(0)
+    p, q = (rng.dirichlet(np.ones(7), (2, 3)) for _ in range(2))
+    target_BTV, draft_BTV = np.log(p) + 3.0, np.log(q) - 1.0  # logits: any constant off
+    overlap_BT = np.minimum(p, q).sum(-1)
+    np.testing.assert_allclose(losses.overlap(target_BTV, draft_BTV), overlap_BT, rtol=1e-5)
+    total_variation_BT = 0.5 * np.abs(p - q).sum(-1)
+    np.testing.assert_allclose(1 - overlap_BT, total_variation_BT, rtol=1e-5)
+    kl_BT = (p * np.log(p / q)).sum(-1)
+    found_BT = losses.relative_entropy(target_BTV, draft_BTV)
+    np.testing.assert_allclose(found_BT, kl_BT, rtol=1e-4)
+
+
+@pytest.mark.parametrize("token", ["total_variation", "log_acceptance"])
+def test_loss_is_the_token_loss_chosen(token):
+    cfg = LossConfig(token, token_weight=2.0, feature_weight=0.0)
+    gradient, parts = gradient_of(Objective(loss=cfg))
+    assert_value(parts["loss"], 2.0 * parts[token], token)
+    if token == "log_acceptance":  # Jensen: the mean of -log x is at least -log of the mean
+        assert parts[token] >= -np.log(1 - parts["total_variation"]) - 1e-6
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(("progress", "weight"), [(0.0, 1.0), (0.2, 0.5), (0.4, 0.0), (0.9, 0.0)])
+def test_feature_loss_fades(progress, weight):
+    cfg = LossConfig(feature_fade=0.4)
+    _, parts = gradient_of(Objective(loss=cfg), progress)
+    feature = 0.5 * parts["feature_loss"] + 0.5 * parts["prev_feature_loss"]
+    assert_value(parts["loss"], 0.1 * parts["cross_entropy"] + weight * feature, "loss")
+
+
+def test_periods_of_known_tokens_follow_the_config():
+    from moa_jax.drafters.moa import train
+
+    batch = batch_of()._replace(response_BT=jnp.ones((3, T), bool))
+    cfg = MaskConfig(shortest_future=4, longest_future=4)
+    known_BT = train.draw(cfg, jax.random.key(0), batch, jnp.float32(0)).known_BT
+    np.testing.assert_array_equal(known_BT, batch.position_BT % 4 == 0)
+
+
+@pytest.mark.parametrize(
+    "make_config",
+    [
+        partial(MaskConfig, shortest_future=0),
+        partial(MaskConfig, shortest_future=9, longest_future=8),
+        partial(LossConfig, feature_fade=0.0),
+        partial(ChunkConfig, head=-1),
+    ],
+)
+def test_impossible_settings_are_refused(make_config):
+    with pytest.raises(InputError):
+        make_config()
+
+
+# ---- memory -------------------------------------------------------------------------------
+
+
+def test_no_array_of_tokens_by_vocabulary_lives():
+    """Neither direction holds logits of all tokens: no shape of the program says so."""
+    V, rows, length = 5_003, 2, 64
+    cfg = dataclasses.replace(TARGET, vocab_size=V)
+    abstract = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    fields = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)
+    batch = Batch(*(abstract((rows, length), dtype) for dtype in fields))
+
+    def shapes(size: int) -> str:
+        drafter = make(DRAFTER, cfg, Objective(chunks=ChunkConfig(size, size)))
+        params = jax.eval_shape(drafter.init, jax.random.key(0))
+        gradient = jax.jit(jax.grad(make_loss(cfg, drafter, jnp.float32), has_aux=True))
+        given = (abstract_frozen(cfg), batch, jax.random.key(0), jnp.float32(0))
+        return gradient.lower(params, *given).as_text()
+
+    assert f"{rows}x{length}x{V}" in shapes(0)
+    assert f"{rows}x{length}x{V}" not in shapes(16)
+    assert f"{rows}x16x{V}" in shapes(16)

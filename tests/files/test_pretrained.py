@@ -1,0 +1,248 @@
+"""Targets as folders: what transformers writes we read and write back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+from moa_jax.files import folders
+from moa_jax.pretrained import (
+    Generation,
+    describe_target,
+    load_target,
+    save_target,
+    stored_dtype,
+)
+from tests.conftest import golden_cases
+from tests.model_folders import (
+    assert_same_tensors,
+    edit_json,
+    edit_tensors,
+    refusal,
+    tensors_of,
+)
+from tests.oracle import random_pair
+
+FAMILIES = list(random_pair.FAMILIES)
+BIASED = {"attention_bias": True}
+TARGETS = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", BIASED),
+    ("llama", {"mlp_bias": True, "tie_word_embeddings": True}),
+    ("qwen2", {"tie_word_embeddings": False}),
+    ("qwen3", BIASED | {"tie_word_embeddings": True}),
+]
+ids = lambda value: value if isinstance(value, str) else "-".join(value) or "plain"  # noqa: E731
+
+
+def assert_same_trees(one, two) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+# ---- targets ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family, flags", TARGETS, ids=ids)
+def test_targets_survive_the_way_here_and_back(family, flags, tmp_path):
+    _, model = random_pair.random_target(family, 3, **flags)
+    model.save_pretrained(tmp_path / "theirs")
+    listed = load_target(tmp_path / "theirs", jnp.float32)
+    stacked = load_target(tmp_path / "theirs", jnp.float32, layers="stacked")
+    assert len(listed.params["layers"]) == listed.config.num_layers
+    assert_same_trees(
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *listed.params["layers"]),
+        stacked.params["layers"],
+    )
+    for name, found in (("a", listed), ("b", stacked)):
+        save_target(tmp_path / name, found.config, found.params, dtype="float32")
+        assert_same_tensors(tmp_path / "theirs", tmp_path / name)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(back(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("folder", golden_cases(needs="target/model.safetensors"))
+def test_recorded_targets_are_read_and_written_bit_for_bit(folder, tmp_path):
+    target = load_target(folder / "target", "float32")
+    new = save_target(tmp_path / "new", target.config, target.params, dtype="float32")
+    assert_same_tensors(folder / "target", new)
+    assert describe_target(new).config == target.config
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
+    tensors = {k: v.astype(stored) for k, v in tensors_of(pair / "target").items()}
+    save_file(tensors, pair / "target" / "model.safetensors")
+    target = load_target(pair / "target", dtype)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(target.params)} == {dtype}
+    expected = tensors["lm_head.weight"].astype(dtype).T
+    np.testing.assert_array_equal(target.params["lm_head"], expected)
+    assert stored_dtype(pair / "target") == {"float64": "float32"}.get(stored, stored)
+
+
+@pytest.mark.parametrize(
+    "tensors, says",
+    [
+        ({}, "holds no tensors"),
+        ({"w": np.ones(4, ml_dtypes.float8_e4m3fn)}, "w is stored as F8_E4M3"),
+        ({"w": np.ones(4, np.int8)}, "w is stored as I8"),
+    ],
+)
+def test_only_float_files_have_a_stored_dtype(tmp_path, tensors, says):
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert says in refusal(stored_dtype, tmp_path)
+
+
+def test_several_files_with_an_index_are_read_and_written(saved, tmp_path, monkeypatch):
+    source = saved / "qwen2" / "target"
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    monkeypatch.setattr(folders, "_MAX_FILE_BYTES", 60_000)
+    whole, split = load_target(source), load_target(tmp_path / "theirs")
+    assert_same_trees(whole.params, split.params)
+    save_target(tmp_path / "ours", split.config, split.params, dtype="float32")
+    assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 1
+    assert_same_tensors(tmp_path / "theirs", tmp_path / "ours")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(back.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("written", [Generation((7,), None), Generation((7, 8), 0), Generation()])
+def test_special_ids_survive(pair, tmp_path, written):
+    target = load_target(pair / "target")
+    save_target(tmp_path / "new", target.config, target.params, generation=written)
+    assert load_target(tmp_path / "new").generation == written
+    assert stored_dtype(tmp_path / "new") == "bfloat16"
+
+
+def test_special_ids_come_from_the_tokenizer_unless_given(pair, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    added = [{"id": 4, "content": "<end>"}, {"id": 5, "content": "<pad>"}]
+    (tokenizer / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    settings = {"eos_token": {"content": "<end>"}, "pad_token": "<pad>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    target = load_target(pair / "target")
+    new = save_target(tmp_path / "new", target.config, target.params, tokenizer)
+    assert describe_target(new).generation == Generation((4,), 5)
+    assert (new / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+
+
+def test_generation_config_goes_before_config(pair):
+    edit_json(pair / "target" / "generation_config.json", eos_token_id=[9, 10])
+    edit_json(pair / "target" / "config.json", eos_token_id=3, pad_token_id=0)
+    assert load_target(pair / "target").generation == Generation((9, 10), 0)
+
+
+def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):
+    shutil.copytree(saved / "qwen2" / "target", tmp_path / "target")
+    extras = {"lm_head.weight": np.ones((101, 56)), "model.rotary_emb.inv_freq": np.ones(4)}
+    edit_tensors(tmp_path / "target", **extras)
+    assert "lm_head" not in load_target(tmp_path / "target").params
+
+
+# ---- where arrays live --------------------------------------------------------------------
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> str:
+    """What a fresh process prints; it can watch its own memory, or have several devices."""
+    out = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return out.stdout
+
+
+PEAK = """
+import re, sys
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+from moa_jax import convert, folders, hf_config
+from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.pretrained import load_target
+
+folder, layers = folders.Path(sys.argv[1]), sys.argv[2]
+cfg = TargetConfig("llama", 4096, 12, BlockConfig(512, 8, 2, 64, 2048, 1e-5, 1e4, None), False, 64)
+shapes = convert.stored_shapes(convert.target_table(cfg))
+if not folder.exists():
+    folder.mkdir()
+    folders.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    del tensors
+
+def anonymous():  # bytes of this process that are not pages of a mapped file
+    status = open("/proc/self/status").read()
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
+
+read, seen = folders.TensorReader.read, []
+def watched(self, name):
+    tensor = read(self, name)
+    seen.append(anonymous())
+    return tensor
+
+jnp.zeros(1).block_until_ready()  # starts the backend
+folders.TensorReader.read = watched
+before = anonymous()
+target = load_target(folder, "float32", layers=layers)
+seen.append(anonymous())
+print(max(seen) - before, 4 * sum(int(np.prod(shape)) for shape in shapes.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("layers", ["list", "stacked"])
+def test_the_host_never_holds_a_model_twice(tmp_path, layers):
+    peak, model = map(int, run_python(PEAK, str(tmp_path / "target"), layers).split())
+    assert 0.8 * model < peak < 1.5 * model
+
+
+SHARDED = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from moa_jax.pretrained import load_target
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+def of(path, shape):  # split the last axis that four devices share evenly; the layers never
+    even = [axis for axis in range(1, len(shape)) if shape[axis] % 4 == 0]
+    spec = [None] * len(shape)
+    if even:
+        spec[even[-1]] = "x"
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+plain = load_target(sys.argv[1], layers=sys.argv[2])
+spread = load_target(sys.argv[1], layers=sys.argv[2], sharding=of)
+def check(path, one, two):
+    np.testing.assert_array_equal(one, two)
+    assert two.sharding.is_equivalent_to(of(path, two.shape), two.ndim), (path, two.sharding)
+jax.tree_util.tree_map_with_path(check, plain.params, spread.params)
+print(len({shard.device for shard in spread.params["embed"].addressable_shards}))
+"""
+
+
+@pytest.mark.parametrize("layers", ["list", "stacked"])
+def test_each_array_is_born_in_its_sharding(saved, layers):
+    flags = "--xla_force_host_platform_device_count=4"
+    assert run_python(SHARDED, str(saved / "llama" / "target"), layers, XLA_FLAGS=flags) == "4\n"

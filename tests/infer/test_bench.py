@@ -1,0 +1,430 @@
+"""What infer.bench says: statistics and bytes by hand, simulated drafts, its JSON, its refusals."""
+
+import functools
+import json
+import re
+import shlex
+import string
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import demo_drafter, demo_target, moa_llama3_8b
+from configs.shapes import SHAPES
+from infer import bench
+from infer.flags import prompts
+from infer.flags.bench import TREE, check, modes_of, parser_of
+from infer.info import ROOT
+from moa_jax import InputError, Result, load_target
+from moa_jax.config import BlockConfig, DraftShape, MoaConfig, TargetConfig
+from moa_jax.decode import step
+from moa_jax.decode.session import GREEDY, law_of, rows_of
+from moa_jax.drafters import DRAFTERS
+from moa_jax.measure import figures, phases, random_pair, tables, traffic, tuned
+from moa_jax.measure.figures import Run
+from moa_jax.measure.simulate import accept_with
+from moa_jax.model import convert
+from moa_jax.pretrained import save_drafter, save_target
+from tests.model_folders import refusal
+
+BLOCK = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
+TARGET = TargetConfig("llama", 64, 2, BLOCK, False, 256)
+DRAFT = MoaConfig(1, 24, 1, 24, 1, 16)
+LAW = law_of(rows_of(GREEDY, 1), 64)
+
+
+@functools.cache
+def tiny() -> tuple:
+    """A random target and drafter that no file holds."""
+    target = random_pair.random_target(TARGET, jnp.float32, Path("tiny"))
+    return target, random_pair.random_drafter("moa", DRAFT, target, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> list[str]:
+    """Flags for the same pair as files, and three prompts of ids."""
+    folder = tmp_path_factory.mktemp("pair")
+    target, drafter = tiny()
+    save_target(folder / "target", TARGET, target.params, dtype=jnp.float32)
+    target = load_target(folder / "target", jnp.float32)
+    save_drafter(folder / "draft", "moa", DRAFT, drafter.params, target)
+    lines = [json.dumps({"prompt_ids": [i, 2, 3]}) for i in (1, 5, 9)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    names = [str(folder / name) for name in ("target", "draft", "prompts.jsonl")]
+    return ["--target", names[0], "--draft", names[1], "--prompts", names[2]]
+
+
+# ---- statistics ---------------------------------------------------------------------------
+
+
+def run_of(batch: int, seconds: float, lengths: list[int], drafted: int = 3, token: int = 1) -> Run:
+    tokens = [token] * (1 + sum(lengths))
+    drafts = [drafted] * len(lengths)
+    return Run(batch, (Result([7], tokens, "length", lengths, 0.5, seconds, drafts),))
+
+
+def test_figures_by_hand():
+    plain = [run_of(0, 1.0, [1] * 6, 0), run_of(1, 2.0, [1] * 6, 0), run_of(0, 3.0, [1] * 6, 0)]
+    fast = [run_of(0, 0.5, [4, 2]), run_of(1, 1.0, [1, 3, 2], token=2), run_of(0, 1.5, [4, 2])]
+    found = figures.summarise(fast, 4)
+    assert found["tokens_per_s"] == 6.0  # of 12, 6 and 4
+    assert found["tokens_per_s_quartiles"] == [5.0, 9.0]
+    assert (found["tokens"], found["rounds"]) == (18, 7)
+    assert found["tau"] == pytest.approx(18 / 7)
+    assert found["ms_per_round"] == pytest.approx(1000 / 3)  # of 250, 333 and 750
+    assert found["prefill_ms"] == 500.0
+    beside = figures.beside(fast, plain)
+    # Batch 0: the median rates are 8 and 4; batch 1: 6 and 3.
+    assert beside["speedup"] == pytest.approx(2.0)
+    assert beside["speedup_of_totals"] == pytest.approx((18 / 3.0) / (18 / 6.0))
+    assert (beside["same_as_plain"], beside["answers"]) == (1, 2)
+
+
+def test_a_batch_that_ends_with_prefill_counts_nowhere():
+    nothing, real = run_of(0, 1e-6, []), run_of(1, 2.0, [1, 1], 0)
+    assert figures.summarise([nothing, real], 1)["tokens_per_s"] == 1.0
+    assert figures.beside([nothing, real], [nothing, real])["speedup"] == 1.0
+    assert figures.summarise([nothing], 1)["tokens_per_s"] is None
+
+
+def test_acceptance_by_hand():
+    """Rounds accept 3, 1, 0 and 2 of 3, 3, 3 and 2 drafts; the last round is cut by the limit."""
+    result = Result([7], [1] * 12, "length", [4, 2, 1, 3, 1], 0.0, 1.0, [3, 3, 3, 2, 3])
+    found = figures.acceptance([result], 4)
+    assert found["acceptance_rate"] == 6 / 11
+    assert found["acceptance_unconditional"] == [3 / 4, 2 / 4, 1 / 4]
+    assert found["acceptance_conditional"] == [3 / 4, 2 / 3, 1 / 1]
+
+
+# ---- bytes --------------------------------------------------------------------------------
+
+
+def size(*trees: object) -> int:
+    return sum(leaf.nbytes for tree in trees for leaf in jax.tree.leaves(tree))
+
+
+def test_bytes_of_small_programs():
+    held = {"w": jnp.zeros((4, 4)), "table": jnp.zeros((100, 4)), "unused": jnp.zeros(50)}
+    rows = jnp.zeros((1, 4))
+
+    def twice(held, x):
+        return x @ held["w"] @ held["w"] + held["table"][jnp.array([3])]
+
+    def in_branch(held, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda: twice(held, x), lambda: x)
+
+    def written(held, x):
+        table = jax.lax.dynamic_update_slice(held["table"], x, (x[0, 0].astype(int), 0))
+        return x @ table.T
+
+    assert traffic.bytes_read(twice, held, rows) == 2 * 4 * 16
+    assert traffic.bytes_read(in_branch, held, rows) == 2 * 4 * 16
+    assert traffic.bytes_read(jax.jit(written), held, rows) == 4 * 400
+
+
+def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:
+    """Setup, weights and a state like that after prefill."""
+    functions = DRAFTERS["moa"].make(drafter.config, TARGET)
+    setup = step.Setup(TARGET, functions, shape, choose)
+    weights = step.Weights(target.params, drafter.params)
+    limits = step.Limits(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
+    prompt = (jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))
+    prefill = functools.partial(step.prefill, setup, capacity=40)
+    return setup, weights, blank(prefill, weights, *prompt, limits, LAW), limits
+
+
+def blank(function, *arguments):
+    """Zeros in place of what a function gives, without running it."""
+    shapes = jax.eval_shape(function, *arguments)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+@pytest.mark.slow
+def test_bytes_of_phases_by_hand():
+    """A chain of depth 3 drafts twice; the target reads all but its embedding table."""
+    target, drafter = tiny()
+    setup, weights, state, limits = shapes_of(target, drafter, DraftShape(3))
+    zero, rows = jnp.int32(0), 40 + 3
+    a_cache = 2 * 4 * 1 * rows * 8  # keys and values, float32, one head of 8
+
+    def bytes_of(turn, moving, read) -> int:
+        phase = lambda held, z: turn(setup, held[0], read, held[1], z)  # noqa: E731
+        return traffic.bytes_read(phase, (weights, moving), zero)
+
+    sa, ca, lsa, out = (
+        drafter.params[name]
+        for name in ("self_attention", "cross_attention", "layer_self_attention", "ekv2e")
+    )
+    memory_side = (ca["attention"]["kv"], ca["input_norm"])
+    each = size(sa, ca, target.params["lm_head"]) - size(ca["attention"]["kv"])
+    found = bytes_of(phases._draft, state.draft_cache, (state, LAW))
+    assert found == 2 * (each + 2 * a_cache)
+    _, tree = blank(
+        functools.partial(phases._draft, setup), weights, (state, LAW), state.draft_cache, zero
+    )
+    read = (state, limits, LAW, tree)
+    all_but_table = size(target.params) - size(target.params["embed"])
+    assert bytes_of(phases._verify, state.target_caches, read) == all_but_table + 2 * a_cache
+    _, (_, tokens_BD, tapped) = blank(
+        functools.partial(phases._verify, setup), weights, read, state.target_caches, zero
+    )
+    found = bytes_of(phases._extend, state.draft_cache, (state.length_B, tokens_BD, tapped))
+    looks = 4 * 4  # one number of each cache array, to wait for it
+    assert found == size(lsa, out, sa["attention"]["qkv"], sa["input_norm"], memory_side) + looks
+
+
+def test_bandwidth_is_that_of_copies():
+    assert 1e7 < traffic.copy_bandwidth(1 << 20) < 1e13
+
+
+# ---- pairs without files, simulated drafts -------------------------------------------------
+
+
+def test_known_shapes_count_as_published():
+    config = SHAPES[moa_llama3_8b.config.target]
+    count = lambda table: sum(int(np.prod(packing.shape)) for packing in table.values())  # noqa: E731
+    assert count(convert.target_table(config)) == 8_030_261_248
+    drafter = DRAFTERS["moa"].table(moa_llama3_8b.config.drafter, config)
+    assert 2.4e8 < count(drafter) < 2.7e8
+
+
+def test_shapes_of_a_target_in_a_folder():
+    path = str(Path(__file__).parents[2] / demo_drafter.config.target)
+    assert prompts.shapes_of(path) == demo_target.config.target
+
+
+def test_random_pairs_have_the_shapes_of_real_ones():
+    target, drafter = tiny()
+    real = jax.eval_shape(DRAFTERS["moa"].make(DRAFT, TARGET).init, jax.random.key(0))
+    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)  # noqa: E731
+    assert shapes(drafter.params) == shapes(real)
+    std = {float(leaf.std()) for leaf in (target.params["embed"], target.params["lm_head"])}
+    assert len(std) == 2 and all(0.018 < value < 0.022 for value in std)
+    assert float(target.params["final_norm"]["scale"].min()) == 1.0
+
+
+def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
+    """Accept lengths of simulated rounds, those that the limit cut apart."""
+    target, drafter = tiny()
+    functions = DRAFTERS["moa"].make(drafter.config, TARGET)
+    setup = step.Setup(TARGET, functions, shape, accept_with(probability))
+    weights = step.Weights(target.params, drafter.params)
+    limits = step.Limits(jnp.full(rows, 200), jnp.full((rows, 8), -1), jnp.int32(2**31 - 1))
+
+    @jax.jit
+    def run(weights, prompt_BT, length_B):
+        state = step.prefill(setup, weights, prompt_BT, length_B, limits, LAW, capacity=200)
+        return step.decode(setup, weights, state, limits, LAW)
+
+    state = run(weights, jnp.ones((rows, 4), jnp.int32), jnp.full(rows, 4))
+    pairs = zip(np.asarray(state.accept_lengths_BR), np.asarray(state.rounds_B), strict=True)
+    return [int(length) for lengths_R, count in pairs for length in lengths_R[: count - 1]]
+
+
+def test_simulated_chains_have_the_tau_of_their_probability():
+    p, lengths = 0.6, decoded(DraftShape(4), 0.6)
+    assert np.mean(lengths) == pytest.approx(1 + p + p**2 + p**3, abs=0.15)
+    assert {1, 2, 3, 4} == set(lengths)
+
+
+@pytest.mark.slow
+def test_simulated_trees_follow_first_children():
+    assert set(decoded(DraftShape(3, 2, 6), 1.0, rows=1)) == {3}
+
+
+# ---- the program --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Short loops: what is measured is of no matter here."""
+    monkeypatch.setattr(phases, "SECONDS_A_LOOP", 0.01)
+    monkeypatch.setitem(traffic.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setattr("infer.flags.bench.TUNE_DEPTHS", ())
+    monkeypatch.setattr("infer.flags.bench.TUNE_TREES", ())
+
+
+@pytest.mark.slow
+def test_one_document_on_stdout(stored, capsys, hasty):
+    flags = ["--modes", "plain,chain", "--chain-depth", "3", "--repeats", "1", "--tune"]
+    bench.main([*stored, *flags, "--max-new-tokens", "12", "--json"])
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found.keys() == {"modes", "peers", "settings", "machine"}
+    plain, chain = found["modes"]
+    assert (plain["mode"], plain["depth"], plain["tau"], plain["speedup"]) == ("plain", 1, 1.0, 1.0)
+    assert (chain["mode"], chain["depth"], chain["breadth"]) == ("chain", 3, 1)
+    assert plain["tokens"] == chain["tokens"] == 3 * 11 and plain["rounds"] == 33
+    assert chain["speedup"] > 0 and 1 <= chain["tau"] <= 3
+    assert (chain["same_as_plain"], chain["answers"], chain["num_compiled"]) == (3, 3, 2)
+    assert len(chain["acceptance_conditional"]) == 2
+    assert plain["phases"].keys() == {"prefill", "verify"}
+    assert chain["phases"].keys() == {"prefill", "draft", "verify", "extend"}
+    for row in found["modes"]:
+        assert all(cost["ms"] > 0 and cost["bytes"] > 0 for cost in row["phases"].values())
+        assert row["host_transfers_in_generation"] == 0
+        assert 0.9 < row["memory_over_weights_and_caches"] < 10
+    assert found["settings"]["prompts"] == 3 and found["machine"]["bandwidth_bytes_per_s"] > 0
+    text = tables.render(found)
+    assert "| plain | " in text and "| chain 3 | extend |" in text
+    assert "tuned.json: written" in said.err
+    assert_tuned(Path(stored[3]), max(found["modes"], key=lambda row: row["tokens_per_s"]))
+
+
+def assert_tuned(folder: Path, best: dict) -> None:
+    (entry,) = json.loads((folder / tuned.FILE).read_text())["tuned"]
+    kind = jax.devices()[0].device_kind
+    assert (entry["device_kind"], entry["dtype"], entry["batch"]) == (kind, "float32", 1)
+    assert (entry["mode"], entry["tokens_per_s"]) == (best["mode"], best["tokens_per_s"])
+    assert tuned.load_tuned(folder, kind, "float32") == DraftShape(best["depth"])
+
+
+def test_random_weights_of_a_config(tmp_path, capsys, hasty):
+    config = tmp_path / "small.py"
+    config.write_text(
+        "from configs import demo_target as d\nimport dataclasses\n"
+        "from moa_jax.config import BlockConfig, TargetConfig\n"
+        f"config = dataclasses.replace(d.config, target={TARGET!r})\n"
+    )
+    flags = ["--random-weights", str(config), "--prompt-length", "5", "--batch", "2"]
+    flags += ["--modes", "plain", "--max-new-tokens", "6", "--repeats", "1", "--no-phases"]
+    bench.main([*flags, "--cache-rows", "40", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["prompt_tokens"] == [5, 5] and found["settings"]["batch"] == 2
+    assert found["settings"]["cache_rows"] == 40
+    assert found["modes"][0]["tokens"] == 10
+    assert "RANDOM WEIGHTS" in tables.render(found)
+    with pytest.raises(InputError, match="describes a target and no drafter"):
+        bench.main([*flags, "--modes", "plain,chain"])
+
+
+def test_simulated_acceptance_is_labelled(stored, capsys, hasty):
+    flags = ["--modes", "chain", "--chain-depth", "4", "--simulate-acceptance", "1"]
+    bench.main([*stored, *flags, "--max-new-tokens", "13", "--repeats", "1", "--no-phases"])
+    text = capsys.readouterr().out
+    assert "SIMULATED: drafts are accepted with probability 1.0" in text
+    assert "| chain 4 (simulated) | " in text and "| 4.00 | 9 |" in text
+
+
+def test_modes_of_flags():
+    def shapes(*flags: str) -> list[tuple]:
+        args = parser_of(None).parse_args(list(flags))
+        modes = modes_of(args, tiny()[1])
+        return [(m.name, m.shape.depth, m.shape.breadth, m.shape.total_tokens) for m in modes]
+
+    assert shapes() == [("plain", 1, 1, None), ("chain", 5, 1, None), ("tree", *TREE)]
+    chains = shapes("--modes", "chain", "--sweep-depth", "2,3", "--chain-depth", "3")
+    assert [depth for _, depth, *_ in chains] == [3, 2]
+    trees = shapes("--modes", "tree", "--tree", "4,4,9", "--sweep-total", "4,9")
+    assert [total for *_, total in trees] == [9, 4]
+    assert len(shapes("--tune")) > 8
+
+
+def test_commands_of_the_gpu_script_parse():
+    """They run seldom, where a mistyped flag costs the whole run."""
+    values = {"batch": "8", "dtype": "bfloat16"}
+    script = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ")
+    commands = re.findall(r"-m infer\.bench ([^>|\n]*)", script)
+    assert len(commands) == 2
+    for command in commands:
+        args = parser_of(None).parse_args(shlex.split(string.Template(command).substitute(values)))
+        check(args)
+        assert args.json
+
+
+# ---- tuned.json ---------------------------------------------------------------------------
+
+
+def entry_of(kind: str, depth: int) -> dict:
+    place = {"device_kind": kind, "dtype": "float32", "batch": 1}
+    return place | {"mode": "chain", "depth": depth, "breadth": 1, "total_tokens": None}
+
+
+def test_tuned_keeps_one_entry_a_device(tmp_path, monkeypatch):
+    assert tuned.load_tuned(tmp_path, "one", "float32") is None
+    for kind, depth in (("one", 3), ("two", 4), ("one", 5)):
+        path = tuned.save_tuned(tmp_path, entry_of(kind, depth))
+    assert tuned.load_tuned(tmp_path, "one", "float32") == DraftShape(5)
+    assert tuned.load_tuned(tmp_path, "two", "float32") == DraftShape(4)
+    assert tuned.load_tuned(tmp_path, "two", "bfloat16") is None
+    before = path.read_text()
+
+    def full_disk(fresh: Path, content: bytes) -> None:
+        with fresh.open("wb") as file:
+            file.write(content[:9])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_disk)
+        with pytest.raises(OSError):
+            tuned.save_tuned(tmp_path, entry_of("one", 2))
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    path.write_text('{"tuned": [{"depth": 3}]}')
+    assert "remove it" in refusal(tuned.load_tuned, tmp_path, "one", "float32")
+
+
+# ---- refusals and peers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ("--modes plain,trees", "choose from plain, chain, tree"),
+        ("--tree 3,4", "three numbers"),
+        ("--modes chain --tune", "lacks plain"),
+        ("--tune --simulate-acceptance 0.5", "trained pair"),
+        ("--random-weights x.py", "no such config file"),
+        ("--random-weights configs/tiny.py --target t", "leave out --target"),
+        ("--random-weights configs/tiny.py --conversations c", "no tokenizer"),
+        ("--compare vllm", "known are transformers"),
+        ("--compare transformers --batch 2", "one prompt at a time"),
+        ("--compare transformers", "torch is missing"),
+        ("--plot x.png", "matplotlib is missing"),
+        ("--draft d", "name both"),
+        ("--confidence 1.5", "confidence is 1.5"),
+        ("--tree 4,9999,9", "breadth 9999 is more than"),
+        ("--batch 100", "6 prompts fill no batch of 100"),
+        ("--max-new-tokens 5000", "positions"),
+        ("--prompts /nowhere.jsonl", "/nowhere.jsonl"),
+        ("--modes plain --cache-rows 32 --max-new-tokens 1", "a cache of 32 rows is too small"),
+        ("--modes chain --cache-rows 32 --max-new-tokens 1", "a cache of 32 rows is too small"),
+        ("--tune --confidence 0.3 --batch 100", "--tune stores sizes alone"),
+        ("--tune --target t --draft some/drafter", "--tune needs a drafter in a folder"),
+    ],
+)
+def test_refused_flags(flags, fault, monkeypatch):
+    if "missing" in fault:
+        monkeypatch.setitem(sys.modules, fault.split()[0], None)
+    assert fault in refusal(bench.main, flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--simulate-acceptance 1.5", "--tree a,b", "--repeats 0"])
+def test_flags_that_do_not_parse(flags, capsys):
+    with pytest.raises(SystemExit) as error:
+        bench.main(flags.split())
+    assert error.value.code == 2 and flags.split()[0] in capsys.readouterr().err
+
+
+def test_a_peer_is_a_row_beside_plain():
+    runs = [
+        {"batch": 0, "token_ids": [1] * 7, "tokens": 6, "seconds": 2.0, "passes": 3},
+        {"batch": 1, "token_ids": [2] * 7, "tokens": 6, "seconds": 3.0, "passes": 6},
+    ]
+    plain = [run_of(0, 1.0, [1] * 6, 0), run_of(1, 1.0, [1] * 6, 0)]
+    found = tables.peer_row({"peer": "other", "runs": runs}, plain)
+    assert found["tokens_per_s"] == 2.5 and found["tau"] == 12 / 9
+    assert (found["same_as_plain"], found["answers"]) == (1, 2)
+    assert found["plain_over_peer"] == pytest.approx(2.5)
+
+
+@pytest.mark.slow
+def test_transformers_writes_the_same(stored, capsys, hasty):
+    flags = ["--modes", "plain", "--repeats", "1", "--max-new-tokens", "24", "--no-phases"]
+    bench.main([*stored, *flags, "--compare", "transformers", "--json"])
+    peers = json.loads(capsys.readouterr().out)["peers"]
+    assert [peer["same_as_plain"] for peer in peers] == [3, 3]
+    assert peers[0]["tau"] == 1.0 and peers[1]["tau"] > 1.0

@@ -1,0 +1,113 @@
+"""How a drafter is measured on conversations: a row a source, and one line for what is unfit."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from infer import evaluate
+from infer.evaluation import conversations, report
+from infer.flags.pair import DEMO
+from moa_jax import InputError, load_target
+from moa_jax.config import MoaConfig
+from moa_jax.data import chat
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.drafters import DRAFTERS
+from moa_jax.pretrained import save_drafter
+from tests.train.test_regenerate import save_talkative_target
+
+ANSWER = {"role": "assistant", "content": "Yes."}
+
+
+def question(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def write(path: Path, *records: dict) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[str]:
+    """Flags that name a small random pair."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = load_target(save_talkative_target(folder), jnp.float32)
+    config = MoaConfig(1, 24, 1, 24, 1, 16)
+    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
+    save_drafter(folder / "draft", "moa", config, params, target)
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+
+
+def test_every_source_has_a_row(pair, capsys, tmp_path):
+    talks = [("a#shop", "Hello!"), ("b#shop", "A cheap hotel."), (3, "Balance?"), ("all", "Hi!")]
+    records = [{"source": s, "messages": [question(text), ANSWER]} for s, text in talks]
+    long = {"messages": [question("1" * 400), ANSWER]}
+    file = write(tmp_path / "talks.jsonl", *records, long, {"messages": [question("Milk!")]})
+    flags = [*pair, "--conversations", file, "--max-new-tokens", "16"]
+    evaluate.main([*flags, "--json", "--output", str(tmp_path / "run")])
+    found = json.loads(capsys.readouterr().out)
+    drafted = [row for row in found["rows"] if row["model"] != "plain"]
+    assert [(row["set"], row["questions"], row["same_as_plain"]) for row in drafted] == [
+        ("shop", 2, 2),
+        ("3", 1, 1),
+        ("#all", 1, 1),
+        ("none", 1, 1),
+        ("all", 5, 5),
+    ]
+    assert all(0 <= row[share] <= 1 for row in drafted for share in ("repeated", "stopped"))
+    (left_out,) = found["skipped"]
+    assert left_out["question_id"] == 5 and "longer than 256 tokens" in left_out["why"]
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert "| shop | draft-chain | 2 |" in text and "| repeated | stopped | same as plain |" in text
+
+
+def test_a_question_stands_behind_its_history(tmp_path):
+    talk = [question("Hi"), ANSWER, question("Beer?"), ANSWER]
+    records = [{"source": "x#bar", "messages": talk}, {"source": "x#alpaca", "messages": talk}]
+    file = write(tmp_path / "talks.jsonl", *records)
+    first, second = conversations.questions_of(file, ())
+    assert (first.group, first.turns, first.history) == ("bar", ("Hi",), ())
+    assert second.group == "#alpaca"  # the name of a set of the paper
+    assert second.turns == ("Beer?",) and second.history == (("user", "Hi"), ("assistant", "Yes."))
+    assert [q.group for q in conversations.questions_of(file, ["bar"])] == ["bar"]
+    tokenizer = load_tokenizer(DEMO / "target")
+    args = Namespace(conversations=file, sources="")
+    prompts = [prompt for _, prompt in conversations.prompts_of(args, tokenizer, 256)]
+    assert prompts[1] == chat.prompt_ids(tokenizer, talk[:3])
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"messages": [ANSWER]}, "line 3: a conversation without a user message"),
+        ({"nothing": 1}, "line 3: a record of unknown style"),
+        ({"messages": [question(" ")]}, "line 3: a message without text"),
+    ],
+)
+def test_a_bad_record_is_named(pair, tmp_path, record, fault):
+    file = write(tmp_path / "talks.jsonl", {"messages": [question("Hi")]}, record)
+    Path(file).write_text("\n" + Path(file).read_text())
+    with pytest.raises(InputError, match=fault):
+        evaluate.main([*pair, "--conversations", file])
+
+
+def test_refused_flags(pair, tmp_path, capsys):
+    file = write(tmp_path / "talks.jsonl", {"messages": [question("1" * 400)]})
+    with pytest.raises(InputError, match=r"talks.jsonl: no question is left \(.*than 256 tokens"):
+        evaluate.main([*pair, "--conversations", file, "--output", str(tmp_path / "run")])
+    with pytest.raises(InputError, match="nothing to compare"):
+        evaluate.main(["--conversations", file, "--mode", "plain"])
+    for flag in ("--limit", "--max-prompt", "--max-new-tokens"):
+        with pytest.raises(SystemExit):
+            evaluate.main(["--conversations", file, flag, "0"])
+        assert flag in capsys.readouterr().err
+
+
+def test_repeated_grams_are_counted():
+    assert report.repeats(list(range(20))) == (0, 13)
+    assert report.repeats([1, 2] * 8) == (7, 9)
+    assert report.repeats([1, 2, 3]) == (0, 0)

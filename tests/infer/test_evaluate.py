@@ -1,0 +1,326 @@
+"""The evaluation as a program: one run of a small pair, resumed, refused, and caught at a lie."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer import evaluate
+from infer.evaluation import contenders
+from infer.evaluation.contenders import Contender
+from infer.evaluation.interview import Interview
+from infer.evaluation.suites import PAPER, Question
+from moa_jax import InputError, Result, Session, load_target
+from moa_jax.config import MoaConfig, Sampling
+from moa_jax.data import chat
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.vocabulary import save_vocabulary, vocabulary_of
+from moa_jax.drafters import DRAFTERS
+from moa_jax.pretrained import save_drafter
+from tests.model_folders import refusal
+from tests.train.test_regenerate import save_talkative_target
+
+DIGITS = "1234567 " * 4  # a token each, so that all prompts are of one bucket
+QUESTIONS = [
+    {"question_id": 1, "category": "a", "turns": [DIGITS, "1"]},
+    {"question_id": 2, "turns": ["2" + DIGITS, "1" * 600]},
+    {"question_id": 3, "turns": ["7" * 600]},
+    {"question_id": 4, "turns": ["3" + DIGITS]},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A small random pair with one drafter in two folders, and questions for it."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = load_target(save_talkative_target(folder), jnp.float32)
+    config = MoaConfig(1, 24, 1, 24, 1, 16)
+    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
+    save_drafter(folder / "draft", "moa", config, params, target)
+    text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    (folder / "talk.jsonl").write_text(text)
+    return folder
+
+
+def flags(folder: Path, output: Path, *more: str) -> list[str]:
+    pair = ["--target", str(folder / "target"), "--draft", f"a={folder}/draft"]
+    suite = ["--suite", str(folder / "talk.jsonl"), "--max-new-tokens", "9"]
+    return [*pair, *suite, "--output", str(output), "--json", *more]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> Path:
+    """The answers of a whole run."""
+    assert not evaluate.main(flags(folder, folder / "run", "--depth", "3"))
+    return folder / "run"
+
+
+@pytest.fixture
+def resumed(folder, finished, tmp_path, capsys):
+    """Runs the same command on a copy of the folder that a function has changed."""
+    command = flags(folder, tmp_path / "run", "--depth", "3")
+    shutil.copytree(finished, tmp_path / "run")
+
+    def run(*more: str, change=lambda folder: None):
+        change(tmp_path / "run")
+        code = evaluate.main([*command, *more])
+        return code, json.loads(capsys.readouterr().out), tmp_path / "run"
+
+    return run
+
+
+def test_answers_and_report(finished):
+    names = ["a-chain", "plain"]
+    assert sorted(p.stem for p in (finished / "talk").iterdir()) == names
+    for name in names:
+        found = lines(finished / "talk" / f"{name}.jsonl")
+        assert [line["question_id"] for line in found] == [1, 2, 4]
+        assert [len(line["choices"][0]["turns"]) for line in found] == [2, 1, 1]
+        for line in found:
+            (choice,) = line["choices"]
+            assert sum(choice["new_tokens"]) == len(choice["new_tokens"]) + sum(
+                choice["accept_lengths"]
+            )
+            assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
+    document = json.loads((finished / "report.json").read_text())
+    assert [(r["set"], r["model"]) for r in document["rows"]] == [
+        (name, model) for name in ("talk", "all") for model in ("plain", "a-chain")
+    ]
+    assert all(row["same_as_plain"] == 3 for row in document["rows"])
+    assert document["skipped"] == [
+        {"set": "talk", "question_id": 3, "turn": 1, "why": "too long for the target"},
+        {"set": "talk", "question_id": 2, "turn": 2, "why": "too long for the target"},
+    ]
+    assert "| decoder | talk | all |" in (finished / "report.md").read_text()
+
+
+def test_a_second_turn_follows_our_answer(folder, finished):
+    """It is asked behind the first answer's text, without its end mark."""
+    tokenizer = load_tokenizer(folder / "target")
+    choice = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]
+    said = tokenizer.decode(choice["token_ids"][0], skip_special_tokens=True).strip()
+    messages = [("user", DIGITS), ("assistant", said), ("user", "1")]
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert choice["turns"][0] == said
+    assert choice["prompt_tokens"][1] == len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
+    monkeypatch.setattr(Session, "generate", None)
+    code, document, folder = resumed()
+    assert not code
+    assert document == json.loads((finished / "report.json").read_text())
+    for path in (finished / "talk").iterdir():
+        assert (folder / "talk" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_longer_prompts_are_left_out_and_told(resumed, finished):
+    length = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]["prompt_tokens"][0]
+    code, document, folder = resumed("--max-prompt", str(length))  # the other two have one more
+    assert not code and [row["questions"] for row in document["rows"]] == [1] * 4
+    why = f"first prompt longer than {length} tokens (--max-prompt)"
+    assert [(each["question_id"], each["why"]) for each in document["skipped"]] == [
+        (number, why) for number in (2, 3, 4)
+    ]
+    assert f"Skipped, {why}: 3 (talk 2, 3, 4)." in (folder / "report.md").read_text()
+    with pytest.raises(InputError, match=r"no question is left \(first prompt longer than 3"):
+        resumed("--max-prompt", "3")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_goes_on(resumed, finished):
+    def cut(folder: Path) -> None:
+        path = folder / "talk" / "a-chain.jsonl"
+        path.write_bytes(path.read_bytes()[:-40])
+
+    code, document, folder = resumed(change=cut)
+    assert not code and document["rows"][0]["questions"] == 3
+    for path in (finished / "talk").iterdir():
+        old, new = lines(path), lines(folder / "talk" / path.name)
+        assert new[:2] == old[:2]
+        ours, theirs = new[2]["choices"][0], old[2]["choices"][0]
+        assert ours["token_ids"] == theirs["token_ids"] and ours["wall_time"] != theirs["wall_time"]
+
+
+def test_answers_of_another_run_are_refused(resumed):
+    with pytest.raises(InputError, match="another run, with other answers: choose another --out"):
+        resumed("--max-new-tokens", "25")
+    with pytest.raises(InputError, match="another run, with other models: choose another --outp"):
+        resumed("--confidence", "0.5")
+
+
+def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
+    """The negative control: drafts that change a token must not pass."""
+    honest = Session.generate
+
+    def lying(self, prompts, *arguments, **settings):
+        (result,) = honest(self, prompts, *arguments, **settings)
+        if not self.shape.num_drafted:
+            return [result]
+        return [result._replace(token_ids=[result.token_ids[0] ^ 1, *result.token_ids[1:]])]
+
+    monkeypatch.setattr(Session, "generate", lying)
+    command = flags(folder, tmp_path / "run", "--limit", "1", "--depth", "3")
+    assert evaluate.main(command) == evaluate.DIFFERENT
+    document = json.loads(capsys.readouterr().out)
+    (difference,) = document["differences"]
+    assert (difference["turn"], difference["index"]) == (1, 0)
+    assert difference["drafted"] == difference["plain"] ^ 1 and difference["margin"] > 0
+    assert [row["same_as_plain"] for row in document["rows"]] == [1, 0, 1, 0]
+    assert "1 answers DIFFER" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_refused_flags(folder, tmp_path):
+    again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))  # noqa: E731
+    assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
+    assert "--draft a/b=c: write NAME=DIR" in again("--draft", "a/b=c")
+    assert "a=b,k=2: k is no option, known are method, n" in again("--draft", "a=b,k=2")
+    assert "n=x is no number of layers" in again("--draft", "a=b,n=x")
+    assert "choose from chain, tree" in again("--modes", "chain,forest")
+    assert "nothing to compare" in again("--modes", "plain,chain")
+    assert "leave out --mode and" in again("--modes", "chain", "--mode", "tree")
+    (tmp_path / "long.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
+    line = again("--suite", str(tmp_path / "long.jsonl"))
+    assert "no question is left (too long for the target): use" in line
+    assert "--sources chooses among --conversations" in again("--sources", "star")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a=b,method=moa,n=3", ("a", "b", {"method": "moa", "target_layer_inference": 3})),
+        ("b,n=0", (None, "b", {"target_layer_inference": 0})),
+        ("a=x/b,c=d/e", ("a", "x/b,c=d/e", {})),
+        ("a=kept,n=1", ("a", "kept,n=1", {})),
+        ("kept,n=1", (None, "kept,n=1", {})),
+        ("who/model", (None, "who/model", {})),
+    ],
+)
+def test_options_of_a_drafter_stand_behind_its_folder(text, parts, tmp_path, monkeypatch):
+    (tmp_path / "kept,n=1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert contenders._given(text) == parts
+
+
+def loaded(*flags: str) -> dict[str, Contender]:
+    _, found = contenders.load_contenders(evaluate._parser().parse_args(flags))
+    return {contender.name: contender for contender in found}
+
+
+def test_each_drafter_has_options_of_its_own(folder, tmp_path):
+    target = load_target(folder / "target", jnp.float32)
+    config = MoaConfig(1, 24, 1, 24, 1, 16)
+    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
+    plain = save_drafter(tmp_path / "silent", "moa", config, params, target, layout="authors")
+    where = ["--target", f"{folder}/target", "--draft", f"a={folder}/draft"]
+    found = loaded(*where, "--draft", f"b={plain},n=2", "--draft", f"c={plain},method=moa")
+    reused = {
+        name: c.drafter.config.target_layer_inference for name, c in found.items() if c.drafter
+    }
+    assert reused == {"a-chain": 0, "b-chain": 2, "c-chain": 0}
+
+
+def test_a_draft_vocabulary_is_for_those_that_can_take_it(folder, tmp_path, capsys):
+    target = load_target(folder / "target")
+    vocabulary = vocabulary_of(np.arange(5, dtype=np.int32), target)
+    file = save_vocabulary(tmp_path / "few.safetensors", vocabulary)
+    where = ["--target", f"{folder}/target", "--draft-vocabulary", str(file), "--draft", "lookup"]
+    found = loaded(*where, "--draft", f"a={folder}/draft")
+    assert "lookup has a head of its own: --draft-vocabulary is not" in capsys.readouterr().err
+    narrowed = {name: c.session.weights.vocabulary is not None for name, c in found.items()}
+    assert narrowed == {"plain": False, "lookup-chain": False, "a-chain": True}
+    with pytest.raises(InputError, match="kind lookup has a head of its own"):
+        loaded(*where)
+
+
+@pytest.mark.slow
+def test_the_demo_in_two_modes(tmp_path, capsys):
+    tree = ["--depth", "4", "--breadth", "3", "--total-tokens", "8", "--limit", "1"]
+    command = ["--suite", "demo", "--modes", "chain,tree", *tree, "--output", str(tmp_path)]
+    assert not evaluate.main(command)
+    text = capsys.readouterr().out
+    sets = " | ".join(f"demo-{name}" for name in PAPER)
+    assert f"| decoder | {sets} | all |" in text and "paper" not in text
+    assert "| bundled-chain |" in text and "| bundled-tree |" in text
+    assert "Each of the 12 drafted answers is the same as plain decoding's." in text
+
+
+class Scripted:
+    """Stands for a session: its first answer to prompts of a length costs a compile."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.shape = SimpleNamespace(num_rows=1)
+        self.log, self.name, self.lengths = log, name, set()
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self.lengths)
+
+    def generate(self, prompts, wanted, **settings) -> list[Result]:
+        first = len(prompts[0]) not in self.lengths
+        self.lengths.add(len(prompts[0]))
+        self.log.append(self.name)
+        return [Result(prompts[0], [5, 4], "stop", [1], 100.0 if first else 1.0, 1.0, [1])]
+
+
+@pytest.fixture
+def scripted(folder) -> tuple[Interview, list[str]]:
+    """An interview of three, and the log of who answers."""
+    log: list[str] = []
+    contenders = [Contender(name, None, Scripted(log, name)) for name in ("plain", "b", "c")]
+    target, tokenizer = load_target(folder / "target"), load_tokenizer(folder / "target")
+    how = (Sampling(), 64, [], None, None, None, True)
+    return Interview(target, tokenizer, contenders, *how), log
+
+
+def test_drawn_candidates_are_not_compared(scripted):
+    question = Question("x", 1, "", "x", ("Hello!",))
+    for comparable, same in ((True, True), (False, None)):
+        found = scripted[0]._replace(comparable=comparable).ask(question, 0)
+        assert [answer.same_as_plain for answer in found.values()] == [True, same, same]
+
+
+def test_what_was_said_before_is_in_the_prompt(scripted):
+    interview, _ = scripted
+    question = Question("x", 1, "", "x", ("And?",), (("user", "Hi!"), ("assistant", "Yes.")))
+    talk = [("user", "Hi!"), ("assistant", "Yes."), ("user", "And?")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    prompt = chat.prompt_ids(interview.tokenizer, messages)
+    assert interview.first_prompt(question) == prompt
+    answer = interview.ask(question, 0)["plain"]
+    assert answer.results[0].prompt_ids == prompt and len(answer.texts) == 1
+
+
+def test_turns_rotate_and_no_first_run_is_timed(scripted):
+    interview, log = scripted
+    orders = []
+    for index in range(3):
+        log.clear()
+        answers = interview.ask(Question("x", index, "", "x", ("Hello!",)), index)
+        assert all(answer.wall_s == 2.0 for answer in answers.values())
+        orders.append(list(dict.fromkeys(log)))
+    assert orders == [["plain", "b", "c"], ["b", "c", "plain"], ["c", "plain", "b"]]
+    prompt = [3] * 500
+    assert interview.room(prompt[:400]) == 64
+    assert interview.room(prompt[:490]) == 22
+    assert interview.room(prompt) == 0
+    narrow = interview._replace(cache_rows=101)
+    assert (narrow.room(prompt[:30]), narrow.room(prompt[:60]), narrow.room(prompt[:65])) == (
+        64,
+        40,
+        0,
+    )

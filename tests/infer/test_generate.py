@@ -1,0 +1,295 @@
+"""`infer.generate` as programs and people call it."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from infer import generate
+from infer.program import run
+from moa_jax import Session, load_target
+from moa_jax.config import Sampling
+from moa_jax.data.tokenizer import train_tokenizer
+from moa_jax.decode import step
+from moa_jax.decode.session import rows_of
+from moa_jax.measure.tuned import save_tuned
+from tests.conftest import arrays_of, golden_cases
+from tests.model_folders import save_random_pair
+
+RESULT_KEYS = {
+    *("prompt_ids", "token_ids", "text", "finish_reason", "rounds", "accept_lengths", "tau"),
+    *("prefill_s", "decode_s", "tokens_per_s", "drafted"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    """The flags that name a random pair, whose target has 300 tokens and a tokenizer."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_random_pair(folder, "llama", seed=5, vocab_size=300)
+    train_tokenizer(iter(["Good morning, how can I help?"] * 9), 290, folder / "tokenizer")
+    for file in (folder / "tokenizer").iterdir():
+        file.rename(folder / "target" / file.name)
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+
+
+@pytest.fixture
+def ask(folders, capsys):
+    """Runs the program; gives its exit code, stdout and stderr."""
+
+    def ask(*flags: str, models: list[str] = folders) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            run(generate.main, [*models, *flags])
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return ask
+
+
+def test_json_is_the_contract(ask, folders):
+    code, out, _ = ask("--prompt-ids", "5,6,7", "--max-new-tokens", "9", "--json")
+    document = json.loads(out)
+    (result,) = document["results"]
+    assert code == 0 and out.count("\n") == 1 and set(result) == RESULT_KEYS
+    assert 1 + sum(result["accept_lengths"]) == len(result["token_ids"])
+    assert result["rounds"] == len(result["accept_lengths"])
+    target = load_target(folders[1], jnp.float32)
+    (plain,) = Session(target).generate([[5, 6, 7]], 9)
+    assert result["token_ids"] == plain.token_ids
+    assert document["settings"]["mode"] == "chain" and document["settings"]["depth"] == 5
+
+
+@pytest.mark.parametrize("folder", golden_cases("moa_llama_trained", "generate.npz"))
+def test_json_equals_recorded_draft(folder, ask):
+    arrays = arrays_of(folder / "generate.npz")
+    prompt, whole = (arrays[f"p0/{name}"].reshape(-1).tolist() for name in ("prompt", "vanilla"))
+    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    flags = ["--mode", "chain", "--json", "--max-new-tokens", str(len(whole) - len(prompt))]
+    _, out, _ = ask("--prompt-ids", ",".join(map(str, prompt)), *flags, models=models)
+    assert prompt + json.loads(out)["results"][0]["token_ids"] == whole
+
+
+def test_text_streams_and_compares(ask):
+    code, out, err = ask("--prompt", "Good morning", "--max-new-tokens", "8", "--compare")
+    assert code == 0 and out.endswith("\n")
+    assert "tau" in err and "the same tokens" in err and "tokens/s" in err
+
+
+@pytest.mark.slow  # tests/decode/test_sampling_texts.py has the theorem
+def test_tree_of_samples_equals_plain_samples(ask):
+    """The same seed gives the same text, whatever is drafted; --check says so."""
+    flags = ["--prompt", "Good morning", "--max-new-tokens", "12", "--json", "--temperature", "0.8"]
+    ids = {}
+    for seed in ("1", "2"):
+        tree = [
+            "--mode",
+            "tree",
+            "--depth",
+            "4",
+            "--breadth",
+            "3",
+            "--total-tokens",
+            "8",
+            "--check",
+        ]
+        code, out, _ = ask(*flags, "--seed", seed, *tree)
+        (result,) = json.loads(out)["results"]
+        assert code == 0 and result["difference"] is None
+        ids[seed] = result["token_ids"]
+    assert ids["1"] != ids["2"]
+
+
+@pytest.mark.slow
+def test_check_finds_a_difference(ask, monkeypatch):
+    """A target that is asked for its second choice now and then is caught, with the margin."""
+    keep = step.choose
+
+    def off(setup, law, state, tree, logits_BNV):
+        choice_BN = keep(setup, law, state, tree, logits_BNV)
+        if tree.tokens_BN.shape[1] == 1:
+            return choice_BN
+        second_BN = jax.lax.top_k(logits_BNV, 2)[1][..., 1]
+        return jnp.where(state.length_B[:, None] > 6, second_BN, choice_BN)
+
+    monkeypatch.setattr(step, "choose", off)
+    flags = ["--prompt-ids", "5,6,7", "--max-new-tokens", "12", "--check"]
+    code, out, err = ask(*flags)
+    assert code == 1 and "the target prefers plain's by" in err
+    code, out, _ = ask(*flags, "--json")
+    difference = json.loads(out)["results"][0]["difference"]
+    assert code == 1 and difference["index"] >= 4 and difference["margin"] > 0
+
+
+def test_stop_texts_end_answers_before_them(ask):
+    """Cut alike when streamed, at once, in a batch; token ids keep the stop."""
+    flags = ["--prompt", "Good morning", "--max-new-tokens", "24"]
+    _, out, _ = ask(*flags, "--json")
+    (whole,) = json.loads(out)["results"]
+    text = whole["text"]
+    stop = text[len(text) // 2 :][:3]
+    cut = text[: text.index(stop)]
+    _, out, _ = ask(*flags, "--json", "--stop", stop, "--stop", "never this")
+    (found,) = json.loads(out)["results"]
+    assert (found["text"], found["finish_reason"]) == (cut, "stop")
+    assert found["token_ids"] == whole["token_ids"][: len(found["token_ids"])]
+    assert 1 + sum(found["accept_lengths"]) == len(found["token_ids"])
+    _, out, _ = ask(*flags, "--stop", stop)
+    assert out == cut + "\n"
+
+
+@pytest.mark.slow
+def test_batches_answer_as_alone(ask, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([5, 6], [7], [8] * 9))
+    )
+    flags = ["--prompts", str(file), "--json", "--max-new-tokens", "9", "--temperature", "0.7"]
+    alone, batch = (
+        [r["token_ids"] for r in json.loads(ask(*flags, "--batch", size)[1])["results"]]
+        for size in ("1", "2")
+    )
+    assert alone == batch
+
+
+def test_prompts_from_a_file(ask, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "Good morning"},
+        {"messages": [{"role": "user", "content": "Good morning"}]},
+        {"prompt_ids": [5, 6]},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, out, _ = ask("--prompts", str(file), "--json", "--max-new-tokens", "4")
+    first, second, third = json.loads(out)["results"]
+    assert first["prompt_ids"] == second["prompt_ids"] and third["prompt_ids"] == [5, 6]
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_prompt_from_stdin(ask, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Good morning"))
+    _, out, _ = ask("--json", "--max-new-tokens", "4")
+    assert len(json.loads(out)["results"]) == 1
+
+
+def test_chat_keeps_its_history(ask, monkeypatch):
+    asked = iter(["Good morning", "help", "/new", "Good morning", ""])
+    prompts = []
+    answer = generate._answer_as_text
+
+    def spy(ask, prompt, *rest):
+        prompts.append(prompt)
+        return answer(ask, prompt, *rest)
+
+    monkeypatch.setattr(generate, "_answer_as_text", spy)
+    monkeypatch.setattr(generate, "_ask", lambda: next(asked))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    ask("--max-new-tokens", "4")
+    assert prompts[1][: len(prompts[0])] == prompts[0] and prompts[2] == prompts[0]
+
+
+def test_vllm_speculative_config(ask, folders):
+    config = {"method": "moa", "model": folders[3], "num_speculative_tokens": 1}
+    flags = ["--prompt-ids", "5,6", "--json", "--max-new-tokens", "4"]
+    _, out, _ = ask("--speculative-config", json.dumps(config), *flags, models=folders[:2])
+    assert json.loads(out)["settings"]["depth"] == 2
+
+
+def test_plain_decoding_gets_the_same_cache(ask, monkeypatch):
+    made = []
+    monkeypatch.setattr(generate, "Session", lambda *_, **rest: made.append(rest))
+    code, *_ = ask("--prompt-ids", "5", "--check", "--cache-rows", "36")
+    assert code == 2 and made == [{"cache_rows": 36}]
+
+
+def test_a_prompt_alone_is_decoded_as_its_row():
+    sampling = Sampling(0.8, seed=2**32 - 1)
+    ask = generate.Asking(None, None, None, SimpleNamespace(stop_ids=None), sampling, None)
+    assert [ask.settings(i)["sampling"] for i in range(3)] == rows_of(sampling, 3)
+
+
+def test_tuned_drafts(ask, folders):
+    """Where plain decoding was fastest, nothing is drafted."""
+    place = {"device_kind": jax.devices()[0].device_kind, "dtype": "float32", "batch": 2}
+    save_tuned(Path(folders[3]), place | {"depth": 1, "breadth": 1, "total_tokens": None})
+    flags = ["--prompt-ids", "5,6,7", "--max-new-tokens", "4", "--json", "--tuned", "--batch", "2"]
+    _, out, _ = ask(*flags)
+    document = json.loads(out)
+    settings = [document["settings"][key] for key in ("mode", "draft", "depth")]
+    assert settings == ["plain", None, 1]
+    assert document["results"][0]["accept_lengths"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--prompt-ids", "1,x"], "write whole numbers with commas"),
+        (["--prompt-ids", "300"], "outside the vocabulary of 300"),
+        (["--prompt-ids", ""], "prompt 0 is empty"),
+        (["--prompt", "  "], "prompt is empty"),
+        (["--prompt-ids", "5", "--max-new-tokens", "500"], "256 positions"),
+        (["--prompt-ids", "5", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt-ids", "5", "--depth", "0"], "'0' is not a whole number"),
+        (["--prompt-ids", "5", "--temperature", "-1"], "temperature is -1.0"),
+        (["--prompt-ids", "5", "--top-p", "0"], "top_p is 0.0: choose above 0"),
+        (["--prompt-ids", "5", "--top-p", "1.5"], "top_p is 1.5"),
+        (["--prompt-ids", "5", "--logit-bias", "5"], "write ids and numbers"),
+        (["--prompt-ids", "5", "--logit-bias", "300:1"], "names the id 300"),
+        (["--prompt-ids", "5", "--stop", ""], "never writes this text"),
+        (["--prompt-ids", "5", "--stop", "<|end|>"], "never writes this text"),
+        (["--prompt-ids", "5", "--mode", "tree", "--breadth", "301"], "breadth 301 is more than"),
+        (["--prompt-ids", "5", "--mode", "tree", "--total-tokens", "0"], "'0' is not a whole"),
+        (["--prompt-ids", "5", "--breadth", "3"], "use it with --mode tree"),
+        (["--prompt-ids", "5", "--draft-vocabulary", "nowhere"], "nowhere"),
+        (["--prompt-ids", "5", "--json", "--compare"], "leave out --json"),
+        (["--prompt-ids", "5", "--speculate"], "unrecognized arguments: --speculate"),
+        (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
+        (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 36 rows is too small"),
+        (["--prompt-ids", "5", "--tuned"], "run python -m infer.bench --tune --target"),
+        (["--prompt-ids", "5", "--batch", "2"], "--batch 2 is for --json"),
+        (["--prompt-ids", "5", "--stop-ids", "2,300"], "--stop-ids names the id 300"),
+        (["--prompt-ids", "5", "--stop-ids", "-1"], "--stop-ids names the id -1"),
+        (["--prompt-ids", "5", "--check", "--sampled-drafts", "--temperature", "1"], "leave out"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_2(ask, flags, line):
+    code, out, err = ask(*flags)
+    notices, last = err.strip().split("\n")[:-1], err.strip().split("\n")[-1]
+    assert code == 2 and out == "" and line in last, err
+    assert all("target_layer_inference" in notice for notice in notices)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"prompt_ids": [5]}\n{"prompt_ids": [5}\n', "line 2 is not JSON"),
+        ('{"prompt_ids": "5"}\n', "line 1: `prompt_ids` is not a list"),
+        ('{"text": "hello"}\n', "line 1: give it `prompt`"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ("\n", "holds no prompts"),
+    ],
+)
+def test_bad_prompt_files_name_the_line(ask, tmp_path, content, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    code, _, err = ask("--prompts", str(file), "--json")
+    assert code == 2 and line in err.strip().split("\n")[-1]
+
+
+def test_runs_as_a_module():
+    """`python -m infer.generate` with a wrong folder: one line on stderr, exit 2."""
+    command = [sys.executable, "-m", "infer.generate", "--target", "no-such-folder"]
+    command += ["--mode", "plain", "--prompt-ids", "1"]
+    environment = {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    found = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
+    )
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.count("\n") == 1 and "no-such-folder" in found.stderr

@@ -1,0 +1,66 @@
+"""infer.info tells what is there, what is not, and refuses what is no model folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from infer import info, program
+
+SIZES = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SIZES | {"rope_theta": 1e4}))
+    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    return folder
+
+
+def test_json_is_one_document(model, capsys):
+    info.main(["--json", "--target", str(model), "--draft", str(model)])
+    report = json.loads(capsys.readouterr().out)
+    assert {"moa-jax", "python", *info.PACKAGES} == set(report["versions"])
+    assert report["devices"][0]["kind"] == "cpu" and report["device_error"] is None
+    found = {"folder": str(model), "found": True, "weights_bytes": 3 * 2**20}
+    assert report["pair"] == {"target": found | SIZES, "draft": found | SIZES}
+
+
+def test_text_names_what_is_missing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MOA_GOLDENS", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("MOA_DATA", str(tmp_path))
+    monkeypatch.setattr(info, "DEMO", tmp_path / "demo")
+    info.main([])
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["target"] == f"absent: no folder {tmp_path / 'demo' / 'target'}"
+    assert facts["goldens"] == "none: set MOA_GOLDENS"
+    assert facts["data"] == str(tmp_path)
+
+
+def test_text_describes_a_model(model, capsys):
+    info.main(["--draft", str(model)])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split(maxsplit=1)[0] == "draft"
+    assert "3.0 MiB, model_type llama, vocab_size 64, hidden_size 32" in line
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        program.run(info.main, ["--target", str(tmp_path)])
+    assert exit.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert shown.err.startswith("infer.info: ") and "config.json" in shown.err
+
+
+def test_a_device_that_fails_is_reported(monkeypatch):
+    def devices():
+        raise RuntimeError("no backend:\ndriver too old")
+
+    monkeypatch.setattr("jax.devices", devices)
+    report = info.collect()
+    assert report["devices"] == [] and report["device_error"] == "no backend: driver too old"
+    assert "none: no backend: driver too old" in info.render(report)

@@ -1,0 +1,176 @@
+"""The flags of a pair: vLLM's JSON, and how deep a draft may be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from infer import program
+from infer.flags import pair
+from moa_jax.config import DraftShape
+from moa_jax.errors import InputError
+from moa_jax.measure.tuned import save_tuned
+from tests.model_folders import refusal
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = program.Parser("infer.toy")
+    pair.add_pair_flags(parser)
+    pair.add_draft_flags(parser)
+    return parser.parse_args(flags)
+
+
+def loading(monkeypatch, *flags: str) -> argparse.Namespace:
+    """The flags after a pair was loaded by them, without the loading."""
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(pair, "load_target", stop)
+    args = parse(*flags)
+    with pytest.raises(InterruptedError):
+        pair.load_pair(args)
+    return args
+
+
+def speculative(**config: object) -> tuple[str, str]:
+    return "--speculative-config", json.dumps(config)
+
+
+def test_vllms_json_is_spread_over_our_flags(monkeypatch):
+    config = speculative(method="moa", model="folder", num_speculative_tokens=3)
+    args = loading(monkeypatch, "--target", "x", *config)
+    assert (args.method, args.draft, pair.shape_of(args, None).depth) == ("moa", "folder", 4)
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"method": 3}, "method is 3, give text"),
+        ({"model": None}, "model is None, give text"),
+        ({"num_speculative_tokens": "4"}, "is '4', give a whole number of at least 1"),
+        ({"num_speculative_tokens": True}, "is True, give a whole number"),
+        ({"num_speculative_tokens": 2.0}, "is 2.0, give a whole number"),
+        ({"num_speculative_tokens": 0}, "is 0, give a whole number of at least 1"),
+        ({"draft_tensor_parallel_size": 1}, "has no meaning here"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(config, says):
+    said = refusal(pair.load_pair, parse(*speculative(**config)))
+    assert said.startswith("--speculative-config: ") and says in said
+
+
+@pytest.mark.parametrize(
+    "config, flag",
+    [
+        ({"num_speculative_tokens": 3}, "--depth"),
+        ({"num_speculative_tokens": 3}, "--num-speculative-tokens"),
+        ({"method": "moa"}, "--method"),
+        ({"model": "folder"}, "--draft"),
+    ],
+)
+def test_nothing_is_said_twice(config, flag):
+    said = refusal(pair.load_pair, parse(*speculative(**config), flag, "5"))
+    assert said == f"--speculative-config states {next(iter(config))}: leave out {flag}"
+
+
+@pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
+def test_depths_below_1_are_refused(flag, capsys):
+    for value in ("0", "-1"):
+        with pytest.raises(SystemExit):
+            parse(flag, value)
+        assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
+def test_a_depth_is_at_most_64(flag):
+    with pytest.raises(InputError, match="choose at most 64"):
+        pair.shape_of(parse(flag, "65"), None)
+
+
+def test_depths():
+    depth = lambda *flags: pair.shape_of(parse(*flags), 4).depth  # noqa: E731
+    assert [depth(), depth("--depth", "1"), depth("--num-speculative-tokens", "4")] == [4, 1, 5]
+    assert pair.shape_of(parse(), None) == DraftShape(5)
+
+
+def test_tree_flags(tmp_path):
+    shape = lambda *flags: pair.shape_of(parse("--mode", "tree", *flags), 4)  # noqa: E731
+    assert shape() == DraftShape(7, 8, 62)
+    assert shape("--depth", "3", "--breadth", "2", "--total-tokens", "5") == DraftShape(3, 2, 5)
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    static = DraftShape.static([[0], [1], [0, 0]], confidence=0.1)
+    assert shape("--paths", str(tmp_path / "tree.json"), "--confidence", "0.1") == static
+    (tmp_path / "tree.json").write_text("[[0")
+    assert "is no JSON list of paths" in refusal(shape, "--paths", str(tmp_path / "tree.json"))
+    assert "leave out its depth" in refusal(shape, "--paths", "x", "--depth", "3")
+    chain = lambda *flags: pair.shape_of(parse(*flags), 4)  # noqa: E731
+    assert "use it with --mode tree" in refusal(chain, "--breadth", "3")
+
+
+# ---- tuned drafts -------------------------------------------------------------------------
+
+SHAPES = {"plain": DraftShape(1), "chain": DraftShape(4), "tree": DraftShape(4, 2, 9)}
+
+
+def tune(folder, shape: DraftShape, batch: int = 1) -> None:
+    place = {"device_kind": jax.devices()[0].device_kind, "dtype": "bfloat16", "batch": batch}
+    sizes = {key: getattr(shape, key) for key in ("depth", "breadth", "total_tokens")}
+    save_tuned(folder, place | sizes)
+
+
+@pytest.mark.parametrize("mode", SHAPES)
+def test_a_session_drafts_as_tuned(tmp_path, monkeypatch, mode):
+    made = []
+    monkeypatch.setattr(pair, "Session", lambda *models, **rest: made.append((*models, rest)))
+    target = SimpleNamespace(params={"embed": jnp.zeros(1, jnp.bfloat16)})
+    drafter = SimpleNamespace(folder=tmp_path, depth=6)
+    tune(tmp_path, DraftShape(7))
+    tune(tmp_path, SHAPES[mode], batch=8)
+    pair.open_session(parse("--tuned"), target, drafter, batch=8, cache_rows=99)
+    pair.open_session(parse("--tuned", "--confidence", "0.2"), target, drafter)
+    pair.open_session(parse(), target, drafter)
+    (_, _, shape, rest), (_, _, other, _), (_, _, own, _) = made
+    assert shape == SHAPES[mode] and rest["cache_rows"] == 99 and pair.mode_of(shape) == mode
+    assert (other, own) == (DraftShape(7, confidence=0.2), DraftShape(6))
+
+
+def test_what_was_not_tuned_names_the_command(tmp_path):
+    target = SimpleNamespace(params={"embed": jnp.zeros(1, jnp.bfloat16)})
+    drafter = SimpleNamespace(folder=tmp_path, depth=6)
+    said = refusal(pair.tuned_shape, parse("--tuned"), target, drafter, 1)
+    assert said.startswith(f"{tmp_path} is not tuned for ")
+    assert said.endswith("run python -m infer.bench --tune --dtype bfloat16 --batch 1")
+    tune(tmp_path, DraftShape(4))
+    args = parse("--tuned", "--target", "t", "--draft", "d")
+    said = refusal(pair.tuned_shape, args, target, drafter, 8)
+    assert said.endswith("--tune --target t --draft d --dtype bfloat16 --batch 8")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--mode", "chain"),
+        ("--depth", "3"),
+        ("--num-speculative-tokens", "3"),
+        ("--breadth", "2"),
+        ("--total-tokens", "3"),
+        ("--paths", "x"),
+    ],
+)
+def test_tuned_is_all_of_a_shape(flags):
+    said = refusal(pair.load_pair, parse("--tuned", *flags))
+    assert said == f"--tuned says mode and sizes of a draft: leave out {flags[0]}"
+
+
+def test_tuned_takes_nothing_from_vllms_json_or_the_hub():
+    said = refusal(pair.load_pair, parse("--tuned", *speculative(num_speculative_tokens=3)))
+    assert said.endswith("leave out --num-speculative-tokens")
+    config = speculative(model="some/drafter")
+    said = refusal(pair.load_pair, parse("--tuned", "--target", "t", *config))
+    assert said == "--tuned needs a drafter in a folder: some/drafter is none, copy it to one"

@@ -1,0 +1,180 @@
+"""The manners of every program: exit codes, one-line errors, help, progress."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infer import program
+from moa_jax.errors import InputError
+from moa_jax.version import __version__
+
+
+def exit_code(main, arguments=None) -> int:
+    with pytest.raises(SystemExit) as exit:
+        program.run(main, arguments)
+    return exit.value.code
+
+
+def parsing(arguments):
+    parser = program.Parser("infer.toy", "A toy.\n\n    kept as it is")
+    parser.add_argument("--depth", type=int, default=5, help="levels")
+    parser.add_argument("--seed", type=int, help="of the draws")
+    parser.add_argument("--system", default="", help="words before")
+    parser.add_argument("--limit", type=program.positive, help="at most")
+    parser.add_argument("--json", action="store_true", help="one document")
+    parser.parse_args(arguments)
+
+
+BAD = "--depht 3", "--depth three", "--dep 3", "--limit 0", "--limit -1", "--limit 1.5"
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_flag_is_one_line_and_exit_2(line, capsys):
+    flags = line.split()
+    assert exit_code(parsing, flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("infer.toy: ") and shown.err.count("\n") == 1
+    assert flags[0] in shown.err and "--help" in shown.err
+
+
+def test_positive_takes_whole_numbers_from_1():
+    assert (program.positive("1"), program.positive("20")) == (1, 20)
+    with pytest.raises(argparse.ArgumentTypeError, match="'0' is not a whole number of at least 1"):
+        program.positive("0")
+
+
+def test_version(capsys):
+    assert exit_code(parsing, ["--version"]) == 0
+    assert capsys.readouterr().out == f"moa-jax {__version__}\n"
+
+
+def test_help_shows_the_defaults_that_say_something(capsys):
+    assert exit_code(parsing, ["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "levels (default: 5)" in shown and shown.count("default:") == 1
+    assert "\n    kept as it is\n" in shown
+
+
+def test_bad_input_is_one_line_and_exit_2(capsys):
+    def main(arguments):
+        raise InputError("weights.safetensors: cut short\nfetch it again")
+
+    assert exit_code(main) == 2
+    line = f"{__name__}: weights.safetensors: cut short fetch it again\n"
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize("name, reason", [("a-file/x", "Not a directory"), (".", "Is a dir")])
+def test_a_path_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, name, reason, capsys):
+    (tmp_path / "a-file").touch()
+    path = tmp_path / name
+    assert exit_code(lambda arguments: path.write_text("x")) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(f"{__name__}: {path}: {reason}")
+    assert shown.err.endswith(": choose a path that can be used\n")
+
+
+def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
+    def full(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def wrong(arguments):
+        raise OSError("ours")
+
+    assert exit_code(full) == 2
+    said = "No space left on device: choose a path that can be used"
+    assert capsys.readouterr().err == f"{__name__}: {said}\n"
+    with pytest.raises(OSError, match="ours"):
+        program.run(wrong)
+
+
+def test_interruption_is_quiet(capsys):
+    def main(arguments):
+        raise KeyboardInterrupt
+
+    assert exit_code(main) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    def main(arguments):
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        program.run(main)
+
+
+def test_codes_pass_through():
+    assert exit_code(lambda arguments: None) == 0
+    assert exit_code(lambda arguments: 3) == 3
+
+
+def test_a_closed_pipe_is_quiet():
+    program = "from infer import program; program.run(lambda arguments: print('x'))"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # what is left in a buffer fails last
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, env=buffered)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_progress_in_a_pipe_is_lines(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(program.time, "monotonic", lambda: next(clock))
+    with program.progress(8, "train", initial=2) as bar:
+        bar.note({"loss": 2.0 / 3, "tokens": 12})
+        for _ in range(6):
+            bar.step()
+        bar.line("half way")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert lines[0] == "train 5/8, 16 s, 0.188/s, 16 s left, loss 0.6667, tokens 12"
+    assert lines[-2:] == ["half way", "train 8/8, 36 s, 0.167/s, loss 0.6667, tokens 12"]
+    assert len(lines) == 4
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with program.progress(4, "load") as bar:
+        bar.note({"loss": 0.5})
+        bar.step(4)
+        bar.line("read")
+    shown = terminal.getvalue()
+    assert "load: 100%" in shown and "4/4" in shown and "loss 0.5" in shown and "read\n" in shown
+
+
+def test_progress_can_be_quiet(capsys):
+    with program.progress(4, "load", quiet=True) as bar:
+        bar.step()
+        bar.note({"loss": 1.0})
+        bar.line("read")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_plugins_without_devices_leave_jax_to_the_cpu(monkeypatch):
+    """As after `make env PLAN=1`; what the user says about platforms stands."""
+    said = []
+    monkeypatch.setattr("jax.config.update", lambda *setting: said.append(setting))
+    monkeypatch.setattr(program, "PLUGINS", ("json",))  # a module that is surely there
+    monkeypatch.setattr(program, "DEVICES", ("no device is called so",))
+    program.keep_to_cpu_without_devices()  # JAX_PLATFORMS is set in tests
+    assert not said
+    monkeypatch.delenv("JAX_PLATFORMS")
+    program.keep_to_cpu_without_devices()
+    assert said == [("jax_platforms", "cpu")]
+    monkeypatch.setattr(program, "DEVICES", ("null",))
+    program.keep_to_cpu_without_devices()
+    assert len(said) == 1

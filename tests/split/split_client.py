@@ -1,0 +1,389 @@
+"""A client of split decoding with a hash for a drafter, and a relay that spoils what it carries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import websockets
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import ServerConnection, serve
+
+from infer.split.client.answering import Answering
+from infer.split.client.text import Event
+from infer.split.client.ways import Counts, Ways
+from infer.split.link import Server
+from infer.split.network.profiles import PROFILES, Profile
+from infer.split.network.proxy import Proxy, in_thread
+from infer.split.server.app import PATH, Manners
+from infer.split.server.app import Server as SplitServer
+from infer.split.server.sessions import Rules
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.split import wire
+from moa_jax.split.half import EXACT
+from tests.split.split_server import (
+    PAIRING,
+    PATIENCE,
+    SPECS,
+    VOCAB,
+    Running,
+    next_token,
+    rows_of,
+    wait_for,
+)
+
+SECONDS = 60.0  # in which any answer ends, on a busy machine too
+
+
+def guess(text: Sequence[int]) -> int:
+    """What the toy drafter says: the target's word, two times of three."""
+    right = next_token(list(text))
+    return (right + (hashlib.md5(repr(list(text)).encode()).digest()[0] % 3 == 0)) % VOCAB
+
+
+def alone(text: Sequence[int], count: int) -> list[int]:
+    """The toy drafter's answer."""
+    whole = list(text)
+    for _ in range(count):
+        whole.append(guess(whole))
+    return whole[len(text) :]
+
+
+class ToyHalf:
+    """`DraftHalf` with a hash for a drafter, which checks that its caches would hold the text."""
+
+    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # until it is so, chains wait
+
+    def __init__(self, can_go_on: bool = True) -> None:
+        self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
+        self.functions = SimpleNamespace(go_on=guess if can_go_on else None)
+        self.exact = True  # whether rows come as they were
+        self.reset(Sampling())
+
+    def reset(self, sampling: Sampling) -> None:
+        self.rows: list[tuple[str, int]] = []  # where from, and the token
+
+    def _put(self, start: int, source: str, tokens: Sequence[int]) -> None:
+        assert start <= len(self.rows), "a gap in the caches"
+        self.rows[start : start + len(tokens)] = [(source, token) for token in tokens]
+
+    def absorb(self, start: int, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
+        whole = [0] * start + list(tokens)
+        for ours, theirs in zip(rows, rows_of(whole, start, len(tokens)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0 if self.exact else 0.02)
+        if len(tokens) > EXACT:
+            del self.rows[start:]
+        self._put(start, "target", tokens)
+
+    def absorb_nothing(self, tokens: Sequence[int], known: int = 0) -> None:
+        self._put(known, "nothing", tokens[known:])
+
+    def chain(self, text: Sequence[int], known: int, steps: int) -> list[int]:
+        wait_for(self.may_draft)
+        sources, tokens = zip(*self.rows[: len(text) - 1], strict=True) if text[1:] else ((), ())
+        assert list(tokens) == list(text[:-1]), "the caches hold another text"
+        assert "drafter" not in sources[:known] and "target" not in sources[known:]
+        found = alone(text, steps)
+        self._put(len(text) - 1, "drafter", [text[-1], *found[:-1]])
+        return found
+
+    def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
+        """A chain with a sibling of each node."""
+        tokens, parents, at = [], [], 0
+        for token in alone(text, shape.depth - 1):
+            tokens += [token, (token + 1) % VOCAB]
+            parents += [at, at]
+            at = len(tokens) - 1
+        return tokens[: shape.total_tokens], parents[: shape.total_tokens]
+
+
+@contextlib.contextmanager
+def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[Proxy]:
+    """A proxy before a server; timers that will heal it are waited for."""
+    with in_thread(Proxy("127.0.0.1", port, profile)) as proxy:
+        try:
+            yield proxy
+        finally:
+            for thread in threading.enumerate():
+                if isinstance(thread, threading.Timer):
+                    thread.join()
+
+
+@dataclasses.dataclass
+class Found:
+    """What became of one answer."""
+
+    prompt: list[int]
+    tokens: list[int]
+    done: str
+    kept: list[bool]  # for each token
+    counts: Counts
+    events: list[Event]
+    shown: list[list[int]]  # the answer at each of them
+
+    def check(self, policy: str = "verify") -> None:
+        """Each token is the target's after those before it, or was kept as the drafter wrote it."""
+        for index, (token, kept) in enumerate(zip(self.tokens, self.kept, strict=True)):
+            text = self.prompt + self.tokens[:index]
+            assert token == (guess if kept else next_token)(text), f"token {index} {kept=}"
+        assert policy == "keep" or not any(self.kept)
+        settled: list[int] = []
+        for event, shown in zip(self.events, self.shown, strict=True):
+            assert shown[: len(settled)] == settled, "what was settled is rewritten"
+            assert len(settled) <= event.verified <= len(shown)
+            settled = shown[: event.verified]
+        assert shown == self.tokens
+
+
+def server_at(port: int, **changes: Any) -> Server:
+    """How toy clients speak to a server."""
+    given = {"codec": "float32", "timeout": 5.0} | changes
+    return Server(f"ws://127.0.0.1:{port}{PATH}", PAIRING, **given)
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Fails if threads or open files are left behind; warnings of sockets fail by themselves."""
+    before = _held()
+    yield
+    # A server takes its time to close its own.
+    wait_for(lambda: all(now <= then for now, then in zip(_held(), before, strict=True)))
+
+
+def _held() -> tuple[int, int]:
+    """Threads, but for a server's, and open files."""
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate()]
+    own = [name for name in names if not name.startswith(("target", "encoder"))]
+    return len(own), len(os.listdir("/proc/self/fd"))
+
+
+async def answered(
+    answering: Answering,
+    prompt: Sequence[int],
+    new: int,
+    stop_ids: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    act: Callable[[int, Answering], Any] = lambda index, answering: None,
+    seconds: float = SECONDS,
+) -> Found:
+    """One answer; `act` is called after each event."""
+    events: list[Event] = []
+    shown: list[list[int]] = []
+    total = len(prompt) + new
+    async with asyncio.timeout(seconds):
+        async for event in answering.answer(prompt, total, stop_ids, sampling or Sampling()):
+            events.append(event)
+            shown.append(answering.text.answer)
+            await asyncio.to_thread(act, len(events), answering)
+    text = answering.text
+    kept, done, counts = text.kept[len(prompt) :], answering.done, answering.counts
+    return Found(list(prompt), text.answer, done, kept, counts, events, shown)
+
+
+async def left_alone() -> None:
+    """Fails if tasks of a client go on after its end."""
+    end = time.monotonic() + PATIENCE
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        assert time.monotonic() < end, f"left behind: {others}"
+        await asyncio.sleep(0.02)
+
+
+def is_linked(answering: Answering) -> bool:
+    """Whether an answer goes through a link just now."""
+    return answering.is_linked
+
+
+def rest_until_linked(half: ToyHalf, answering: Answering, most: int = 24) -> None:
+    """A drafter that has written so many tokens alone waits for a link: the toy writes faster
+    than anybody can dial."""
+    half.may_draft = lambda: is_linked(answering) or len(answering.text.tail) < most
+
+
+def hurry(server: Server, ways: Ways, seconds: float = 0.5) -> None:
+    """A client gives up on a message after this long from now on.
+
+    Its start may take longer: there is no second server to try, and a machine may be busy.
+    """
+    object.__setattr__(server, "timeout", seconds)
+    object.__setattr__(ways, "patience", seconds)
+
+
+def run_client(
+    server: Server | None,
+    ways: Ways,
+    work: Callable[[Answering], Any],
+    half: Any = None,
+) -> Any:
+    """What `work` finds with a client of its own, of which nothing is left in the end."""
+
+    async def working() -> Any:
+        with ThreadPoolExecutor(1) as worker:
+            answering = Answering(half or ToyHalf(), server, ways, worker)
+            try:
+                found = await work(answering)
+            finally:
+                await answering.close()
+            await left_alone()
+            return found
+
+    return asyncio.run(working())
+
+
+def ask(
+    server: Server | None, ways: Ways, prompt: Sequence[int], new: int, half: Any = None, **options
+) -> Found:
+    """One answer of a client of its own."""
+    work = lambda answering: answered(answering, prompt, new, **options)  # noqa: E731
+    return run_client(server, ways, work, half)
+
+
+def ask_in_haste(
+    server: Server, ways: Ways, prompt: Sequence[int], new: int, seconds: float = 0.5, **options
+) -> Found:
+    """As `ask`, by a client that hurries once the answer has begun."""
+    server, ways = dataclasses.replace(server), dataclasses.replace(ways)  # its own to change
+    act = options.pop("act", lambda index, answering: None)
+
+    def acting(index: int, answering: Answering) -> None:
+        hurry(server, ways, seconds)
+        act(index, answering)
+
+    return ask(server, ways, prompt, new, act=acting, **options)
+
+
+# What comes down at a place in the talk, changed: what is sent on instead of one message.
+Spoil = Callable[[bytes, list[bytes]], list[Any]]
+CLOSE, HANG = object(), object()
+PASSING = ["busy", "draining", "gone", "state"]  # codes of faults after which a client tries again
+
+
+def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
+    """Changes messages now and then, until it has done so often enough."""
+    chance, left = random.Random(seed), [chances]
+    held: list[bytes] = []
+
+    def spoil(message: bytes, seen: list[bytes]) -> list[Any]:
+        ready = [message, *held]
+        held.clear()
+        if left[0] and len(seen) > 2 and chance.random() < share:  # a server is there
+            left[0] -= 1
+            kind = chance.choice(["twice", "late", "never", "old", "text", "cut", "close", "fault"])
+            if kind == "late":
+                held.append(message)
+                return []
+            return {
+                "twice": [message, message],
+                "never": [],
+                "old": [chance.choice(seen), message],
+                "text": ["a text", message],
+                "cut": [message[: chance.randrange(len(message))], message],
+                "close": [CLOSE],
+                "fault": [wire.encode(wire.Fault(chance.choice(PASSING), "said so", False))],
+            }[kind]
+        return ready
+
+    return spoil
+
+
+@contextlib.asynccontextmanager
+async def relay(port: int, spoil: Spoil, token: str = "", tls: Any = None) -> Any:
+    """A server that carries messages to and from the one at `port`; those down it spoils.
+
+    `spoil` gets a message and all before it, and gives what to send: bytes, text, CLOSE or HANG.
+    """
+    seen: list[bytes] = []
+
+    async def carry(client: ServerConnection) -> None:
+        url, headers = f"ws://127.0.0.1:{port}{PATH}", {"Authorization": f"Bearer {token}"}
+        given = {"additional_headers": headers, "max_size": None, "proxy": None}
+        given["close_timeout"] = 0.5  # what was not read yet holds up the last words
+        async with connect(url, **given) as honest:
+
+            async def up() -> None:
+                async for message in client:
+                    await honest.send(message)
+
+            async def down() -> None:
+                async for message in honest:
+                    seen.append(message)
+                    for part in spoil(message, seen):
+                        if part is HANG:
+                            await asyncio.sleep(SECONDS)
+                        if part is CLOSE:
+                            return
+                        await client.send(part)
+
+            tasks = [asyncio.create_task(up()), asyncio.create_task(down())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def handler(client: ServerConnection) -> None:
+        with contextlib.suppress(websockets.WebSocketException, OSError):
+            await carry(client)
+
+    given = {"compression": None, "close_timeout": 0.5, "ssl": tls}
+    async with serve(handler, "127.0.0.1", 0, **given) as listening:
+        yield listening.sockets[0].getsockname()[1]
+
+
+@contextlib.contextmanager
+def relayed(port: int, spoil: Spoil, **options: Any) -> Iterator[int]:
+    """`relay` in a thread of its own; gives its port."""
+    ready, ports = threading.Event(), []
+
+    async def main() -> None:
+        nonlocal stop, loop
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        async with relay(port, spoil, **options) as own:
+            ports.append(own)
+            ready.set()
+            await stop.wait()
+
+    stop = loop = None
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield ports[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **manners: Any) -> Iterator[Any]:
+    """A server over the slots of a real pair; all of them can be taken again after it."""
+    slots.hold = threading.Event()
+    rules = Rules(
+        num_slots=len(slots._slots),
+        max_tokens=slots.max_tokens,
+        max_nodes=slots.max_nodes - 1,
+        chunk=slots.chunk,
+        max_prompt=slots.max_tokens // 2,
+    )
+    found = Running(slots, rules, Manners(**manners))
+    found.server = SplitServer(
+        found.scheduler, pairing, vocab_size, Manners(**manners), found.server.log
+    )
+    found.start()
+    try:
+        yield found
+        assert found.metric("split_failures_total") == 0
+    finally:
+        found.stop()

@@ -1,0 +1,305 @@
+"""A server on a free port in a thread, over slots without a model, and a client of few words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import numpy as np
+import uvicorn
+from websockets.sync.client import ClientConnection, connect
+
+from infer.split.server.app import PATH, Manners, Server
+from infer.split.server.listener import PatientHttp
+from infer.split.server.metrics import Metrics
+from infer.split.server.scheduler import Scheduler
+from infer.split.server.sessions import Rules
+from moa_jax.config import Sampling
+from moa_jax.errors import InputError
+from moa_jax.split import rows, wire
+from moa_jax.split.slots import NODES, Reply, Slot
+
+PATIENCE = 30.0  # seconds for what comes at once, unless it never does
+VOCAB = 97
+SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
+PAIRING = {"method": "toy", "vocab_size": VOCAB, "target_sha256": "ab" * 32}
+LIMITS = wire.Limits(max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Until something holds; fails the test if it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+class Steps:
+    """A `hold` of `ToySlots` that lets one piece of work after the other end."""
+
+    def __init__(self) -> None:
+        self._ends = threading.Semaphore(0)
+
+    def step(self) -> None:
+        """The piece of work that waits, or the next one, may end."""
+        self._ends.release()
+
+    def wait(self, seconds: float) -> bool:
+        return self._ends.acquire(timeout=seconds)
+
+    def set(self) -> None:
+        """From now on nothing is held."""
+        self._ends.release(1000)
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the toy target says: a hash of the whole text."""
+    return hashlib.sha256(repr(tokens).encode()).digest()[0] % VOCAB
+
+
+def plain(prompt: list[int], count: int) -> list[int]:
+    """The toy target's answer."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[len(prompt) :]
+
+
+def rows_of(tokens: list[int], start: int, count: int, width: int = 1) -> list[np.ndarray]:
+    """Rows that tell their token and its place."""
+    values = np.array([tokens[i] + i / 1024 for i in range(start, start + count)], np.float32)
+    shapes = [(spec.shape[0] * width, *spec.shape[1:]) for spec in SPECS]
+    return [
+        np.broadcast_to(values.reshape(-1, *[1] * len(shape)), (count, *shape)) for shape in shapes
+    ]
+
+
+class ToySlots:
+    """`Slots` with a hash for a target; slow, failing and wide on demand, and it keeps a diary."""
+
+    def __init__(self, num_slots: int = 4, chunk: int = 8, width: int = 1) -> None:
+        self.slots: list[Slot | None] = [None] * num_slots
+        self.chunk, self.width = chunk, width
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.lost = False  # whether an error takes the caches with it
+        self.hold = threading.Event()  # cleared: the worker waits
+        self.hold.set()
+        self.diary: list[tuple] = []
+        self.threads: set[str] = set()
+
+    def _work(self, *entry: object) -> None:
+        self.diary.append(entry)
+        self.threads.add(threading.current_thread().name)
+        assert self.hold.wait(PATIENCE)
+        time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+
+    def open(self, sampling: Sampling, stop_ids: list[int], total: int) -> int:
+        self.diary.append(("open",))
+        index = self.slots.index(None)
+        self.slots[index] = Slot(sampling, frozenset(stop_ids), total)
+        return index
+
+    def close(self, slot: int) -> None:
+        assert self.slots[slot] is not None
+        self.diary.append(("close", slot))
+        self.slots[slot] = None
+
+    def padded(self, num_nodes: int) -> int:
+        return next(size for size in NODES if size >= num_nodes)
+
+    def recover(self) -> bool:
+        self.threads.add(threading.current_thread().name)
+        return self.lost
+
+    def read(self, slot: int, tokens: list[int], *, pick_root: bool) -> Reply:
+        self._work("read", slot, len(tokens))
+        session = self.slots[slot]
+        text = [*session.tokens, *tokens]
+        start, end = session.length, len(text) - (not pick_root)
+        if len(text) + pick_root > session.total or end - start > self.chunk:
+            raise InputError("too many tokens")
+        made = rows_of(text, start, end - start, self.width)
+        news = [*tokens, next_token(text)] if pick_root else list(tokens)
+        session.tokens += news
+        session.length = end
+        return Reply(start, end - start, news, self._done(session), made)
+
+    def verify(self, requests: list) -> list[Reply]:
+        self._work("verify", *(request.slot for request in requests))
+        return [self._verify(self.slots[r.slot], r.tokens, r.parents) for r in requests]
+
+    def _verify(self, session: Slot, tokens: list[int], parents: list[int]) -> Reply:
+        text, node, start = list(session.tokens), 0, session.length
+        while len(text) < session.total:
+            text.append(next_token(text))
+            children = [i + 1 for i, parent in enumerate(parents) if parent == node]
+            node = next((c for c in children if tokens[c - 1] == text[-1]), None)
+            if node is None or text[-1] in session.stop_ids:
+                break
+        news = text[len(session.tokens) :]
+        session.tokens, session.length = text, start + len(news)
+        made = rows_of(text, start, len(news), self.width)
+        return Reply(start, len(news), news, self._done(session), made)
+
+    def _done(self, session: Slot) -> str:
+        if session.tokens[-1] in session.stop_ids:
+            return "stop"
+        return "length" if len(session.tokens) >= session.total else ""
+
+
+class Running:
+    """A server that listens, and what the tests look at."""
+
+    def __init__(self, slots: ToySlots, rules: Rules, manners: Manners) -> None:
+        self.slots, self.events = slots, []
+        log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
+        self.scheduler = Scheduler(slots, rules, Metrics(), log)
+        self.server = Server(self.scheduler, PAIRING, VOCAB, manners, log)
+        self.port = 0
+        self._listening: uvicorn.Server | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            self.server.app,
+            port=0,
+            http=PatientHttp,
+            ws="websockets-sansio",
+            ws_max_size=self.server.manners.max_message_bytes,
+            ws_per_message_deflate=False,
+            lifespan="on",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+        self._listening = uvicorn.Server(config)
+        await self._listening.serve()
+
+    def start(self) -> None:
+        self._thread.start()
+        self.wait(lambda: self._listening and self._listening.started)
+        self.port = self._listening.servers[0].sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        self.slots.hold.set()
+        self._listening.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def wait(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+        """As `wait_for`."""
+        wait_for(condition, seconds)
+
+    def drain(self, seconds: float):
+        return asyncio.run_coroutine_threadsafe(self.server.drain(seconds), self.loop)
+
+    def named(self, event: str) -> list[dict]:
+        return [facts for name, facts in list(self.events) if name == event]
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=headers)
+
+    def metric(self, name: str) -> float:
+        """The value of one metric, 0 for one that has none yet."""
+        lines = self.server.metrics.text().decode().splitlines()
+        return float(next((line.split()[-1] for line in lines if line.startswith(name + " ")), 0))
+
+
+@contextlib.contextmanager
+def running(slots: ToySlots | None = None, manners: Manners | None = None, **rules) -> Iterator:
+    """A server for the block."""
+    slots = slots or ToySlots()
+    given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | rules
+    server = Running(slots, Rules(**given), manners or Manners())
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Client:
+    """Says Hello and then what it is told; closes its socket at the end of the block."""
+
+    def __init__(self, server: Running, hello: bool = True, codec: str = "float32", **options):
+        url = f"ws://127.0.0.1:{server.port}{PATH}"
+        self._stack = contextlib.ExitStack()
+        self.socket: ClientConnection = self._stack.enter_context(
+            connect(url, compression=None, **options)
+        )
+        self.codec, self.session = codec, ""
+        if hello:
+            self.send(wire.Hello("a test", PAIRING, codec, False))
+            self.welcome = self.receive()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def drop(self) -> None:
+        """As a link that dies: no goodbye."""
+        with contextlib.suppress(OSError):  # the server was faster
+            self.socket.socket.shutdown(socket.SHUT_RDWR)
+        self._stack.close()
+
+    def send(self, message: object) -> None:
+        self.socket.send(message if isinstance(message, (bytes, str)) else wire.encode(message))
+
+    def receive(self, seconds: float = PATIENCE):
+        return wire.decode_down(self.socket.recv(seconds), LIMITS)
+
+    def reply(self) -> list[wire.Verdict]:
+        """All parts of one reply."""
+        parts = [self.receive()]
+        while isinstance(parts[-1], wire.Verdict) and parts[-1].more:
+            parts.append(self.receive())
+        return parts
+
+    def open(self, tokens: list[int], total: int = 400, **changes) -> list[wire.Verdict]:
+        self.send(opening(tokens, total, **changes))
+        opened = self.receive()
+        if not isinstance(opened, wire.Opened):
+            return [opened]
+        self.session = opened.session
+        return self.reply()
+
+    def draft(self, seq: int, tokens: list[int] = (), parents: list[int] | None = None):
+        chain = list(range(len(tokens)))
+        self.send(wire.Draft(seq, list(tokens), chain if parents is None else parents))
+        (*_, verdict) = self.reply()  # rows of many bytes come in several parts
+        return verdict
+
+    def answer(self, prompt: list[int], count: int, first_seq: int = 0) -> list[int]:
+        """An answer of at least `count` tokens, with drafts that are right now and then."""
+        (*_, last) = self.open(prompt, seq=first_seq)
+        text, seq = list(last.tokens), first_seq
+        while len(text) < count:
+            seq += 1
+            right = plain([*prompt, *text], 3)
+            right[seq % 3] ^= seq % 2
+            text += self.draft(seq, right).tokens
+        return text
+
+
+def opening(tokens: list[int], total: int = 400, **changes) -> wire.Open:
+    fields = {
+        "seq": 0,
+        "tokens": tokens,
+        "root_given": False,
+        "known": 0,
+        "total": total,
+        "stop_ids": [],
+        "sampling": wire.sampling_fields(Sampling()),
+    }
+    return wire.Open(**fields | changes)

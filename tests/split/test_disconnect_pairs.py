@@ -1,0 +1,300 @@
+"""Real pairs over links that fail: the same tokens as without a network, and a server killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from infer.flags.pair import DEMO
+from infer.split.client.ways import Ways
+from infer.split.link import Server
+from infer.split.network.profiles import PROFILES
+from infer.split.network.proxy import Proxy
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.data import chat
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.pretrained import describe_target
+from moa_jax.split.half import DraftHalf
+from moa_jax.split.pairing import pairing_of
+from moa_jax.split.slots import Slots
+from tests.pairs import NO_STOP, random_pair_of
+from tests.split.split_client import answered, linked, relayed, run_client, serving, spoiler
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT, NEW = [5, 9, 4, 17, 23], 40
+SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[1, 0], ids=["n1", "n0"])
+def pair(request, tmp_path_factory):
+    """A random pair that agrees now and then; the drafter reuses this many layers."""
+    return random_pair_of("llama", request.param, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def facts(pair):
+    return pairing_of(pair.target, pair.drafter)
+
+
+@pytest.fixture(scope="module")
+def server(pair, facts):
+    """Few sizes, and so few programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moa_jax.split.slots.NODES", (16,))
+        patch.setattr("moa_jax.split.slots.SESSIONS", (4,))
+        slots = Slots(pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32)
+        with serving(slots, facts, pair.target.config.vocab_size) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def half(pair):
+    return DraftHalf(pair.target, pair.drafter, max_tokens=64)
+
+
+def at(port: int, facts: dict, timeout: float = 5.0) -> Server:
+    return Server(f"ws://127.0.0.1:{port}/v1/split", facts, codec="int8", timeout=timeout)
+
+
+def failing(proxy: Proxy, seed: int, share: float):
+    """For `answered`: a reset or a blink of the link after a share of the events."""
+    chance = random.Random(seed)
+
+    def act(index: int, answering) -> None:
+        if chance.random() >= share:
+            return
+        if chance.random() < 0.5:
+            proxy.reset_after(chance.randrange(3000), chance.choice(["up", "down", "down"]))
+        else:
+            proxy.refuse()
+            threading.Timer(chance.uniform(0, 0.3), proxy.heal).start()
+
+    return act
+
+
+LAWS = {"greedy": Sampling(), "sampled": Sampling(0.9, top_k=20, seed=7)}
+WAYS = {
+    "chain": Ways(lengths=(1, 2, 4)),
+    "tree": Ways(DraftShape(3, 2, 5)),
+    "stream": Ways(lengths=(), stream=True),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("law", LAWS)
+def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server, half, law, name):
+    (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
+    drops = 0
+    for seed in range(6):
+        with linked(server.port) as proxy:
+            options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
+            work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
+            found = run_client(at(proxy.port, facts), WAYS[name], work, half)
+            proxy.heal()
+        assert found.tokens == plain.token_ids and found.done == "length"
+        drops += found.counts.drops
+    assert drops
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, half, law):
+    """Behind each kept part stands what the target writes after exactly that text."""
+    ways = dataclasses.replace(WAYS["chain"], policy="keep")
+    for seed in range(6):
+        with linked(server.port) as proxy:
+            options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
+            work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
+            found = run_client(at(proxy.port, facts), ways, work, half)
+            proxy.heal()
+        assert len(found.tokens) == NEW
+        place = 0
+        for kept, part in itertools.groupby(found.kept):
+            count = len(list(part))
+            if not kept:
+                before = PROMPT + found.tokens[:place]
+                (plain,) = pair.plain.generate([before], count, NO_STOP, LAWS[law])
+                assert found.tokens[place : place + count] == plain.token_ids
+            place += count
+
+
+# The bundled pair, in a process of its own
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Starts infer.server with the bundled pair, on a given port or any; ends all of them."""
+    running = []
+
+    def start(port: int = 0, *flags: str) -> tuple[subprocess.Popen, int]:
+        ready = tmp_path / f"ready{len(running)}.json"
+        command = [sys.executable, "-m", "infer.server", "--port", str(port), "--threads", "1"]
+        small = ["--max-tokens", "512", "--warm", "1,4,8", "--ready-file", str(ready)]
+        with open(tmp_path / "log", "ab") as log:
+            process = subprocess.Popen([*command, *small, *flags], cwd=ROOT, stdout=log, stderr=log)
+        running.append(process)
+        end = time.monotonic() + 300
+        while not ready.exists():
+            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        return process, json.loads(ready.read_text())["port"]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The bundled pair: its own plain decoding, the client's half, and facts."""
+    target = load_target(DEMO / "target", jnp.float32)
+    drafter = load_drafter(DEMO / "draft", target, dtype=jnp.float32)
+    half = DraftHalf(describe_target(DEMO / "target"), drafter, max_tokens=512)
+    return Session(target), half, pairing_of(target, drafter)
+
+
+def questions(count: int, longest: int) -> list[list[int]]:
+    """Prompts of the bundled questions: whole ones first, then ever shorter beginnings."""
+    tokenizer = load_tokenizer(DEMO / "target")
+    texts = [
+        json.loads(line)["turns"][0]
+        for path in sorted((DEMO / "questions").glob("*/question.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    begun = (text[: int(len(text) * share)] for share in (1, 0.8, 0.6, 0.4, 0.2) for text in texts)
+    prompts = (chat.prompt_ids(tokenizer, [{"role": "user", "content": t}]) for t in begun)
+    return list(itertools.islice((p for p in prompts if len(p) <= longest), count))
+
+
+DEMO_WAYS = Ways(lengths=(1, 3, 7), reconnect_seconds=240, patience=240)
+
+
+def test_disconnect_server_is_killed_and_comes_back(demo, program):
+    """kill -9 in the middle of an answer; another process at the same port replays it."""
+    session, half, facts = demo
+    process, port = program()
+    (prompt,) = questions(1, 200)
+    (plain,) = session.generate([prompt], 120, NO_STOP)
+    starting = []
+
+    def act(index: int, answering) -> None:
+        if index == 6:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            starting.append(pool.submit(program, port))
+
+    async def work(answering):
+        return await answered(answering, prompt, 120, act=act, seconds=500)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = run_client(at(port, facts, 60), DEMO_WAYS, work, half)
+        starting[0].result()
+    assert found.tokens == plain.token_ids and found.counts.drops == 1
+    assert found.counts.prompts == 2 and not any(found.kept)
+
+
+NETWORKS = ["loopback", "wired", "5g", "4g", "far"]
+
+
+@pytest.mark.parametrize("profile", NETWORKS)
+def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
+    """The same tokens as local plain decoding over one network, whatever happens on the way:
+
+    links are cut, refused and reset at random bytes; messages come twice, late, never, cut short or
+    again after a while; and once, on one of the networks, the server is killed and comes back.
+    """
+    session, half, facts = demo
+    process, port = program()
+    prompts = questions(50, 400)
+    assert len(prompts) == 50
+    restarted = []
+
+    def act_of(index: int, proxy: Proxy):
+        fail = failing(proxy, index, 0.05)
+
+        def act(event: int, answering) -> None:
+            if profile == "4g" and index >= 25 and event >= 3 and not restarted:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                restarted.append(program(port))
+            fail(event, answering)
+
+        return act
+
+    spoil = spoiler(NETWORKS.index(profile), 12, 0.05)
+    with relayed(port, spoil) as spoiled, linked(spoiled, PROFILES[profile]) as proxy:
+
+        async def work(answering):
+            found = []
+            for index, prompt in enumerate(prompts):
+                act = act_of(index, proxy)
+                found.append(await answered(answering, prompt, 32, act=act, seconds=500))
+            return found
+
+        ways = dataclasses.replace(DEMO_WAYS, patience=20)  # what never comes costs as much
+        answers = run_client(at(proxy.port, facts, 20), ways, work, half)
+        proxy.heal()
+    for prompt, found in zip(prompts, answers, strict=True):
+        (plain,) = session.generate([prompt], 32, NO_STOP)
+        assert found.tokens == plain.token_ids
+    assert sum(found.counts.drops for found in answers) > 10
+    assert bool(restarted) == (profile == "4g")
+
+
+def memory_of(process: subprocess.Popen) -> float:
+    """Resident MiB."""
+    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_disconnect_soak_of_32_clients(demo, program):
+    """Bounded in time by MOA_SOAK_SECONDS: right answers, and the server's memory is flat."""
+    session, half, facts = demo
+    process, port = program(0, "--slots", "16", "--queue-seconds", "200")
+    prompts = questions(8, 120)
+    plain = [session.generate([prompt], 16, NO_STOP)[0].token_ids for prompt in prompts]
+    sizes, end = [], time.monotonic() + SOAK_SECONDS
+
+    with linked(port) as proxy:
+
+        def one(number: int) -> int:
+            count, own = 0, half.twin()
+
+            async def work(answering):
+                nonlocal count
+                while time.monotonic() < end or not count:
+                    which = (number + count) % len(prompts)
+                    act = failing(proxy, number * 1000 + count, 0.005 if number % 8 == 0 else 0)
+                    found = await answered(answering, prompts[which], 16, act=act, seconds=500)
+                    assert found.tokens == plain[which]
+                    count += 1
+
+            where = proxy.port if number % 4 == 0 else port
+            run_client(at(where, facts, 60), DEMO_WAYS, work, own)
+            return count
+
+        with ThreadPoolExecutor(32) as clients:
+            running = [clients.submit(one, number) for number in range(32)]
+            while not all(client.done() for client in running):
+                sizes.append(memory_of(process))
+                time.sleep(1)
+        assert all(client.result() for client in running)
+        proxy.heal()
+    settled = sizes[len(sizes) // 2]  # all programs are compiled, all slots were used
+    assert max(sizes[len(sizes) // 2 :]) < settled * 1.1 + 30, sizes
+    assert process.poll() is None

@@ -1,0 +1,112 @@
+"""How much to draft: the choice is the best by what was measured, whatever was measured."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from infer.split.client.pace import PRIOR, Choice, Pace
+
+LENGTHS = [1, 2, 3, 4, 6, 8]
+
+
+def seen(
+    reply_s: float, token_s: float, rate: float, rounds: int = 200, seed: int = 0, **options
+) -> Pace:
+    """A pace that saw rounds of 8 drafts, each right with this probability."""
+    chance, pace = random.Random(seed), Pace(LENGTHS)
+    for _ in range(rounds):
+        accepted = next((k for k in range(8) if chance.random() >= rate), 8)
+        pace.saw_draft(8 * token_s, 8)
+        pace.saw_reply(reply_s, 8, accepted, **({"ahead": False} | options))
+    return pace
+
+
+def test_pace_starts_with_the_longest_and_asks_for_nothing_else():
+    assert Pace([3, 1, 2]).choose() == Choice(3, False)
+    assert Pace([4]).choose(2) == Choice(4, False)
+
+
+def test_pace_drafts_more_where_the_network_is_slow_and_less_where_drafting_is():
+    far, near = seen(0.2, 0.001, 0.8), seen(0.002, 0.01, 0.8)
+    assert far.choose().steps == 8
+    assert near.choose().steps == 1
+    steps = [seen(reply, 0.01, 0.7).choose().steps for reply in (0.001, 0.01, 0.05, 0.5)]
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+
+
+def test_pace_drafts_less_where_drafts_are_wrong():
+    steps = [seen(0.03, 0.005, rate).choose().steps for rate in (0.05, 0.5, 0.95)]
+    assert steps == sorted(steps) and (steps[0], steps[-1]) == (1, 8)
+
+
+def test_pace_learns_how_often_drafts_are_right():
+    for rate in (0.2, 0.6, 0.9):
+        pace = seen(0.05, 0.001, rate, rounds=2000)
+        truth = sum(rate**k for k in range(5))
+        assert pace.committed(4) == pytest.approx(truth, rel=0.35)
+    assert Pace(LENGTHS).committed(2) == pytest.approx(1 + PRIOR + PRIOR**2)
+
+
+def test_pace_forgets_what_was():
+    pace = seen(0.05, 0.005, 0.95)
+    for _ in range(100):
+        pace.saw_reply(0.05, 8, 0, ahead=False)
+    assert pace.choose().steps == 1
+    for _ in range(100):
+        pace.saw_reply(3.0, 1, 1, ahead=False)
+        pace.saw_draft(0.001, 1)
+    assert pace.choose().steps > 1  # the network is what takes its time now
+
+
+def test_pace_is_not_impressed_by_one_delay():
+    """The first draft compiles its program; a machine pauses now and then."""
+    steady, jolted = seen(0.03, 0.005, 0.8), Pace(LENGTHS)
+    jolted.saw_draft(20.0, 1)
+    jolted.saw_reply(30.0, 8, 4, ahead=False)
+    chance = random.Random(0)
+    for _ in range(12):
+        jolted.saw_draft(0.04, 8)
+        jolted.saw_reply(0.03, 8, chance.choice([3, 4, 5]), ahead=False)
+    assert jolted.token_s.value == pytest.approx(steady.token_s.value)
+    assert jolted.reply_s.value == pytest.approx(steady.reply_s.value)
+
+
+def test_pace_takes_what_was_drafted_ahead_as_long_as_that_is_worth_it():
+    pace = seen(0.05, 0.02, 0.8)
+    assert pace.choose(4) == Choice(4, True)
+    assert pace.choose(50) == Choice(8, True)
+    assert not pace.choose(0).ahead
+    for _ in range(100):
+        pace.saw_reply(0.05, 4, 0, ahead=True)
+        pace.saw_draft(0.0001, 1)
+    assert not pace.choose(4).ahead  # drafting anew is cheap, and right
+
+
+def test_pace_drafts_ahead_where_that_is_done_before_the_reply():
+    assert Pace(LENGTHS).has_time(50)  # nothing is known yet
+    pace = seen(0.05, 0.02, 0.8)
+    assert [pace.has_time(tokens) for tokens in (1, 2, 3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pace_choice_is_the_best_by_its_own_law(seed):
+    chance = random.Random(seed)
+    pace = Pace(sorted(chance.sample(range(1, 20), chance.randrange(1, 7))))
+    for _ in range(chance.randrange(60)):
+        drafted = chance.randrange(25)
+        pace.saw_draft(chance.expovariate(100), chance.randrange(9))
+        accepted = chance.randint(0, drafted)
+        pace.saw_reply(chance.expovariate(20), drafted, accepted, chance.random() < 0.5)
+        ready = chance.choice([0, 0, 1, 3, 9, 40])
+        steps, ahead = pace.choose(ready)
+        reply, token = pace.reply_s.value or 0.0, pace.token_s.value or 0.0
+        speeds = {k: pace.committed(k) / max(reply + k * token, 1e-9) for k in pace.lengths}
+        assert all(0 <= rate.value <= 1 for rates in pace._rates.values() for rate in rates)
+        if ahead:
+            assert steps == min(ready, pace.lengths[-1])
+            speed = pace.committed(steps, ahead=True) / max(reply, 1e-9)
+            assert speed >= max(speeds.values())
+        else:
+            assert steps in pace.lengths and speeds[steps] == max(speeds.values())

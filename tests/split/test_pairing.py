@@ -1,0 +1,73 @@
+"""The facts that client and server compare: what changes them, and how a difference reads."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from moa_jax import load_drafter, load_target
+from moa_jax.split.pairing import mismatch, model_hash, pairing_of
+from tests.model_folders import edit_json, edit_tensors, tensors_of
+
+
+def facts(folder, **named):
+    target = load_target(folder / "target", jnp.float32)
+    return pairing_of(target, load_drafter(folder / "draft", target, **named))
+
+
+@pytest.fixture
+def other(pair, tmp_path):
+    """A second copy of the pair."""
+    return shutil.copytree(pair, tmp_path / "other")
+
+
+def test_copies_of_a_pair_go_together_wherever_they_lie(pair, other):
+    assert facts(pair, target_layer_inference=0) == facts(other, target_layer_inference=0)
+    assert mismatch(facts(pair), facts(other)) == ""
+
+
+def test_the_facts_are_plain_and_name_the_sizes(pair):
+    found = facts(pair)
+    target = load_target(pair / "target", jnp.float32)
+    assert found["method"] == "moa" and found["target_layer_inference"] == 0
+    assert found["vocab_size"] == target.config.vocab_size
+    assert all(type(value) in (str, int) for value in found.values())
+
+
+def test_another_config_or_tokenizer_or_other_weights_differ(pair, other):
+    before = facts(pair)
+    edit_json(other / "target" / "config.json", note="another")
+    assert "the target's files: " in mismatch(before, facts(other))
+    name, tensor = next(iter(tensors_of(other / "draft").items()))
+    edit_tensors(other / "draft", **{name: tensor + 1e-3})
+    changed = facts(other)
+    assert changed["drafter_sha256"] != before["drafter_sha256"]
+    (other / "target" / "tokenizer.json").write_text("{}")
+    assert facts(other)["tokenizer_sha256"] != before["tokenizer_sha256"]
+
+
+def test_one_number_of_a_small_tensor_is_noticed(pair, other):
+    path = other / "target" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert model_hash(other / "target") != model_hash(pair / "target")
+
+
+def test_a_drafter_without_files_and_none_at_all(pair):
+    target = load_target(pair / "target", jnp.float32)
+    lookup = pairing_of(target, load_drafter("lookup", target))
+    none = pairing_of(target, None)
+    assert (lookup["method"], none["method"], none["drafter_sha256"]) == ("lookup", "none", "")
+    assert len(lookup["drafter_sha256"]) == 64
+    assert mismatch(lookup, none) == "method: lookup on the server, none on the client"
+
+
+def test_a_refusal_names_both_values():
+    server, client = {"vocab_size": 96, "method": "moa"}, {"vocab_size": 128, "method": "moa"}
+    line = mismatch(server, client)
+    assert line == "the size of the vocabulary: 96 on the server, 128 on the client"
+    assert "none on the client" in mismatch(server, {"vocab_size": 96})
+    assert mismatch(client, client | {"depth": 3}) == "depth: none on the server, 3 on the client"

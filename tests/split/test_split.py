@@ -1,0 +1,297 @@
+"""The two halves of a step, without a network: what a split pair writes is plain decoding's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import Session, load_drafter
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.errors import InputError
+from moa_jax.pretrained import describe_target
+from moa_jax.split.half import DraftHalf
+from moa_jax.split.rows import pack, unpack
+from moa_jax.split.slots import Full, Request, Slots
+from tests.pairs import NO_STOP, Pair, random_pair_of
+
+NUM_NEW = 24
+PROMPTS = ([5, 9, 4, 17, 23], [11], [3, 8, 8, 61, 7, 30, 31, 32, 33, 34])
+LAWS = (
+    Sampling(),
+    Sampling(0.8, top_k=20, seed=7),
+    Sampling(1.0, top_p=0.9, repetition_penalty=1.2, seed=8),
+)
+TREE = DraftShape(4, 3, 8)
+
+
+class Split:
+    """Both halves, and the client's side of a session: text and what the target has verified."""
+
+    def __init__(self, slots: Slots, half: DraftHalf, codec: str = "float32") -> None:
+        self.slots, self.half, self.codec = slots, half, codec
+        self.text: list[int] = []
+        self.known = 0
+        self.done = ""
+
+    def open(self, prompt, sampling: Sampling, stop_ids=NO_STOP, new=NUM_NEW) -> None:
+        self.half.reset(sampling)
+        self.slot = self.slots.open(sampling, stop_ids, len(prompt) + new)
+        self.text = list(prompt)
+        for start in range(0, len(prompt), self.slots.chunk):
+            part = prompt[start : start + self.slots.chunk]
+            last = start + len(part) == len(prompt)
+            self.take(self.slots.read(self.slot, part, pick_root=last), given=len(part))
+
+    def take(self, reply, given: int = 0) -> None:
+        self.text += reply.tokens[given:]
+        self.done = reply.done
+        data = pack(reply.rows, self.codec, True)
+        rows = unpack(data, reply.count, self.half.leaves, self.codec, True)
+        if reply.count:
+            self.half.absorb(reply.start, self.text[reply.start : reply.start + reply.count], rows)
+        self.known = reply.start + reply.count
+
+    def draft(self, shape: DraftShape | int) -> Request:
+        if isinstance(shape, DraftShape):
+            return Request(self.slot, *self.half.tree(self.text, shape))
+        tokens = self.half.chain(self.text, self.known, shape)
+        return Request(self.slot, tokens, list(range(len(tokens))))
+
+
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(0, marks=pytest.mark.slow)], ids=["n1", "n0"]
+)
+def pair(request, tmp_path_factory) -> Pair:
+    """A random pair that agrees now and then; the drafter reuses this many layers."""
+    return random_pair_of("llama", request.param, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def slots(pair: Pair):
+    """Few sizes, and so few programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moa_jax.split.slots.NODES", (16,))
+        patch.setattr("moa_jax.split.slots.SESSIONS", (4,))
+        yield Slots(pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32)
+
+
+@pytest.fixture(scope="module")
+def half(pair: Pair) -> DraftHalf:
+    """Made without the target's weights: it reads from its files what the drafter borrows."""
+    described = describe_target(pair.target.folder)
+    drafter = pair.drafter._replace(params=pair.drafter.params)
+    return DraftHalf(described, drafter, max_tokens=64)
+
+
+@pytest.mark.parametrize("sampling", LAWS, ids=["greedy", "top-k", "penalty"])
+@pytest.mark.parametrize("shape", [4, TREE], ids=["chain", "tree"])
+def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampling):
+    split, taus = Split(slots, half), []
+    for prompt in PROMPTS:
+        (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, sampling)
+        split.open(prompt, sampling)
+        while not split.done:
+            (reply,) = slots.verify([split.draft(shape)])
+            split.take(reply)
+            taus.append(reply.count)
+        assert split.text == [*prompt, *plain.token_ids]
+        assert split.done == "length"
+        slots.close(split.slot)
+    assert max(taus) > 1  # something was accepted
+
+
+def test_split_drafts_what_the_local_step_drafts(pair, slots, half):
+    """Accept lengths of every round are those of one process, chain and tree."""
+    split = Split(slots, half)
+    for shape, local in ((4, pair.session(5)), (TREE, Session(pair.target, pair.drafter, TREE))):
+        for prompt in PROMPTS:
+            (found,) = local.generate([prompt], NUM_NEW, NO_STOP)
+            split.open(prompt, Sampling())
+            counts = []
+            while not split.done:
+                (reply,) = slots.verify([split.draft(shape)])
+                split.take(reply)
+                counts.append(reply.count)
+            assert counts == found.accept_lengths
+            slots.close(split.slot)
+
+
+def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, half):
+    """Three sessions of their own laws, in passes of one, two or three of them."""
+    splits = [Split(slots, half.twin()) for _ in PROMPTS]
+    for split, prompt, law in zip(splits, PROMPTS, LAWS, strict=True):
+        split.open(prompt, law)
+    random = np.random.default_rng(0)
+    while running := [split for split in splits if not split.done]:
+        some = [split for split in running if random.random() < 0.7] or running
+        shapes = [TREE if random.random() < 0.5 else 3 for _ in some]
+        requests = [split.draft(shape) for split, shape in zip(some, shapes, strict=True)]
+        for split, reply in zip(some, slots.verify(requests), strict=True):
+            split.take(reply)
+    for split, prompt, law in zip(splits, PROMPTS, LAWS, strict=True):
+        (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, law)
+        assert split.text == [*prompt, *plain.token_ids]
+        slots.close(split.slot)
+    assert slots.num_free == 4
+
+
+def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):
+    """Tokens written alone are verified as a chain: the text is the target's again."""
+    prompt = PROMPTS[0]
+    (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP)
+    split = Split(slots, half)
+    split.open(prompt, Sampling())
+    split.take(slots.verify([split.draft(3)])[0])
+    alone = []
+    while len(alone) < 10:  # in calls of three, as they are shown
+        alone += half.chain([*split.text, *alone], split.known, 3)
+    whole = half.chain(split.text, split.known, 12)
+    assert alone == whole
+    (reply,) = slots.verify([Request(split.slot, alone, list(range(12)))])
+    split.take(reply)
+    while not split.done:
+        split.take(slots.verify([split.draft(3)])[0])
+    assert split.text == [*prompt, *plain.token_ids]
+    slots.close(split.slot)
+
+
+def test_split_keeps_given_tokens(pair, slots, half):
+    """Tokens that were read as they are stay; what follows is the target's answer to them."""
+    prompt, given = PROMPTS[0], [40, 41, 42]
+    split = Split(slots, half)
+    split.open(prompt, Sampling())
+    first = split.text[len(prompt) :]
+    split.text += given
+    split.take(slots.read(split.slot, given, pick_root=False), given=len(given))
+    while not split.done:
+        split.take(slots.verify([split.draft(3)])[0])
+    kept = [*prompt, *first, *given]
+    (plain,) = pair.plain.generate([kept], NUM_NEW - len(given) - 1, NO_STOP)
+    assert split.text == [*kept, *plain.token_ids]
+    slots.close(split.slot)
+
+
+def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, half):
+    """What was drafted beyond a draft is the next draft if all before it was right; taking in
+    the target's rows leaves the rows behind them."""
+    split = Split(slots, half)
+    split.open(PROMPTS[2], Sampling())
+    hits = 0
+    ahead = half.chain(split.text, split.known, 3)
+    while not split.done:
+        request = Request(split.slot, ahead[:3], list(range(len(ahead[:3]))))
+        text = [*split.text, *ahead]
+        ahead += half.chain(text, split.known, 4)
+        (reply,) = slots.verify([request])
+        split.take(reply)
+        if ahead[: reply.count] == reply.tokens and len(ahead) > reply.count:
+            hits += 1
+            ahead = ahead[reply.count :]
+        else:
+            ahead = half.chain(split.text, split.known, 3)
+    (plain,) = pair.plain.generate([PROMPTS[2]], NUM_NEW, NO_STOP)
+    assert split.text[len(PROMPTS[2]) :] == plain.token_ids
+    slots.close(split.slot)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_split_text_does_not_depend_on_the_codec(pair, slots, half, codec):
+    split = Split(slots, half, codec)
+    split.open(PROMPTS[0], Sampling())
+    while not split.done:
+        split.take(slots.verify([split.draft(4)])[0])
+    (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
+    assert split.text == [*PROMPTS[0], *plain.token_ids]
+    slots.close(split.slot)
+
+
+def test_split_stops_where_plain_decoding_stops(pair, slots, half):
+    (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
+    stop = plain.token_ids[7]
+    (stopped,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, [stop])
+    split = Split(slots, half)
+    split.open(PROMPTS[0], Sampling(), [stop])
+    while not split.done:
+        split.take(slots.verify([split.draft(4)])[0])
+    assert (split.text[len(PROMPTS[0]) :], split.done) == (stopped.token_ids, "stop")
+    slots.close(split.slot)
+
+
+def test_split_long_prompts_come_in_chunks(pair, slots, half):
+    prompt = (np.arange(45) * 7 % 90 + 3).tolist()
+    (plain,) = pair.plain.generate([prompt], 12, NO_STOP)
+    split = Split(slots, half)
+    split.open(prompt, Sampling(), new=12)
+    while not split.done:
+        split.take(slots.verify([split.draft(4)])[0])
+    assert split.text == [*prompt, *plain.token_ids]
+    slots.close(split.slot)
+
+
+def test_split_client_holds_less_than_the_pair(pair, half):
+    whole = sum(leaf.size for leaf in jax.tree.leaves((pair.target.params, pair.drafter.params)))
+    assert half.num_params < whole
+
+
+BROKEN = {
+    "ids": lambda slot: Request(slot, [10_000], [0]),
+    "too many": lambda slot: Request(slot, [3] * 16, list(range(16))),
+    "no tree": lambda slot: Request(slot, [3, 4], [0, 2]),
+    "a parent short": lambda slot: Request(slot, [3, 4], [0]),
+    "twins": lambda slot: Request(slot, [3, 3], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_split_drafts_that_are_no_trees_are_refused(slots, name):
+    slot = slots.open(Sampling(), NO_STOP, 20)
+    slots.read(slot, [5, 6], pick_root=True)
+    before = dataclasses.asdict(slots._slots[slot])
+    with pytest.raises(InputError):
+        slots.verify([BROKEN[name](slot)])
+    assert dataclasses.asdict(slots._slots[slot]) == before
+    slots.close(slot)
+
+
+def test_split_slots_run_out_and_sessions_are_bounded(slots):
+    taken = [slots.open(Sampling(), NO_STOP, 20) for _ in range(4)]
+    with pytest.raises(Full):
+        slots.open(Sampling(), NO_STOP, 20)
+    for slot in taken:
+        slots.close(slot)
+    with pytest.raises(InputError, match="hold from 2 to 64"):
+        slots.open(Sampling(), NO_STOP, 65)
+    slot = slots.open(Sampling(), NO_STOP, 6)
+    with pytest.raises(InputError, match="in all"):
+        slots.read(slot, [5] * 6, pick_root=True)
+    slots.close(slot)
+    with pytest.raises(InputError, match="holds no session"):
+        slots.read(slot, [5], pick_root=True)
+
+
+def test_split_needs_no_drafter_on_the_server(pair):
+    """A client that drafts nothing streams the target's tokens, one a pass."""
+    slots = Slots(pair.target, None, num_slots=1, max_tokens=64, max_nodes=1)
+    slot = slots.open(Sampling(), NO_STOP, 15)
+    text = slots.read(slot, PROMPTS[0], pick_root=True).tokens
+    while len(text) < 15:
+        (reply,) = slots.verify([Request(slot, (), ())])
+        assert (reply.count, reply.rows) == (1, [])
+        text += reply.tokens
+    (plain,) = pair.plain.generate([PROMPTS[0]], 10, NO_STOP)
+    assert text == [*PROMPTS[0], *plain.token_ids]
+
+
+def test_split_pairs_are_loaded_in_part(pair):
+    """The drafter's files are read without the target's weights, too."""
+    described = describe_target(pair.target.folder)
+    reused = getattr(pair.drafter.config, "target_layer_inference", None)
+    drafter = load_drafter(
+        pair.drafter.folder, described, target_layer_inference=reused, dtype=jnp.float32
+    )
+    half = DraftHalf(described, drafter, max_tokens=64)
+    assert half.num_params > 0

@@ -1,0 +1,288 @@
+"""infer.bench --split: flags, what is counted over toy servers, crowds, outages, its tables."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from infer import bench, program
+from infer.program import Progress
+from infer.split.bench import crowd, outage, run, tables
+from infer.split.bench.flags import parser_of
+from infer.split.bench.pairs import Bench, Pair, Way, ways_of
+from infer.split.bench.stage import Stage, kind_of, staged
+from infer.split.client.answering import Answering
+from infer.split.client.ways import Ways
+from infer.split.network.profiles import PROFILES
+from infer.split.network.proxy import Proxy, in_thread
+from moa_jax.errors import InputError
+from tests.pairs import NO_STOP, random_pair_of
+from tests.split.split_client import ToyHalf, alone, server_at
+from tests.split.split_server import PAIRING, ToySlots, plain, running
+
+PROMPTS = [[1, 2, 3], list(range(20)), [7] * 9, [5, 6]]
+NEW = 24
+REFUSED = {  # flags, and what the one line says
+    "--modes chain,rail": "--modes chain,rail: choose from stream, plain, chain, tree, offline",
+    "--profiles 6g": "choose from loopback, wired, 5g, 4g, far",
+    "--tree 1,2,3": "--tree takes depth (2 or more)",
+    "--client-slowdown 0.5": "choose 1 or more",
+    "--rate 0": "choose a number above 0",
+    "--target absent": "--target without --draft",
+    "--draft a/x --draft b/x": "two drafters have one name",
+    "--output absent/file.json": "no such folder",
+    "--plot absent/file.png": "--plot",
+    "--clients 0": "at least 1",
+    "--outages 3,x": "at least 1",
+    "--draft x=./absent": "absent is not a folder",
+    "--tune": "unrecognized arguments: --tune",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_split_bench_refuses_bad_flags_with_one_line(line, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        program.run(bench.main, ["--split", *line.split()])
+    shown = capsys.readouterr()
+    assert (exit.value.code, shown.out) == (2, "") and shown.err.count("\n") == 1
+    assert REFUSED[line] in shown.err
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(ToySlots(8), max_queue=64) as found:
+        yield found
+        assert found.metric("split_failures_total") == 0
+
+
+def toy_bench(*modes: str, **flags) -> Bench:
+    """What is measured, over a toy pair."""
+    args = parser_of("").parse_args(["--codec", "float32", "--client-slowdown", "1"])
+    vars(args).update({"max_new_tokens": NEW, "modes": list(modes)} | flags)
+    drafter = SimpleNamespace(method="moa", config=SimpleNamespace(target_layer_inference=1))
+    pair = Pair("toy", drafter, ToyHalf(), PAIRING, [])
+    ways = [Way(mode, pair, ways_of(args, mode)) for mode in modes]
+    own = [plain(prompt, NEW) for prompt in PROMPTS]
+    return Bench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])
+
+
+@pytest.fixture
+def at(server, monkeypatch):
+    """Stages that lead to the toy server."""
+
+    @contextlib.contextmanager
+    def toy_stage(profile, servers, seed=0):
+        yield Stage("direct", {name: server_at(server.port).url for name in servers})
+
+    monkeypatch.setattr(run, "staged", toy_stage)
+
+
+def test_split_bench_counts_what_each_way_costs(at):
+    found, differences = toy_bench("stream", "plain", "chain", "tree"), []
+    profile = run._profile(found, "loopback", found.ways, differences, Progress())
+    assert not differences
+    stream, one_by_one, chain, tree = profile["ways"]
+    assert [row["way"] for row in profile["ways"]] == ["stream", "plain", "toy chain", "toy tree"]
+    assert all(row["same_as_plain"] == row["answers"] == 4 for row in profile["ways"])
+    assert all(row["tokens"] == 4 * NEW for row in profile["ways"])
+
+    assert stream["server_calls"] == 2 and one_by_one["server_calls"] == NEW
+    assert stream["target_passes"] == one_by_one["target_passes"] == NEW
+    assert stream["tau"] == one_by_one["tau"] == 1
+    for drafted in (chain, tree):
+        assert drafted["tau"] > 1.3 and drafted["target_passes"] < NEW
+        assert drafted["draft"] == "toy" and drafted["target_layer_inference"] == 1
+    assert stream["draft"] is None and stream["drafting_s"] == 0
+    assert stream["bytes_up"] < one_by_one["bytes_up"]
+    assert stream["bytes_down"] < one_by_one["bytes_down"]  # which has rows
+    assert stream["speedup_over_stream"] == one_by_one["speedup_over_plain"] == 1
+    assert min(stream["speedup_over_plain"], one_by_one["speedup_over_stream"]) > 0
+
+
+def test_split_bench_speedups_are_ratios_of_the_same_prompt():
+    rates = lambda *values: [{"tokens_per_s": value} for value in values]  # noqa: E731
+    found = run._ratios(rates(6.0, 9.0, None, 1.0), rates(2.0, 1.0, 5.0, 0.0))
+    assert found == [3.0, 9.0]
+
+
+def test_split_bench_tells_answers_that_differ(at):
+    found, differences = toy_bench("chain"), []
+    found.own[2][5] += 1
+    profile = run._profile(found, "loopback", found.ways, differences, Progress())
+    assert differences == [{"profile": "loopback", "way": "toy chain", "prompt": 2}]
+    assert profile["ways"][0]["same_as_plain"] == 3
+    assert profile["ways"][0]["speedup_over_stream"] is None  # which was not asked for
+
+
+def test_split_bench_crowds_get_the_targets_text(at):
+    found, differences = toy_bench("stream", "chain", clients=(1, 12), rate=500.0), []
+    found.pairs[0].half.twin = ToyHalf
+    rows = run._crowds(found, differences)
+    assert not differences
+    assert [(row["clients"], row["mode"]) for row in rows] == [
+        (count, mode) for count in (1, 12) for mode in ("stream", "chain")
+    ]
+    assert [(row["answers"], row["failed"]) for row in rows] == [(2, 0), (2, 0), (24, 0), (24, 0)]
+    for row in rows:
+        assert 0 < row["first_token_s"]["p50"] <= row["answer_s"]["p50"] <= row["answer_s"]["p95"]
+        assert row["tokens_per_s"] == pytest.approx(row["answers"] * NEW / row["seconds"])
+
+
+def test_arrivals_follow_a_poisson_law():
+    times = crowd.arrivals(4000, 5.0, seed=3)
+    gaps = np.diff(times)
+    assert times[0] == 0 and times == crowd.arrivals(4000, 5.0, seed=3)
+    assert times != crowd.arrivals(4000, 5.0, seed=4)
+    assert gaps.mean() == pytest.approx(0.2, rel=0.06) == pytest.approx(gaps.std(), rel=0.06)
+
+
+def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(server):
+    ways = Ways(lengths=(), policy="keep", reconnect_seconds=0.0)
+
+    async def cut(proxy: Proxy, after: int) -> list[int]:
+        with ThreadPoolExecutor(1) as worker:
+            answering = Answering(ToyHalf(), server_at(proxy.port), ways, worker)
+            found = await outage.cut_after(answering, proxy, PROMPTS[0], after, 3 + NEW)
+            await answering.close()
+            return found
+
+    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+        for after in (0, 4, 9):
+            found = asyncio.run(cut(proxy, after))
+            before = plain(PROMPTS[0], max(after, 1))
+            assert found == before + alone(PROMPTS[0] + before, NEW - len(before))
+
+
+@pytest.mark.slow
+def test_disconnect_quality_is_what_the_target_thinks(tmp_path):
+    pair = random_pair_of("llama", 0, tmp_path)
+    prompt = [5, 9, 4, 17, 23]
+    (own,) = pair.plain.generate([prompt], 12, NO_STOP)
+    own = own.token_ids
+    view = outage.judge(pair.target, prompt, own)
+    assert view.chosen == 1.0
+    other = [*own[:4], (own[4] + 1) % 90, *own[5:]]
+    assert outage.judge(pair.target, prompt, other).log_likelihood < view.log_likelihood
+    one = outage.judge(pair.target, [*prompt, *own[:3]], own[3:5])
+    two = [outage.judge(pair.target, [*prompt, *own[:i]], own[i : i + 1]) for i in (3, 4)]
+    mean = np.mean([each.log_likelihood for each in two])
+    np.testing.assert_allclose(one.log_likelihood, mean, rtol=1e-5)
+    found = outage.compare(pair.target, prompt, own, other, 2)
+    assert (found["tokens"], found["first_disagreement"]) == (10, 2)
+    assert found["agreement"] == 0.9
+    assert found["own_log_likelihood"] > found["log_likelihood"]
+    whole = outage.compare(pair.target, prompt, own, own, 2)
+    assert (whole["agreement"], whole["first_disagreement"]) == (1.0, 10)
+    assert outage.compare(pair.target, prompt, own, own[:2], 2) == {"tokens": 0}
+
+
+def test_split_bench_names_the_best_n():
+    row = lambda layers, rate: {  # noqa: E731
+        "method": "moa",
+        "target_layer_inference": layers,
+        "tokens_per_s": rate,
+    }
+    other = row(9, 99.0) | {"method": "eagle"}
+    profiles = [
+        {"profile": "4g", "ways": [row(0, 5.0), row(3, 7.0), row(1, None), other]},
+        {"profile": "far", "ways": [row(0, 5.0), row(0, 7.0)]},
+    ]
+    assert run._best_n(profiles) == {"4g": 3}
+
+
+def test_stage_plays_in_a_thread_and_hands_on_what_went_wrong():
+    async def fine() -> str:
+        return "found"
+
+    async def wrong() -> None:
+        raise InputError("not this way")
+
+    stage = Stage("direct", {})
+    assert stage.play(fine) == "found"
+    with pytest.raises(InputError, match="not this way"):
+        stage.play(wrong)
+    assert kind_of(PROFILES["loopback"]) == "direct"
+    assert {kind_of(PROFILES[name]) for name in ("wired", "far")} <= {"namespaces", "proxy"}
+
+
+@pytest.mark.slow
+def test_stage_says_why_a_server_does_not_start():
+    flags = ["--target", "./absent", "--draft", "./absent"]
+    with (
+        pytest.raises(InputError, match="did not start: infer.server: .*absent is not a folder"),
+        staged(PROFILES["loopback"], {"one": flags}),
+    ):
+        pass
+
+
+def document(at) -> dict:
+    """A whole document over toys, but for what needs a target."""
+    found, differences = toy_bench("stream", "chain", clients=(2,), rate=500.0), []
+    found.pairs[0].half.twin = ToyHalf
+    names = ("loopback", "4g")
+    quality = {"tokens": 9, "agreement": 0.5, "first_disagreement": 2.5, "answers": 4}
+    quality |= {"log_likelihood": -1.5, "own_log_likelihood": -0.5}
+    made = {
+        "profiles": [
+            run._profile(found, name, found.ways, differences, Progress()) for name in names
+        ],
+        "offline": [
+            found.ways[1].facts
+            | quality
+            | {"tokens_per_s": 5.0, "tokens_per_s_quartiles": None, "chosen_by_target": 0.25}
+        ],
+        "best_n": {"4g": 3},
+        "crowd": run._crowds(found, differences),
+        "outages": [quality | {"draft": "toy", "after": after} for after in (0, 16)],
+        "local_plain_tokens_per_s": 123.4,
+        "differences": differences,
+        "machine": {"device_kind": "cpu", "cores": 2},
+        "settings": {"prompts": 4, "suite": "demo", "max_new_tokens": NEW, "stop": "never"}
+        | {"dtype": "float32", "codec": "bfloat16", "client_slowdown": 3.0, "asks": 2, "slots": 8},
+    }
+    return json.loads(json.dumps(made))
+
+
+def test_split_bench_tables_and_picture_show_all(at, tmp_path):
+    made = document(at)
+    shown = tables.render(made)
+    lines = shown.splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert sum(line.startswith("| ---") for line in rows) == 4
+    heads = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("| ---")]
+    widths = [head.count("|") for head in heads]
+    assert {line.count("|") for line in rows} == set(widths)
+    for said in ("toy chain", "4/4", "The best N: 4g: 3.", "| 16 | toy | 9 | 50 % | 2.5 |", "25 %"):
+        assert said in shown
+    assert "DIFFER" not in shown
+    made["differences"] = [{"profile": "4g", "way": "toy chain", "prompt": 0}]
+    assert "1 answers DIFFER" in tables.render(made)
+    pytest.importorskip("matplotlib")
+    tables.plot(made, tmp_path / "one.png")
+    made["outages"] = []
+    tables.plot(made, tmp_path / "two.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("one.png", "two.png"))
+
+
+@pytest.mark.slow
+def test_split_bench_end_to_end_on_the_bundled_pair(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    flags = "--profiles loopback,wired --prompts 1 --max-new-tokens 12 --lengths 2,3 --json"
+    line = f"--split {flags} --outages 0,4 --output {path}"
+    assert bench.main(line.split()) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made == json.loads(path.read_text())
+    for profile in made["profiles"]:
+        assert [row["way"] for row in profile["ways"]] == ["stream", "plain", "bundled chain"]
+        assert all(row["same_as_plain"] == 1 for row in profile["ways"])
+        assert profile["ways"][2]["target_passes"] < 12
+    assert made["offline"][0]["tokens_per_s"] > 0
+    assert [row["after"] for row in made["outages"]] == [0, 4]
+    assert all(row["log_likelihood"] < 0 for row in made["outages"])

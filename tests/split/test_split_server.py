@@ -1,0 +1,624 @@
+"""The server of split decoding over real sockets: what it answers, refuses and survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from infer.split.server.app import Manners
+from moa_jax.split import rows, wire
+from tests.split.split_server import (
+    PAIRING,
+    PATIENCE,
+    SPECS,
+    Client,
+    ToySlots,
+    next_token,
+    opening,
+    plain,
+    rows_of,
+    running,
+)
+
+PROMPT = list(range(1, 21))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as found:
+        yield found
+        assert found.metric("split_failures_total") == 0
+
+
+def ended(client: Client) -> wire.Fault | None:
+    """The last Fault of a connection that the server closed; None if it closed without one."""
+    fault = None
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            message = client.receive()
+            fault = message if isinstance(message, wire.Fault) else fault
+    return fault
+
+
+def change_manners(server, **changes) -> None:
+    """Other limits for the only connection, from its next message on."""
+    (connection,) = server.server.connections
+    connection._manners = dataclasses.replace(connection._manners, **changes)
+
+
+def unpacked(parts: list[wire.Verdict]) -> list[np.ndarray]:
+    made = [rows.unpack(p.rows, p.count, SPECS, "float32", False) for p in parts]
+    return [np.concatenate(leaves) for leaves in zip(*made, strict=True)]
+
+
+def test_split_answer_is_the_targets_with_all_rows(server):
+    with Client(server) as client:
+        assert (client.welcome.pairing, client.welcome.chunk) == (PAIRING, 8)
+        parts = client.open(PROMPT)
+        assert [part.more for part in parts] == [True, True, False]
+        assert parts[-1].tokens == plain(PROMPT, 1)
+        text = PROMPT + parts[-1].tokens
+        for ours, theirs in zip(unpacked(parts), rows_of(PROMPT, 0, 20), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        right = plain(text, 4)
+        verdict = client.draft(1, [*right[:2], (right[2] + 1) % 97])
+        assert (verdict.start, verdict.count, verdict.tokens) == (20, 3, right[:3])
+        for ours, theirs in zip(unpacked([verdict]), rows_of(text + right, 20, 3), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        tree = client.draft(2, [5, right[3], 6], [0, 0, 2])
+        assert tree.tokens[0] == right[3] and tree.count == 2
+        assert client.draft(3).count == 1  # no drafts: a plain step
+
+
+def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
+    with Client(server) as client:
+        client.open(PROMPT, total=40, known=len(PROMPT))
+        client.send(wire.Stream(1))
+        parts = client.reply()
+        assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
+        assert len(parts) == 19 and parts[-1].done == "length"
+    with Client(server) as back:
+        back.send(wire.Resume(client.session, 0))
+        assert back.receive() == wire.Resumed(1)
+        assert back.reply() == parts
+        back.send(wire.Close())
+
+
+def test_split_session_reads_what_was_kept_and_replays(server):
+    with Client(server) as client:
+        root = client.open(PROMPT)[-1].tokens
+        kept = [9, 8, 7]
+        client.send(wire.Read(1, kept))
+        (verdict,) = client.reply()
+        assert (verdict.start, verdict.count, verdict.tokens) == (20, 3, kept)
+        text = PROMPT + root + kept
+        assert client.draft(2).tokens == [next_token(text)]
+        client.send(wire.Close())
+        parts = client.open(text, root_given=True, known=11)
+        assert parts[-1].tokens == [] and parts[0].start == 11
+        assert parts[-1].start + parts[-1].count == len(text) - 1
+        assert client.draft(1).tokens == [next_token(text)]
+
+
+def test_split_limits_of_a_text_end_it(server):
+    with Client(server) as client:
+        client.open(PROMPT, total=23)
+        verdict = client.draft(1, plain(PROMPT, 5)[1:])
+        assert (len(verdict.tokens), verdict.done) == (2, "length")
+        client.send(wire.Draft(2, [], []))
+        assert ended(client).code == "state"
+    stop = plain(PROMPT, 3)[2]
+    with Client(server) as client:
+        client.open(PROMPT, stop_ids=[stop])
+        verdict = client.draft(1, plain(PROMPT, 6)[1:])
+        assert verdict.done == "stop" and verdict.tokens[-1] == stop
+
+
+def test_split_duplicates_get_the_same_bytes(server):
+    with Client(server) as client:
+        client.send(opening(PROMPT))
+        first = [client.socket.recv(PATIENCE) for _ in range(4)]
+        client.send(opening(PROMPT))
+        assert [client.socket.recv(PATIENCE) for _ in range(4)] == first
+        client.send(wire.Draft(1, [3], [0]))
+        verdict = client.socket.recv(PATIENCE)
+        before = len(server.slots.diary)
+        for _ in range(3):
+            client.send(wire.Draft(1, [3], [0]))
+            assert client.socket.recv(PATIENCE) == verdict
+        assert len(server.slots.diary) == before
+        assert client.draft(2).start == wire.decode_down(verdict, server.server.limits).start + 1
+
+
+def test_split_resume_sends_the_lost_reply(server):
+    with Client(server) as client:
+        root = client.open(PROMPT)[-1].tokens
+        client.send(wire.Draft(1, [], []))
+        server.wait(lambda: any(s.answer.complete for s in server.scheduler._sessions.values()))
+        session = client.session
+        client.drop()
+    with Client(server) as client:
+        client.send(wire.Resume(session, 0))
+        assert client.receive() == wire.Resumed(1)
+        (verdict,) = client.reply()
+        assert verdict.seq == 1 and verdict.tokens == [next_token(PROMPT + root)]
+        client.drop()
+    with Client(server) as client:
+        client.send(wire.Resume(session, 1))
+        assert client.receive() == wire.Resumed(1)
+        assert client.draft(2).seq == 2  # nothing was sent twice
+
+
+def test_split_resume_takes_a_session_from_a_half_open_connection(server):
+    with Client(server) as old, Client(server) as new:
+        old.open(PROMPT)
+        new.send(wire.Resume(old.session, 0))
+        assert new.receive() == wire.Resumed(0)
+        assert ended(old).code == "state"
+        assert new.draft(1).seq == 1
+
+
+def test_split_resume_in_another_codec_or_of_a_stranger_is_gone(server):
+    with Client(server) as client:
+        client.open(PROMPT)
+        session = client.session
+    with Client(server, codec="int8") as client:
+        for name in (session, "0" * 32):
+            client.send(wire.Resume(name, 0))
+            fault = client.receive()
+            assert (fault.code, fault.fatal) == ("gone", False)
+        assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
+
+
+def test_split_resume_after_expiry_is_gone():
+    with running(resume_seconds=0.1) as server:
+        with Client(server) as client:
+            client.open(PROMPT)
+            session = client.session
+        server.wait(lambda: server.named("expire"))
+        server.wait(lambda: server.slots.slots == [None] * 4)
+        with Client(server) as client:
+            client.send(wire.Resume(session, 0))
+            assert client.receive().code == "gone"
+            assert client.answer(PROMPT, 8)[:8] == plain(PROMPT, 8)
+
+
+TOKEN = Manners(token="right")
+
+
+def status(server, **headers) -> int:
+    with pytest.raises(InvalidStatus) as error:
+        Client(server, additional_headers=headers)
+    return error.value.response.status_code
+
+
+def test_split_wrong_token_is_401_before_the_upgrade():
+    with running(manners=TOKEN) as server:
+        for shown in ("wrong", "Bearer wrong", "Bearer right ", "Basic right"):
+            if shown.strip() != "Bearer right":
+                assert status(server, Authorization=shown) == 401
+        assert status(server) == 401
+        assert server.get("/metrics").status_code == 401
+        assert server.get("/health").json() == {"status": "ok"}
+        assert server.get("/metrics", authorization="Bearer right").status_code == 200
+        with Client(server, additional_headers={"Authorization": "Bearer right"}) as client:
+            assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+        assert "right" not in repr(server.events) and "wrong" not in repr(server.events)
+
+
+def test_split_too_many_clients_are_503():
+    with running(manners=Manners(max_clients=1)) as server:
+        with Client(server) as client:
+            assert status(server) == 503
+            assert client.open(PROMPT)
+        server.wait(lambda: not server.server.connections)
+        with Client(server):
+            pass
+
+
+HELLO = wire.encode(wire.Hello("x", PAIRING, "float32", False))
+
+
+def pairing(**changes) -> bytes:
+    return wire.encode(wire.Hello("x", PAIRING | changes, "float32", False))
+
+
+REFUSED = {  # what is said first, the code and a part of the text
+    "version": (b"\x07" + HELLO[1:], "version", "version 7"),
+    "vocabulary": (pairing(vocab_size=96), "pairing", "97 on the server, 96 on the client"),
+    "method": (pairing(method="moa"), "pairing", "toy on the server, moa on the client"),
+    "extra": (pairing(width=3), "pairing", "width: none on the server"),
+    "before_hello": (wire.encode(wire.Close()), "state", "Close came before Hello"),
+    "open_before_hello": (wire.encode(opening([1])), "state", "Open came before Hello"),
+    "nonsense": (b"\x01\x02nonsense", "message", "Open"),
+    "empty": (b"", "message", "empty"),
+    "text": ("hello", "message", "text"),
+    "down": (wire.encode(wire.Opened("0" * 32)), "message", "none of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_split_protocol_refuses_a_first_message(server, name):
+    message, code, text = REFUSED[name]
+    with Client(server, hello=False) as client:
+        client.send(message)
+        fault = ended(client)
+        assert (fault.code, fault.fatal) == (code, True) and text in fault.text
+
+
+WRONG = {  # what is said in a session, and the code
+    "hello_again": (HELLO, "state"),
+    "open_again": (opening([1, 2], seq=5), "state"),
+    "resume": (wire.Resume("0" * 32, 0), "state"),
+    "skipped": (wire.Draft(3, [], []), "state"),
+    "read_too_much": (wire.Read(2, [1] * 400), "state"),
+    "outside": (wire.Draft(2, [97], [0]), "message"),
+    "twins": (wire.Draft(2, [5, 5], [0, 0]), "message"),
+    "too_many": (wire.Draft(2, [1] * 64, list(range(64))), "message"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_split_protocol_wrong_states_end_the_connection_and_keep_the_session(server, name):
+    message, code = WRONG[name]
+    with Client(server) as client:
+        client.open(PROMPT)
+        client.draft(1)
+        client.send(message)
+        fault = ended(client)
+        assert (fault.code, fault.fatal) == (code, True)
+        session = client.session
+    with Client(server) as client:
+        client.send(wire.Resume(session, 1))
+        assert client.receive() == wire.Resumed(1)
+        assert client.draft(2).seq == 2
+        client.send(wire.Close())
+
+
+def test_split_requests_that_do_not_fit_leave_the_connection(server):
+    with Client(server) as client:
+        for message in (opening([1] * 600, 600), opening([1], 600), opening([1], 1)):
+            fault = ask(client, message)
+            assert (fault.code, fault.fatal) == ("too_long", False), message
+        assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+
+
+def ask(client: Client, message):
+    """The answer to a message; what Opened promises comes after it."""
+    client.send(message)
+    found = client.receive()
+    return client.receive() if isinstance(found, wire.Opened) else found
+
+
+def test_split_oversized_messages_end_the_connection():
+    with running(manners=Manners(max_message_bytes=2000)) as server, Client(server) as client:
+        client.send(b"\x01\x02" + bytes(5000))
+        with pytest.raises(ConnectionClosed) as closed:
+            client.receive()
+        assert closed.value.rcvd.code == 1009
+
+
+def test_split_silence_ends_connections_and_frees_their_slots():
+    with running(manners=Manners(hello_seconds=0.2)) as server:
+        with Client(server, hello=False) as client:
+            assert "no Hello" in ended(client).text
+    with running() as server:
+        with Client(server) as client:
+            client.open(PROMPT)
+            change_manners(server, idle_seconds=0.2)
+            client.draft(1)  # the silence after it is what counts
+            assert ended(client).code == "gone"
+        server.wait(lambda: server.slots.slots == [None] * 4)
+        assert server.named("close")[-1]["reason"] == "idle"
+
+
+def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
+    slots = ToySlots(chunk=64, width=2000)  # one reply is some 20 MB
+    with running(slots, Manners(send_seconds=10 * PATIENCE), max_prompt=512) as server:
+        with Client(server, max_queue=1, max_size=None) as slow:
+            change_manners(server, send_seconds=0.3)
+            with Client(server, max_queue=1, max_size=None) as stuck, Client(server) as other:
+                stuck.send(opening([1] * 300, 500))  # nobody gives up on it meanwhile
+                assert other.answer([5], 6)[:6] == plain([5], 6)
+                slow.send(opening([1] * 300, 500))
+                server.wait(lambda: server.named("slow"))
+                server.wait(lambda: len(server.server.connections) == 2)
+                assert sum(slot is not None for slot in slots.slots) == 3  # kept for its return
+                slow.drop()
+                stuck.drop()
+
+
+def test_split_requests_without_reading_wait_and_leave_nothing_behind():
+    slots = ToySlots(chunk=64, width=2000)  # one reply is some 2 MB
+
+    def senders() -> int:
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(server.loop)]
+        return sum("_send_answer" in name for name in names)
+
+    with running(slots, Manners(send_seconds=2.0), max_prompt=512) as server:
+        with Client(server, max_queue=1, max_size=None) as client:
+            client.open(PROMPT)
+            text = PROMPT + plain(PROMPT, 1)
+            for seq in range(1, 9):
+                right = plain(text, 31)
+                client.send(wire.Draft(seq, right[:30], list(range(30))))
+                text += right
+                for _ in range(30):  # from some point on it waits
+                    time.sleep(0 if complete(server, seq) else 0.01)
+                assert senders() <= 1
+            assert not complete(server, 8)
+            client.drop()
+        server.wait(lambda: not server.server.connections and not senders())
+        assert not server.named("error") and server.metric("split_failures_total") == 0
+        with Client(server, max_size=None) as back:
+            back.send(wire.Resume(client.session, 0))
+            assert isinstance(back.receive(), wire.Resumed)
+
+
+def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
+    with Client(server) as client:
+        text = PROMPT + client.open(PROMPT)[-1].tokens
+        for seq in range(1, 6):
+            client.send(wire.Draft(seq, [], []))
+            server.wait(lambda seq=seq: complete(server, seq))
+        for seq in range(1, 6):
+            (verdict,) = client.reply()
+            assert (verdict.seq, verdict.tokens) == (seq, [next_token(text)])
+            text += verdict.tokens
+        client.send(wire.Close())
+
+
+def complete(server, seq: int) -> bool:
+    """Whether the reply of that number is made for some session."""
+    sessions = list(server.scheduler._sessions.values())
+    return any(s.answer.seq == seq and s.answer.complete for s in sessions)
+
+
+def test_split_slots_under_pressure_go_from_those_who_left_longest(server):
+    with running(ToySlots(num_slots=2), queue_seconds=PATIENCE) as server:
+        gone = []
+        for _ in range(2):
+            with Client(server) as client:
+                client.open(PROMPT)
+                gone.append(client.session)
+            server.wait(lambda: not server.server.connections)
+        with Client(server) as client:
+            assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+            with Client(server) as back:
+                back.send(wire.Resume(gone[1], 0))
+                assert back.receive() == wire.Resumed(0)
+                with Client(server) as third:
+                    third.send(wire.Resume(gone[0], 0))
+                    assert third.receive().code == "gone"
+                    third.send(opening(PROMPT))  # waits, as both slots are in use
+                    server.wait(lambda: server.metric("split_queue") == 1)
+                    client.send(wire.Close())
+                    assert isinstance(third.receive(), wire.Opened)
+                    assert third.reply()[-1].tokens == plain(PROMPT, 1)
+
+
+def test_split_full_queue_is_busy():
+    with running(ToySlots(num_slots=1), max_queue=1, queue_seconds=0.2) as server:
+        with Client(server) as first, Client(server) as second, Client(server) as third:
+            first.open(PROMPT)
+            (fault,) = second.open(PROMPT)
+            assert (fault.code, fault.fatal) == ("busy", False) and "in time" in fault.text
+            rules = server.scheduler.rules
+            server.scheduler.rules = dataclasses.replace(rules, queue_seconds=PATIENCE)
+            second.send(opening(PROMPT))
+            server.wait(lambda: server.metric("split_queue") == 1)
+            (fault,) = third.open(PROMPT)
+            assert (fault.code, fault.fatal) == ("busy", False) and "queue is full" in fault.text
+            first.send(wire.Close())
+            assert isinstance(second.receive(), wire.Opened)
+            assert second.reply()[-1].tokens == plain(PROMPT, 1)
+
+
+def test_split_drain_lets_running_sessions_end():
+    with running() as server:
+        with Client(server) as client, Client(server) as late:
+            client.open(PROMPT)
+            done = server.drain(10)
+            server.wait(lambda: server.scheduler.draining)
+            (fault,) = late.open(PROMPT)
+            assert (fault.code, fault.fatal) == ("draining", False)
+            assert server.get("/health").status_code == 503
+            assert client.draft(1).seq == 1
+            assert not done.done()
+            client.send(wire.Close())
+            done.result(PATIENCE)
+            assert ended(client).code == "draining"
+
+
+def test_split_drain_does_not_wait_for_ever():
+    with running() as server, Client(server) as client:
+        client.open(PROMPT)
+        server.drain(0.2).result(PATIENCE)  # the client would never close
+        assert ended(client).code == "draining"
+
+
+def test_split_failure_of_the_target_ends_the_session_alone():
+    with running() as server, Client(server) as client:
+        client.open(PROMPT)
+        server.slots.error = RuntimeError("secret text")
+        fault = ask(client, wire.Draft(1, [], []))
+        assert (fault.code, fault.fatal) == ("gone", False)
+        server.slots.error = None
+        assert "secret" not in repr(server.events) + fault.text
+        assert client.answer(PROMPT, 8)[:8] == plain(PROMPT, 8)
+        server.wait(lambda: sum(slot is not None for slot in server.slots.slots) == 1)
+
+
+async def crowd(*works):
+    return await asyncio.gather(*(asyncio.to_thread(work) for work in works))
+
+
+def test_split_two_sessions_are_untouched_by_a_hostile_third(server):
+    def honest(prompt):
+        with Client(server) as client:
+            text = client.answer(prompt, 60)
+            client.send(wire.Close())
+            return text[:60]
+
+    def hostile():
+        random = np.random.default_rng(3)
+        for turn in range(40):
+            with Client(server, hello=turn % 3 > 0) as client:
+                if turn % 2:
+                    client.send(opening(random.integers(0, 97, 30).tolist()))
+                with contextlib.suppress(ConnectionClosed):
+                    client.send(random.bytes(random.integers(1, 300)))
+                    client.send(wire.Draft(int(random.integers(0, 9)), [1, 2], [0, 1]))
+                client.drop()
+
+    prompts = [[1, 2, 3], list(range(40))]
+    works = [lambda p=p: honest(p) for p in prompts]
+    *texts, _ = asyncio.run(crowd(*works, hostile))
+    assert texts == [plain(prompt, 60) for prompt in prompts]
+    server.wait(lambda: not server.server.connections)
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def hostile_message(random: np.random.Generator) -> bytes | str:
+    """Noise, or a good message with a piece torn out, changed or added."""
+    good = [
+        HELLO,
+        wire.encode(opening(random.integers(0, 97, 30).tolist())),
+        wire.encode(wire.Draft(int(random.integers(3)), [1, 2], [0, 1])),
+        wire.encode(wire.Resume("0" * 32, -1)),
+        wire.encode(wire.Read(1, [5])),
+        wire.encode(wire.Close()),
+    ][random.integers(6)]
+    place = int(random.integers(len(good)))
+    changed = bytes([random.integers(256)])
+    return [
+        random.bytes(random.integers(0, 400)),
+        good[:place],
+        good[:place] + changed + good[place + 1 :],
+        good + random.bytes(3),
+        good,
+        "text",
+        bytes(70_000),
+    ][random.integers(7)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone():
+    manners = Manners(max_message_bytes=60_000, max_clients=8)
+    with running(manners=manners, resume_seconds=0.2) as server, Client(server) as other:
+        random = np.random.default_rng(7)
+
+        def attack(count: int) -> None:
+            sent = 0
+            while sent < count:
+                with Client(server, hello=bool(random.integers(4))) as client:
+                    with contextlib.suppress(ConnectionClosed, TimeoutError):
+                        for _ in range(random.integers(1, 6)):
+                            sent += 1
+                            client.send(hostile_message(random))
+                    client.drop()
+                if sent % 7 == 0:
+                    seq = int(other_seq[0]) + 1
+                    other_seq[0] = seq
+                    text.extend(other.draft(seq).tokens)
+
+        text, other_seq = list(other.open(PROMPT)[-1].tokens), [0]
+        attack(200)
+        before, threads = resident(), threading.active_count()
+        attack(1000)
+        assert text == plain(PROMPT, len(text)) and len(text) > 30
+        assert resident() - before < 20e6 and threading.active_count() <= threads + 2
+        server.wait(lambda: len(server.server.connections) == 1)
+        server.wait(lambda: len(server.scheduler._sessions) == 1)
+        assert server.metric("split_failures_total") == 0
+        assert server.get("/health").status_code == 200
+        # Of each connection nothing is left but its events.
+        assert len(asyncio.all_tasks(server.loop)) < 16
+
+
+def test_split_connections_that_ask_for_nothing_are_given_up(monkeypatch):
+    with running() as server, Client(server) as client:
+        monkeypatch.setattr("infer.split.server.listener.REQUEST_SECONDS", 0.2)
+        for sent in (b"", b"GET /v1/split HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port)) as silent:
+                silent.sendall(sent)
+                silent.settimeout(PATIENCE)
+                with contextlib.suppress(ConnectionResetError):
+                    assert silent.recv(1) == b""
+        assert client.open(PROMPT)  # who has asked stays
+
+
+def test_split_messages_that_come_too_fast_wait():
+    with running(manners=Manners(max_requests_per_second=20)) as server:
+        with Client(server) as client:
+            client.open(PROMPT)
+            began = time.monotonic()
+            for _ in range(30):
+                client.send(wire.Draft(1, [], []))
+            for _ in range(5):
+                client.receive()
+            server.wait(lambda: server.metric("split_bytes_up_total") > 0)
+            with Client(server) as other:
+                assert other.answer([4], 4)[:4] == plain([4], 4)
+            client.send(wire.Draft(2, [], []))
+            while client.receive().seq != 2:
+                pass
+            assert time.monotonic() - began > 0.4
+
+
+def test_split_metrics_count_as_vllm_does():
+    with running() as server, Client(server) as client:
+        root = client.open(PROMPT)[-1].tokens
+        right = plain(PROMPT + root, 3)
+        client.draft(1, [right[0], right[1], (right[2] + 1) % 97])
+        client.draft(2, [(plain(PROMPT, 5)[4] + 1) % 97])
+        client.draft(3)  # a plain step
+        text = server.get("/metrics").text
+        for line in (
+            "spec_decode_num_drafts_total 2.0",
+            "spec_decode_num_draft_tokens_total 4.0",
+            "spec_decode_num_accepted_tokens_total 2.0",
+            'spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1.0',
+            'spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1.0',
+            "split_sessions 1.0",
+            "split_slots_in_use 1.0",
+            "split_batch_size_count 3.0",
+            "split_verify_seconds_count 3.0",
+        ):
+            assert line in text, line
+        assert server.metric("split_bytes_down_total") > server.metric("split_bytes_up_total") > 0
+
+
+def test_split_events_hold_counts_and_never_tokens(server):
+    with Client(server) as client:
+        client.answer([11, 12, 13], 8)
+        client.send(wire.Close())
+        server.wait(lambda: server.named("close"))
+    facts = server.named("close")[-1]
+    assert facts["reason"] == "done" and facts["accepted"] <= facts["drafted"]
+    plain_kinds = (str, int, float, bool, type(None))
+    assert all(type(v) in plain_kinds for _, facts in server.events for v in facts.values())
+    assert client.session not in repr(server.events)  # who knows it could resume it
+
+
+def test_health_of_plain_http(server):
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/").status_code == 404
+    assert httpx.post(f"http://127.0.0.1:{server.port}/health").status_code == 405

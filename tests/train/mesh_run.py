@@ -1,0 +1,102 @@
+"""Trains a toy on a mesh and prints its losses as JSON: run by tests in processes of their own.
+
+python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR [--devices N] [cluster flags]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import (
+    BlockConfig,
+    DataConfig,
+    DistillConfig,
+    MeshConfig,
+    MoaConfig,
+    OptimConfig,
+    RunConfig,
+    TargetConfig,
+)
+from moa_jax.data.batch import Batch
+from moa_jax.model import llama, sharding
+from moa_jax.training.distillation import make_program
+from train.run import cluster
+
+ROWS, T = 8, 24
+TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
+DRAFTER = MoaConfig(2, 24, 2, 24, 2, 16, target_layer_inference=1)
+
+
+def config_of(mesh: MeshConfig, accumulate: int = 1) -> DistillConfig:
+    return DistillConfig(
+        target="",
+        drafter=DRAFTER,
+        data=DataConfig((), (), T, T, ROWS),
+        optim=OptimConfig(1e-2, 2, 4, 2.0, 20, accumulate=accumulate),
+        run=RunConfig("", seed=3),
+        output="",
+        mesh=mesh,
+    )
+
+
+def batch_of(step: int, rows: slice) -> Batch:
+    rng = np.random.default_rng(step)
+    tokens_BT = rng.integers(0, TARGET.vocab_size, (ROWS, T)).astype(np.int32)
+    position_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (ROWS, T))
+    response_BT = position_BT >= rng.integers(3, 12, (ROWS, 1))
+    whole = Batch(tokens_BT, np.ones((ROWS, T), np.int32), position_BT, response_BT)
+    return Batch(*(array[rows] for array in whole))
+
+
+def losses(steps: int, mesh_cfg: MeshConfig, devices: list) -> list[float]:
+    """The losses of so many updates on a mesh of these devices."""
+    mesh = sharding.make_mesh(mesh_cfg, devices)
+    program = make_program(config_of(mesh_cfg), TARGET, mesh)
+
+    def frozen() -> dict:
+        params = llama.init(TARGET, jax.random.key(1))
+        return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+
+    found = []
+    with jax.set_mesh(mesh):
+        weights = jax.jit(frozen, out_shardings=program.frozen_sharding)()
+        state = jax.jit(program.init, out_shardings=program.state_sharding)(jax.random.key(2))
+        update = jax.jit(
+            program.update, donate_argnums=0, out_shardings=(program.state_sharding, None)
+        )
+        for step in range(steps):
+            read = lambda rows, step=step: batch_of(step, rows)  # noqa: E731
+            batch = sharding.place_rows(read, program.rows_sharding, (ROWS,))
+            state, metrics = update(state, weights, batch)
+            found.append(float(metrics["loss"]))
+        cut = state.params["self_attention"]["mlp"]["down"]["kernel"]
+        assert cut.sharding.is_equivalent_to(
+            program.state_sharding.params["self_attention"]["mlp"]["down"]["kernel"], cut.ndim
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int)
+    parser.add_argument("meshes", nargs="+")
+    parser.add_argument("--devices", type=int, default=1)
+    cluster.add_flags(parser)
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    cluster.join(args)
+    for mesh in args.meshes:
+        cfg = MeshConfig(*map(int, mesh.split(",")))
+        one = mesh == "1,1,1"
+        found = losses(args.steps, cfg, jax.devices()[:1] if one else jax.devices())
+        if jax.process_index() == 0:
+            print("losses", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

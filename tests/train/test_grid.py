@@ -1,0 +1,387 @@
+"""Grids of drafters: what is matched, what is finished stays what it was, the report."""
+
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infer.flags.config_file import read_config
+from infer.info import ROOT
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, GridConfig, MoaConfig
+from moa_jax.errors import InputError
+from moa_jax.files.folders import write_json
+from moa_jax.pretrained import describe_target
+from moa_jax.training.fingerprint import fingerprint
+from tests.model_folders import refusal
+from tests.train.test_training import CONVERSATIONS, distill_config, small_target  # noqa: F401
+from train import grid as grids
+from train.run.grid_report import DRAWS, Tau, interval
+
+MOA = MoaConfig(1, 24, 1, 24, 1, 16)
+DEMO = ROOT / "moa_jax" / "demo" / "target"
+TARGET = describe_target(DEMO)
+
+
+def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
+    base = distill_config(folder, target)
+    cells = (
+        ("moa", dataclasses.replace(base, drafter=MOA)),
+        ("eagle", dataclasses.replace(base, drafter=EagleConfig(1, 24))),
+    )
+    settings = dict(
+        learning_rates=(1e-3, 1e-4),
+        directory=str(folder / "grid"),
+        reference="eagle",
+        tolerance=0.5,
+        shapes=(DraftShape(3), DraftShape(3, 2, 4)),
+        prompts=2,
+        max_new_tokens=8,
+    )
+    return GridConfig(cells, **settings | changes)
+
+
+def finish(run: grids.Run, tau: float) -> None:
+    """What a finished run of an early version leaves, as far as the report reads it."""
+    folder = Path(run.config.run.directory)
+    Path(run.config.output).mkdir(parents=True)
+    write_json(Path(run.config.output) / "config.json", {})
+    record = {"step": 2, "kind": "eval", "simulated_tau": tau}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
+    grid = toy_grid(tmp_path, seeds=(0, 1))
+    runs = grids.runs_of(grid)
+    assert len({run.config.run.directory for run in runs}) == len(runs) == 8
+    assert {run.config.run.seed for run in runs} == {0, 1}
+    some = grids.chosen_runs(runs, ["eagle"], [1e-3])
+    assert [(run.cell, run.learning_rate, run.seed) for run in some] == [
+        ("eagle", 1e-3, 0),
+        ("eagle", 1e-3, 1),
+    ]
+    assert "no walrus" in refusal(grids.chosen_runs, runs, ["walrus"], [])
+
+
+def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
+    grid, trained = toy_grid(tmp_path), []
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
+    monkeypatch.setattr(grids, "train", lambda runs, target: trained.extend(runs))
+    asked = lambda rates: grids.main(["--config", "given", "--learning-rates", rates])  # noqa: E731
+    for text in ("1e-4", "0.0001", "1.0e-04"):
+        trained.clear()
+        asked(text)
+        assert [(run.cell, run.learning_rate) for run in trained] == [
+            ("moa", 1e-4),
+            ("eagle", 1e-4),
+        ]
+    assert "grid has no 0.0002, but 0.0001, 0.001" in refusal(asked, "2e-4")
+    assert "--learning-rates 1e-4,fast: " in refusal(asked, "1e-4,fast")
+
+
+def test_without_rates_each_cell_keeps_its_own(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=())
+    (name, config), other = grid.cells
+    fast = dataclasses.replace(config.optim, learning_rate=5e-3)
+    cells = ((name, dataclasses.replace(config, optim=fast)), other)
+    runs = grids.runs_of(dataclasses.replace(grid, cells=cells))
+    assert [(run.cell, run.learning_rate) for run in runs] == [("moa", 5e-3), ("eagle", 1e-3)]
+    assert [run.config.optim.learning_rate for run in runs] == [5e-3, 1e-3]
+    assert runs[0].config.run.directory.endswith("/moa-lr0.005-seed0")
+
+
+def changed(config, **changes):
+    """A config with settings replaced, `data_seed=1` for the field `seed` of its `data`."""
+    for name, value in changes.items():
+        part, _, field = name.partition("_")
+        inner = dataclasses.replace(getattr(config, part), **{field: value}) if field else value
+        config = dataclasses.replace(config, **{part: inner})
+    return config
+
+
+def with_cell(grid: GridConfig, **changes) -> GridConfig:
+    """The grid with other settings in its first cell."""
+    (name, config), *others = grid.cells
+    return dataclasses.replace(grid, cells=((name, changed(config, **changes)), *others))
+
+
+def test_sizes_must_match(tmp_path):
+    grid = toy_grid(tmp_path)
+    sizes = grids.check_sizes(grid, TARGET)
+    assert set(sizes) == {"moa", "eagle"}
+    strict = dataclasses.replace(grid, tolerance=0.0)
+    assert "parameters" in refusal(grids.check_sizes, strict, TARGET)
+    grids.check_sizes(dataclasses.replace(strict, unmatched=("moa",)), TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (dict(optim_total_steps=13), "optim.total_steps: 12 -> 13"),
+        (dict(data_rows_per_batch=5), "data.rows_per_batch: 4 -> 5"),
+        (dict(data_train=("other.jsonl",)), '-> ["other.jsonl"]'),
+        (dict(horizon=4), "horizon: 3 -> 4"),
+    ],
+)
+def test_cells_are_trained_alike(tmp_path, changes, line):
+    grid = toy_grid(tmp_path)
+    assert grids.check_alike(grid) == {}
+    other = with_cell(grid, **changes)
+    said = refusal(grids.check_alike, other)
+    assert said.startswith("cell moa is not trained like eagle: ") and line in said
+    (different,) = grids.check_alike(dataclasses.replace(other, unmatched=("moa",)))["moa"]
+    assert line in different
+
+
+def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch):
+    grid = toy_grid(tmp_path, unmatched=("moa",))
+    assert "target: " in refusal(grids.check_alike, with_cell(grid, target="other"))
+    assert grids.check_alike(with_cell(grid, optim_peak=3.0, loss_token_weight=1.0))["moa"] == []
+    other = with_cell(toy_grid(tmp_path), optim_total_steps=13)
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: other)
+    assert "optim.total_steps" in refusal(grids.main, ["--config", "given"])
+
+
+@pytest.mark.parametrize("name", ["matched", "matched_longer", "ablations"])
+def test_committed_grids_are_matched(name, monkeypatch):
+    """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""
+    monkeypatch.chdir(ROOT)
+    grid = read_config(f"configs/{name}.py", GridConfig)
+    for cell, config in grid.cells:
+        if config.vocabulary:
+            drafter = dataclasses.replace(config.drafter, draft_ids=tuple(range(512)))
+            cells = dict(grid.cells) | {cell: changed(config, vocabulary=None, drafter=drafter)}
+            grid = dataclasses.replace(grid, cells=tuple(cells.items()))
+    assert grid.tolerance == 0.05
+    assert not any(grids.check_alike(grid).values())
+    assert len(grids.check_sizes(grid, TARGET)) == len(grid.cells)
+
+
+# ---- what is finished ---------------------------------------------------------------------
+
+
+def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
+    grid = toy_grid(tmp_path)
+    runs = grids.runs_of(grid)
+    for run, tau in zip(runs[:2], (1.5, 1.7), strict=True):
+        finish(run, tau)
+    rows = grids.rows_of(grid, runs, TARGET)
+    assert [(row.best.learning_rate, row.simulated_tau) for row in rows] == [(1e-4, 1.7)]
+    text = grids.render(grids.document_of(grid, rows, TARGET, "given.py"))
+    size = f"{grids.check_sizes(grid, TARGET)['moa']:,}"
+    assert f"| moa | 0 | {size} | 0.0001 | 1.70 | 0.001: 1.50, 0.0001: 1.70 |" in text
+    assert "Not trained yet: eagle (seed 0)." in text
+
+
+WIDER = dataclasses.replace(MOA, self_attention_intermediate_size=32)
+OTHERS = [
+    (dict(drafter=WIDER), "drafter.self_attention_intermediate_size: 24 -> 32"),
+    (dict(optim_total_steps=13), "optim.total_steps: 12 -> 13"),
+    (dict(data_train=("other.jsonl",)), '-> ["other.jsonl"]'),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), OTHERS)
+@pytest.mark.parametrize("kind", ["file", "checkpoint", "nothing"])
+def test_a_finished_run_of_other_settings_is_no_result(tmp_path, kind, changes, line):
+    """Told by its file, by its checkpoints where an early version wrote none, else not."""
+    grid = toy_grid(tmp_path)
+    run = grids.runs_of(grid)[0]
+    finish(run, 1.5)
+    settings, folder = fingerprint(run.config), Path(run.config.run.directory)
+    if kind == "file":
+        write_json(folder / "finished.json", {"settings": settings})
+    if kind == "checkpoint":
+        for step, saved in ((4, {"target": "before"}), (12, settings)):
+            meta = folder / "checkpoints" / str(step) / "meta"
+            meta.mkdir(parents=True)
+            write_json(meta / "metadata", {"config": saved})
+    assert grids.is_finished(run, TARGET)
+    other = grids.runs_of(with_cell(grid, **changes))
+    if kind == "nothing":
+        assert grids.is_finished(other[0], TARGET)
+        return
+    for said in (
+        refusal(grids.train, other[:1], TARGET),
+        refusal(grids.rows_of, grid, other, TARGET),
+    ):
+        assert said.startswith("cell moa: ") and str(folder) in said and line in said
+
+
+def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    shutil.copy(CONVERSATIONS, data)
+    grid = with_cell(toy_grid(tmp_path), data_train=(str(data),))
+    run = grids.runs_of(grid)[0]
+    finished = lambda config: finish(run, 1.5) or True  # noqa: E731
+    monkeypatch.setattr(grids, "distill", finished)
+    assert grids.train([run], TARGET) and grids.is_finished(run, TARGET)
+    assert grids.files_of(run.config)[str(data)]["bytes"] == data.stat().st_size
+    data.write_text(data.read_text() + "\n")
+    assert f"{data}: other content" in refusal(grids.is_finished, run, TARGET)
+    data.unlink()  # a report needs no data
+    assert grids.is_finished(run, TARGET)
+    (Path(run.config.run.directory) / "finished.json").write_text('{"settings')
+    assert "finished.json is not valid JSON" in refusal(grids.is_finished, run, TARGET)
+
+
+def decoded_by(grid: GridConfig, run: grids.Run, rounds: list[int] | None) -> dict:
+    """What decoded.json holds where the prompts got 8 tokens each in so many rounds."""
+    tau = 8 * len(rounds) / sum(rounds) if rounds else 2.0
+    counts = {"tokens": [8] * len(rounds), "rounds": rounds} if rounds else {}
+    shape = {"tau": tau, "tau_past_end": tau}
+    stored = {"counts": {key: counts for key in shape}} if rounds else {}
+    settings = json.loads(json.dumps(grids._settings(grid, run)))
+    return {"prompts": 2, "settings": settings, "shapes": [shape | stored] * len(grid.shapes)}
+
+
+def test_damaged_files_of_a_run(tmp_path):
+    grid = toy_grid(tmp_path)
+    run = grids.runs_of(grid)[0]
+    finish(run, 1.5)
+    path = Path(run.config.run.directory) / "decoded.json"
+    good = decoded_by(grid, run, [2, 4])
+    for text in (
+        json.dumps(good)[:-30],
+        "{}",
+        "[]",
+        json.dumps(good | {"shapes": good["shapes"][:1]}),
+        json.dumps(good | {"shapes": [{"tau": 1.0}] * 2}),
+        json.dumps(good | {"prompts": None}),
+    ):
+        path.write_text(text)
+        assert grids.rows_of(grid, [run], TARGET)[0].decoded is None, text
+    path.write_text(json.dumps(good))
+    assert grids.rows_of(grid, [run], TARGET)[0].decoded.taus[0]["tau"].value == pytest.approx(
+        8 / 3
+    )
+    log = path.with_name("metrics.jsonl")
+    for text in ("", '{"step": 2, "loss": 1.0}\n', '{"step": 2, "simulated_tau": null}\n'):
+        log.write_text(text)
+        said = refusal(grids.rows_of, grid, [run], TARGET)
+        assert said.startswith(f"{log.parent}: metrics.jsonl holds no simulated tau")
+
+
+# ---- the report ---------------------------------------------------------------------------
+
+
+def test_intervals_are_those_of_drawn_prompts():
+    tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
+    tau = Tau(100 / 40, tokens_P, rounds_P)
+    chance, found = np.random.default_rng(5), []
+    for _ in range(4000):
+        drawn = chance.choice(4, 4)
+        found.append(tokens_P[drawn].sum() / rounds_P[drawn].sum())
+    expected = np.quantile(found, [0.05, 0.95])
+    np.testing.assert_allclose(interval(tau), expected, rtol=0.06)
+    assert interval(tau) == interval(tau) and DRAWS == 1000
+    same = Tau(2.5, np.array([9, 9, 9]), np.array([3, 3, 3]))
+    assert interval(same) == (3.0, 3.0)
+
+
+def test_intervals_of_ratios_draw_the_same_prompts():
+    tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
+    slow, fast = Tau(1.25, tokens_P, 2 * rounds_P), Tau(2.5, tokens_P, rounds_P)
+    assert interval(fast, slow) == (2.0, 2.0)
+    assert np.diff(interval(fast))[0] > 1
+    assert interval(Tau(2.5)) is interval(fast, Tau(2.5)) is interval(Tau(2.5), fast) is None
+
+
+def test_the_report_says_what_its_figures_rest_on(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=())
+    runs = grids.runs_of(grid)
+    for run, rounds in zip(runs, ([2, 4], [4, 4]), strict=True):
+        finish(run, 1.5)
+        write_json(Path(run.config.run.directory) / "decoded.json", decoded_by(grid, run, rounds))
+    given = tmp_path / "given.py"
+    given.write_text("config = ...\n")
+    document = grids.document_of(grid, grids.rows_of(grid, runs, TARGET), TARGET, str(given))
+    text = grids.render(json.loads(json.dumps(document)))
+    moa = "2.67 (2.0 to 4.0) | 16 / 6 | 1.33 (1.00 to 2.00)"
+    eagle = "2.00 (2.0 to 2.0) | 16 / 8 | 1.00"
+    assert text.count(f"\n| moa | 0 | {moa} | {moa} |\n") == 2  # a chain and a tree
+    assert text.count(f"\n| eagle | 0 | {eagle} | {eagle} |\n") == 2
+    assert "gets 12 updates of 4 rows of 64 tokens" in text and "all rounds of 2 held-out" in text
+    assert f"    python -m train.grid --config {given}\n" in text
+    files = document["files"]
+    assert {str(given), CONVERSATIONS, f"{DEMO}: model.safetensors"} <= set(files)
+    assert files[str(given)]["bytes"] == 13 and f"| {files[str(given)]['sha256']} |" in text
+    assert document["target"]["vocab_size"] == 2048
+    assert {"jax", "python"} <= set(document["versions"])
+    assert document["rows"][0]["settings"] == fingerprint(runs[0].config)
+
+
+def test_counts_that_were_not_stored_are_a_dash(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=())
+    runs = grids.runs_of(grid)
+    for run, rounds in zip(runs, (None, [4, 4]), strict=True):
+        finish(run, 1.5)
+        write_json(Path(run.config.run.directory) / "decoded.json", decoded_by(grid, run, rounds))
+    rows = grids.rows_of(grid, runs, TARGET)
+    text = grids.render(grids.document_of(grid, rows, TARGET, "given.py"))
+    assert "\n| moa | 0 | 2.00 | - | 1.00 | 2.00 | - | 1.00 |\n" in text
+
+
+def test_a_config_that_cannot_be_compared(tmp_path):
+    with pytest.raises(InputError, match="no cell"):
+        toy_grid(tmp_path, reference="walrus")
+    with pytest.raises(InputError, match="one seed"):
+        toy_grid(tmp_path, seeds=())
+
+
+@pytest.mark.slow
+def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkeypatch):
+    """Two cells trained and decoded; a second call computes nothing."""
+    base = distill_config(tmp_path, small_target)
+    eagle3 = dataclasses.replace(base, drafter=Eagle3Config(1, 24, tapped_layers=(0, 1, 1)))
+    cells = (("moa", dataclasses.replace(base, drafter=MOA)), ("eagle3", eagle3))
+    grid = toy_grid(tmp_path, learning_rates=(1e-3,))
+    grid = dataclasses.replace(grid, cells=cells, reference="moa", tolerance=2.0)
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
+    grids.main(["--config", "given"])
+    text = capsys.readouterr().out
+    report, runs = (tmp_path / "grid" / "report.json").read_bytes(), grids.runs_of(grid)
+    document = json.loads(report)
+    for run, row in zip(runs, document["rows"], strict=True):
+        said, (tokens, rounds) = row["decoded"][0]["tau"], counted_alone(run, grid)
+        assert (said["tokens"], said["rounds"]) == (tokens, rounds)
+        assert said["tau"] == tokens / rounds
+        assert f"\n| {run.cell} | 0 | {tokens / rounds:.2f} (" in text
+    first, second = (row["decoded"][0]["tau"] for row in document["rows"])
+    ratio = first["rounds"] / second["rounds"]  # of the same text
+    assert second["of_reference"] == pytest.approx(ratio)
+    assert re.search(rf"\n\| eagle3 .*\| {ratio:.2f} \(", text)
+
+    decoded = Path(runs[0].config.run.directory, "decoded.json")
+    whole = decoded.read_bytes()
+    decoded.write_bytes(whole[:-40])
+    grids.main(["--config", "given"])
+    assert decoded.read_bytes() == whole and capsys.readouterr().out == text
+    monkeypatch.setattr(grids, "distill", None)
+    monkeypatch.setattr(grids, "load_target", None)
+    grids.main(["--config", "given"])
+    assert capsys.readouterr().out == text
+    assert (tmp_path / "grid" / "report.json").read_bytes() == report
+
+    for run in runs:  # as early versions left it: Orbax's own file tells
+        Path(run.config.run.directory, "finished.json").unlink()
+    grids.main(["--config", "given"])
+    longer = tuple((name, changed(config, optim_total_steps=13)) for name, config in grid.cells)
+    grid = dataclasses.replace(grid, cells=longer)
+    assert "optim.total_steps: 12 -> 13" in refusal(grids.main, ["--config", "given"])
+
+
+def counted_alone(run: grids.Run, grid: GridConfig) -> tuple[int, int]:
+    """Tokens and rounds of the first shape, each prompt decoded by itself."""
+    target = load_target(run.config.target)
+    session = Session(target, load_drafter(run.config.output, target), grid.shapes[0])
+    prompts = grids._prompts(grid, target)
+    found = [session.generate([prompt], grid.max_new_tokens)[0] for prompt in prompts]
+    tokens = sum(len(result.token_ids) - 1 for result in found)
+    return tokens, sum(result.rounds for result in found)

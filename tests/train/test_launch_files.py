@@ -1,0 +1,213 @@
+"""Launch files of clusters: what they name exists, and they start again when they should."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moa_jax.config import DistillConfig
+from train.run import cluster
+from train.run.settings import config_parser, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+SLURM = ("slurm_gpu.sbatch", "slurm_generic.sbatch")
+JOBSET = yaml.safe_load((CONFIGS / "jobset_tpu_v5e_4x4.yaml").read_text(encoding="utf-8"))
+SLICE = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
+POD = SLICE["template"]["spec"]
+CONTAINER = POD["containers"][0]
+STOPPED, BAD_INPUT, UNFINISHED = 0, 2, 75
+
+
+# ---- what they name -----------------------------------------------------------------------
+
+
+def scripts() -> dict[str, str]:
+    found = {name: (CONFIGS / name).read_text(encoding="utf-8") for name in SLURM}
+    return found | {"jobset": CONTAINER["args"][0]}
+
+
+@pytest.mark.parametrize("name", [*SLURM, "jobset"])
+def test_every_flag_exists(name):
+    command = scripts()[name].partition("-m train.distill")[2].partition("\nstart_again")[0]
+    flags = set(re.findall(r"(?<!\S)--([a-z][\w.]*)", command.partition("child=$!")[0]))
+    parser = config_parser("train.distill", None)
+    cluster.add_flags(parser)
+    options = {option[2:] for option in parser._option_string_actions if option[:2] == "--"}
+    assert "config" in flags & options
+    assert flags & {"distributed", "coordinator"}
+    for flag in flags - options:  # settings, each given a word
+        load_config("configs/moa_llama3_8b.py", DistillConfig, [f"--{flag}", "x"])
+
+
+@pytest.mark.parametrize("name", [*SLURM, "slurm_restart.sh"])
+def test_shells_can_read_them(name):
+    subprocess.run(["bash", "-n", CONFIGS / name], check=True)
+
+
+@pytest.mark.parametrize("name", SLURM)
+def test_files_that_they_mention_are_there(name):
+    text = scripts()[name]
+    mentioned = re.findall(r"\bconfigs/[\w.]+", text)
+    assert len(mentioned) > 2
+    for path in mentioned:
+        assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("name", SLURM)
+def test_slurm_warns_and_requeues(name):
+    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", scripts()[name], re.MULTILINE)
+    options = dict(lines)
+    assert {"requeue", "nodes", "time", "ntasks-per-node"} <= set(options)
+    assert options["signal"].startswith("TERM@")  # not B:, which would reach the script alone
+    assert options["open-mode"] == "append"
+
+
+def test_every_gpu_has_a_process_that_sees_them_all():
+    text = scripts()["slurm_gpu.sbatch"]
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    assert options["gpus-per-node"] == options["ntasks-per-node"]
+    assert "--gpu-bind=none" in text and "gpus-per-task" not in options
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text  # as moa_jax.aot.machines counts
+
+
+def test_the_jobset_is_a_whole_slice():
+    chips = CONTAINER["resources"]["limits"]["google.com/tpu"]
+    rows, columns = POD["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    assert SLICE["parallelism"] == SLICE["completions"]
+    assert SLICE["parallelism"] * chips == int(rows) * int(columns) == 16
+    assert chips == CONTAINER["resources"]["requests"]["google.com/tpu"]
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
+        volume["name"] for volume in POD["volumes"]
+    }
+
+
+def test_the_jobset_restarts_all_but_bad_input():
+    assert SLICE["backoffLimit"] == 0 and POD["restartPolicy"] == "Never"
+    (fatal,) = SLICE["podFailurePolicy"]["rules"]
+    assert fatal["action"] == "FailJob"
+    assert fatal["onExitCodes"] == {
+        "containerName": CONTAINER["name"],
+        "operator": "In",
+        "values": [BAD_INPUT],
+    }
+    policy = JOBSET["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] > 10
+    assert policy["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+
+
+# ---- what they do -------------------------------------------------------------------------
+
+# Stands for `python -m train.distill ...`: WISH says how it ends.
+TRAINER = r"""
+echo "$@" > "$RUN.seen"
+case "$WISH" in
+finish) mkdir -p "$RUN/final"; touch "$RUN/final/config.json" ;;
+save) mkdir -p "$RUN/checkpoints/40" ;;
+fail) mkdir -p "$RUN/checkpoints/40"; exit 1 ;;
+refuse) exit 2 ;;
+wait) trap 'mkdir -p "$RUN/checkpoints/40"; exit 0' TERM; touch "$RUN.up"
+      for i in $(seq 600); do sleep 0.1; done; exit 9 ;;
+esac
+"""
+
+
+def executable(path: Path, body: str) -> Path:
+    path.write_text(f"#!/usr/bin/env bash\n{body}", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def environment(folder: Path, wish: str) -> dict[str, str]:
+    """A PATH whose python, srun and scontrol stand for the real ones."""
+    tools = folder / "bin"
+    tools.mkdir()
+    executable(tools / "python", TRAINER)
+    executable(tools / "srun", 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"')
+    executable(tools / "scontrol", 'echo "$@" > "$RUN.scontrol"')
+    run = folder / "run"
+    (run / "checkpoints" / "20").mkdir(parents=True)
+    return os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHON": "python",
+        "RUN": str(run),
+        "WISH": wish,
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+    }
+
+
+SLURM_ENDS = [
+    ("finish", 0, False),
+    ("save", 0, True),
+    ("fail", 0, True),  # it got on since it started
+    ("refuse", BAD_INPUT, False),
+    ("nothing", 1, False),
+]
+
+
+@pytest.mark.parametrize("wish, code, again", SLURM_ENDS, ids=[wish for wish, *_ in SLURM_ENDS])
+@pytest.mark.parametrize("name", SLURM)
+def test_slurm_starts_again_while_a_run_gets_on(tmp_path, name, wish, code, again):
+    script = ["bash", CONFIGS / name, "configs/tiny.py", "--optim.total_steps", "9 9"]
+    ran = subprocess.run(script, env=environment(tmp_path, wish), capture_output=True, text=True)
+    assert (ran.returncode, (tmp_path / "run.scontrol").exists()) == (code, again), ran.stderr
+    seen = (tmp_path / "run.seen").read_text(encoding="utf-8")
+    assert seen.startswith("-m train.distill") and seen.endswith("--optim.total_steps 9 9\n")
+    assert f"--run.directory {tmp_path}/run --output {tmp_path}/run/final" in seen
+    if name == "slurm_generic.sbatch":
+        assert re.search(r"--processes 2 --process 1 --coordinator \S+:20007 ", seen)
+    else:
+        assert "--distributed" in shlex.split(seen)
+
+
+def pod(folder: Path, wish: str, index: int = 0) -> subprocess.Popen[str]:
+    variables = environment(folder, wish) | {"JOB_COMPLETION_INDEX": str(index)}
+    return subprocess.Popen([*CONTAINER["command"], *CONTAINER["args"]], env=variables, text=True)
+
+
+@pytest.mark.parametrize(
+    "wish, index, code",
+    [
+        ("finish", 0, 0),
+        ("save", 0, UNFINISHED),
+        ("save", 1, STOPPED),
+        ("fail", 0, 1),
+        ("refuse", 3, BAD_INPUT),
+    ],
+)
+def test_a_pod_says_how_it_ended(tmp_path, wish, index, code):
+    assert pod(tmp_path, wish, index).wait(timeout=30) == code
+
+
+def test_a_pod_passes_on_that_it_must_go(tmp_path):
+    running = pod(tmp_path, "wait")
+    for _ in range(200):
+        if (tmp_path / "run.up").exists():
+            break
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=30) == UNFINISHED
+    assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save
+
+
+def test_slurm_files_need_a_config(tmp_path):
+    variables = environment(tmp_path, "finish")
+    for name in SLURM:
+        ran = subprocess.run(
+            ["bash", CONFIGS / name], env=variables, capture_output=True, text=True
+        )
+        assert ran.returncode and "give a config file" in ran.stderr

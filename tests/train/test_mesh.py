@@ -1,0 +1,179 @@
+"""Training on several devices and processes: the same losses, wherever arrays live."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moa_jax import InputError
+from moa_jax.config import MeshConfig
+from moa_jax.drafters import DRAFTERS
+from moa_jax.model import convert, sharding
+from moa_jax.training.distillation import abstract_frozen, make_program
+from tests.train import mesh_run
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+
+
+def run(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.train.mesh_run", str(STEPS), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def losses_of(process: subprocess.Popen) -> list[list[float]]:
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err[-2000:]
+    told = (line.partition(" ") for line in out.splitlines())  # gloo speaks there too
+    return [json.loads(rest) for word, _, rest in told if word == "losses"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The losses of one device."""
+    return mesh_run.losses(STEPS, MeshConfig(1, 1, 1), jax.devices()[:1])
+
+
+def assert_same(found: list[float], expected: list[float]) -> None:
+    assert len(found) == STEPS
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_mesh_of_eight_devices_trains_as_one(alone):
+    (found,) = losses_of(run("2,2,2", "--devices", "8"))
+    assert_same(found, alone)
+
+
+@pytest.mark.slow
+def test_meshes_of_any_shape_train_as_one(alone):
+    for found in losses_of(run("4,1,1", "1,4,1", "1,2,2", "--devices", "4")):
+        assert_same(found, alone)
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_mesh_train_as_one(alone):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ("1,2,2", "--devices", "2", "--coordinator", place, "--processes", "2", "--process")
+    first, second = run(*flags, "0"), run(*flags, "1")
+    (found,) = losses_of(first)
+    assert losses_of(second) == []  # process 0 speaks for all
+    assert_same(found, alone)
+
+
+# ---- rules --------------------------------------------------------------------------------
+
+
+def test_names_become_mesh_axes():
+    assert sharding.spec(("embed", "kv_heads", None, None)) == P("fsdp", "tensor", None, None)
+    assert sharding.spec(("rows",)) == P(("data", "fsdp"))
+
+
+def test_unknown_and_colliding_names_raise():
+    with pytest.raises(KeyError, match="embedd"):
+        sharding.spec(("embedd",))
+    with pytest.raises(ValueError, match="cannot cut twice"):
+        sharding.spec(("rows", "embed"))
+
+
+def test_every_array_of_both_models_has_a_rule():
+    """No array is left out, and none is cut in a way that its rules do not say."""
+    mesh = sharding.make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    program = make_program(mesh_run.config_of(MeshConfig(1, 1, 1)), mesh_run.TARGET, mesh)
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    same = lambda arrays, places: jax.tree.structure(arrays) == jax.tree.structure(places)  # noqa: E731
+    assert same(state, program.state_sharding)
+    assert same(abstract_frozen(mesh_run.TARGET), program.frozen_sharding)
+    layers = program.frozen_sharding["layers"]
+    assert layers["mlp"]["down"]["kernel"].spec == P(None, "tensor", "fsdp")
+    moments = program.state_sharding.opt_state[1][0].mu  # of Adam: they lie as their weights do
+    assert moments["ekv2e"]["kernel"].spec == P("tensor", "fsdp")
+    tables = (
+        convert.target_table(mesh_run.TARGET),
+        DRAFTERS["moa"].table(mesh_run.DRAFTER, mesh_run.TARGET),
+    )
+    for table in tables:
+        for path, packing in table.items():
+            assert len(packing.axes) == len(packing.shape), path
+            sharding.spec(packing.axes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "shape"),
+    [((1, -1, 1), 1, (1, 1, 1)), ((1, 1, 1), 1, (1, 1, 1)), ((-1, 1, 1), 1, (1, 1, 1))],
+)
+def test_minus_one_takes_the_rest(sizes, devices, shape):
+    mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[:devices])
+    assert mesh.devices.shape == shape and mesh.axis_names == sharding.MESH_AXES
+
+
+def test_rows_are_read_where_they_live():
+    mesh = sharding.make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    where = sharding.rows(mesh)
+    asked = []
+
+    def read(rows: slice) -> dict:
+        asked.append(rows)
+        return {"x": np.arange(8).reshape(4, 2)[rows]}
+
+    placed = sharding.place_rows(read, where, (4,))
+    assert asked == [slice(0, 4)]
+    np.testing.assert_array_equal(placed["x"], np.arange(8).reshape(4, 2))
+
+
+def test_constrain_is_idle_without_a_mesh():
+    x = jnp.ones((2, 3))
+    assert sharding.constrain(x, "rows") is x
+
+
+# ---- refusals -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [((3, 1, 1), "does not use 1 devices"), ((1, 2, -1), "does not use 1 devices")],
+)
+def test_meshes_of_other_sizes_are_refused(sizes, line):
+    with pytest.raises(InputError, match=line):
+        sharding.make_mesh(MeshConfig(*sizes), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (-1, -1, 1), (1, 1, -2)])
+def test_impossible_mesh_configs_are_refused(sizes):
+    with pytest.raises(InputError, match="at most one of them -1"):
+        MeshConfig(*sizes)
+
+
+def abstract_mesh(fsdp: int, tensor: int) -> jax.sharding.AbstractMesh:
+    return jax.sharding.AbstractMesh((1, fsdp, tensor), sharding.MESH_AXES)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "line"),
+    [
+        (1, 4, "qkv.kernel has an axis of 2, which mesh tensor = 4"),
+        (5, 1, "embed has an axis of 96, which mesh fsdp x tensor = 5"),
+    ],
+)
+def test_meshes_that_do_not_divide_the_model_are_refused(fsdp, tensor, line):
+    of_target = sharding.of_table(
+        convert.target_table(mesh_run.TARGET), abstract_mesh(fsdp, tensor)
+    )
+    with pytest.raises(InputError, match=line):
+        sharding.tree_of(abstract_frozen(mesh_run.TARGET), of_target)
+
+
+def test_batches_that_do_not_split_are_refused():
+    with pytest.raises(InputError, match="choose a multiple of 3"):
+        make_program(mesh_run.config_of(MeshConfig(1, 3, 1)), mesh_run.TARGET, abstract_mesh(3, 1))

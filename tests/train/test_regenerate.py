@@ -1,0 +1,266 @@
+"""Conversations that the target answers anew: where they end, what is left out, and resuming."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import InputError, Result, Session, load_target
+from moa_jax.config import BlockConfig, DataConfig, TargetConfig
+from moa_jax.data import batches, chat, corpora
+from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
+from moa_jax.model import llama as llama
+from moa_jax.model import masks
+from moa_jax.pretrained import Generation, save_target
+from train import regenerate
+
+CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
+QUESTION, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+LONG = {"role": "user", "content": "1" * 300}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def save_talkative_target(folder: Path) -> Path:
+    """A random target that soon stops, as every third of its tokens ends an answer."""
+    messages = (m for r in corpora.read(str(CONVERSATIONS)) for m in r["messages"])
+    train_tokenizer((m["content"] for m in messages), 320, folder / "tokenizer")
+    config = TargetConfig(
+        "llama", 320, 2, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 512
+    )
+    params = jax.jit(functools.partial(llama.init, config))(jax.random.key(0))
+    ends = Generation(tuple(range(4, 320, 3)))
+    return save_target(folder / "target", config, params, folder / "tokenizer", generation=ends)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_talkative_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+class Scripted:
+    """Stands for a session: the answer depends on the prompt alone, and some never stop.
+
+    Without stop ids each answer is as long as wanted, its end somewhere inside.
+    """
+
+    def __init__(self, target) -> None:
+        self.tokenizer = load_tokenizer(target.folder)
+
+    def generate(self, prompts, wanted, stop_ids):
+        results = [self._result(prompt) for prompt in prompts]
+        if stop_ids is None:
+            return results
+        assert len(stop_ids) == 0
+        return [
+            result._replace(token_ids=(result.token_ids * count)[:count], finish_reason="length")
+            for result, count in zip(results, wanted, strict=True)
+        ]
+
+    def _result(self, prompt):
+        number = sum(prompt) % 97
+        ids = self.tokenizer(f" I heard {number}. ", add_special_tokens=False).input_ids
+        reason = "length" if number % 7 == 0 else "stop"
+        rounds = len(ids)
+        ids = [*ids, self.tokenizer.eos_token_id]
+        return Result(prompt, ids, reason, [1] * rounds, 0, 0, [0] * rounds)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    monkeypatch.setattr(regenerate, "Session", Scripted)
+
+
+@pytest.fixture
+def ask(folder):
+    def ask(output: Path, *flags: str, prompts: Path = CONVERSATIONS) -> None:
+        flags = ["--target", str(folder), "--prompts", str(prompts), *flags]
+        regenerate.main([*flags, "--output", str(output)])
+
+    return ask
+
+
+def write(path: Path, *records: dict) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_the_targets_own(ask, tmp_path, folder, tokenizer):
+    ask(tmp_path / "a.jsonl", "--limit", "10", "--batch", "4", "--dtype", "float32")
+    talks = [record["messages"] for record in read(tmp_path / "a.jsonl")]
+    assert len(talks) > 4
+    prompts = [chat.prompt_ids(tokenizer, messages[:-1]) for messages in talks]
+    results = Session(load_target(folder, "float32")).generate(prompts, 64)
+    for messages, found in zip(talks, results, strict=True):
+        answer = tokenizer.decode(found.token_ids, skip_special_tokens=True).strip()
+        assert (messages[-1]["content"], found.finish_reason) == (answer, "stop")
+
+
+def test_answers_go_on_past_their_end(ask, tmp_path, folder, tokenizer, capsys):
+    """Of every conversation the target's own tokens, as many as wanted, ready to be trained on."""
+    output = tmp_path / "a.jsonl"
+    flags = ("--ignore-stop", "--max-new-tokens", "12", "--dtype", "float32")
+    ask(output, *flags, "--limit", "6", "--batch", "6")
+    records, asked = read(output), corpora.read(str(CONVERSATIONS))
+    assert "left out" not in capsys.readouterr().err
+    assert [record["prompt_ids"] for record in records] == [
+        chat.prompt_ids(tokenizer, talk["messages"][:1]) for talk in itertools.islice(asked, 6)
+    ]
+    target = load_target(folder, "float32")
+    ends = set(target.generation.eos_ids)
+    assert sum(not ends.isdisjoint(record["token_ids"][:-1]) for record in records) > 3
+    config = DataConfig((str(output),), (), 268, 268, rows_per_batch=6, seed=0, pack=False)
+    rows = batches.load(config, tokenizer, 320, "train")[0].rows
+    assert rows.response_BT.sum(axis=1).tolist() == [12] * 6
+    answer_BT = rows.response_BT[:, 1:]
+    likeliest_BT = likeliest(target, rows.tokens_BT)[:, :-1]
+    np.testing.assert_array_equal(likeliest_BT[answer_BT], rows.tokens_BT[:, 1:][answer_BT])
+
+
+def likeliest(target, tokens_BT) -> np.ndarray:
+    """The token (B, T) that follows each one, without caches."""
+
+    @jax.jit
+    def run(params, tokens_BT):
+        segment_BT = jnp.ones_like(tokens_BT)
+        position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        mask_BTT = masks.causal(segment_BT)
+        found = llama.forward(target.config, params, tokens_BT, position_BT, mask_BTT)
+        return llama.unembed(params, found.hidden_BTD).argmax(axis=-1)
+
+    return np.asarray(run(target.params, tokens_BT))
+
+
+def test_ignored_stops_leave_no_answer_out(ask, scripted, tmp_path, capsys):
+    """Not even one that would never stop; a record keeps its first question and its source."""
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        *({"messages": [{"role": "user", "content": f"Room {i}"}]} for i in range(30)),
+        {"messages": [SYSTEM, LONG]},
+        {"messages": [SYSTEM, QUESTION, ANSWER, QUESTION], "source": "shop", "license": "MIT"},
+    )
+    flags = ("--max-prompt", "50", "--batch", "5")
+    ask(tmp_path / "text.jsonl", *flags, prompts=prompts)
+    assert "an answer of more than 64 tokens" in capsys.readouterr().err
+    ask(tmp_path / "ids.jsonl", *flags, "--ignore-stop", prompts=prompts)
+    (left_out,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert left_out.startswith("1 of 32 ") and "a prompt of more than 50 tokens" in left_out
+    records = read(tmp_path / "ids.jsonl")
+    assert len(records) == 31
+    assert all(len(record["token_ids"]) == 64 for record in records)
+    assert all(record.keys() == {"prompt_ids", "token_ids"} for record in records[:-1])
+    assert records[-1].keys() == {"prompt_ids", "token_ids", "source", "license"}
+
+
+@pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
+def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
+    """The same file as of an unbroken run, with half a line lost and another batch size."""
+    ask(tmp_path / "whole.jsonl", "--limit", "15", "--batch", "4", *kind)
+    append = regenerate.Partial.append
+
+    def cut(self, talks):
+        append(self, talks)
+        raise KeyboardInterrupt
+
+    output = tmp_path / "cut.jsonl"
+    for batch in ("4", "3"):  # twice: what follows half a line must be readable, too
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(regenerate.Partial, "append", cut)
+            ask(output, "--limit", "15", "--batch", batch, *kind)
+        with (tmp_path / "cut.jsonl.partial").open("a") as file:
+            file.write('{"half a li')
+    with pytest.raises(InputError, match="holds 7 already: raise --limit"):
+        ask(output, "--limit", "6", *kind)
+    for others in ((*kind, "--max-prompt", "99"), () if kind else ("--ignore-stop",)):
+        with pytest.raises(InputError, match="other flags"):
+            ask(output, "--limit", "15", *others)
+    ask(output, "--limit", "15", "--batch", "5", *kind)
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert len(read(output)) > 5 and not list(tmp_path.glob("*.partial"))
+    with pytest.raises(InputError, match="exists already"):
+        ask(output)
+
+
+def test_a_run_cut_at_its_first_byte(ask, scripted, tmp_path):
+    (tmp_path / "a.jsonl.partial").touch()
+    ask(tmp_path / "a.jsonl", "--limit", "4")
+    assert read(tmp_path / "a.jsonl")
+
+
+def test_text_does_not_depend_on_batch_mates(ask, scripted, tmp_path):
+    for batch in ("1", "5", "40"):
+        ask(tmp_path / batch, "--batch", batch, "--max-prompt", "60")
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "5").read_bytes()
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "40").read_bytes()
+
+
+def test_a_long_prompt_ends_its_conversation(tokenizer):
+    talk = regenerate.Conversation({"messages": [QUESTION, ANSWER, SYSTEM, LONG, ANSWER, QUESTION]})
+    talk.ask(tokenizer, 50)
+    talk.hear("No.")
+    for _ in range(3):
+        talk.ask(tokenizer, 50)
+        assert talk.prompt is None
+    said = [QUESTION, {"role": "assistant", "content": "No."}]
+    assert json.loads(talk.line()) == {"messages": said}
+
+
+def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        {"messages": [QUESTION]},  # user turns alone are enough
+        {"messages": [SYSTEM, LONG]},
+        {"messages": [SYSTEM]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"nothing": 1},
+        {"nothing": 2},
+        {"messages": [QUESTION, ANSWER], "source": "shop", "license": "MIT", "id": 4},
+    )
+    ask(tmp_path / "a.jsonl", "--batch", "3", "--max-prompt", "50", prompts=prompts)
+    one, two = read(tmp_path / "a.jsonl")
+    assert one == {"messages": two["messages"]} and two["messages"][0] == QUESTION
+    assert (two["source"], two["license"], "id" in two) == ("shop", "MIT", False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert [line.split(":")[0] for line in lines] == [
+        "2 of 7 conversations left out",
+        *["1 of 7 conversations left out"] * 3,
+    ]
+    for reason in ("unknown style", "more than 50 tokens", "user message", "without text"):
+        assert sum(reason in line for line in lines) == 1
+
+
+def test_nothing_answered(ask, scripted, tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", {"nothing": 1})
+    with pytest.raises(InputError, match="none of 1 conversations got an answer; 1: .* style"):
+        ask(tmp_path / "a.jsonl", prompts=prompts)
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+@pytest.mark.parametrize("flag", ["--batch", "--limit", "--max-prompt", "--max-new-tokens"])
+def test_counts_are_positive(ask, tmp_path, flag, capsys):
+    with pytest.raises(SystemExit):
+        ask(tmp_path / "a.jsonl", flag, "0")
+    assert flag in capsys.readouterr().err
+
+
+def test_refused_at_the_start(ask, scripted, tmp_path):
+    with pytest.raises(InputError, match="more than the target's .* positions"):
+        ask(tmp_path / "a.jsonl", "--max-prompt", "999999")
+    with pytest.raises(InputError, match="no records of nowhere"):
+        ask(tmp_path / "a.jsonl", "--sources", "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written .* change --output"):
+        ask(tmp_path / "file" / "a.jsonl")

@@ -1,0 +1,434 @@
+"""Nothing is lost: runs that are killed, stopped, started twice, changed; damage; full disks.
+
+Most runs are those of tests/train/toy_run.py; the trainers themselves are cut in test_training.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.info import ROOT
+from moa_jax.config import DistillConfig
+from moa_jax.training import checkpoint
+from moa_jax.training.checkpoint import Checkpoints
+from moa_jax.training.fingerprint import changes, fingerprint, listed
+from tests.model_folders import refusal
+from tests.train.toy_run import final_state, placed_batch, steps_of, toy_config, toy_job
+from train.run import loop
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    loop.fit(toy_job(toy_config(folder)), None)
+    return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    """A copy of that run, to be gone on with or damaged."""
+    shutil.copytree(whole / "run", tmp_path / "run")
+    return tmp_path
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    """The same state and the same records, bit for bit."""
+    for one, two in zip(final_state(folder), final_state(other), strict=True):
+        assert one.dtype == two.dtype and one.tobytes() == two.tobytes()
+    one, two = (path / "run" / "metrics.jsonl" for path in (folder, other))
+    assert one.read_bytes() == two.read_bytes()
+
+
+# ---- killed and stopped -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
+    """A toy run as a process of its own, which is dead afterwards."""
+    command = [sys.executable, "-m", "tests.train.toy_run", str(folder), *flags]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_update(process: subprocess.Popen, step: int) -> None:
+    for line in process.stdout:
+        if line == f"update {step}\n":
+            return
+    raise AssertionError(f"ended before update {step}: {process.stderr.read()}")
+
+
+def test_killed_in_a_save_it_resumes_to_the_same_bits(whole, tmp_path):
+    with running(tmp_path) as process:
+        while process.poll() is None and not list(tmp_path.glob("run/checkpoints/8*")):
+            time.sleep(0.0005)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert steps_of(tmp_path)[0] == "4" and "12" not in steps_of(tmp_path)
+    loop.fit(toy_job(toy_config(tmp_path)), None)
+    assert steps_of(tmp_path) == steps_of(whole) == ["12", "8"]
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path, seed):
+    chance, kills = random.Random(seed), 0
+    for _ in range(6):
+        with running(tmp_path) as process:
+            for _ in range(chance.randrange(1, 7)):  # updates started
+                process.stdout.readline()
+            time.sleep(chance.random() * 0.05)
+            process.kill()
+            kills += process.wait() == -signal.SIGKILL
+    assert kills >= 3
+    loop.fit(toy_job(toy_config(tmp_path)), None)
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
+def test_told_to_stop_it_saves_and_exits(tmp_path, number):
+    flags = ("--optim.total_steps", "100000", "--run.save_every", "100000")
+    with running(tmp_path, *flags) as process:
+        wait_for_update(process, 3)
+        began = time.monotonic()
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 0 and time.monotonic() - began < 20
+    last = told.splitlines()[-1]
+    assert f"stopped by {number.name} after step" in last and "the same command goes on" in last
+    (step,) = steps_of(tmp_path)
+    assert f"after step {step} of" in last
+    config = toy_config(tmp_path)
+    optim = dataclasses.replace(config.optim, total_steps=100000)
+    state = final_state(tmp_path, dataclasses.replace(config, optim=optim))
+    assert state[0] == int(step)
+
+
+@pytest.mark.slow
+def test_of_two_processes_both_stop_when_one_is_told(tmp_path):
+    """Both after the same update; what they saved is good for one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ["--optim.total_steps", "100000", "--run.save_every", "100000"]
+    each = [[*flags, "--coordinator", where, "--processes", "2", "--process", i] for i in "01"]
+    with running(tmp_path, *each[0]) as first, running(tmp_path, *each[1]) as second:
+        wait_for_update(second, 3)
+        second.send_signal(signal.SIGTERM)
+        (_, told), (_, silent) = (process.communicate(timeout=60) for process in (first, second))
+        assert (first.returncode, second.returncode) == (0, 0)
+    (step,) = steps_of(tmp_path)
+    assert f"stopped by a preemption after step {step} of" in told and "stopped" not in silent
+    config = toy_config(tmp_path)
+    optim = dataclasses.replace(config.optim, total_steps=100000)
+    assert final_state(tmp_path, dataclasses.replace(config, optim=optim))[0] == int(step)
+
+
+def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):
+    """Step 9 has an evaluation, which a run that is told to stop leaves to its successor."""
+
+    def batch(step: int):
+        if step == 8:
+            signal.raise_signal(signal.SIGTERM)
+        return placed_batch(step)
+
+    config = toy_config(tmp_path)
+    heard = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in heard]
+    assert loop.fit(toy_job(config, batch=batch), None) is None
+    assert [signal.getsignal(number) for number in heard] == before
+    assert "9" in steps_of(tmp_path)
+    assert not any(json.loads(line)["step"] == 9 for line in records_of(tmp_path))
+    loop.fit(toy_job(config), None)
+    assert_same_run(tmp_path, whole)
+
+
+def records_of(folder: Path) -> list[str]:
+    return (folder / "run" / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
+    """The state is saved before it is evaluated, and what is missing then is made up for."""
+
+    def evaluate(params: Any, frozen: Any) -> Any:
+        raise RuntimeError("no more memory")
+
+    config = toy_config(tmp_path)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        loop.fit(toy_job(config, evaluate=evaluate), None)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, save_every=3))
+    with pytest.raises(RuntimeError, match="no more memory"):
+        loop.fit(toy_job(config, evaluate=evaluate), None)
+    assert steps_of(tmp_path) == ["3"]
+    loop.fit(toy_job(toy_config(tmp_path)), None)
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_finished_run_is_left_as_it_is(whole, copy):
+    assert loop.fit(toy_job(toy_config(copy)), None) is not None
+    assert_same_run(copy, whole)
+
+
+def test_records_cut_short_are_written_again(whole, copy):
+    log = copy / "run" / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-7])
+    shutil.rmtree(copy / "run" / "checkpoints" / "12")
+    loop.fit(toy_job(toy_config(copy)), None)
+    assert_same_run(copy, whole)
+
+
+# ---- damage -------------------------------------------------------------------------------
+
+
+def arrays_of(folder: Path, step: int) -> Path:
+    """The file that holds a checkpoint's arrays."""
+    files = (folder / "run" / "checkpoints" / str(step) / "state").rglob("d/*")
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "bytes": lambda folder: cut_short(arrays_of(folder, 12)),
+    "has changed": lambda folder: flip_a_bit(arrays_of(folder, 12)),
+    "is missing": lambda folder: arrays_of(folder, 12).unlink(),
+    "files.json is damaged": lambda folder: cut_short(folder / "run/checkpoints/12/files.json"),
+    "meta: ": lambda folder: (  # of a checkpoint without a list of files
+        (folder / "run/checkpoints/12/files.json").unlink(),
+        cut_short(folder / "run/checkpoints/12/meta/metadata"),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole, copy, why, capsys):
+    DAMAGE[why](copy)
+    loop.fit(toy_job(toy_config(copy)), None)
+    told = capsys.readouterr().err.splitlines()[0]
+    assert told.startswith("checkpoint 12 is damaged (") and why in told
+    assert told.endswith("going on from step 8")
+    assert steps_of(copy) == ["12", "12.damaged", "8"]
+    assert_same_run(copy, whole)
+
+
+def test_where_all_are_damaged_nothing_is_touched(copy):
+    for step in (8, 12):
+        cut_short(arrays_of(copy, step))
+    before = sorted((copy / "run").rglob("*"))
+    line = refusal(loop.fit, toy_job(toy_config(copy)), None)
+    assert "no checkpoint can be read: 12 (state/" in line and "8 (state/" in line
+    assert sorted((copy / "run").rglob("*")) == before
+
+
+def test_an_unlisted_checkpoint_that_orbax_cannot_read_is_passed_over(copy, monkeypatch, capsys):
+    """Of a run from before there were lists of files, or another version's."""
+    (copy / "run/checkpoints/12/files.json").unlink()
+    restore = checkpoint.ocp.CheckpointManager.restore
+
+    def failing(self, step, **rest):
+        if step == 12:
+            raise ValueError("DATA_LOSS: no such array")
+        return restore(self, step, **rest)
+
+    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "restore", failing)
+    assert final_state(copy)[0] == 8
+    assert "checkpoint 12 is damaged (DATA_LOSS" in capsys.readouterr().err
+
+
+# ---- no room ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
+    """No file may have more than 5 kB, which the arrays exceed."""
+    shutil.rmtree(copy / "run/checkpoints/12")
+    code = (
+        "import resource, sys\n"
+        "from infer.program import run\n"
+        "from tests import toy_run\n"
+        "def main(arguments=None):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "    toy_run.main()\n"
+        "run(main)\n"
+    )
+    command = [sys.executable, "-c", code, str(copy)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if "eval:" not in line]
+    assert lines[-1].endswith(
+        "a checkpoint could not be written: File too large; whole ones: steps 8: "
+        "make room and give the same command again"
+    )
+    assert "Traceback" not in done.stderr
+    loop.fit(toy_job(toy_config(copy)), None)
+    assert_same_run(copy, whole)
+
+
+def test_a_full_disk_is_seen_before_a_save(whole, copy, monkeypatch):
+    shutil.rmtree(copy / "run/checkpoints/12")
+    found = os.statvfs(copy)
+    full = os.statvfs_result([*found[:4], 1, *found[5:]])  # free blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "statvfs", lambda path: full)
+        line = refusal(loop.fit, toy_job(toy_config(copy)), None)
+    assert "the disk has no room for 1 MB" in line and "whole ones: steps 8" in line
+    loop.fit(toy_job(toy_config(copy)), None)
+    assert_same_run(copy, whole)
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("moa_jax.training.metrics._line", full)
+    line = refusal(loop.fit, toy_job(toy_config(tmp_path)), None)
+    assert "metrics.jsonl: No space left on device: make room" in line
+
+
+# ---- whose directory ----------------------------------------------------------------------
+
+
+def test_two_runs_on_one_directory_are_refused(tmp_path):
+    config = toy_config(tmp_path)
+    with Checkpoints(config):
+        line = refusal(loop.fit, toy_job(config), None)
+    assert f"process {os.getpid()} on" in line and "name another run.directory" in line
+    with Checkpoints(config):  # it is free again
+        pass
+
+
+def test_a_run_with_other_settings_is_refused_by_their_names(whole, copy):
+    config = toy_config(copy)
+    optim = dataclasses.replace(config.optim, learning_rate=5e-3, b2=0.5)
+    run = dataclasses.replace(config.run, seed=7)
+    line = refusal(loop.fit, toy_job(dataclasses.replace(config, optim=optim, run=run)), None)
+    for text in ("optim.learning_rate: 0.01 -> 0.005", "optim.b2: 0.95 -> 0.5", "run.seed: 0 -> 7"):
+        assert text in line
+    assert_same_run(copy, whole)
+
+
+def test_bookkeeping_may_change(whole, copy):
+    shutil.rmtree(copy / "run/checkpoints/12")
+    config = toy_config(copy, keep_checkpoints=5, not_finite="skip")
+    data = dataclasses.replace(config.data, cache="elsewhere", workers=3)
+    config = dataclasses.replace(config, data=data, output="elsewhere")
+    loop.fit(toy_job(config), None)
+    assert_same_run(copy, whole)
+
+
+def distill_config() -> DistillConfig:
+    from tests.train.test_training import distill_config
+
+    return distill_config(Path("runs"), Path("target"))
+
+
+def test_settings_younger_than_a_run_count_as_their_defaults():
+    """As a first version saved them: nested, two of `run` outside it, many not yet there."""
+    config = distill_config()
+    first = dataclasses.asdict(dataclasses.replace(config, run=None, output=""))
+    first |= {"seed": config.run.seed, "dtype": config.run.dtype}
+    for name in ("loss", "chunks", "mesh"):
+        del first[name]
+    del first["masks"]["shortest_future"], first["data"]["weights"], first["data"]["workers"]
+    first = json.loads(json.dumps(first))
+    assert changes(first, config) == []
+    masks = dataclasses.replace(config.masks, shortest_future=5)
+    other = dataclasses.replace(config, masks=masks)
+    assert changes(first, other) == ["masks.shortest_future: 6 -> 5"]
+    loss = dataclasses.replace(config.loss, token="total_variation")
+    told = changes(first, dataclasses.replace(config, loss=loss))
+    assert told == ['loss.token: "cross_entropy" -> "total_variation"']
+    assert changes(first | {"seed": 3}, config) == ["run.seed: 3 -> 0"]
+
+
+def test_another_program_and_settings_that_are_gone_differ():
+    config = distill_config()
+    saved = fingerprint(config)
+    assert changes(saved, config) == []
+    assert changes(saved | {"masks.width": 3}, config) == ["masks.width: 3 -> none"]
+    found = changes(fingerprint(toy_config("runs")), config)
+    assert 'target: none -> "target"' in found
+    assert listed([f"a{i}: 0 -> 1" for i in range(9)]).endswith("a5: 0 -> 1, 3 more")
+    assert not any(name.startswith(("mesh.", "chunks.", "run.directory")) for name in saved)
+
+
+# ---- which are kept -----------------------------------------------------------------------
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    taus = iter([1.0, 3.0, 2.0, 1.5, 2.5, 2.9])
+    evaluate = lambda params, frozen: {"simulated_tau": next(taus)}  # noqa: E731
+    config = toy_config(tmp_path, eval_every=2, save_every=2, keep_checkpoints=2)
+
+    def batch(step: int):
+        if step == 9:
+            raise KeyboardInterrupt
+        return placed_batch(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.fit(toy_job(config, batch=batch, evaluate=evaluate), None)
+    assert steps_of(tmp_path) == ["4", "6", "8"]
+    loop.fit(toy_job(config, evaluate=evaluate), None)  # it still knows how good 4 is
+    assert steps_of(tmp_path) == ["10", "12", "4"]
+
+
+@pytest.mark.slow
+def test_a_state_is_restored_onto_other_devices(whole, tmp_path):
+    """Saved by one device, read by four: the same arrays, each cut as the new run cuts it."""
+    code = (
+        "import sys, jax, numpy as np\n"
+        "from jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "from moa_jax.training.checkpoint import Checkpoints\n"
+        "from tests.train.toy_run import toy_config, toy_job\n"
+        "mesh = jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))\n"
+        "config = toy_config(sys.argv[1])\n"
+        "cut = lambda x: NamedSharding(mesh, P(None, 'x') if x.ndim == 2 else P())\n"
+        "put = lambda x: jax.device_put(x, cut(x))\n"
+        "start = lambda: jax.tree.map(put, toy_job(config).start())\n"
+        "with Checkpoints(config) as checkpoints:\n"
+        "    state = checkpoints.restore(start)\n"
+        "assert all(x.sharding == cut(x) for x in jax.tree.leaves(state))\n"
+        "assert len(state.params['head'].sharding.device_set) == 4\n"
+        "np.savez(sys.argv[2], *jax.device_get(jax.tree.leaves(state)))\n"
+    )
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    found = tmp_path / "found.npz"
+    command = [sys.executable, "-c", code, str(whole), str(found)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    with np.load(found) as arrays:
+        for one, two in zip(final_state(whole), arrays.values(), strict=True):
+            np.testing.assert_array_equal(one, two)

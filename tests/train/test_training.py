@@ -1,0 +1,314 @@
+"""The trainers from end to end at toy size: a target, its drafter; cut and resumed."""
+
+import dataclasses
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.flags.config_file import read_config
+from infer.info import ROOT
+from moa_jax import InputError, Session, load_drafter, load_target
+from moa_jax.config import (
+    BlockConfig,
+    DataConfig,
+    DistillConfig,
+    DraftShape,
+    GridConfig,
+    MoaConfig,
+    OptimConfig,
+    PretrainConfig,
+    RunConfig,
+    TargetConfig,
+)
+from moa_jax.data.batch import Batch
+from moa_jax.data.batches import Batches
+from moa_jax.drafters.losses import next_token_loss
+from moa_jax.training.metrics import read_records
+from moa_jax.training.optim import optimizer
+from moa_jax.training.update import init_state, make_update
+from train import distill, export, pretrain
+from train.run.settings import load_config
+
+CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
+DATA = DataConfig(
+    train=(CONVERSATIONS,),
+    validation=(CONVERSATIONS,),
+    max_length=64,
+    row_length=64,
+    rows_per_batch=4,
+)
+OPTIM = OptimConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10, peak=4.0, total_steps=12)
+
+
+def run_config(folder: Path) -> RunConfig:
+    return RunConfig(str(folder / "run"), log_every=2, eval_every=6, eval_batches=1, save_every=4)
+
+
+def pretrain_config(folder: Path) -> PretrainConfig:
+    block = BlockConfig(32, 4, 2, 8, 48, 1e-5, 10000.0, None)
+    return PretrainConfig(
+        target=TargetConfig("llama", 320, 3, block, True, 256),
+        data=DATA,
+        optim=OPTIM,
+        run=run_config(folder),
+        tokenizer=str(folder / "tokenizer"),
+        output=str(folder / "target"),
+    )
+
+
+def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillConfig:
+    return DistillConfig(
+        target=str(target),
+        drafter=MoaConfig(1, 24, 1, 24, 1, 16, num_reused),
+        data=DATA,
+        optim=OPTIM,
+        run=run_config(folder),
+        output=str(folder / "draft"),
+        horizon=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory) -> Path:
+    """The folder of a target trained for a dozen steps."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    pretrain.pretrain(pretrain_config(folder))
+    return folder / "target"
+
+
+def metrics(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def cut_at(monkeypatch, step: int) -> None:
+    """From now on the batch of this step ends the program, as any fault would."""
+    deal = Batches.batch
+
+    def batch(self, index, *rows):
+        if index == step:
+            raise KeyboardInterrupt
+        return deal(self, index, *rows)
+
+    monkeypatch.setattr(Batches, "batch", batch)
+
+
+def test_pretraining_lowers_the_loss(small_target):
+    losses = [record["loss"] for record in metrics(small_target.parent, "train")]
+    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("num_reused", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
+    distill.distill(distill_config(tmp_path, small_target, num_reused))
+    train, evaluations = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
+    assert train[-1]["kl"] < 0.9 * train[0]["kl"]
+    for record in evaluations:
+        assert len(record["agreement"]) == 3
+        expected = 1 + np.cumprod(record["agreement"]).sum()
+        assert record["simulated_tau"] == pytest.approx(expected, abs=1e-5)
+        assert 0 <= record["kl"] < record["cross_entropy"]
+    target = load_target(small_target, jnp.float32)
+    drafter = load_drafter(tmp_path / "draft", target)
+    assert drafter.config.target_layer_inference == num_reused
+    prompt = [0, 1, 40, 41, 4, 2]
+    (drafted,) = Session(target, drafter, DraftShape(4)).generate([prompt], 16, [])
+    (plain,) = Session(target).generate([prompt], 16, [])
+    assert drafted.token_ids == plain.token_ids
+
+
+def test_resume_is_exact(small_target, tmp_path, monkeypatch):
+    """Cut after a checkpoint and run again: the same drafter, bit for bit, and whole metrics."""
+    distill.distill(distill_config(tmp_path / "whole", small_target))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_at(patch, step=8)
+        distill.distill(distill_config(tmp_path / "cut", small_target))
+    distill.distill(distill_config(tmp_path / "cut", small_target))
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    steps = [record["step"] for record in metrics(tmp_path / "cut", "train")]
+    assert steps == [2, 4, 6, 8, 10, 12]
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    for name in ("draft/model.safetensors", "run/metrics.jsonl"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_is_exact(small_target, tmp_path):
+    """The trainer as a program, ended by SIGKILL three times."""
+    distill.distill(distill_config(tmp_path / "whole", small_target))
+    settings = tmp_path / "settings.py"
+    settings.write_text(
+        "from pathlib import Path\n"
+        "from tests.train.test_training import distill_config\n"
+        f"config = distill_config(Path({str(tmp_path / 'cut')!r}), Path({str(small_target)!r}))\n"
+    )
+    command = [sys.executable, "-m", "train.distill", "--config", str(settings)]
+    log = tmp_path / "cut" / "run" / "metrics.jsonl"
+    chance, codes = random.Random(0), []
+    for lines in (1, 4, 7):  # of 8: past step 2, 6 and 10, which have few steps more to go
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
+            while process.poll() is None and len(read_records(log)) < lines:
+                time.sleep(0.001)
+            time.sleep(0.05 * chance.random())
+            process.kill()
+        codes.append(process.returncode)
+    assert -signal.SIGKILL in codes
+    distill.distill(distill_config(tmp_path / "cut", small_target))
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsys):
+    config = distill_config(tmp_path, small_target)
+    distill.distill(dataclasses.replace(config, run=dataclasses.replace(config.run, save_every=3)))
+    file = tmp_path / "config.py"
+    file.write_text(f"from moa_jax.config import *\nconfig = {config!r}\n")
+
+    def exported(checkpoint: str, folder: str) -> dict[str, bytes]:
+        command = ["--config", str(file), "--checkpoint", checkpoint]
+        export.main([*command, "--output", str(tmp_path / folder)])
+        return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+
+    final = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()}
+    assert exported("12", "twelve") == exported("newest", "newest") == final
+    taus = {each["step"]: each["simulated_tau"] for each in metrics(tmp_path, "eval")}
+    assert f"step 12, simulated tau {taus[12]:.3f}" in capsys.readouterr().err
+    assert export.step_of(config, "best") == 12  # 6 was evaluated, too, and is not kept
+    assert exported("9", "nine") != final
+    load_drafter(tmp_path / "nine", load_target(small_target))
+    for checkpoint, line in REFUSED.items():
+        with pytest.raises(InputError, match=line):
+            exported(checkpoint, "refused")
+    assert not (tmp_path / "refused").exists()
+    with pytest.raises(InputError, match="there is no checkpoint yet"):
+        export.step_of(distill_config(tmp_path / "other", small_target), "best")
+    with pytest.raises(InputError, match="other settings: horizon: 3 -> 4"):
+        export.export(dataclasses.replace(config, horizon=4), 12)
+    next((tmp_path / "run" / "checkpoints" / "9").glob("state/**/d/*")).write_bytes(b"")
+    with pytest.raises(InputError, match=r"9: damaged .* 0 of \d+ bytes"):
+        exported("9", "refused")
+
+
+REFUSED = {"7": "7: no such checkpoint", "last": "say best, newest or a step"}
+
+
+def test_best_checkpoint_is_that_of_the_highest_tau(small_target, tmp_path):
+    config = distill_config(tmp_path, small_target)
+    for step in (4, 8, 12):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "4.damaged").mkdir()
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text('{"step": 4, "kind": "train", "loss": 1.0}\n')
+    with pytest.raises(InputError, match="none of the checkpoints .* was evaluated"):
+        export.step_of(config, "best")
+    taus = {4: 2.0, 6: 9.0, 8: 3.0, 12: 2.5}
+    records = [{"step": step, "kind": "eval", "simulated_tau": tau} for step, tau in taus.items()]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert export.step_of(config, "best") == 8 and export.step_of(config, "newest") == 12
+
+
+def test_accumulation_averages_micro_batches():
+    """Two micro-batches give the mean of their gradients, as one update."""
+    tx = optimizer(dataclasses.replace(OPTIM, warmup_steps=1, max_grad_norm=1e9))
+    params = {"w": jnp.ones((5, 7))}
+
+    def loss(params, frozen, batch, key, progress):
+        logits_BTV = jax.nn.one_hot(batch.tokens_BT, 5) @ params["w"]
+        return next_token_loss(logits_BTV, batch)
+
+    tokens_BT = np.random.default_rng(0).integers(0, 5, (4, 6)).astype(np.int32)
+    ones_BT, index_BT = np.ones_like(tokens_BT), np.tile(np.arange(6, dtype=np.int32), (4, 1))
+    batch = Batch(tokens_BT, ones_BT, index_BT, ones_BT > 0)
+    halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(2), slice(2, 4))]
+    gradients = [jax.grad(lambda p, h=h: loss(p, 0, h, 0, 0)[0])(params)["w"] for h in halves]
+    update = make_update(loss, tx, seed=0, total_steps=4, accumulate=2)
+    _, found = update(init_state(params, tx), None, batch)
+    expected = np.linalg.norm((gradients[0] + gradients[1]) / 2)
+    assert float(found["grad_norm"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    """Though the loss is: the distance of a point from itself."""
+    tx = optimizer(OPTIM)
+    params = {"w": jnp.zeros(3), "b": jnp.ones(2)}
+
+    def loss(params, frozen, batch, key, progress):
+        return jnp.sqrt(jnp.sum(params["w"] ** 2)) + jnp.sum(params["b"]), {}
+
+    ones_BT = np.ones((1, 4), np.int32)
+    state = init_state(params, tx)
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=4))
+    found, metrics = update(state, None, Batch(ones_BT, ones_BT, ones_BT, ones_BT > 0))
+    assert metrics["loss"] == 2.0 and not metrics["finite"] and metrics["tokens"] == 4
+    assert found.step == 1
+    same = jax.tree.map(np.array_equal, found._replace(step=0), state._replace(step=0))
+    assert all(jax.tree.leaves(same))
+
+
+# ---- settings -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings_file(tmp_path) -> str:
+    path = tmp_path / "settings.py"
+    path.write_text(
+        "from tests.train.test_training import distill_config\n"
+        "from pathlib import Path\n"
+        "config = distill_config(Path('runs'), Path('target'))\n"
+    )
+    return str(path)
+
+
+def test_overrides_reach_their_field(settings_file):
+    flags = ["--optim.total_steps", "7", "--optim.peak=3", "--data.sources=a,b", "--data.pack"]
+    config = load_config(settings_file, DistillConfig, [*flags, "false"])
+    assert (config.optim.total_steps, config.optim.peak) == (7, 3.0)
+    assert (config.data.sources, config.data.pack) == (("a", "b"), False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--optim.total_step", "7"], "no such setting, 'total_step' is not among"),
+        (["--optim.total_steps", "many"], "'many' is not int"),
+        (["--optim.total_steps"], "give it a value"),
+        (["--data.answers", "all"], "'all' is not one of turns, reference"),
+        (["--target.size", "3"], "'target' holds a value, not settings"),
+        (["7"], "expected an override"),
+    ],
+)
+def test_bad_overrides_are_one_line(settings_file, flags, line):
+    with pytest.raises(InputError, match=line):
+        load_config(settings_file, DistillConfig, flags)
+
+
+def test_config_of_another_program_is_refused(settings_file, tmp_path):
+    with pytest.raises(InputError, match="expected PretrainConfig"):
+        load_config(settings_file, PretrainConfig, [])
+    with pytest.raises(InputError, match="no such config file"):
+        load_config(str(tmp_path / "none.py"), PretrainConfig, [])
+
+
+def defines_config(path: Path) -> bool:
+    return re.search(r"^config *[:=]", path.read_text(), re.MULTILINE) is not None
+
+
+CONFIGS = sorted(filter(defines_config, (ROOT / "configs").glob("*.py")))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_committed_configs_load(path):
+    config = read_config(str(path), PretrainConfig, DistillConfig, GridConfig)
+    place = config.directory if isinstance(config, GridConfig) else config.run.directory
+    assert place.startswith("runs/")

@@ -1,0 +1,148 @@
+"""A training run that costs next to nothing: `python -m tests.train.toy_run FOLDER [FLAGS]`.
+
+A bigram model on random tokens, with tokens left out at random, through the real update, loop and
+checkpoints, on all devices of all processes. The batch of a step depends on the step alone. Prints
+a line as each update starts. FLAGS are dotted settings and those of train.run.cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from infer.program import run
+from moa_jax.config import (
+    BlockConfig,
+    DataConfig,
+    OptimConfig,
+    PretrainConfig,
+    RunConfig,
+    TargetConfig,
+)
+from moa_jax.data.batch import Batch
+from moa_jax.drafters.losses import next_token_loss
+from moa_jax.training.checkpoint import Checkpoints
+from moa_jax.training.optim import optimizer
+from moa_jax.training.update import init_state, make_update
+from train.run import cluster
+from train.run.loop import Job, fit
+from train.run.settings import config_parser, parse_config
+
+VOCAB, WIDTH, LENGTH, ROWS = 16, 64, 8, 4
+
+
+def toy_config(folder: Path | str, **run_settings: Any) -> PretrainConfig:
+    """Twelve steps, a save every fourth, an evaluation every third."""
+    settings = {"log_every": 2, "eval_every": 3, "save_every": 4} | run_settings
+    return PretrainConfig(
+        target=TargetConfig(
+            "llama", VOCAB, 1, BlockConfig(4, 1, 1, 4, 4, 1e-5, 1e4, None), True, 8
+        ),
+        data=DataConfig(("none",), ("none",), LENGTH, LENGTH, ROWS),
+        optim=OptimConfig(1e-2, warmup_steps=2, decay_steps=4, peak=2.0, total_steps=12),
+        run=RunConfig(str(Path(folder) / "run"), **settings),
+        tokenizer="none",
+        output=str(Path(folder) / "final"),
+    )
+
+
+def toy_batch(step: int) -> Batch:
+    tokens_BT = np.random.default_rng(step).integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    position_BT = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    return Batch(tokens_BT, np.ones_like(tokens_BT), position_BT, np.ones(tokens_BT.shape, bool))
+
+
+def placed(array: Any, spec: PartitionSpec) -> jax.Array:
+    """A host array on all devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    array = np.asarray(array)
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+    )
+
+
+def placed_batch(step: int) -> Batch:
+    return jax.tree.map(lambda x: placed(x, PartitionSpec("rows")), toy_batch(step))
+
+
+def toy_loss(params: Any, frozen: Any, batch: Batch, key: Any, progress: Any) -> Any:
+    """Next-token loss; a token of -1 makes it NaN."""
+    here_BTV = jax.nn.one_hot(batch.tokens_BT, VOCAB)
+    here_BTV *= jax.random.bernoulli(key, 0.8, (*batch.tokens_BT.shape, 1))
+    spoilt = jnp.where(jnp.any(batch.tokens_BT < 0), jnp.nan, 1.0)
+    return next_token_loss(here_BTV @ params["embed"] @ params["head"] * spoilt, batch)
+
+
+def toy_job(config: PretrainConfig, **changes: Any) -> Job:
+    """The job of `config`, with some of its parts replaced."""
+    seed, tx = config.run.seed, optimizer(config.optim)
+
+    def start() -> Any:
+        keys = jax.random.split(jax.random.key(seed))
+        params = {
+            "embed": jax.random.normal(keys[0], (VOCAB, WIDTH)),
+            "head": jax.random.normal(keys[1], (WIDTH, VOCAB)),
+        }
+        return jax.tree.map(lambda x: placed(x, PartitionSpec()), init_state(params, tx))
+
+    def evaluate(params: Any, frozen: Any) -> dict[str, Any]:
+        return {"simulated_tau": 2 + jnp.mean(params["head"])}
+
+    job = Job(config, start, placed_batch, toy_update(config.optim, seed), evaluate)
+    return dataclasses.replace(job, **changes)
+
+
+@functools.cache  # many runs in a process compile it once
+def toy_update(optim: OptimConfig, seed: int) -> Any:
+    update = make_update(toy_loss, optimizer(optim), seed, optim.total_steps, optim.accumulate)
+    return jax.jit(update, donate_argnums=0)
+
+
+def final_state(folder: Path, config: PretrainConfig | None = None) -> list[np.ndarray]:
+    """The arrays of the newest checkpoint: step, parameters, optimiser state."""
+    config = config or toy_config(folder)
+    with Checkpoints(config) as checkpoints:
+        return jax.tree.leaves(jax.device_get(checkpoints.restore(toy_job(config).start)))
+
+
+def steps_of(folder: Path) -> list[str]:
+    """Names in the folder of checkpoints."""
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def told(batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
+    """The same batches; says so when one is asked for, so that others know how far a run is."""
+
+    def say(step: int) -> Batch:
+        print(f"update {step}", flush=True)
+        return batch(step)
+
+    return say
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = config_parser("tests.train.toy_run", __doc__)
+    cluster.add_flags(parser)
+    folder, *flags = sys.argv[1:] if arguments is None else arguments
+    settings = Path(folder) / f"settings{os.getpid()}.py"
+    settings.write_text(
+        f"from tests.train.toy_run import toy_config\nconfig = toy_config({folder!r})\n",
+        encoding="utf-8",
+    )
+    config, args = parse_config(parser, PretrainConfig, ["--config", str(settings), *flags])
+    cluster.join(args)
+    fit(toy_job(config, batch=told(placed_batch)), frozen=None)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""What the training programs share: settings, the loop, stops, shards, clusters."""

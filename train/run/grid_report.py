@@ -1,0 +1,150 @@
+"""The report of a grid: what its figures rest on, and how it reads.
+
+References: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13 (percentiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moa_jax.training.fingerprint import listed
+
+ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
+DRAWS, SHARE = 1000, 0.9  # of the bootstrap, and of its draws what an interval holds
+Document = dict[str, Any]  # as report.json has it; train.grid fills it
+
+
+class Tau(NamedTuple):
+    """Tokens per verification over all rounds of all prompts."""
+
+    value: float
+    tokens_P: np.ndarray | None = None  # by prompt; earlier versions did not store them
+    rounds_P: np.ndarray | None = None
+
+
+def interval(tau: Tau, base: Tau | None = None) -> tuple[float, float] | None:
+    """Where tau lies in most draws of as many prompts; with `base`, its ratio to that one's.
+
+    The same prompts are drawn for both. None where the counts of prompts are not known.
+    """
+    if tau.tokens_P is None or (base and base.tokens_P is None):
+        return None
+    count = len(tau.tokens_P)
+    prompts_DP = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    rate_D = _rates(tau, prompts_DP)
+    if base:
+        rate_D /= _rates(base, prompts_DP)
+    low, high = np.quantile(rate_D, [(1 - SHARE) / 2, (1 + SHARE) / 2])
+    return float(low), float(high)
+
+
+def _rates(tau: Tau, prompts_DP: np.ndarray) -> np.ndarray:
+    tokens_D, rounds_D = (by_P[prompts_DP].sum(1) for by_P in (tau.tokens_P, tau.rounds_P))
+    return tokens_D / np.maximum(rounds_D, 1)
+
+
+def figures(tau: Tau, base: Tau | None) -> dict[str, Any]:
+    """What the report says of one tau, `base` being the reference's."""
+    known = tau.tokens_P is not None
+    return {
+        "tau": tau.value,
+        "interval": interval(tau),
+        "tokens": int(tau.tokens_P.sum()) if known else None,
+        "rounds": int(tau.rounds_P.sum()) if known else None,
+        "of_reference": base and tau.value / base.value,
+        "of_reference_interval": None if base is None or base is tau else interval(tau, base),
+    }
+
+
+def render(document: Document) -> str:
+    """The report in Markdown; what is missing of the grid is said below the first table."""
+    rows, reference = document["rows"], document["reference"]
+    trained = [
+        [row["cell"], row["seed"], f"{row['parameters']:,}", f"{row['learning_rate']:g}"]
+        + [f"{row['simulated_tau']:.2f}", _pairs(row["simulated_tau_by_learning_rate"])]
+        for row in rows
+    ]
+    columns = ["cell", "seed", "parameters", "learning rate", "simulated tau", "at rates tried"]
+    parts = [
+        f"# Drafters for {document['target']['path']}, trained alike",
+        f"    {document['command']}",
+        _conditions(document),
+        _table(columns, trained),
+    ]
+    if document["missing"]:
+        parts.append(f"Not trained yet: {', '.join(document['missing'])}.")
+    group = ["tokens / rounds", f"of {reference}"]
+    columns = ["cell", "seed", "tau", *group, "tau past end", *group]
+    for index, shape in enumerate(document["shapes"]):
+        lines = [[row["cell"], row["seed"], *_taus(row["decoded"], index)] for row in rows]
+        parts += [f"## {shape.capitalize()}", _table(columns, lines)]
+    parts += [
+        _meaning(document),
+        "## Files",
+        _table(["file", "bytes", "SHA-256"], _files(document)),
+    ]
+    return "\n\n".join([*parts, f"Versions: {_pairs(document['versions'])}."])
+
+
+def _conditions(document: Document) -> str:
+    shared = document["shared"]
+    free = [
+        f"{name} ({listed(different) or 'in parameters'})"
+        for name, different in document["unmatched"].items()
+    ]
+    return (
+        f"Every drafter gets {shared['optim.total_steps']} updates of "
+        f"{shared['data.rows_per_batch'] * shared['optim.accumulate']} rows of "
+        f"{shared['data.row_length']} tokens in {shared['run.dtype']} and has as many trainable "
+        f"parameters as {document['reference']}, within {document['tolerance']:.0%}. Of the "
+        "learning rates tried the one with the highest simulated tau counts."
+        + (f" Beside the match: {', '.join(free)}." if free else "")
+    )
+
+
+def _meaning(document: Document) -> str:
+    numbers = sorted({row["prompts"] for row in document["rows"] if row["prompts"]})
+    prompts = " or ".join(map(str, numbers)) or f"up to {document['prompts']}"
+    return (
+        f"Tau: tokens per verification over all rounds of {prompts} held-out prompts, greedy, up "
+        f"to {document['max_new_tokens']} tokens; past end, to all of these whatever the target "
+        f"would stop at. In brackets what {SHARE:.0%} of {DRAWS:,} bootstrap draws of the prompts "
+        "hold, for a ratio the same prompts in both drafters; other seeds and data are not in it. "
+        "`-`: decoded before the counts of each prompt were stored."
+    )
+
+
+def _taus(decoded: list[dict[str, Any]] | None, index: int) -> Iterator[str]:
+    for key in ENDINGS:
+        if decoded is None:
+            yield from ("", "", "")
+            continue
+        found = decoded[index][key]
+        yield _with_interval(found["tau"], found["interval"], 1)
+        yield f"{found['tokens']} / {found['rounds']}" if found["rounds"] is not None else "-"
+        ratio = found["of_reference"]
+        yield "" if ratio is None else _with_interval(ratio, found["of_reference_interval"], 2)
+
+
+def _with_interval(value: float, bounds: tuple[float, float] | None, digits: int) -> str:
+    if bounds is None:
+        return f"{value:.2f}"
+    low, high = (f"{bound:.{digits}f}" for bound in bounds)
+    return f"{value:.2f} ({low} to {high})"
+
+
+def _files(document: Document) -> list[list[str]]:
+    return [[n, f"{f['bytes']:,}", f["sha256"]] for n, f in document["files"].items()]
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    shown = {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in values.items()}
+    return ", ".join(f"{name}: {value}" for name, value in shown.items())
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,0 +1,100 @@
+"""Config files and dotted overrides: `--config configs/tiny.py --optim.total_steps 20`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+from infer.flags.config_file import read_config
+from infer.program import Parser
+from moa_jax.errors import InputError
+
+Config = TypeVar("Config")
+
+
+def config_parser(prog: str, description: str | None) -> Parser:
+    """A parser with `--config`, to which a program adds flags of its own."""
+    parser = Parser(prog, description)
+    parser.add_argument("--config", required=True, help="a Python file that defines `config`")
+    return parser
+
+
+def parse_config(
+    parser: Parser, kind: type[Config], arguments: list[str] | None
+) -> tuple[Config, argparse.Namespace]:
+    """The config that `--config FILE` and the dotted flags describe, and the other flags."""
+    args, overrides = parser.parse_known_args(arguments)
+    return load_config(args.config, kind, overrides), args
+
+
+def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
+    """The `config` that the Python file at `path` defines, with overrides applied in order.
+
+    Raises InputError as `read_config`, for an unknown field, and for a value of the wrong type
+    or size.
+    """
+    config = read_config(path, kind)
+    for name, value in _pairs(overrides):
+        config = _replace(config, name.split("."), value, name)
+    return config
+
+
+def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
+    """`--a.b 1 --c=2` as [("a.b", "1"), ("c", "2")]."""
+    pairs, rest = [], list(overrides)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise InputError(f"{flag}: expected an override such as --optim.total_steps 20")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise InputError(f"--{name}: give it a value, as in --{name} VALUE")
+            value = rest.pop(0)
+        pairs.append((name, value))
+    return pairs
+
+
+def _replace(config: Any, path: list[str], text: str, name: str) -> Any:
+    hints = typing.get_type_hints(type(config))
+    if path[0] not in hints:
+        raise InputError(f"--{name}: no such setting, {path[0]!r} is not among {', '.join(hints)}")
+    old = getattr(config, path[0])
+    if len(path) > 1:
+        if not dataclasses.is_dataclass(old):
+            raise InputError(f"--{name}: {path[0]!r} holds a value, not settings")
+        new = _replace(old, path[1:], text, name)
+    else:
+        new = _parse(text, hints[path[0]], name)
+    return dataclasses.replace(config, **{path[0]: new})
+
+
+def _parse(text: str, hint: Any, name: str) -> Any:
+    """`text` as a value of the annotated type: numbers, booleans, literals, comma lists."""
+    if hint is str:
+        return text
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if text in options:
+            return text
+        raise InputError(f"--{name}: {text!r} is not one of {', '.join(options)}")
+    if origin is tuple:
+        return tuple(_parse(part, options[0], name) for part in text.split(",") if part)
+    if origin is types.UnionType:
+        none = text.lower() == "none"
+        return None if none else _parse(text, options[0], name)
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise InputError(f"--{name}: {text!r} is not {hint.__name__}")
+    return value
