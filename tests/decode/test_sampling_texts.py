@@ -63,7 +63,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     """
 
     def target_pass(setup, weights, tree, caches, length_B):
-        return step.target.Pass(jax.nn.one_hot(tree.tokens_BN, SIZE), (), (), ())
+        return step.llama.Pass(jax.nn.one_hot(tree.tokens_BN, SIZE), (), (), ())
 
     B = ROWS * len(rows)
     law = law_of(rows, SIZE)
@@ -81,7 +81,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     head = ids and step.Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
     with monkeypatch.context() as patch:
         patch.setattr(step, "target_pass", target_pass)
-        patch.setattr(step.target, "unembed", lambda table_VV, hidden_BNV: hidden_BNV @ table_VV)
+        patch.setattr(step.llama, "unembed", lambda table_VV, hidden_BNV: hidden_BNV @ table_VV)
         decode = jax.jit(functools.partial(step.decode, setup))
         state = decode(Weights(jnp.asarray(LOGITS_VV[0]), None, head), state, limits, law)
     accepted = np.asarray(state.accept_lengths_BR).sum() / np.asarray(state.rounds_B).sum()

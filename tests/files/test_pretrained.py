@@ -177,7 +177,8 @@ import re, sys
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from moa_jax import convert, folders, hf_config
+from moa_jax.files import folders, hf_config
+from moa_jax.model import convert
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.pretrained import load_target
 
