@@ -16,7 +16,9 @@ import numpy as np
 
 from moa_jax.config import Sampling
 from moa_jax.decode import sample
-from moa_jax.decode.session import GREEDY, bucket, law_of
+from moa_jax.decode.programs import bucket
+from moa_jax.decode.sample import law_of
+from moa_jax.decode.session import GREEDY
 from moa_jax.model import llama, masks
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
@@ -69,6 +71,7 @@ def _scores(cfg, params, tokens_1T, length, law) -> jax.Array:
     found = llama.forward(cfg, params, tokens_1T, jnp.arange(T)[None], masks.line(T))
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
-    seen_1V = sample.seen_in(law, tokens_1T, length[None], cfg.vocab_size)
+    blank_1V = sample.nothing_seen(law, 1, cfg.vocab_size)
+    seen_1V = sample.seen_with(blank_1V, tokens_1T, length[None])
     seen_11V = None if seen_1V is None else seen_1V[:, None]
     return sample.scores(law, logits_11V, seen_11V, length[None, None])[0, 0]

@@ -1,4 +1,7 @@
-"""Programs that one side of split decoding runs again and again, compiled once per shapes."""
+"""Compiled programs: one for each function, static choice and shapes of arguments.
+
+Nothing is compiled while it is timed, and any thread may compile while another one runs.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,59 @@ import numpy as np
 
 from moa_jax.model.precision import matmul_precision
 
+SMALLEST_BUCKET = 32
+ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 
-def one(value: int) -> np.ndarray:
-    """A number for the only row of a batch: (1,) int32."""
-    return np.array([value], np.int32)
+Program = Callable[..., Any]  # of (*weights, *arrays)
 
 
 class Programs:
-    """Functions of weights, of a state that each call replaces, and of arrays.
+    """Functions f(*fixed, *weights, *arrays, **static) of weights that stay and arrays that change.
 
-    A function is called as f(*chosen, *fixed, *weights, state, *arrays), its result starts with
-    the new state. What is chosen is part of the program's name, with the shapes of the arrays;
-    `fixed` and the shapes of weights and state never change.
+    `fixed` and `static` are compiled in. Where `donate` says so, the first of the arrays is used
+    up: it is a state, and the result has its successor in the same memory.
     """
 
     def __init__(self, fixed: tuple[Any, ...], weights: tuple[Any, ...], dtype: Any) -> None:
         """`dtype` is that of the weights, by which products are rounded."""
         self._fixed, self._weights, self._dtype = fixed, weights, dtype
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[Any, Program] = {}
 
-    def run(
-        self, function: Callable[..., Any], chosen: tuple[Any, ...], state: Any, *arrays: Any
-    ) -> Any:
-        """What the function returns; it is compiled first if it was not. `state` is used up."""
-        program = self._compiled.get(_name(function, chosen, arrays))
-        if program is None:
-            program = self.compile(function, chosen, state, *arrays)
-        return program(*self._weights, state, *arrays)
+    def __len__(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def run(self, function: Program, *arrays: Any, donate: bool = True, **static: Any) -> Any:
+        """What the function returns; it is compiled first where it was not."""
+        program = self.compile(function, *arrays, donate=donate, **static)
+        return program(*self._weights, *arrays)
 
     def compile(
-        self, function: Callable[..., Any], chosen: tuple[Any, ...], state: Any, *arrays: Any
-    ) -> Any:
-        """The compiled program; `state` may be its shapes alone. Any thread may do this."""
-        part = functools.partial(function, *chosen, *self._fixed)
-        with matmul_precision(self._dtype):
-            traced = jax.jit(part, donate_argnums=len(self._weights))
-            program = traced.lower(*self._weights, state, *arrays).compile()
-        self._compiled[_name(function, chosen, arrays)] = program
-        return program
+        self, function: Program, *arrays: Any, donate: bool = True, **static: Any
+    ) -> Program:
+        """The compiled program for arrays of these shapes, or for shapes in their place."""
+        leaves, structure = jax.tree.flatten(arrays)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (function, structure, shapes, *static.items())
+        if key not in self._compiled:
+            part = functools.partial(function, *self._fixed, **static)
+            donated = len(self._weights) if donate else ()
+            with matmul_precision(self._dtype):
+                traced = jax.jit(part, donate_argnums=donated)
+                self._compiled[key] = traced.lower(*self._weights, *arrays).compile()
+        return self._compiled[key]
 
 
-def _name(function: Callable[..., Any], chosen: tuple[Any, ...], arrays: Any) -> Any:
-    leaves, structure = jax.tree.flatten(arrays)
-    return (function, chosen, structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+def bucket(count: int) -> int:
+    """The smallest power of two that holds `count`, and at least 32: few shapes, few compiles."""
+    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
+
+
+def cache_rows_for(count: int) -> int:
+    """Rows of a cache that holds `count`: the next multiple of 128."""
+    return -(-count // ROWS_OF_A_TILE) * ROWS_OF_A_TILE
+
+
+def one(value: int) -> np.ndarray:
+    """A number for the only row of a batch: (1,) int32."""
+    return np.array([value], np.int32)

@@ -15,13 +15,16 @@ References: 2211.17192 and 2302.01318 (accept and residual); 2305.09781 (trees).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from moa_jax.config import Sampling
 from moa_jax.drafters.api import NOTHING, Tree
+from moa_jax.errors import InputError
 
 Array = jax.Array
 
@@ -38,6 +41,46 @@ class Law(NamedTuple):
     min_p_B: Array | None = None
     repetition_B: Array | None = None  # above 1 makes what was seen less likely
     bias_BV: Array | None = None  # added to the logits
+
+
+def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
+    """The arrays of a batch's settings; what no row uses is left out.
+
+    A `whole` law leaves out biases alone, so that one program serves all other settings. Raises
+    InputError for a bias of an id outside the vocabulary.
+    """
+    bias_BV = None
+    if any(row.logit_bias for row in rows):
+        bias_BV = np.zeros((len(rows), vocab_size), np.float32)
+        for bias_V, row in zip(bias_BV, rows, strict=True):
+            for token, bias in row.logit_bias:
+                if not is_id(token, vocab_size):
+                    raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
+                bias_V[token] = bias
+
+    def array(name: str, off: float, used: float | None = None) -> jax.Array | None:
+        values = [getattr(row, name) for row in rows]
+        if name == "top_k":
+            values = [min(value, vocab_size) for value in values]
+        if not whole and all(value == off for value in values):
+            return None
+        return jnp.array([used if used and value == off else value for value in values])
+
+    law = Law(repetition_B=array("repetition_penalty", 1.0), bias_BV=bias_BV)
+    if not whole and all(row.temperature == 0 for row in rows):
+        return law
+    return law._replace(
+        key_B=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows], jnp.uint32)),
+        temperature_B=jnp.array([row.temperature for row in rows], jnp.float32),
+        top_k_B=array("top_k", 0, vocab_size),
+        top_p_B=array("top_p", 1.0),
+        min_p_B=array("min_p", 0.0),
+    )
+
+
+def is_id(token: Any, vocab_size: int) -> bool:
+    """Whether this is a number that the vocabulary has."""
+    return isinstance(token, int | np.integer) and 0 <= token < vocab_size
 
 
 def adjust(law: Law, logits_BNV: Array, seen_BNV: Array | None, bias_BV: Array | None) -> Array:
@@ -57,21 +100,40 @@ def after(law: Law, logits_BNV: Array, seen_BNV: Array | None) -> Array:
     return logits_BNV if law.key_B is None else log_law(law, logits_BNV)
 
 
-def scores(law: Law, logits_BNV: Array, seen_BNV: Array | None, position_BN: Array) -> Array:
-    """What the token at a position maximises: logits if greedy, else log-law plus noise."""
-    after_BNV = after(law, logits_BNV, seen_BNV)
+def scores(
+    law: Law,
+    logits_BNU: Array,
+    seen_BNV: Array | None,
+    position_BN: Array,
+    vocabulary: tuple[Array, int] | None = None,
+) -> Array:
+    """What the token at a position maximises: logits if greedy, else log-law plus noise.
+
+    `vocabulary` names the U tokens that have logits, of how many, where these are not all.
+    """
+    ids_U, vocab_size = vocabulary or (slice(None), logits_BNU.shape[-1])
+    seen_BNU = None if seen_BNV is None else seen_BNV[..., ids_U]
+    after_BNU = after(law, logits_BNU, seen_BNU)
     if law.key_B is None:
-        return after_BNV
-    return after_BNV + gumbel(law, TARGET, position_BN, logits_BNV.shape[-1])
+        return after_BNU
+    return after_BNU + gumbel(law, TARGET, position_BN, vocab_size)[..., ids_U]
 
 
-def seen_in(law: Law, prompt_BT: Array, length_B: Array, vocab_size: int) -> Array | None:
-    """The tokens (B, V) of right-padded prompts, for a repetition penalty; None without one."""
-    if law.repetition_B is None:
+def nothing_seen(law: Law, batch: int, vocab_size: int) -> Array | None:
+    """No token of (B, V) seen yet, for a repetition penalty; None where the law has none."""
+    return None if law.repetition_B is None else jnp.zeros((batch, vocab_size), bool)
+
+
+def seen_with(
+    seen_BV: Array | None, tokens_BT: Array, count_B: Array | None = None
+) -> Array | None:
+    """What was seen with the first `count` tokens of each row, or all; negative ones apart."""
+    if seen_BV is None:
         return None
-    B, T = prompt_BT.shape
-    kept_BT = jnp.where(jnp.arange(T) < length_B[:, None], prompt_BT, NOTHING)
-    return mark(jnp.zeros((B, vocab_size), bool), kept_BT[:, None])[:, 0]
+    if count_B is not None:
+        index_T = jnp.arange(tokens_BT.shape[1])
+        tokens_BT = jnp.where(index_T < count_B[:, None], tokens_BT, NOTHING)
+    return mark(seen_BV, tokens_BT[:, None])[:, 0]
 
 
 def mark(seen_BV: Array, tokens_BNP: Array) -> Array:

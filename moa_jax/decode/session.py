@@ -8,7 +8,6 @@ result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,19 +18,17 @@ import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import step
-from moa_jax.decode.sample import Law
-from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
+from moa_jax.decode.programs import Programs, bucket, cache_rows_for
+from moa_jax.decode.sample import Law, is_id, law_of
+from moa_jax.decode.step import NEVER, DecodeState, Limits, Setup, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
-from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 GREEDY = Sampling()
 DEFAULT_DEPTH = 5
-NEVER = 2**31 - 1  # rounds until a pause
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
-SMALLEST_BUCKET = 32
 
 
 class Result(NamedTuple):
@@ -80,9 +77,9 @@ class Session:
     ) -> None:
         """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
 
-        `vocabulary` narrows what is drafted; `cache_rows` fixes the caches' size, so that one
-        program serves all lengths; `choose` replaces the target's choice of tokens, to price a
-        round. Raises InputError for a tree wider than the vocabulary.
+        `vocabulary` narrows what is drafted. `cache_rows` fixes the caches' size, rounded up to
+        a multiple of 128, so that one program serves all lengths. `choose` replaces the target's
+        choice of tokens, to price a round. Raises InputError for a tree wider than the vocabulary.
         """
         if shape is None:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
@@ -99,13 +96,8 @@ class Session:
         self.setup = Setup(target.config, functions, self.shape, choose)
         head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
         self.weights = Weights(for_decoding(target.params), drafter and drafter.params, head)
-        self.cache_rows = cache_rows
-        self._prefill = jax.jit(
-            functools.partial(step.prefill, self.setup), static_argnames="capacity"
-        )
-        self._round = jax.jit(functools.partial(_streamed_round, self.setup), donate_argnums=1)
-        self._decode = jax.jit(functools.partial(step.decode, self.setup), donate_argnums=1)
-        self._programs: dict[Any, Any] = {}
+        self.cache_rows = cache_rows and cache_rows_for(cache_rows)
+        self._programs = Programs((self.setup,), (self.weights,), target.params["embed"].dtype)
 
     @property
     def num_compiled(self) -> int:
@@ -138,7 +130,7 @@ class Session:
             state = jax.block_until_ready(decode(self.weights, state, limits, law))
             if stop_when is not None:
                 state = _look(prompts, state, stop_when, kept)
-            if stop_when is None or bool(state.done_B.all()):
+            if stop_when is None or bool(state.now.done_B.all()):
                 break
         decode_s = time.perf_counter() - begin
         return self._results(prompts, state, limits, prefill_s, decode_s, kept)
@@ -153,11 +145,11 @@ class Session:
     ) -> Iterator[list[int] | Result]:
         """Yields each round's new tokens as lists, and last the Result."""
         state, limits, law, prefill_s = self.start([prompt], max_new_tokens, stop_ids, sampling)
-        advance = self._compiled(self._round, self.weights, state, limits, law)
+        advance = self._programs.compile(_streamed_round, state, limits, law)
         length, decode_s = len(prompt), 0.0
         found = [int(state.tokens_BC[0, length])]
         kept: dict[int, int] = {}
-        done, shown = bool(state.done_B[0]), 0
+        done, shown = bool(state.now.done_B[0]), 0
         while True:
             cut = stop_when(found) if stop_when else None
             if cut is not None:
@@ -188,20 +180,22 @@ class Session:
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         total_B = jnp.asarray(lengths_B + wanted_B)
-        limits = Limits(total_B, self._stops(len(prompts), stop_ids), jnp.int32(NEVER))
-        capacity = prompt_BT.shape[1] + bucket(int(wanted_B.max()))
-        if self.cache_rows is not None:
-            capacity = self.cache_rows - self.shape.num_rows
+        limits = Limits(total_B, self._stops(len(prompts), stop_ids))
         law = law_of(rows_of(sampling, len(prompts)), self.target.config.vocab_size)
-        read = (self.weights, prompt_BT, lengths_B, limits, law)
-        prefill = self._compiled(self._prefill, *read, capacity=capacity)
+        num_rows = self.shape.num_rows
+        rows = self.cache_rows
+        if rows is None:
+            rows = cache_rows_for(prompt_BT.shape[1] + bucket(int(wanted_B.max())) + num_rows)
+        arrays = (prompt_BT, lengths_B, limits, law)
+        static = {"donate": False, "capacity": rows - num_rows}
+        prefill = self._programs.compile(step.prefill, *arrays, **static)
         begin = time.perf_counter()
-        state = jax.block_until_ready(prefill(*read))
+        state = jax.block_until_ready(prefill(self.weights, *arrays))
         return state, limits, law, time.perf_counter() - begin
 
     def loop(self, state: DecodeState, limits: Limits, law: Law) -> jax.stages.Compiled:
         """The compiled loop of rounds: (weights, state, limits, law) -> state, which it donates."""
-        return self._compiled(self._decode, self.weights, state, limits, law)
+        return self._programs.compile(step.decode, state, limits, law)
 
     def _stops(
         self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
@@ -232,7 +226,7 @@ class Session:
                 raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
             if not len(prompt):
                 raise InputError(f"prompt {index} is empty: give it at least one token")
-            wrong = [token for token in prompt if not _is_id(token, vocab_size)]
+            wrong = [token for token in prompt if not is_id(token, vocab_size)]
             if wrong:
                 raise InputError(
                     f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
@@ -251,16 +245,6 @@ class Session:
                 )
         return wanted_B
 
-    def _compiled(self, function: Any, *arguments: Any, **static: Any) -> Any:
-        """The program for arguments of these shapes, compiled apart from any timing."""
-        leaves, structure = jax.tree.flatten(arguments)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (function, structure, shapes, *static.items())
-        if key not in self._programs:
-            with matmul_precision(self.weights.target["embed"].dtype):
-                self._programs[key] = function.lower(*arguments, **static).compile()
-        return self._programs[key]
-
     def _results(
         self,
         prompts: Sequence[Sequence[int]],
@@ -270,7 +254,7 @@ class Session:
         decode_s: float,
         kept: dict[int, int],
     ) -> list[Result]:
-        fields = (state.tokens_BC, state.length_B, state.rounds_B, limits.stop_ids_BX)
+        fields = (state.tokens_BC, state.now.length_B, state.rounds_B, limits.stop_ids_BX)
         counts = (state.accept_lengths_BR, state.drafted_BR)
         results = []
         for index, (prompt, tokens_C, length, rounds, stop_X, accept_R, drafted_R) in enumerate(
@@ -319,45 +303,6 @@ def row_of(sampling: Sampling, row: int) -> Sampling:
     return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
 
 
-def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
-    """The arrays of a batch's settings; those that no row uses are left out, bar biases if `whole`.
-
-    A whole law serves any settings with one program.
-    """
-    bias_BV = None
-    if any(row.logit_bias for row in rows):
-        bias_BV = np.zeros((len(rows), vocab_size), np.float32)
-        for bias_V, row in zip(bias_BV, rows, strict=True):
-            for token, bias in row.logit_bias:
-                if not _is_id(token, vocab_size):
-                    raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
-                bias_V[token] = bias
-
-    def array(name: str, off: float, used: float | None = None) -> jax.Array | None:
-        values = [getattr(row, name) for row in rows]
-        if name == "top_k":
-            values = [min(value, vocab_size) for value in values]
-        if not whole and all(value == off for value in values):
-            return None
-        return jnp.array([used if used and value == off else value for value in values])
-
-    law = Law(repetition_B=array("repetition_penalty", 1.0), bias_BV=bias_BV)
-    if not whole and all(row.temperature == 0 for row in rows):
-        return law
-    return law._replace(
-        key_B=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows], jnp.uint32)),
-        temperature_B=jnp.array([row.temperature for row in rows], jnp.float32),
-        top_k_B=array("top_k", 0, vocab_size),
-        top_p_B=array("top_p", 1.0),
-        min_p_B=array("min_p", 0.0),
-    )
-
-
-def bucket(count: int) -> int:
-    """The smallest power of two that holds `count`, and at least 32: few shapes, few compiles."""
-    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
-
-
 def _look(
     prompts: Sequence[Sequence[int]],
     state: DecodeState,
@@ -365,14 +310,14 @@ def _look(
     kept: dict[int, int],
 ) -> DecodeState:
     """Ends the rows in which a stop is found, and notes how many tokens they keep."""
-    tokens_BC, length_B = np.asarray(state.tokens_BC), np.asarray(state.length_B)
-    done_B = np.array(state.done_B)
+    tokens_BC, length_B = np.asarray(state.tokens_BC), np.asarray(state.now.length_B)
+    done_B = np.array(state.now.done_B)
     for row, prompt in enumerate(prompts):
         cut = stop_when(tokens_BC[row, len(prompt) : length_B[row] + 1].tolist())
         if cut is not None:
             kept.setdefault(row, cut)
             done_B[row] = True
-    return state._replace(done_B=jnp.asarray(done_B))
+    return state._replace(now=state.now._replace(done_B=jnp.asarray(done_B)))
 
 
 def _cut(accept_lengths: list[int], total: int) -> list[int]:
@@ -423,16 +368,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | np.integer)
 
 
-def _is_id(token: Any, vocab_size: int) -> bool:
-    return isinstance(token, int | np.integer) and 0 <= token < vocab_size
-
-
 def _streamed_round(
     setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
 ) -> tuple[DecodeState, jax.Array]:
     """A round, and what the host wants of it in one array: count, done, the new tokens."""
-    before = state.length_B[0]
+    before = state.now.length_B[0]
     state = step.advance(setup, weights, state, limits, law)
     new_D = jax.lax.dynamic_slice(state.tokens_BC[0], (before + 1,), (setup.shape.levels,))
-    facts = jnp.stack([state.length_B[0] - before, state.done_B[0].astype(jnp.int32)])
+    facts = jnp.stack([state.now.length_B[0] - before, state.now.done_B[0].astype(jnp.int32)])
     return state, jnp.concatenate([facts, new_D])

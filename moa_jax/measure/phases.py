@@ -79,7 +79,7 @@ def measure(
     jax.block_until_ready(state)
     with jax.transfer_guard("disallow_explicit"):
         state = jax.block_until_ready(decode(session.weights, state, half_way, law))
-    cache_bytes = _size((state.target_caches, state.draft_cache))
+    cache_bytes = _size((state.now.target_caches, state.now.draft_cache))
     state, phases = _phases(session, state, limits, law)
     return Measured(
         phases,
@@ -104,11 +104,11 @@ def _phases(
 ) -> tuple[DecodeState, dict[str, Phase]]:
     """Each phase on what the one before it found; caches move through, so memory stays flat."""
     setup, weights = session.setup, session.weights
-    fixed = state._replace(target_caches=None, draft_cache=None)
-    caches, cache = state.target_caches, state.draft_cache
+    caches, cache = state.now.target_caches, state.now.draft_cache
+    fixed = with_caches(state, (), None)
     phases = {}
     if cache is None:
-        tree = chain(_root(state)[:, None])
+        tree = chain(state.root_B[:, None])
     else:
         draft = functools.partial(_draft, setup)
         phases["draft"], cache, tree = _timed(draft, weights, cache, (fixed, law))
@@ -118,9 +118,15 @@ def _phases(
     )
     if cache is not None:
         extend = functools.partial(_extend, setup)
-        read = (fixed.length_B, tokens_BD, tapped)
+        read = (fixed.now.length_B, tokens_BD, tapped)
         phases["extend"], cache, _ = _timed(extend, weights, cache, read)
-    return fixed._replace(target_caches=caches, draft_cache=cache), phases
+    return with_caches(state, caches, cache), phases
+
+
+def with_caches(state: DecodeState, target_caches: Any, draft_cache: Any) -> DecodeState:
+    """The same generation on other caches."""
+    now = state.now._replace(target_caches=target_caches, draft_cache=draft_cache)
+    return state._replace(now=now)
 
 
 # ---- one turn of each phase ---------------------------------------------------------------
@@ -128,19 +134,19 @@ def _phases(
 
 def _draft(setup: Setup, weights: Weights, read: Any, cache: Any, zero: Array) -> tuple[Any, Any]:
     state, law = read
-    state = state._replace(draft_cache=cache)
-    tree, cache = step.propose(setup, weights, state, law, _root(state) + zero)
+    now = state.now._replace(draft_cache=cache)
+    tree, cache = step.propose(setup, weights, now, law, state.root_B + zero)
     return cache, jax.tree.map(jnp.asarray, tree)
 
 
 def _verify(setup: Setup, weights: Weights, read: Any, caches: Any, zero: Array) -> tuple[Any, Any]:
     state, limits, law, tree = read
-    state = state._replace(target_caches=caches)
+    now = state.now._replace(target_caches=caches)
     tree = tree._replace(tokens_BN=tree.tokens_BN + zero)
-    found = step.verify_tree(setup, weights, state, law, tree)
-    committed = step.commit(state, tree, found.verdict, limits)
+    found = step.verify_tree(setup, weights, now, law, tree)
+    done = step.record(state, tree, found.verdict, limits)
     tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
-    said = (committed.tokens_BC, committed.length_B, committed.done_B, committed.drafted_BR)
+    said = (done.tokens_BC, done.now.length_B, done.now.done_B, done.drafted_BR)
     return found.caches, (said, tokens_BD, found.tapped)
 
 
@@ -149,10 +155,6 @@ def _extend(setup: Setup, weights: Weights, read: Any, cache: Any, zero: Array) 
     tapped = jax.tree.map(lambda x: x + zero.astype(x.dtype), tapped)
     cache = step.extend(setup, weights, cache, tokens_BD, length_B, tapped)
     return cache, [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves(cache)]
-
-
-def _root(state: DecodeState) -> Array:
-    return jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
 
 
 # ---- loops and clocks ---------------------------------------------------------------------
@@ -201,7 +203,8 @@ def _call_seconds(
     decode: Any, weights: Weights, state: DecodeState, limits: Any, law: Any
 ) -> float:
     """A call of the loop's program when every row is done."""
-    state = state._replace(done_B=jnp.ones_like(state.done_B))
+    now = state.now._replace(done_B=jnp.ones_like(state.now.done_B))
+    state = state._replace(now=now)
     seconds = []
     for _ in range(20):
         begin = time.perf_counter()

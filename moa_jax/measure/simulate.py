@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moa_jax.decode import sample
 from moa_jax.decode.sample import Law
-from moa_jax.decode.step import DecodeState, Setup
+from moa_jax.decode.step import RoundState, Setup
 from moa_jax.drafters.api import Tree
 
 Array = jax.Array
@@ -23,7 +23,7 @@ def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
     no child of it: the logits are computed as ever.
     """
 
-    def choose(setup: Setup, law: Law, state: DecodeState, tree: Tree, logits_BNV: Array) -> Array:
+    def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Array) -> Array:
         likeliest_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
         most = max(setup.shape.most_children, 1)
         child_BNk = sample.children(tree, most)
@@ -31,7 +31,7 @@ def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
         free_BNj = jnp.all(other_BNj[..., None] != child_BNk[:, :, None, :], axis=-1)
         first_BN1 = jnp.argmax(free_BNj, axis=-1, keepdims=True)
         other_BN = jnp.take_along_axis(other_BNj, first_BN1, axis=-1)[..., 0]
-        luck_BN = _luck(seed, state.length_B[:, None] + tree.depth_BN)
+        luck_BN = _luck(seed, now.length_B[:, None] + tree.depth_BN)
         follow_BN = (luck_BN < probability) & (child_BNk[..., 0] >= 0)
         return jnp.where(follow_BN, child_BNk[..., 0], other_BN)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ import numpy as np
 
 from moa_jax.config import DraftShape, Sampling, TargetConfig
 from moa_jax.decode import sample, step
-from moa_jax.decode.programs import Programs, one
-from moa_jax.decode.sample import Law
-from moa_jax.decode.session import bucket, for_decoding, law_of
-from moa_jax.decode.step import DecodeState, Setup, Weights
-from moa_jax.drafters.api import NOTHING, Cache, Drafter, Params, Shared, Tapped, Tree
+from moa_jax.decode.programs import Programs, bucket, cache_rows_for, one
+from moa_jax.decode.sample import Law, law_of
+from moa_jax.decode.session import for_decoding
+from moa_jax.decode.step import RoundState, Setup, Weights
+from moa_jax.drafters.api import NOTHING, Cache, Drafter, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import llama
 from moa_jax.pretrained import (
@@ -45,38 +45,39 @@ CHUNK = 128  # tokens whose rows come at once, as a rule
 class DraftHalf:
     """One session's caches on the drafter's side; all methods belong to one thread."""
 
-    def __init__(self, target_: Target, drafter: LoadedDrafter, *, max_tokens: int) -> None:
-        """Loads what the drafter borrows of `target_`, whose own weights need not be there.
+    def __init__(self, target: Target, drafter: LoadedDrafter, *, max_tokens: int) -> None:
+        """Loads what the drafter borrows of `target`, whose own weights need not be there.
 
         Raises InputError for a target whose files are missing or damaged.
         """
-        functions = functions_of(drafter, target_.config)
-        self.functions, self.cfg = functions, target_.config
-        weights = jax.tree.leaves((drafter.params, target_.params))
+        functions = functions_of(drafter, target.config)
+        self.functions, self.cfg = functions, target.config
+        weights = jax.tree.leaves((drafter.params, target.params))
         dtype = weights[0].dtype if weights else default_dtype()
-        if target_.params is None:
-            shared = load_borrowed(target_, functions.borrow, dtype)
+        if target.params is None:
+            shared = load_borrowed(target, functions.borrow, dtype)
         else:
-            shared = functions.borrow(target_.params)
+            shared = functions.borrow(target.params)
         shared = for_decoding(shared) if "embed" in shared else shared
         keep = set(drafter.params) - set(functions.digest_only)
-        self._params = {name: drafter.params[name] for name in keep}
-        self._shared, self._dtype = shared, dtype
-        self._treedef, self.leaves = digest_form(functions, target_.config, dtype)
+        params = {name: drafter.params[name] for name in keep}
+        self._weights, self._dtype = Weights(None, params, shared=shared), dtype
+        self._treedef, self.leaves = digest_form(functions, target.config, dtype)
         self._max_tokens = max_tokens
-        self._programs = Programs((functions, self.cfg), (self._params, shared), dtype)
+        setup = Setup(self.cfg, functions, DraftShape(1))
+        self._programs = Programs((setup,), (self._weights,), dtype)
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling) -> None:
         """Forgets the session; the next one chooses its tokens by `sampling`."""
-        rows = self._max_tokens + 2 * CHUNK
+        rows = cache_rows_for(self._max_tokens + 2 * CHUNK)
         self._cache = self.functions.init_cache(1, rows, self._dtype)
         self._sampling, self._law = sampling, law_of([sampling], self.cfg.vocab_size)
 
     @property
     def num_params(self) -> int:
         """Numbers held of drafter and target."""
-        return sum(leaf.size for leaf in jax.tree.leaves((self._params, self._shared)))
+        return sum(leaf.size for leaf in jax.tree.leaves(self._weights))
 
     def absorb(self, start: int, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
         """Takes in the target's rows of the tokens at `start` and after it; rows[i] (T, ...)."""
@@ -86,8 +87,7 @@ class DraftHalf:
         padded_1T[0, :T] = tokens
         leaves = [_batched(row, width, spec) for row, spec in zip(rows, self.leaves, strict=True)]
         digest = jax.tree.unflatten(self._treedef, leaves)
-        given = (self._cache, padded_1T, one(start), digest)
-        (self._cache,) = self._programs.run(_absorb, (), *given)
+        self._cache = self._programs.run(_absorb, self._cache, padded_1T, one(start), digest)
 
     def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
         """Compiles what replies of so many tokens, chains and these trees need; then forgets."""
@@ -121,8 +121,8 @@ class DraftHalf:
         if self.functions.go_on is None:
             raise InputError("this drafter cannot draft token by token: use a tree")
         steps = min(steps, MOST_STEPS)
-        given = (self._cache, *self._guided(text), np.int32(known), np.int32(steps))
-        self._cache, tokens_S = self._programs.run(_chain, (), *given)
+        given = (self._cache, self._fed(text), one(known), np.int32(steps))
+        self._cache, tokens_S = self._programs.run(_chain, *given)
         return np.asarray(tokens_S)[:steps].tolist()
 
     def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
@@ -130,17 +130,16 @@ class DraftHalf:
 
         Returns tokens and parents of the nodes behind the root, whose index is 0.
         """
-        given = (self._cache, *self._guided(text))
-        self._cache, tree = self._programs.run(_tree, (shape,), *given)
+        self._cache, tree = self._programs.run(_tree, self._cache, self._fed(text), shape=shape)
         return _nodes(tree)
 
-    def _guided(self, text: Sequence[int]) -> tuple[Any, ...]:
-        """The token to feed, its row, and what its law depends on."""
-        seen_1C = None
+    def _fed(self, text: Sequence[int]) -> Fed:
+        """The last token of a text, to be fed next."""
+        text_1C = None
         if self._law.repetition_B is not None:
-            seen_1C = np.full((1, self._max_tokens), NOTHING, np.int32)
-            seen_1C[0, : len(text)] = text
-        return one(text[-1]), one(len(text) - 1), self._law, seen_1C
+            text_1C = np.full((1, self._max_tokens), NOTHING, np.int32)
+            text_1C[0, : len(text)] = text
+        return Fed(one(text[-1]), one(len(text) - 1), self._law, text_1C)
 
 
 def digest_form(
@@ -184,93 +183,57 @@ def _nodes(tree: Tree) -> tuple[list[int], list[int]]:
 # ---- on the device ------------------------------------------------------------------------
 
 
+class Fed(NamedTuple):
+    """The token that is fed next, its row, and what the choice after it depends on."""
+
+    token_1: Array
+    length_1: Array
+    law: Law
+    text_1C: Array | None  # committed tokens, where the law asks for them
+
+    def state(self, setup: Setup, cache: Cache) -> RoundState:
+        """A round's state that has no target."""
+        blank_1V = sample.nothing_seen(self.law, 1, setup.target.vocab_size)
+        seen_1V = sample.seen_with(blank_1V, self.text_1C)
+        return RoundState(self.length_1, jnp.zeros(1, bool), seen_1V, draft_cache=cache)
+
+
 def _absorb(
-    functions: Drafter,
-    cfg: TargetConfig,
-    params: Params,
-    shared: Shared,
-    cache: Cache,
-    tokens_1T: Array,
-    start_1: Array,
-    digest: Any,
-) -> tuple[Cache]:
-    return (functions.extend(params, shared, cache, tokens_1T, start_1, digest),)
-
-
-def _seen(cfg: TargetConfig, law: Law, text_1C: Array | None) -> Array | None:
-    if law.repetition_B is None:
-        return None
-    blank_1V = jnp.zeros((1, cfg.vocab_size), bool)
-    return sample.mark(blank_1V, text_1C[:, None])[:, 0]
+    setup: Setup, weights: Weights, cache: Cache, tokens_1T: Array, start_1: Array, digest: Any
+) -> Cache:
+    take_in = setup.drafter.extend
+    return take_in(weights.drafter, weights.shared, cache, tokens_1T, start_1, digest)
 
 
 def _tree(
-    shape: DraftShape,
-    functions: Drafter,
-    cfg: TargetConfig,
-    params: Params,
-    shared: Shared,
-    cache: Cache,
-    root_1: Array,
-    length_1: Array,
-    law: Law,
-    text_1C: Array | None,
+    setup: Setup, weights: Weights, cache: Cache, fed: Fed, shape: DraftShape
 ) -> tuple[Cache, Tree]:
-    setup, weights = Setup(cfg, functions, shape), Weights(None, params)
-    seen_1V, none_1 = _seen(cfg, law, text_1C), jnp.zeros(1, bool)
-    state = DecodeState(None, length_1, none_1, None, cache, None, None, None, seen_1V)
-    guide = step.guide(setup, weights, state, law)
-    tree, cache = functions.propose(params, shared, cache, root_1, length_1, shape, guide)
+    setup = setup._replace(shape=shape)
+    tree, cache = step.propose(setup, weights, fed.state(setup, cache), fed.law, fed.token_1)
     return cache, tree
 
 
 def _chain(
-    functions: Drafter,
-    cfg: TargetConfig,
-    params: Params,
-    shared: Shared,
-    cache: Cache,
-    token_1: Array,
-    length_1: Array,
-    law: Law,
-    text_1C: Array | None,
-    known: Array,
-    steps: Array,
+    setup: Setup, weights: Weights, cache: Cache, fed: Fed, known_1: Array, steps: Array
 ) -> tuple[Cache, Array]:
     """Tokens (MOST_STEPS,), of which the first `steps` count."""
-    ids_U = None if functions.draft_ids is None else jnp.array(functions.draft_ids)
-    known_1 = known[None].astype(jnp.int32)
+    ids_U = setup.drafter.draft_ids
+    vocabulary = None if ids_U is None else (jnp.array(ids_U), setup.target.vocab_size)
 
     def feed(count: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens_S, token_1, cache, seen_1V = carry
-        at_1 = length_1 + count
-        logits_1U, cache = functions.go_on(params, shared, cache, token_1, at_1, known_1)
-        score_1U = _scores(law, logits_1U, seen_1V, at_1 + 1, ids_U, cfg.vocab_size)
-        best_1 = jnp.argmax(score_1U, axis=-1)
-        token_1 = (best_1 if ids_U is None else ids_U[best_1]).astype(jnp.int32)
-        if seen_1V is not None:
-            seen_1V = seen_1V.at[0, token_1[0]].set(True)
+        at_1 = fed.length_1 + count
+        given = (weights.drafter, weights.shared, cache, token_1, at_1, known_1)
+        logits_1U, cache = setup.drafter.go_on(*given)
+        logits_11U = logits_1U.astype(jnp.float32)[:, None]
+        seen_11V = None if seen_1V is None else seen_1V[:, None]
+        score_11U = sample.scores(fed.law, logits_11U, seen_11V, at_1[:, None] + 1, vocabulary)
+        best_1 = jnp.argmax(score_11U[:, 0], axis=-1)
+        token_1 = (best_1 if ids_U is None else jnp.array(ids_U)[best_1]).astype(jnp.int32)
+        seen_1V = sample.seen_with(seen_1V, token_1[:, None])
         return tokens_S.at[count].set(token_1[0]), token_1, cache, seen_1V
 
-    blank_S = jnp.zeros(MOST_STEPS, jnp.int32)
-    start = (blank_S, token_1, cache, _seen(cfg, law, text_1C))
+    seen_1V = fed.state(setup, cache).seen_BV
+    start = (jnp.zeros(MOST_STEPS, jnp.int32), fed.token_1, cache, seen_1V)
     tokens_S, _, cache, _ = jax.lax.fori_loop(0, steps, feed, start)
     return cache, tokens_S
-
-
-def _scores(
-    law: Law,
-    logits_1U: Array,
-    seen_1V: Array | None,
-    position_1: Array,
-    ids_U: Array | None,
-    vocab_size: int,
-) -> Array:
-    """What the next token maximises, by the drafter's law and the target's noise."""
-    narrow = (lambda row_V: row_V) if ids_U is None else (lambda row_V: row_V[..., ids_U])
-    seen_11U = None if seen_1V is None else narrow(seen_1V)[:, None]
-    after_11U = sample.after(law, logits_1U.astype(jnp.float32)[:, None], seen_11U)
-    if law.key_B is None:
-        return after_11U[:, 0]
-    noise_11V = sample.gumbel(law, sample.TARGET, position_1[:, None], vocab_size)
-    return (after_11U + narrow(noise_11V))[:, 0]

@@ -25,11 +25,11 @@ import numpy as np
 
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.programs import Programs, one
-from moa_jax.decode.sample import Law
-from moa_jax.decode.session import bucket, for_decoding, law_of
-from moa_jax.decode.step import DecodeState, Setup, Weights
-from moa_jax.drafters.api import NOTHING, Tapped, Tree, chain
+from moa_jax.decode.programs import Programs, bucket, cache_rows_for
+from moa_jax.decode.sample import Law, law_of
+from moa_jax.decode.session import for_decoding
+from moa_jax.decode.step import Limits, RoundState, Setup, Weights
+from moa_jax.drafters.api import NOTHING, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import cache, llama
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
@@ -38,13 +38,14 @@ Array = jax.Array
 
 NODES = (1, 4, 8, 16, MAX_DEPTH)  # of a pass, the root included
 SESSIONS = tuple(4**k for k in range(8))  # of a pass
+MOST_STOPS = 64  # stop ids of a session
 
 
 class Full(InputError):
     """No slot is free."""
 
 
-class Pass(NamedTuple):
+class PassSize(NamedTuple):
     """The size of a pass: one program."""
 
     function: Any  # _read or _verify
@@ -88,7 +89,7 @@ class Slots:
 
     def __init__(
         self,
-        target_: Target,
+        target: Target,
         drafter: LoadedDrafter | None,
         *,
         num_slots: int,
@@ -98,24 +99,25 @@ class Slots:
     ) -> None:
         """Room for `num_slots` sessions of `max_tokens` tokens; drafts have `max_nodes` nodes at
         most, the root included. InputError for more tokens than the target has positions."""
-        positions = target_.config.max_position_embeddings
+        positions = target.config.max_position_embeddings
         if max_tokens > positions:
             raise InputError(f"{max_tokens} tokens: the target has {positions} positions")
         if not 1 <= max_nodes <= MAX_DEPTH:
             raise InputError(f"{max_nodes} nodes: choose from 1 to {MAX_DEPTH}")
-        functions = drafter and functions_of(drafter, target_.config)
-        self.target, self.functions = target_, functions
+        functions = drafter and functions_of(drafter, target.config)
+        self.target, self.functions = target, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
-        self.weights = Weights(for_decoding(target_.params), drafter and drafter.params)
-        num_rows = max_tokens + max(_padded(max_nodes, NODES), bucket(chunk))
-        dtype = target_.params["embed"].dtype
+        self.weights = Weights(for_decoding(target.params), drafter and drafter.params)
+        num_rows = cache_rows_for(max_tokens + max(_padded(max_nodes, NODES), bucket(chunk)))
+        dtype = target.params["embed"].dtype
         self._empty = functools.partial(
-            llama.init_caches, target_.config, num_slots + 1, num_rows, dtype
+            llama.init_caches, target.config, num_slots + 1, num_rows, dtype
         )
         self._scratch = num_slots  # where the padding of a pass writes
         self._slots: list[Slot | None] = [None] * num_slots
-        self._programs = Programs((target_.config, functions), (self.weights,), dtype)
-        self._ready: frozenset[Pass] = frozenset()
+        setup = Setup(target.config, functions, DraftShape(1))
+        self._programs = Programs((setup,), (self.weights,), dtype)
+        self._ready: frozenset[PassSize] = frozenset()
         self._renew()
 
     @property
@@ -124,11 +126,16 @@ class Slots:
         return sum(slot is None for slot in self._slots)
 
     def open(self, sampling: Sampling, stop_ids: Sequence[int], total: int) -> int:
-        """Takes a slot for a session of at most `total` tokens; Full if none is free."""
+        """Takes a slot for a session of at most `total` tokens; Full if none is free.
+
+        Raises InputError for settings that no pass serves.
+        """
         if not 1 < total <= self.max_tokens:
             raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
         if sampling.logit_bias:
             raise InputError("logit_bias does not travel: leave it out")
+        if len(stop_ids) > MOST_STOPS:
+            raise InputError(f"{len(stop_ids)} stop ids: a session has at most {MOST_STOPS}")
         for index, slot in enumerate(self._slots):
             if slot is None:
                 self._slots[index] = Slot(sampling, frozenset(stop_ids), total)
@@ -175,8 +182,9 @@ class Slots:
             size = self._fit(_read, [session], len(todo))
             padded_1T = np.zeros((1, size.width), np.int32)
             padded_1T[0, : len(todo)] = todo
-            given = (one(slot), padded_1T, one(start), one(len(todo)))
-            root_1, leaves = self._run(_read, *given, *self._law(size, [session]))
+            count_1 = np.array([len(todo)], np.int32)
+            served = self._served(size, [slot], [session])
+            root_1, leaves = self._run(_read, served, padded_1T, count_1)
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
                 news.append(int(root_1[0]))
@@ -200,21 +208,23 @@ class Slots:
             self._check_draft(request)
         width = max(1 + len(request.tokens) for request in requests)
         size = self._fit(_verify, sessions, width)
-        A, N = size.rows, size.width
-        slot_A = np.full(A, self._scratch, np.int32)
-        slot_A[: len(requests)] = [request.slot for request in requests]
-        length_A = np.zeros(A, np.int32)
-        length_A[: len(requests)] = [session.length for session in sessions]
         trees = [
-            _tree_of(session.tokens[-1], request, N)
+            _tree_of(session.tokens[-1], request, size.width)
             for request, session in zip(requests, sessions, strict=True)
         ]
-        given = (slot_A, _stacked(trees, A, N), length_A, *self._law(size, sessions))
-        emitted, count_A, leaves = self._run(_verify, *given)
-        return [
-            _commit(session, emitted[row, : count_A[row]].tolist(), leaves, row)
-            for row, session in enumerate(sessions)
-        ]
+        served = self._served(size, [request.slot for request in requests], sessions)
+        tree = _stacked(trees, size.rows, size.width)
+        emitted_AD, count_A, leaves = self._run(_verify, served, tree)
+        replies = []
+        for row, session in enumerate(sessions):
+            start, count = session.length, int(count_A[row])
+            news = emitted_AD[row, :count].tolist()
+            session.tokens += news
+            session.length += count
+            session.done = _done(session, news[-1:])
+            rows = [_rows_of(leaf, row, count) for leaf in leaves]
+            replies.append(Reply(start, count, news, session.done, rows))
+        return replies
 
     def padded(self, num_nodes: int) -> int:
         """Nodes, the root included, that a pass over one draft of so many really has."""
@@ -222,7 +232,7 @@ class Slots:
 
     def passes(
         self, nodes: Sequence[int] = NODES, sampled: bool = False, short: bool = True
-    ) -> list[Pass]:
+    ) -> list[PassSize]:
         """What drafts of so many nodes for any number of sessions need, and `short` prompts.
 
         The first two hold every other one, so that with them nothing more must be compiled.
@@ -231,32 +241,31 @@ class Slots:
         reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
         rows = sorted({self._num_rows(count) for count in range(1, len(self._slots) + 1)})
         widths = sorted({min(_padded(number, NODES), most) for number in nodes})
-        found = [Pass(_read, 1, reads[-1], True), Pass(_verify, rows[-1], most, True)]
-        found += [Pass(_read, 1, T, True) for T in reads if short]
+        found = [PassSize(_read, 1, reads[-1], True), PassSize(_verify, rows[-1], most, True)]
+        found += [PassSize(_read, 1, T, True) for T in reads if short]
         for law in (False, True) if sampled else (False,):
-            found += [Pass(_verify, A, N, law) for A in rows for N in widths]
+            found += [PassSize(_verify, A, N, law) for A in rows for N in widths]
         return list(dict.fromkeys(found))
 
-    def compile(self, size: Pass) -> None:
+    def compile(self, size: PassSize) -> None:
         """Makes a pass's program; any one thread may do so while another one works."""
         A, T = size.rows, size.width
-        slot_A, zero_A = np.full(A, self._scratch, np.int32), np.zeros(A, np.int32)
         if size.function is _read:
-            given = (slot_A, np.zeros((A, T), np.int32), zero_A, one(T))
+            given = (np.zeros((A, T), np.int32), np.full(A, T, np.int32))
         else:
-            given = (slot_A, _stacked([], A, T), zero_A)
+            given = (_stacked([], A, T),)
         form = jax.eval_shape(self._empty)
-        self._programs.compile(size.function, (), form, *given, *self._law(size, []))
+        self._programs.compile(size.function, form, self._served(size, [], []), *given)
         self._ready |= {size}
 
-    def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> Pass:
+    def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
         """The pass for so much work: of its own size, or the least one that is compiled."""
         plain, count = Sampling(), max(len(sessions), 1)
         sampled = any(dataclasses.replace(s.sampling, seed=0) != plain for s in sessions)
         if function is _read:
-            own = Pass(function, 1, bucket(width), True)
+            own = PassSize(function, 1, bucket(width), True)
         else:
-            own = Pass(function, self._num_rows(count), _padded(width, NODES), sampled)
+            own = PassSize(function, self._num_rows(count), _padded(width, NODES), sampled)
         holds = [
             size
             for size in self._ready
@@ -294,21 +303,29 @@ class Slots:
         if len(pairs) < len(request.tokens):
             raise InputError("two children of a node are the same token: send each once")
 
-    def _law(self, size: Pass, sessions: Sequence[Slot]) -> tuple[Law, np.ndarray | None]:
-        """The settings of a pass, and its texts where they matter."""
+    def _served(self, size: PassSize, slots: Sequence[int], sessions: Sequence[Slot]) -> Served:
+        """A pass's sessions, then padding that writes to the scratch slot."""
+        A = size.rows
+        slot_A = np.full(A, self._scratch, np.int32)
+        length_A, total_A = np.zeros(A, np.int32), np.zeros(A, np.int32)
+        stop_ids_AX = np.full((A, MOST_STOPS), -1, np.int32)
+        for row, session in enumerate(sessions):
+            slot_A[row], length_A[row], total_A[row] = slots[row], session.length, session.total
+            stop_ids_AX[row, : len(session.stop_ids)] = sorted(session.stop_ids)
+        limits = Limits(total_A, stop_ids_AX)
         if not size.sampled:
-            return Law(), None
+            return Served(slot_A, length_A, limits, Law(), None)
         rows = [session.sampling for session in sessions]
-        rows += [Sampling()] * (size.rows - len(rows))
-        text_AC = np.full((size.rows, self.max_tokens), NOTHING, np.int32)
-        for row_C, session in zip(text_AC, sessions, strict=False):
-            row_C[: len(session.tokens)] = session.tokens
-        return law_of(rows, self.target.config.vocab_size, whole=True), text_AC
+        law = law_of(rows + [Sampling()] * (A - len(rows)), self.target.config.vocab_size, True)
+        text_AC = np.full((A, self.max_tokens), NOTHING, np.int32)
+        for text_C, session in zip(text_AC, sessions, strict=False):
+            text_C[: len(session.tokens)] = session.tokens
+        return Served(slot_A, length_A, limits, law, text_AC)
 
     def _run(self, function: Any, *arrays: Any) -> Any:
         """One pass over the slots' caches; arrays on the host."""
         self._sound = False  # a pass replaces the caches in their place: one that fails, for good
-        self._caches, *found = self._programs.run(function, (), self._caches, *arrays)
+        self._caches, *found = self._programs.run(function, self._caches, *arrays)
         found = jax.tree.map(np.asarray, found)
         self._sound = True
         return found
@@ -341,20 +358,6 @@ def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
 
 
-def _commit(session: Slot, emitted: list[int], leaves: list[np.ndarray], row: int) -> Reply:
-    """Appends what a round gave, up to the first stop and the limit."""
-    emitted = emitted[: session.total - len(session.tokens)]
-    stop = next((i for i, token in enumerate(emitted) if token in session.stop_ids), None)
-    if stop is not None:
-        emitted = emitted[: stop + 1]
-    start, count = session.length, len(emitted)
-    session.tokens += emitted
-    session.length += count
-    session.done = _done(session, emitted[-1:])
-    rows = [_rows_of(leaf, row, count) for leaf in leaves]
-    return Reply(start, count, emitted, session.done, rows)
-
-
 def _done(session: Slot, last: Sequence[int]) -> str:
     if any(token in session.stop_ids for token in last):
         return "stop"
@@ -369,85 +372,71 @@ def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:
 # ---- on the device ------------------------------------------------------------------------
 
 
+class Served(NamedTuple):
+    """The sessions of a pass, as arrays: where each stands and what it is decoded by."""
+
+    slot_A: Array
+    length_A: Array  # tokens processed
+    limits: Limits
+    law: Law
+    text_AC: Array | None  # committed tokens, where the law asks for them
+
+
 def _read(
-    cfg: Any,
-    functions: Any,
+    setup: Setup,
     weights: Weights,
     caches: llama.Caches,
-    slot_1: Array,
+    served: Served,
     tokens_1T: Array,
-    start_1: Array,
     count_1: Array,
-    law: Law,
-    text_1C: Array | None,
 ) -> tuple[llama.Caches, Array, list[Array]]:
     """Processes T given tokens of one slot: what follows the last real one, and the digest."""
-    setup = Setup(cfg, functions, DraftShape(1))
-    past = _taken(caches, slot_1)
-    found = step.target_pass(setup, weights, chain(tokens_1T), past, start_1)
-    seen_1V = None
-    if law.repetition_B is not None:
-        index_T = jnp.arange(tokens_1T.shape[1])
-        new_1T = jnp.where(index_T < count_1[:, None], tokens_1T, NOTHING)
-        whole_1C = jnp.concatenate([text_1C, new_1T], axis=1)
-        blank_1V = jnp.zeros((1, cfg.vocab_size), bool)
-        seen_1V = sample.mark(blank_1V, whole_1C[:, None])[:, 0]
-    root_1 = step.token_after(
-        weights, law, found.hidden_BTD, count_1 - 1, start_1 + count_1, seen_1V
-    )
-    tapped = Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
-    leaves = _digest(functions, weights, start_1, tapped)
-    return _put(caches, found.caches, slot_1, start_1, tokens_1T.shape[1]), root_1, leaves
+    now = _taken(setup, caches, served)
+    now, root_1, tapped = step.read(setup, weights, now, tokens_1T, count_1, served.law)
+    leaves = _digest(setup, weights, served.length_A, tapped)
+    return _put(caches, now.target_caches, served, tokens_1T.shape[1]), root_1, leaves
 
 
 def _verify(
-    cfg: Any,
-    functions: Any,
-    weights: Weights,
-    caches: llama.Caches,
-    slot_A: Array,
-    tree: Tree,
-    length_A: Array,
-    law: Law,
-    text_AC: Array | None,
+    setup: Setup, weights: Weights, caches: llama.Caches, served: Served, tree: Tree
 ) -> tuple[llama.Caches, Array, Array, list[Array]]:
     """One pass over A slots' trees of N nodes: emitted tokens, how many, digests of the paths."""
-    A, N = tree.tokens_BN.shape
+    N = tree.tokens_BN.shape[1]
     # The shape of which any tree of N nodes is one: N levels at most, as in a chain.
-    shape = DraftShape(N, 2, N - 1) if N > 1 else DraftShape(1)
-    setup = Setup(cfg, functions, shape)
-    seen_AV = None
-    if law.repetition_B is not None:
-        blank_AV = jnp.zeros((A, cfg.vocab_size), bool)
-        seen_AV = sample.mark(blank_AV, text_AC[:, None])[:, 0]
-    none_A = jnp.zeros(A, bool)
-    past = _taken(caches, slot_A)
-    state = DecodeState(None, length_A, none_A, past, None, None, None, None, seen_AV)
-    found = step.verify_tree(setup, weights, state, law, tree)
-    leaves = _digest(functions, weights, length_A, found.tapped)
-    caches = _put(caches, found.caches, slot_A, length_A, N)
-    return caches, found.verdict.emitted_BD, found.verdict.count_B, leaves
+    setup = setup._replace(shape=DraftShape(N, 2, N - 1) if N > 1 else DraftShape(1))
+    now = _taken(setup, caches, served)
+    found = step.verify_tree(setup, weights, now, served.law, tree)
+    _, count_A = step.commit(now, found.verdict, served.limits)
+    leaves = _digest(setup, weights, served.length_A, found.tapped)
+    caches = _put(caches, found.caches, served, N)
+    return caches, found.verdict.emitted_BD, count_A, leaves
 
 
-def _digest(functions: Any, weights: Weights, start_A: Array, tapped: Tapped) -> list[Array]:
-    if functions is None:
+def _digest(setup: Setup, weights: Weights, start_A: Array, tapped: Tapped) -> list[Array]:
+    if setup.drafter is None:
         return []
-    return jax.tree.leaves(functions.digest(weights.drafter, start_A, tapped))
+    return jax.tree.leaves(setup.drafter.digest(weights.drafter, start_A, tapped))
 
 
-def _taken(caches: llama.Caches, slot_A: Array) -> llama.Caches:
-    return jax.tree.map(lambda cache_SKRE: cache_SKRE[slot_A], caches)
+def _taken(setup: Setup, caches: llama.Caches, served: Served) -> RoundState:
+    """The slots' rows of the caches, as the state of a round."""
+    A = len(served.slot_A)
+    blank_AV = sample.nothing_seen(served.law, A, setup.target.vocab_size)
+    return RoundState(
+        served.length_A,
+        jnp.zeros(A, bool),
+        sample.seen_with(blank_AV, served.text_AC),
+        jax.tree.map(lambda cache_SKRE: cache_SKRE[served.slot_A], caches),
+    )
 
 
-def _put(
-    caches: llama.Caches, worked: llama.Caches, slot_A: Array, start_A: Array, count: int
-) -> llama.Caches:
-    """The slots' caches with the `count` rows that a pass wrote from `start` on."""
-    row_AT = start_A[:, None] + jnp.arange(count)
+def _put(caches: llama.Caches, worked: llama.Caches, served: Served, count: int) -> llama.Caches:
+    """The slots' caches with the `count` rows that a pass wrote behind each session's length."""
+    row_AT = served.length_A[:, None] + jnp.arange(count)
 
     def put(cache_SKRE: Array, worked_AKRE: Array) -> Array:
         new_AKTE = jnp.take_along_axis(worked_AKRE, row_AT[:, None, :, None], axis=2)
-        at = (slot_A[:, None], slice(None), row_AT)
+        at = (served.slot_A[:, None], slice(None), row_AT)
         return cache_SKRE.at[at].set(new_AKTE.swapaxes(1, 2))  # indexed axes come first
 
     return tuple(cache.KV(*map(put, old, new)) for old, new in zip(caches, worked, strict=True))

@@ -17,7 +17,8 @@ from transformers.generation import logits_process as hf
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.session import law_of, rows_of
+from moa_jax.decode.sample import law_of
+from moa_jax.decode.session import rows_of
 from moa_jax.decode.step import Setup, Weights
 from tests.model_folders import refusal
 from tests.sampling_law import PLAIN, law_by_definition
@@ -112,8 +113,8 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
 
     @jax.jit
     def guided(weights, law, logits_BNU):
-        state = SimpleNamespace(seen_BV=seen_BNV[:, 0], done_B=np.zeros(1, bool))
-        return step.guide(setup, weights, state, law).log_law(logits_BNU, path_BNP)
+        now = step.RoundState(None, np.zeros(1, bool), seen_BNV[:, 0])
+        return step.guide(setup, weights, now, law).log_law(logits_BNU, path_BNP)
 
     whole_BNV = guided(Weights(None, None), law, logits_BNV)
     narrow = Weights(None, None, step.Vocabulary(ids_U, None))

@@ -19,8 +19,8 @@ import torch
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.session import law_of
-from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
+from moa_jax.decode.sample import law_of
+from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.drafters import grow
 from moa_jax.drafters.api import Drafter, Taps
 from tests.oracle import random_pair
@@ -72,12 +72,11 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     law = sample.Law(key_B, *map(spread, law[1:]))
     setup = Setup(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)
     zero_B, zero_BR = jnp.zeros(B, jnp.int32), jnp.zeros((B, TOKENS + 1), jnp.int32)
-    seen_BV = jnp.zeros((B, SIZE), bool).at[:, 0].set(True)
-    state = DecodeState(
-        *(jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32), zero_B, zero_B > 0, (), ()),
-        *(zero_B, zero_BR, zero_BR, None if law.repetition_B is None else seen_BV),
-    )
-    limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1), jnp.int32(99))
+    seen_BV = sample.seen_with(sample.nothing_seen(law, B, SIZE), zero_B[:, None])
+    now = RoundState(zero_B, zero_B > 0, seen_BV, draft_cache=())
+    tokens_BC = jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32)
+    state = DecodeState(now, tokens_BC, zero_B, zero_BR, zero_BR)
+    limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1))
     head = ids and step.Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
     with monkeypatch.context() as patch:
         patch.setattr(step, "target_pass", target_pass)

@@ -7,7 +7,8 @@ import pytest
 
 from moa_jax import InputError, Result, Session
 from moa_jax.config import DraftShape
-from moa_jax.decode.session import bucket
+from moa_jax.decode.programs import bucket
+from moa_jax.decode.session import GREEDY
 from moa_jax.decode.verify import verify
 from moa_jax.drafters.api import Tree, chain
 from tests.conftest import golden_cases
@@ -154,6 +155,16 @@ def test_verify_follows_the_agreeing_branch_of_a_tree():
     assert verdict.emitted_BD[0, :3].tolist() == [3, 4, 6]
 
 
+@pytest.mark.parametrize("shape", [DraftShape(1), DraftShape(5), DraftShape(7, 8, 62)], ids=str)
+def test_caches_have_a_multiple_of_128_rows(simple_pair, shape):
+    """XLA pads other sizes, and copies every cache in every layer and round to do so."""
+    for asked in (None, 200):
+        session = Session(simple_pair.target, simple_pair.drafter, shape, cache_rows=asked)
+        state, *_ = session.start([[5, 6, 7]], 40, NO_STOP, GREEDY)
+        shapes = {cache.k_BKSE.shape[2] for cache in state.now.target_caches}
+        assert shapes == {256 if asked or shape.num_rows > 32 else 128}
+
+
 def test_one_compile_per_shape(simple_pair):
     session = Session(simple_pair.target, simple_pair.drafter, DraftShape(3))
     session.generate([[5, 6, 7]], 20, NO_STOP)
@@ -162,7 +173,9 @@ def test_one_compile_per_shape(simple_pair):
     session.generate([[5] * 31], 32, [3, 4])
     assert session.num_compiled == compiled
     session.generate([[5] * 33], 32)
-    assert session.num_compiled == compiled + 2
+    assert session.num_compiled == compiled + 1  # a prefill: caches of 128 rows hold both
+    session.generate([[5] * 65], 32)
+    assert session.num_compiled == compiled + 3
 
 
 def test_buckets_hold_their_count():

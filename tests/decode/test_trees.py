@@ -37,8 +37,7 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
 
     @jax.jit
     def shown(weights, state, limits, law):
-        root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
-        tree, _ = step.propose(session.setup, weights, state, law, root_B)
+        tree, _ = step.propose(session.setup, weights, state.now, law, state.root_B)
         return tree, step.advance(session.setup, weights, state, limits, law)
 
     return session, shown
@@ -82,7 +81,7 @@ def test_draft_rounds_equal_recorded(folder, name):
         state, limits, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
         rounds = len(of("rounds_min_gap")) if seen else 0
         index = 0
-        while not bool(state.done_B[0]):
+        while not bool(state.now.done_B[0]):
             tree, state = shown(session.weights, state, limits, law)
             if index < rounds and of("rounds_min_gap")[index] > SAFE_GAP:
                 np.testing.assert_array_equal(tree.tokens_BN[0], of("rounds_draft_tokens")[index])
@@ -110,8 +109,7 @@ def test_draft_first_tree_equals_recorded(folder, name, monkeypatch):
         return keep(root_B, flat, shape, bound)
 
     def propose(weights, state, law):
-        root_B = jnp.take_along_axis(state.tokens_BC, state.length_B[:, None], axis=1)[:, 0]
-        tree, _ = step.propose(session.setup, weights, state, law, root_B)
+        tree, _ = step.propose(session.setup, weights, state.now, law, state.root_B)
         return tree, seen.get("scores")
 
     monkeypatch.setattr(grow, "select", spy)

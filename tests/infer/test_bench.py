@@ -22,7 +22,8 @@ from infer.info import ROOT
 from moa_jax import InputError, Result, load_target
 from moa_jax.config import BlockConfig, DraftShape, MoaConfig, TargetConfig
 from moa_jax.decode import step
-from moa_jax.decode.session import GREEDY, law_of, rows_of
+from moa_jax.decode.sample import law_of
+from moa_jax.decode.session import GREEDY, rows_of
 from moa_jax.drafters import DRAFTERS
 from moa_jax.measure import figures, phases, random_pair, tables, traffic, tuned
 from moa_jax.measure.figures import Run
@@ -161,18 +162,18 @@ def test_bytes_of_phases_by_hand():
     )
     memory_side = (ca["attention"]["kv"], ca["input_norm"])
     each = size(sa, ca, target.params["lm_head"]) - size(ca["attention"]["kv"])
-    found = bytes_of(phases._draft, state.draft_cache, (state, LAW))
+    found = bytes_of(phases._draft, state.now.draft_cache, (state, LAW))
     assert found == 2 * (each + 2 * a_cache)
     _, tree = blank(
-        functools.partial(phases._draft, setup), weights, (state, LAW), state.draft_cache, zero
+        functools.partial(phases._draft, setup), weights, (state, LAW), state.now.draft_cache, zero
     )
     read = (state, limits, LAW, tree)
     all_but_table = size(target.params) - size(target.params["embed"])
-    assert bytes_of(phases._verify, state.target_caches, read) == all_but_table + 2 * a_cache
+    assert bytes_of(phases._verify, state.now.target_caches, read) == all_but_table + 2 * a_cache
     _, (_, tokens_BD, tapped) = blank(
-        functools.partial(phases._verify, setup), weights, read, state.target_caches, zero
+        functools.partial(phases._verify, setup), weights, read, state.now.target_caches, zero
     )
-    found = bytes_of(phases._extend, state.draft_cache, (state.length_B, tokens_BD, tapped))
+    found = bytes_of(phases._extend, state.now.draft_cache, (state.now.length_B, tokens_BD, tapped))
     looks = 4 * 4  # one number of each cache array, to wait for it
     assert found == size(lsa, out, sa["attention"]["qkv"], sa["input_norm"], memory_side) + looks
 

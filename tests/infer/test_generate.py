@@ -110,12 +110,12 @@ def test_check_finds_a_difference(ask, monkeypatch):
     """A target that is asked for its second choice now and then is caught, with the margin."""
     keep = step.choose
 
-    def off(setup, law, state, tree, logits_BNV):
-        choice_BN = keep(setup, law, state, tree, logits_BNV)
+    def off(setup, law, now, tree, logits_BNV):
+        choice_BN = keep(setup, law, now, tree, logits_BNV)
         if tree.tokens_BN.shape[1] == 1:
             return choice_BN
         second_BN = jax.lax.top_k(logits_BNV, 2)[1][..., 1]
-        return jnp.where(state.length_B[:, None] > 6, second_BN, choice_BN)
+        return jnp.where(now.length_B[:, None] > 6, second_BN, choice_BN)
 
     monkeypatch.setattr(step, "choose", off)
     flags = ["--prompt-ids", "5,6,7", "--max-new-tokens", "12", "--check"]
