@@ -251,7 +251,7 @@ def test_tuned_drafts(ask, folders):
         (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
         (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 36 rows is too small"),
+        (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 128 rows is too small"),
         (["--prompt-ids", "5", "--tuned"], "run python -m infer.bench --tune --target"),
         (["--prompt-ids", "5", "--batch", "2"], "--batch 2 is for --json"),
         (["--prompt-ids", "5", "--stop-ids", "2,300"], "--stop-ids names the id 300"),
