@@ -2,7 +2,7 @@
 # make test    the fast tests, on two cores                ARGS='-k chat' goes on to pytest,
 #                                                          WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
-# make env     .venv/ with tests, serving and plots        PYTHON=python3.12 chooses its Python,
+# make env     .venv/ with all that these need             PYTHON=python3.12 chooses its Python,
 #                                                          PLAN=1 adds what train.plan needs
 .PHONY: env demo test lint
 
@@ -24,8 +24,8 @@ VERSION := $(word 1,$(FOUND))
 NO_PYTHON = make: none of $(CHOICES) runs as Python 3.11 or later: install one, \
 	or name it with make PYTHON=/path/to/python3.12
 
-# Stamps name what the environment was made from: the small one is all that the programs import,
-# the full one adds tests, serving and plots. Where a stamp still holds, nothing is done.
+# Stamps name what the environment was made from. The small one stands for what the programs
+# need to run, the full one for tests and plots as well. Where a stamp holds, nothing is done.
 STAMP := $(VENV)/.made-$(VERSION)-$(firstword $(shell cksum pyproject.toml))
 SMALL := $(STAMP)-small
 # A fixed build for Python 3.11: on Linux a newer torch may bring gigabytes of CUDA libraries.
@@ -43,12 +43,12 @@ $(SMALL):
 		&& $(word 2,$(FOUND)) -m venv --clear $(VENV); }
 	@echo "Installing jax, flax, transformers and what they need: about 300 MB to download," \
 		"1 GB in $(VENV)/, half a minute and the download."
-	@$(INSTALL) .
+	@$(INSTALL) '.[serve]'
 	@rm -f $(VENV)/.made-*
 	@touch $@
 
 $(STAMP): $(SMALL)
-	@echo "Installing what tests, serving and plots need; torch is the largest part of it."
+	@echo "Installing what tests and plots need; torch is the largest part of it."
 	@$(INSTALL) '.[serve,plots,test]' $(TORCH)
 	@touch $@
 
