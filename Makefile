@@ -1,15 +1,14 @@
-# make demo    an environment, then an answer from the bundled pair
-# make test    an environment, then the fast tests         ARGS='-k chat' goes on to pytest,
-#              on two cores                                WORKERS=0 keeps them in one process
+# make demo    an answer from the bundled pair; installs no more than that needs
+# make test    the fast tests, on two cores                ARGS='-k chat' goes on to pytest,
+#                                                          WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
-# make env     .venv/, which all of these use              PYTHON=python3.12 chooses its Python,
+# make env     .venv/ with all that these need             PYTHON=python3.12 chooses its Python,
 #                                                          PLAN=1 adds what train.plan needs
 .PHONY: env demo test lint
 
 VENV := .venv
 WORKERS ?= 2
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
 PROMPT ?= Hello! Could you help me to find a cheap restaurant?
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
@@ -22,31 +21,48 @@ CHECK := import sys; assert sys.version_info >= (3, 11); print("%d.%d" % sys.ver
 FOUND := $(shell for python in $(CHOICES); do \
 	$$python -c '$(CHECK)' 2>/dev/null && echo $$python && break; done)
 VERSION := $(word 1,$(FOUND))
-NO_PYTHON = make env: none of $(CHOICES) runs as Python 3.11 or later: install one, \
-	or name it with make env PYTHON=/path/to/python3.12
+NO_PYTHON = make: none of $(CHOICES) runs as Python 3.11 or later: install one, \
+	or name it with make PYTHON=/path/to/python3.12
 
-# The stamp names what the environment was made from: when that is still so, nothing is done.
+# Stamps name what the environment was made from. The small one stands for what the programs
+# need to run, the full one for tests and plots as well. Where a stamp holds, nothing is done.
 STAMP := $(VENV)/.made-$(VERSION)-$(firstword $(shell cksum pyproject.toml))
+SMALL := $(STAMP)-small
 # A fixed build for Python 3.11: on Linux a newer torch may bring gigabytes of CUDA libraries.
 TORCH := $(if $(filter 3.11,$(VERSION)),torch==2.13.0)
 
+# Errors only. Modules are compiled when they are first imported, as most never are.
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --no-compile --editable
+
 env: $(STAMP) $(if $(PLAN),$(STAMP)-plan)
 
-$(STAMP):
+$(SMALL):
 	$(if $(VERSION),,$(error $(NO_PYTHON)))
-	$(PY) -c 'import pip, sys; assert sys.version.startswith("$(VERSION).")' 2>/dev/null \
-		|| $(word 2,$(FOUND)) -m venv --clear $(VENV)
-	$(PIP) install --editable '.[serve,plots,test]' $(TORCH)
-	rm -f $(VENV)/.made-*
-	touch $@
+	@$(PY) -c 'import pip, sys; assert sys.version.startswith("$(VERSION).")' 2>/dev/null \
+		|| { echo "Making $(VENV)/ with Python $(VERSION)." \
+		&& $(word 2,$(FOUND)) -m venv --clear $(VENV); }
+	@echo "Installing jax, flax, transformers and what they need: about 300 MB to download," \
+		"1 GB in $(VENV)/, half a minute and the download."
+	@$(INSTALL) '.[serve]'
+	@rm -f $(VENV)/.made-*
+	@touch $@
+
+$(STAMP): $(SMALL)
+	@echo "Installing what tests and plots need; torch is the largest part of it."
+	@$(INSTALL) '.[serve,plots,test]' $(TORCH)
+	@touch $@
 
 $(STAMP)-plan: $(STAMP)
-	$(PIP) install --editable '.[plan]' \
+	@echo "Installing the compilers for TPUs and GPUs that train.plan uses."
+	@$(INSTALL) '.[plan]' \
 		"jax-cuda13-plugin==$$($(PY) -c 'import jax; print(jax.__version__)')"
-	touch $@
+	@touch $@
 
-demo: env
-	$(PY) -m infer.generate --prompt "$(PROMPT)" --compare
+demo: $(SMALL)
+	@echo "Loading the bundled pair and compiling for this machine," \
+		"which takes some ten seconds the first time."
+	@echo "It is asked: $(PROMPT)"
+	@$(PY) -m infer.generate --prompt "$(PROMPT)" --compare
 
 test: env
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
