@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infer.program import Parser, run
+from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.kinds import FILE_LAYOUTS
@@ -177,7 +177,7 @@ def _parser() -> Parser:
         help="target layers that the drafter reuses, if its files do not say",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--output", metavar="DIR", type=Path, required=True, help="new folder")
+    output.add_argument("--output", metavar="DIR", type=local_path, required=True)
     output.add_argument("--to", choices=FILE_LAYOUTS, help="layout of a drafter; default: ours")
     output.add_argument(
         "--for-client",

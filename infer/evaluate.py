@@ -38,7 +38,7 @@ from infer.evaluation.contenders import describe, load_contenders
 from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.flags.sampling import add_sampling_flags
-from infer.program import Parser, names, positive, progress, run
+from infer.program import Parser, local_path, names, positive, progress, run
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
@@ -93,7 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(max_new_tokens=None)
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--output", metavar="DIR", help="answers, tables, pictures; default: runs/evaluate/..."
+        "--output",
+        metavar="DIR",
+        type=local_path,
+        help="answers, tables, pictures; default: runs/evaluate/...",
     )
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
@@ -173,7 +176,7 @@ def _settings(
 def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
     """The folder asked for, else one that only runs of the same settings share."""
     if args.output is not None:
-        return Path(args.output).expanduser()
+        return args.output.expanduser()
     sets = [*settings["suite"]]
     name = args.suite if args.suite in ("demo", "paper") else "suite"
     name = sets[0] if len(sets) == 1 else name

@@ -69,6 +69,16 @@ def above_zero(text: str) -> float:
     return value
 
 
+def local_path(text: str) -> Path:
+    """Type of a flag that names a file or folder to write; a URL would become a local folder."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, and files are written to a file system only: mount the store and "
+            "give a path in it"
+        )
+    return Path(text)
+
+
 # Where the drivers of NVIDIA (WSL: dxg) and TPU devices show them, and the plugins that look there.
 DEVICES = ("nvidia*", "dxg", "accel*", "vfio/[0-9]*")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from infer.program import run
+from infer.program import local_path, run
 from moa_jax.config import DistillConfig, MeshConfig
 from moa_jax.errors import InputError
 from moa_jax.model import sharding
@@ -75,11 +75,13 @@ def taus_of(config: DistillConfig) -> dict[int, float]:
 def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.export", __doc__)
     parser.add_argument("--checkpoint", default="best", help="best, newest, or a step")
-    parser.add_argument("--output", help="the folder to write; as a rule RUN/step_STEP")
+    parser.add_argument(
+        "--output", type=local_path, help="the folder to write; by default RUN/step_STEP"
+    )
     config, args = parse_config(parser, DistillConfig, arguments)
     step = step_of(config, args.checkpoint)
-    folder = args.output or str(Path(config.run.directory) / f"step_{step}")
-    export(dataclasses.replace(config, output=folder), step)
+    folder = args.output or Path(config.run.directory) / f"step_{step}"
+    export(dataclasses.replace(config, output=str(folder)), step)
     tau = taus_of(config).get(step)
     rated = "not evaluated" if tau is None else f"simulated tau {tau:.3f}"
     print(f"step {step}, {rated}: {folder}", file=sys.stderr)

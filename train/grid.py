@@ -49,6 +49,7 @@ from moa_jax.version import __version__
 from train.distill import distill, with_vocabulary
 from train.run.decoding import prompts_of
 from train.run.grid_report import ENDINGS, Tau, figures, render
+from train.run.settings import check_paths
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
 FINISHED, DECODED = "finished.json", "decoded.json"
@@ -406,6 +407,7 @@ def _entry(row: Row, base: Row | None, parameters: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     grid = read_config(args.config, GridConfig)
+    check_paths(grid)
     if args.reference:
         grid = dataclasses.replace(grid, reference=args.reference)
     check_alike(grid)

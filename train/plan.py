@@ -153,6 +153,9 @@ def _work(found: Plan) -> list[str]:
     for part in ("compute", "memory", "network"):
         shown = "not known" if seconds[part] is None else f"{seconds[part]:.4f}"
         lines.append(f"  {part:<24}{shown:>9}")
+    if count := found["links"]["count"]:
+        rate = f"{found['links']['bytes_per_s'] / 1e9:.0f} GB/s"
+        lines[-1] += f", the chip with the fewest links has {count}, each of {rate}"
     return lines + [
         f"  {'roofline bound':<24}{seconds['step']:>9.4f}, so at most "
         f"{found['bound_tokens_per_s']:,.0f} tokens/s and {found['bound_mfu']:.0%} "

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.program import Parser, run
+from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
 from moa_jax.measure.plot import check_plots
 from moa_jax.training.metrics import Record, read_records
@@ -77,11 +77,10 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
 
 def plot(args: argparse.Namespace) -> None:
     """Reads the runs and draws them."""
-    output = Path(args.output)
-    check_plots(output, "--output")
+    check_plots(args.output, "--output")
     runs = {str(Path(folder)): _read(Path(folder)) for folder in args.runs}
-    draw(runs, output)
-    print(output)
+    draw(runs, args.output)
+    print(args.output)
 
 
 def _read(folder: Path) -> list[Record]:
@@ -94,7 +93,13 @@ def _read(folder: Path) -> list[Record]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.plot", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run.directory of a run")
-    parser.add_argument("--output", default="curves.png", metavar="FILE", help=".png, .svg, .pdf")
+    parser.add_argument(
+        "--output",
+        type=local_path,
+        default="curves.png",
+        metavar="FILE",
+        help="a picture: .png, .svg or .pdf",
+    )
     return parser
 
 

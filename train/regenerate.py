@@ -30,7 +30,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from infer.program import Parser, names, positive, progress, run
+from infer.program import Parser, local_path, names, positive, progress, run
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
@@ -139,11 +139,11 @@ def regenerate(args: argparse.Namespace) -> None:
 
 
 def _output(args: argparse.Namespace) -> Path:
-    output = Path(args.output)
     if args.shard is None:
-        return output
+        return args.output
     number, count = args.shard
-    return output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
+    stem, suffix = args.output.stem, args.output.suffix
+    return args.output.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--limit", type=positive, help="at most this many conversations")
     group.add_argument("--max-prompt", type=positive, default=256, help="longest, in tokens")
     group = parser.add_argument_group("answers")
-    group.add_argument("--output", required=True, metavar="FILE.jsonl")
+    group.add_argument("--output", type=local_path, required=True, metavar="FILE.jsonl")
     group.add_argument("--batch", type=positive, default=32, help="conversations side by side")
     group.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     group.add_argument("--ignore-stop", action="store_true", help="go on past the answer's end")

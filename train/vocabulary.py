@@ -16,12 +16,11 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from infer.program import Parser, Progress, names, positive, progress, run
+from infer.program import Parser, Progress, local_path, names, positive, progress, run
 from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import (
@@ -38,7 +37,7 @@ from moa_jax.pretrained import describe_target
 
 def make_vocabulary(args: argparse.Namespace) -> None:
     """Counts the corpus, writes the vocabulary and prints its coverage."""
-    output = Path(args.output).expanduser()
+    output = args.output.expanduser()
     if output.exists():
         raise InputError(f"{output} exists already: remove it or name another --output")
     output.parent.mkdir(parents=True, exist_ok=True)  # before the counting, which may be long
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--limit", type=positive, help="at most this many conversations")
     group = parser.add_argument_group("vocabulary")
     group.add_argument("--size", type=positive, required=True, help="tokens that may be drafted")
-    group.add_argument("--output", required=True, metavar="FILE.safetensors")
+    group.add_argument("--output", type=local_path, required=True, metavar="FILE.safetensors")
     return parser
 
 

@@ -31,7 +31,11 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations)="
     r"(%[\w.\-]+|\{[^}]*\})"
 )
-_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%([\w.\-]+)")
+_DIRECTION = re.compile(r"\bdirection=([A-Z]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_INTEGER = re.compile(r"-?\d+")
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -64,8 +68,7 @@ class Instruction(NamedTuple):
     @property
     def label(self) -> str:
         """Where it comes from: named scopes and the jax primitive."""
-        found = _LABEL.search(self.attributes)
-        return found[1] if found else ""
+        return _of(_LABEL, self)
 
 
 Computation = dict[str, Instruction]
@@ -153,7 +156,7 @@ def _looped(computations: dict[str, Computation]) -> Iterator[Instruction]:
 
 def _given(fused: Computation) -> list[Instruction]:
     """What made the results of a fusion: its roots, seen through what leaves arrays as they are."""
-    (root,) = (each for each in fused.values() if each.is_root)
+    root = _root(fused)
     values = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return [_origin(fused, value) for value in values]
 
@@ -195,15 +198,15 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
         for computation, each in _with_fused(computations, name):
             kind = each.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                channel = _CHANNEL.search(each.attributes)
-                key = channel[1] if channel else f"{name} {each.name}"
+                key = _of(_CHANNEL, each) or f"{name} {each.name}"
                 received = _received(computation, each, kind)
                 if key not in channels or times < channels[key][1]:
                     channels[key] = (kind, times, received)
             elif each.opcode == "while":
-                trips = _trips(computations, each)
+                trips = _trips(computations, computation, each)
                 unknown += trips is None
-                waiting += [(inner, times * (trips or 1)) for inner in each.called]
+                turns = times * (1 if trips is None else trips)
+                waiting += [(inner, turns) for inner in each.called]
             elif each.opcode in FOLLOWED:
                 waiting += [(inner, times) for inner in each.called]
     found: dict[str, Traffic] = {}
@@ -239,12 +242,111 @@ def _received(computation: Computation, instruction: Instruction, kind: str) -> 
     return given // 2 if kind.endswith("all-to-all") else given
 
 
-def _trips(computations: dict[str, Computation], loop: Instruction) -> int | None:
-    """How often a loop runs, where XLA says so or its condition compares with one constant."""
+# ---- how often a loop runs ----------------------------------------------------------------
+
+
+class _Linear(NamedTuple):
+    """An integer in a loop: `slope` times an element of the loop's state, plus `offset`."""
+
+    offset: int
+    slope: int = 0
+    element: int | None = None
+
+    def minus(self, other: _Linear, sign: int = 1) -> _Linear | None:
+        """The difference, the sum for a sign of -1; None where it needs two elements."""
+        if self.slope and other.slope and self.element != other.element:
+            return None
+        element = self.element if self.slope else other.element
+        return _Linear(self.offset - sign * other.offset, self.slope - sign * other.slope, element)
+
+
+def _trips(
+    computations: dict[str, Computation], where: Computation, loop: Instruction
+) -> int | None:
+    """How often a loop of computation `where` runs, None where the program does not show it.
+
+    XLA writes the count down for some loops. libtpu's windowed loops are read here: a counter
+    starts at a constant, the body adds a constant, and the condition compares it with a constant.
+    """
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
-    condition = _CONDITION.search(loop.attributes)
-    steps = [each for _, each in _with_fused(computations, condition[1])] if condition else []
-    limits = [each for each in steps if each.opcode == "constant" and each.shape[1:3] == "32"]
-    compared = any(each.opcode == "compare" for each in steps)
-    return int(limits[0].arguments) if compared and len(limits) == 1 else None
+    condition, body = (computations[_of(key, loop)] for key in (_CONDITION, _BODY))
+    test, direction = _test(computations, condition)
+    state, after = where[loop.operands[0]], _root(body)
+    if test is None or test.element is None or not state.opcode == after.opcode == "tuple":
+        return None
+    start = _linear(computations, where, state.operands[test.element])
+    step = _linear(computations, body, after.operands[test.element])
+    if start is None or start.slope or step is None or step[1:] != (1, test.element):
+        return None
+    return _turns(test.slope * start.offset + test.offset, test.slope * step.offset, direction)
+
+
+def _test(
+    computations: dict[str, Computation], condition: Computation
+) -> tuple[_Linear | None, str]:
+    """The number that a loop compares with 0 before each turn, and the direction."""
+    test, given = _root(condition), None
+    if test.opcode == "fusion":  # the comparison stands inside it
+        given = [_linear(computations, condition, name) for name in test.operands]
+        condition = computations[test.called[0]]
+        test = _root(condition)
+    if test.opcode != "compare":
+        return None, ""
+    left, right = (_linear(computations, condition, name, given) for name in test.operands)
+    difference = None if left is None or right is None else left.minus(right)
+    return difference, _of(_DIRECTION, test)
+
+
+def _turns(first: int, change: int, direction: str) -> int | None:
+    """How many of first, first + change, ... in a row compare with 0 as `direction` says."""
+    if direction in ("GT", "GE"):
+        first, change, direction = -first, -change, {"GT": "LT", "GE": "LE"}[direction]
+    if direction == "LE":
+        first, direction = first - 1, "LT"
+    if direction == "LT" and first >= 0:
+        return 0
+    exact = change and first % change == 0 and -first // change >= 0
+    if (direction == "LT" and change > 0) or (direction == "NE" and exact):
+        return -(first // change)
+    return None  # it ends when a number overflows, or otherwise, or never
+
+
+def _linear(
+    computations: dict[str, Computation],
+    where: Computation,
+    name: str,
+    given: list[_Linear | None] | None = None,
+) -> _Linear | None:
+    """Value `name` of a computation; its parameters are `given`, or the state of its loop."""
+    each = where[name]
+    if each.opcode == "constant" and _INTEGER.fullmatch(each.arguments):
+        return _Linear(int(each.arguments))
+    if each.opcode == "parameter" and given is not None:
+        return given[int(each.arguments)]
+    if each.opcode == "get-tuple-element" and given is None:
+        is_state = where[each.operands[0]].opcode == "parameter"
+        return _Linear(0, 1, int(_of(_INDEX, each))) if is_state else None
+    values = [_linear(computations, where, operand, given) for operand in each.operands]
+    if not values or None in values:
+        return None
+    if each.opcode in ("copy", "bitcast", "convert", "reshape"):
+        return values[0]
+    if each.opcode in ("add", "subtract"):
+        return values[0].minus(values[1], 1 if each.opcode == "subtract" else -1)
+    if each.opcode == "fusion":
+        fused = computations[each.called[0]]
+        return _linear(computations, fused, _root(fused).name, values)
+    return None
+
+
+def _root(computation: Computation) -> Instruction:
+    """What a computation gives."""
+    (root,) = (each for each in computation.values() if each.is_root)
+    return root
+
+
+def _of(key: re.Pattern[str], instruction: Instruction) -> str:
+    """One of an instruction's attributes."""
+    found = key.search(instruction.attributes)
+    return found[1] if found else ""

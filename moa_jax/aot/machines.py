@@ -21,6 +21,7 @@ from moa_jax.training.metrics import peak_flops
 
 GIB = 1024**3
 GPUS_PER_HOST = 8
+PLANE, CUBE = 16, 4  # sides of the pod of v5e and v6e, and of the block that v5p is built of
 
 # What a process that compiles ahead of time needs: no plugin looks for its chip, libtpu neither
 # asks the cloud where it is nor locks out a second compiler, optimisations are on whatever tests
@@ -44,7 +45,7 @@ class Chip(NamedTuple):
     compiler: Literal["tpu", "cuda"]
     memory: int  # bytes that a program may use
     bandwidth: float  # bytes/s between the chip and its memory
-    network: float  # bytes/s that a chip receives from its neighbours, over all links
+    link: float  # bytes/s that a chip receives over one link, a GPU over all of its NVLinks
     float32: float  # FLOP/s at jax's highest precision, as a share of those in bfloat16
 
     def flops(self, dtype: str) -> float:
@@ -52,14 +53,15 @@ class Chip(NamedTuple):
         return peak_flops(self.kind) * (self.float32 if dtype == "float32" else 1)
 
 
-# A TPU's memory is what libtpu enforces, and its float32 six bfloat16 passes. Of an H200's 141 GB
-# a program may use 92 %, the share that configs/slurm_gpu.sbatch gives jax: CUDA's context,
-# cuBLAS's workspaces, NCCL's buffers and compiled code live in the rest. The network is NVLink's,
-# so bounds for several hosts are looser.
+# A TPU's memory is what libtpu enforces. Its float32 takes six passes in bfloat16. Its data sheet
+# gives the rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p.
+# A program may use 92 % of an H200's 141 GB, the share that configs/slurm_gpu.sbatch gives jax:
+# CUDA's context, cuBLAS's workspaces, NCCL's buffers and compiled code live in the rest. The
+# network between hosts is slower than NVLink, so bounds for several hosts are looser.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9, 1 / 6),
-    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9, 1 / 6),
-    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9, 1 / 6),
+    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6),
+    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6),
+    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6),
     "h200": Chip("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
 }
 
@@ -104,7 +106,7 @@ gpu_device_info {
 
 
 class Machine(NamedTuple):
-    """Chips joined as `shape` says: a TPU's torus, or hosts and GPUs of each."""
+    """Chips joined as `shape` says: the sides of a TPU slice, or hosts and GPUs of each."""
 
     name: str
     chip: Chip
@@ -113,6 +115,26 @@ class Machine(NamedTuple):
     @property
     def num_chips(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def num_links(self) -> int:
+        """Links of a chip that has the fewest; it holds up every collective of all chips.
+
+        A TPU chip has two links along a side that wraps around. Along any other side a chip at
+        the end has one, so the corners have the fewest. Sides of v5e and v6e wrap where they are
+        as long as the pod, all sides of v5p where the slice is made of whole cubes. GPUs of one
+        host meet in a switch. Sources: Google's pages on v5p; Austin et al., How to Scale Your
+        Model, chapter 2.
+        """
+        if self.chip.compiler == "cuda":
+            return min(self.num_chips - 1, 1)
+        if len(self.shape) == 3:
+            wraps = [all(side % CUBE == 0 for side in self.shape)] * 3
+        else:
+            wraps = [side == PLANE for side in self.shape]
+        return sum(
+            2 if wrap else min(side - 1, 1) for side, wrap in zip(self.shape, wraps, strict=True)
+        )
 
 
 def machine(topology: str) -> Machine:

@@ -252,16 +252,18 @@ def _cost(
     moved = config.optim.accumulate * weights + held["drafter"] + 2 * held["optimizer"]
     kinds, unknown = hlo.collectives(optimised) if optimised else ({}, 0)
     received = sum(traffic.received for traffic in kinds.values())
+    network = machine.num_links * chip.link
     seconds = {
         "compute": step_flops / rate,
         "memory": moved / chip.bandwidth,
-        "network": received / chip.network if optimised else None,
+        "network": (received and received / network) if optimised else None,
     }
     bound = max(filter(None, seconds.values()))
     return {
         "flops": {"step": step_flops, "model": per_token * tokens, "model_per_token": per_token},
         "collectives": {kind: traffic._asdict() for kind, traffic in kinds.items()},
         "loops_of_unknown_length": unknown,
+        "links": {"count": machine.num_links, "bytes_per_s": chip.link},
         "bound_s": seconds | {"step": bound},
         "bound_tokens_per_s": tokens / bound,
         "bound_mfu": per_token * tokens / rate / bound,

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import operator
 from typing import Any
 
 import jax
@@ -141,7 +142,8 @@ def test_loops_of_unknown_length_count_once():
     assert found["all-gather"].count == 1
 
 
-# An all-gather that libtpu spread over its start, the body of an inner loop, and its end.
+# An all-gather that libtpu spread over its start and the body of an inner loop, which takes two
+# steps a turn as libtpu's windowed loops do.
 TPU = """HloModule jit_f
 
 %start (q: f32[2,8]) -> (f32[2,8], f32[8,8]) {
@@ -155,33 +157,52 @@ TPU = """HloModule jit_f
   ROOT %g.2 = f32[8,8]{1,0} all-gather(%q.2), channel_id=9, dimensions={0}
 }
 
-%inner (b: f32[2,8]) -> f32[2,8] {
-  %b = f32[2,8]{1,0} parameter(0)
-  %f.2 = f32[8,8]{1,0} fusion(%b), kind=kCustom, calls=%overlapped
-  ROOT %cp = f32[2,8]{1,0} collective-permute(%b), channel_id=11, source_target_pairs={{0,1}}
+%inner (b: (f32[2,8], u32[])) -> (f32[2,8], u32[]) {
+  %b = (f32[2,8]{1,0}, u32[]{:T(128)}) parameter(0)
+  %x = f32[2,8]{1,0} get-tuple-element(%b), index=0
+  %f.2 = f32[8,8]{1,0} fusion(%x), kind=kCustom, calls=%overlapped
+  %cp = f32[2,8]{1,0} collective-permute(%x), channel_id=11, source_target_pairs={{0,1}}
+  %i = u32[]{:T(128)} get-tuple-element(%b), index=1
+  %two = u32[]{:T(128)} constant(2)
+  %next = u32[]{:T(128)} add(%i, %two)
+  ROOT %r = (f32[2,8]{1,0}, u32[]{:T(128)}) tuple(%cp, %next)
 }
 
-%few (b.1: f32[2,8]) -> pred[] {
-  %b.1 = s32[]{:T(128)} parameter(0)
-  %five = s32[]{:T(128)} constant(5)
-  ROOT %less = pred[]{:T(512)} compare(%b.1, %five), direction=LT
+%few (b.1: (f32[2,8], u32[])) -> pred[] {
+  %b.1 = (f32[2,8]{1,0}, u32[]{:T(128)}) parameter(0)
+  %i.1 = u32[]{:T(128)} get-tuple-element(%b.1), index=1
+  %ten = u32[]{:T(128)} constant(10)
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %ten), direction=LT
 }
 
-%outer (b.2: f32[2,8]) -> f32[2,8] {
-  %b.2 = f32[2,8]{1,0} parameter(0)
-  %f.1 = (f32[2,8], f32[8,8]) fusion(%b.2), kind=kCustom, calls=%start
-  ROOT %w.1 = f32[2,8]{1,0} while(%b.2), condition=%few, body=%inner
+%outer (b.2: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
+  %b.2 = (s32[]{:T(128)}, f32[2,8]{1,0}) parameter(0)
+  %j.2 = s32[]{:T(128)} get-tuple-element(%b.2), index=0
+  %x.2 = f32[2,8]{1,0} get-tuple-element(%b.2), index=1
+  %f.1 = (f32[2,8], f32[8,8]) fusion(%x.2), kind=kCustom, calls=%start
+  %none = u32[]{:T(128)} constant(0)
+  %none.1 = u32[]{:T(128)} copy(%none)
+  %t.2 = (f32[2,8]{1,0}, u32[]{:T(128)}) tuple(%x.2, %none.1)
+  %w.1 = (f32[2,8]{1,0}, u32[]{:T(128)}) while(%t.2), condition=%few, body=%inner
+  %y.2 = f32[2,8]{1,0} get-tuple-element(%w.1), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %next.2 = s32[]{:T(128)} add(%j.2, %one)
+  ROOT %r.2 = (s32[]{:T(128)}, f32[2,8]{1,0}) tuple(%next.2, %y.2)
 }
 
-%many (b.3: f32[2,8]) -> pred[] {
-  %b.3 = s32[]{:T(128)} parameter(0)
+%many (b.3: (s32[], f32[2,8])) -> pred[] {
+  %b.3 = (s32[]{:T(128)}, f32[2,8]{1,0}) parameter(0)
+  %j.3 = s32[]{:T(128)} get-tuple-element(%b.3), index=0
   %limit = s32[]{:T(128)} constant(32)
-  ROOT %less.1 = pred[]{:T(512)} compare(%b.3, %limit), direction=LT
+  ROOT %less.1 = pred[]{:T(512)} compare(%j.3, %limit), direction=LT
 }
 
 ENTRY %main (a: f32[2,8]) -> f32[2,8] {
   %a = f32[2,8]{1,0} parameter(0)
-  ROOT %w = f32[2,8]{1,0} while(%a), condition=%many, body=%outer
+  %zero = s32[]{:T(128)} constant(0)
+  %t = (s32[]{:T(128)}, f32[2,8]{1,0}) tuple(%zero, %a)
+  %w = (s32[]{:T(128)}, f32[2,8]{1,0}) while(%t), condition=%many, body=%outer
+  ROOT %x.3 = f32[2,8]{1,0} get-tuple-element(%w), index=1
 }
 """
 
@@ -193,6 +214,87 @@ def test_collectives_of_a_tpu_program():
         "all-gather": hlo.Traffic(32, 32 * (8 - 2) * 8 * 4),
         "collective-permute": hlo.Traffic(160, 160 * 2 * 8 * 4),
     }
+
+
+# A loop whose counter is the second element of its state.
+COUNTING = """HloModule jit_f
+
+%fused (q: s32[], q.1: s32[]) -> pred[] {{
+  %q = s32[] parameter(0)
+  %q.1 = s32[] parameter(1)
+  ROOT %c = pred[] compare(%q, %q.1), direction={direction}
+}}
+
+%body (p: (f32[10], s32[])) -> (f32[10], s32[]) {{
+  %p = (f32[10]{{0}}, s32[]) parameter(0)
+  %x = f32[10]{{0}} get-tuple-element(%p), index=0
+  %y = f32[10]{{0}} all-reduce(%x), channel_id=1, to_apply=%add
+  %i = s32[] get-tuple-element(%p), index=1
+  %stride = s32[] constant({stride})
+  %next = s32[] {change}(%i, %stride)
+  ROOT %r = (f32[10]{{0}}, s32[]) tuple(%y, %next)
+}}
+
+%cond (p.1: (f32[10], s32[])) -> pred[] {{
+  %p.1 = (f32[10]{{0}}, s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=1
+  %n = s32[] constant({limit})
+  ROOT %c.1 = pred[] {test}
+}}
+
+ENTRY %main (a: f32[10], b: s32[]) -> f32[10] {{
+  %a = f32[10]{{0}} parameter(0)
+  %b = s32[] parameter(1)
+  %first = s32[] constant({start})
+  %s = (f32[10]{{0}}, s32[]) tuple(%a, %{begin})
+  %w = (f32[10]{{0}}, s32[]) while(%s), condition=%cond, body=%body
+  ROOT %o = f32[10]{{0}} get-tuple-element(%w), index=0
+}}
+"""
+COMPARED = "compare(%i.1, %n), direction={direction}"
+
+
+def turns(start: int, stride: int, direction: str, limit: int, **changes: str) -> int | None:
+    """How often the loop runs by `hlo.collectives`, None where it does not know."""
+    parts = {"change": "add", "begin": "first", "test": COMPARED} | changes
+    parts |= {"start": start, "stride": stride, "limit": limit, "direction": direction}
+    text = COUNTING.format_map(parts | {"test": parts["test"].format_map(parts)})
+    found, unknown = hlo.collectives(text)
+    return None if unknown else found["all-reduce"].count
+
+
+CASES = [(s, d, n) for s in (-3, 0, 5) for d in (-3, -2, -1, 1, 2, 3) for n in (-4, 0, 8)]
+COMPARISONS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
+
+
+def run_by_hand(start: int, stride: int, direction: str, limit: int) -> int | None:
+    holds, turn = COMPARISONS.get(direction, operator.ne), 0
+    while holds(start + turn * stride, limit):
+        turn += 1
+        if turn == 50:
+            return None
+    return turn
+
+
+@pytest.mark.parametrize("direction", [*COMPARISONS, "NE"])
+def test_loops_count_as_they_run(direction):
+    mirrored = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction]
+    for start, stride, limit in CASES:
+        loop = (start, stride, direction, limit)
+        expected = run_by_hand(*loop)
+        assert turns(*loop) == expected, loop
+        less = turns(start, -stride, direction, limit, change="subtract")
+        fused = turns(*loop, test="fusion(%i.1, %n), kind=kLoop, calls=%fused")
+        swapped = turns(*loop, test=f"compare(%n, %i.1), direction={mirrored}")
+        assert (less, fused, swapped) == (expected, expected, expected), loop
+
+
+def test_loops_that_do_not_count_are_of_unknown_length():
+    assert turns(0, 1, "LT", 8) == 8
+    assert turns(0, 1, "LT", 8, begin="b") is None  # starts at an argument
+    assert turns(0, 2, "LT", 8, change="multiply") is None
+    assert turns(0, 1, "LT", 8, test="custom-call(%i.1)") is None
+    assert turns(0, 1, "EQ", 8) is None
 
 
 # ---- machines -----------------------------------------------------------------------------
@@ -211,6 +313,29 @@ def test_machines_by_name(topology, chips, shape):
     found = machine(topology)
     assert (found.num_chips, found.shape) == (chips, shape)
     assert 0 < found.chip.flops("float32") < found.chip.flops("bfloat16") < 1e15
+
+
+@pytest.mark.parametrize(
+    "topology, links",
+    [
+        ("v5e:1x1", 0),
+        ("v5e:2x1", 1),
+        ("v5e:4x4", 2),  # a corner of a plane that does not wrap
+        ("v6e:8x16", 3),
+        ("v5e:16x16", 4),
+        ("v5p:2x2x4", 3),
+        ("v5p:4x4x8", 6),
+        ("h200:1", 0),
+        ("h200:8", 1),
+    ],
+)
+def test_links_of_the_chip_with_the_fewest(topology, links):
+    assert machine(topology).num_links == links
+
+
+def test_all_links_have_the_rate_of_the_data_sheet():
+    rates = [machine(name).chip.link for name in ("v5e:16x16", "v5p:4x4x4", "v6e:16x16", "h200:8")]
+    assert rates == [200e9 / 4, 600e9 / 6, 448e9 / 4, 450e9]
 
 
 @pytest.mark.parametrize("topology", ["v5e", "v5e:4", "v9:4x4", "h200", "h200:2x4", "v5e:0x4"])
@@ -267,6 +392,7 @@ def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
         "flops": {"step": 2e15, "model": 1.6e15, "model_per_token": 2.5e10},
         "collectives": {"all-gather": {"count": 224, "received": 15 * GIB}},
         "loops_of_unknown_length": 0,
+        "links": {"count": 2, "bytes_per_s": 50e9},
         "bound_s": {"compute": 0.6, "memory": 0.01, "network": 0.08, "step": 0.6},
         "bound_tokens_per_s": 1e5,
         "bound_mfu": 0.8,
@@ -298,6 +424,8 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert planned == [(rows, True)]
     peak = next(line for line in lines if line.startswith("  peak"))
     assert f"{1.123 + rows / 16:.3f} of 15.75" in peak
+    network = next(line for line in lines if line.startswith("  network"))
+    assert network.endswith("the chip with the fewest links has 2, each of 50 GB/s")
 
 
 def test_json_is_all_of_stdout(planned, capsys):
@@ -407,6 +535,7 @@ def test_the_8b_step_fits_16_tpu_chips():
     assert gathered > 15 * 8.03e9 * 2 / 16  # the weights of the others
     assert found["loops_of_unknown_length"] == 0
     assert found["bound_s"]["compute"] == found["flops"]["step"] / (16 * 197e12)
+    assert found["bound_s"]["network"] == gathered / (2 * 50e9)  # as a corner receives it
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer import convert, evaluate
 from infer.flags.config_file import read_config
 from infer.info import ROOT
+from infer.program import run
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import (
     BlockConfig,
@@ -36,8 +38,9 @@ from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.metrics import read_records
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
-from train import distill, export, pretrain
-from train.run.settings import load_config
+from tests.model_folders import refusal
+from train import distill, export, plot, pretrain, regenerate, vocabulary
+from train.run.settings import check_paths, load_config
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
 DATA = DataConfig(
@@ -291,6 +294,43 @@ def test_overrides_reach_their_field(settings_file):
 def test_bad_overrides_are_one_line(settings_file, flags, line):
     with pytest.raises(InputError, match=line):
         load_config(settings_file, DistillConfig, flags)
+
+
+@pytest.mark.parametrize("name", ["run.directory", "output", "data.cache"])
+def test_urls_are_no_place_to_write(settings_file, name):
+    line = refusal(load_config, settings_file, DistillConfig, [f"--{name}", "gs://bucket/run"])
+    assert line.startswith(f"{name}: gs://bucket/run is a URL") and "mount the store" in line
+    load_config(settings_file, DistillConfig, [f"--{name}", "gs/bucket:/run"])
+
+
+def test_a_grid_in_a_bucket_is_refused():
+    grid = read_config("configs/matched.py", GridConfig)
+    check_paths(grid)
+    line = refusal(check_paths, dataclasses.replace(grid, directory="s3://bucket/grid"))
+    assert line.startswith("directory: s3://bucket/grid is a URL")
+
+
+WRITERS = {
+    distill: ["--config", "configs/tiny.py", "--run.directory", "gs://bucket/run"],
+    export: ["--config", "configs/tiny.py", "--output", "gs://bucket/drafter"],
+    plot: ["runs/tiny", "--output", "gs://bucket/curves.png"],
+    regenerate: ["--target", "t", "--prompts", "p", "--output", "gs://bucket/a.jsonl"],
+    vocabulary: ["--target", "t", "--corpus", "c", "--size", "1", "--output", "gs://bucket/v"],
+    convert: ["--target", "t", "--output", "gs://bucket/model"],
+    evaluate: ["--target", "t", "--output", "gs://bucket/tables"],
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_programs_refuse_to_write_to_a_url(writer, tmp_path, monkeypatch, capsys):
+    arguments = [word.replace("configs", str(ROOT / "configs")) for word in WRITERS[writer]]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run(writer.main, arguments)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1
+    assert "gs://bucket" in told and "is a URL" in told
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_config_of_another_program_is_refused(settings_file, tmp_path):

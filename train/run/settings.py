@@ -10,10 +10,12 @@ import typing
 from typing import Any, TypeVar
 
 from infer.flags.config_file import read_config
-from infer.program import Parser
+from infer.program import Parser, local_path
 from moa_jax.errors import InputError
 
 Config = TypeVar("Config")
+
+WRITTEN = ("directory", "output", "cache", "tokenizer")  # settings that name what a run writes
 
 
 def config_parser(prog: str, description: str | None) -> Parser:
@@ -34,13 +36,27 @@ def parse_config(
 def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
     """The `config` that the Python file at `path` defines, with overrides applied in order.
 
-    Raises InputError as `read_config`, for an unknown field, and for a value of the wrong type
-    or size.
+    Raises InputError as `read_config`, for an unknown field, for a value of the wrong type or
+    size, and for a URL where files are to be written.
     """
     config = read_config(path, kind)
     for name, value in _pairs(overrides):
         config = _replace(config, name.split("."), value, name)
+    check_paths(config)
     return config
+
+
+def check_paths(config: Any, above: str = "") -> None:
+    """Raises InputError for a path to write, anywhere in a config, that is a URL."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{above}{field.name}"
+        if dataclasses.is_dataclass(value):
+            check_paths(value, f"{name}.")
+        elif field.name in WRITTEN and value is not None:
+            try:
+                local_path(value)
+            except argparse.ArgumentTypeError as error:
+                raise InputError(f"{name}: {error}") from error
 
 
 def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
