@@ -352,7 +352,7 @@ def test_each_is_a_flag_away(flags, monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     config = overridden(flags)
     assert FLAGS[flags](config) and not FLAGS[flags](overridden(""))
-    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config.objective)
+    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config)
 
 
 def size_of(config: DistillConfig) -> int:
