@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def stored(target: Target, drafter: LoadedDrafter, params: Any) -> dict[str, np.
     table = DRAFTERS[drafter.method].table(drafter.config, target.config)
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
     return dict(named for packing, x in leaves for named in convert.unpack(packing, np.asarray(x)))
+
+
+def shown(docstring: str, name: str) -> list[float]:
+    """The numbers that a docstring shows behind the name of an array."""
+    (found,) = re.findall(rf"^ *{name} +((?:-?[\d.]+ *)+)", docstring, re.MULTILINE)
+    return [float(number) for number in found.split()]
 
 
 # ---- recorded cases -----------------------------------------------------------------------

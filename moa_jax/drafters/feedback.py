@@ -26,20 +26,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import BlockConfig, DraftShape, Objective
+from moa_jax.config import BlockConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
 from moa_jax.drafters.api import (
     Drafter,
-    Guide,
     Params,
     Shared,
     Tapped,
     Taps,
-    Tree,
     target_head,
 )
-from moa_jax.drafters.grow import grow
+from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import llama, masks
 from moa_jax.model.cache import KV
@@ -126,16 +124,17 @@ class FedCache(NamedTuple):
 
 def make(layer: Layer, objective: Objective) -> Drafter:
     """The drafter as pure functions."""
+    propose, go_on = by_level(partial(step, layer))
     return Drafter(
         taps=layer.taps,
         borrow=lambda params: {name: x for name, x in params.items() if name != "layers"},
         init=layer.init,
         init_cache=partial(init_cache, layer),
         extend=partial(extend, layer),
-        propose=partial(propose, layer),
+        propose=propose,
         digest=lambda params, length_B, tapped: layer.fuse(params, tapped),
         digest_only=layer.fuse_only,
-        go_on=partial(go_on, layer),
+        go_on=go_on,
         loss=partial(loss, layer, objective),
         teacher_forced=partial(teacher_forced, layer),
         head=layer.head,
@@ -176,110 +175,51 @@ def extend(
     )
 
 
-def propose(
-    layer: Layer,
-    params: Params,
-    shared: Shared,
-    cache: FedCache,
-    root_B: Array,
-    length_B: Array,
-    shape: DraftShape,
-    guide: Guide,
-) -> tuple[Tree, FedCache]:
-    """The tree of `shape`, each node fed with its parent's feature."""
-    width = cache.feature_B1SD.shape[-1]
-    fed_BXD = jnp.zeros((root_B.shape[0], shape.num_rows, width), cache.feature_B1SD.dtype)
-
-    def level(
-        carry: tuple[FedCache, Array], tokens_BW: Array, ancestor_BWX: Array, depth: int
-    ) -> tuple[Array, tuple[FedCache, Array]]:
-        cache, fed_BXD = carry
-        parent_BWD = _parents(cache, fed_BXD, ancestor_BWX, length_B)
-        feature_BWD, cache = step(
-            layer, params, shared, cache, tokens_BW, parent_BWD, ancestor_BWX, length_B, depth
-        )
-        W, X = ancestor_BWX.shape[1:]
-        fed_BXD = fed_BXD.at[:, X - W : X].set(feature_BWD)
-        return layer.head(params, shared, feature_BWD), (cache, fed_BXD)
-
-    tree, (cache, _) = grow(level, (cache, fed_BXD), root_B, shape, guide)
-    return tree, cache
-
-
-def go_on(
-    layer: Layer,
-    params: Params,
-    shared: Shared,
-    cache: FedCache,
-    token_B: Array,
-    length_B: Array,
-    known_B: Array,
-) -> tuple[Array, FedCache]:
-    """One token further; its own feature takes the place of the target's."""
-    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
-    feature_B1D, cache = step(
-        layer,
-        params,
-        shared,
-        cache,
-        token_B[:, None],
-        _last_feature(cache, length_B),
-        itself_B11,
-        length_B,
-        0,
-    )
-    kept_B1SD = kv_cache.write_rows(cache.feature_B1SD, feature_B1D[:, None], length_B)
-    logits_B1U = layer.head(params, shared, feature_B1D)
-    return logits_B1U[:, 0], cache._replace(feature_B1SD=kept_B1SD)
-
-
 def step(
-    layer: Layer,
-    params: Params,
-    shared: Shared,
-    cache: FedCache,
-    tokens_BW: Array,
-    parent_BWD: Array,
-    ancestor_BWX: Array,
-    length_B: Array,
-    depth: int,
+    layer: Layer, params: Params, shared: Shared, cache: FedCache, nodes: Nodes
 ) -> tuple[Array, FedCache]:
-    """Features of W nodes of one `depth`, the last of the X fed in this round.
+    """Logits after some nodes, whose own features stand in the cache until the target's come.
 
-    They see verified rows, the first one apart, and their ancestors.
+    The nodes see all rows before the root but row 0, and their ancestors.
     """
-    W, X = ancestor_BWX.shape[1:]
-    if layer.shifted_mask and depth:
+    ancestor_BWX = nodes.ancestor_BWX
+    if layer.shifted_mask and nodes.depth:
         ancestor_BWX = _shifted(ancestor_BWX)
     rows = cache.feature_B1SD.shape[2]
-    seen_BWS = masks.cached(ancestor_BWX, length_B, rows) & (jnp.arange(rows) > 0)
-    position_BW = jnp.broadcast_to(length_B[:, None] + depth - 1, tokens_BW.shape)
+    seen_BWS = masks.cached(ancestor_BWX, nodes.length_B, rows) & (jnp.arange(rows) > 0)
     feature_BWD, _, kv = layer.apply(
         params,
-        llama.embed(shared, tokens_BW),
-        parent_BWD,
-        rotation(layer.block, position_BW),
+        llama.embed(shared, nodes.tokens_BW),
+        _before(cache, nodes),
+        rotation(layer.block, nodes.position_BW - 1),
         seen_BWS,
         cache.rows,
-        length_B + X - W,
+        nodes.start_B,
     )
-    return feature_BWD, cache._replace(rows=kv)
+    kept_B1SD = kv_cache.write_rows(cache.feature_B1SD, feature_BWD[:, None], nodes.start_B)
+    return layer.head(params, shared, feature_BWD), FedCache(kv, kept_B1SD)
+
+
+def _before(cache: FedCache, nodes: Nodes) -> Array:
+    """The features (B, W, D) of the nodes' parents.
+
+    The root's parent is the token before it. Any other parent is the last of a node's ancestors
+    among the nodes fed earlier, the i-th of which has row length + i.
+    """
+    W, X = nodes.ancestor_BWX.shape[1:]
+    if X == W:
+        return _last_feature(cache, nodes.length_B)
+    earlier = X - W
+    above_BWX = nodes.ancestor_BWX[:, :, :earlier]
+    parent_BW = jnp.max(jnp.where(above_BWX, jnp.arange(earlier), 0), axis=-1)
+    row_BW = nodes.length_B[:, None] + parent_BW
+    return jnp.take_along_axis(cache.feature_B1SD[:, 0], row_BW[..., None], axis=1)
 
 
 def _last_feature(cache: FedCache, length_B: Array) -> Array:
-    """The target's feature (B, 1, D) of the last verified token; of none, some row."""
+    """The feature (B, 1, D) of the token before the root; whatever row 0 holds if there is none."""
     last_B = jnp.maximum(length_B - 1, 0)
     return jnp.take_along_axis(cache.feature_B1SD[:, 0], last_B[:, None, None], axis=1)
-
-
-def _parents(cache: FedCache, fed_BXD: Array, ancestor_BWX: Array, length_B: Array) -> Array:
-    """The features of the nodes' parents, which are the last of the ancestors that were fed."""
-    W, X = ancestor_BWX.shape[1:]
-    if X == 1:  # the root, whose parent the target has verified
-        return _last_feature(cache, length_B)
-    above_BWX = ancestor_BWX[:, :, : X - W]
-    parent_BW = jnp.max(jnp.where(above_BWX, jnp.arange(X - W), 0), axis=-1)
-    return jnp.take_along_axis(fed_BXD, parent_BW[..., None], axis=1)
 
 
 def _shifted(ancestor_BWX: Array) -> Array:

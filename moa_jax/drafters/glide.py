@@ -19,11 +19,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import BlockConfig, DraftShape, GlideConfig, Objective, TargetConfig
+from moa_jax.config import BlockConfig, GlideConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
-from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
-from moa_jax.drafters.grow import grow
+from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
+from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_to_hf
 from moa_jax.files.kinds import (
@@ -100,15 +100,16 @@ class GlideLayer(nn.Module):
 def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
     """The drafter as pure functions; `objective` matters for training only."""
     layer = layer_of(cfg, target_cfg)
+    propose, go_on = by_level(partial(step, layer))
     return Drafter(
         taps=Taps(rows=True),
         borrow=lambda params: {k: params[k] for k in ("embed", "lm_head") if k in params},
         init=partial(init, layer),
         init_cache=partial(init_cache, layer),
         extend=partial(extend, layer),
-        propose=partial(propose, layer),
+        propose=propose,
         digest=partial(digest, layer),
-        go_on=partial(go_on, layer),
+        go_on=go_on,
         loss=partial(loss, layer, cfg.block_size, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
     )
@@ -176,69 +177,20 @@ def extend(
     )
 
 
-def propose(
-    layer: GlideLayer,
-    params: Params,
-    shared: Shared,
-    cache: GlideCache,
-    root_B: Array,
-    length_B: Array,
-    shape: DraftShape,
-    guide: Guide,
-) -> tuple[Tree, GlideCache]:
-    """The tree of `shape`, grown from the root level by level."""
-
-    def level(
-        cache: GlideCache, tokens_BW: Array, ancestor_BWX: Array, depth: int
-    ) -> tuple[Array, GlideCache]:
-        return step(
-            layer, params, shared, cache, tokens_BW, ancestor_BWX, length_B, depth, length_B
-        )
-
-    return grow(level, cache, root_B, shape, guide)
-
-
-def go_on(
-    layer: GlideLayer,
-    params: Params,
-    shared: Shared,
-    cache: GlideCache,
-    token_B: Array,
-    length_B: Array,
-    known_B: Array,
-) -> tuple[Array, GlideCache]:
-    """One token further, with the memory of the known ones only."""
-    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
-    logits_B1V, cache = step(
-        layer, params, shared, cache, token_B[:, None], itself_B11, length_B, 0, known_B
-    )
-    return logits_B1V[:, 0], cache
-
-
 def step(
-    layer: GlideLayer,
-    params: Params,
-    shared: Shared,
-    cache: GlideCache,
-    tokens_BW: Array,
-    ancestor_BWX: Array,
-    length_B: Array,
-    depth: int,
-    known_B: Array,
+    layer: GlideLayer, params: Params, shared: Shared, cache: GlideCache, nodes: Nodes
 ) -> tuple[Array, GlideCache]:
-    """Logits after W nodes: they see committed rows and their ancestors, in memory known rows."""
-    W, X = ancestor_BWX.shape[1:]
-    position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
+    """Logits after some nodes: they see all rows before the root, ancestors, and known memory."""
     rows = cache.own.k_BKSE.shape[2]
     found, own = layer.apply(
         {"params": params},
-        llama.embed(shared, tokens_BW),
-        rotation(layer.block, position_BW),
-        masks.cached(ancestor_BWX, length_B, rows),
+        llama.embed(shared, nodes.tokens_BW),
+        rotation(layer.block, nodes.position_BW),
+        nodes.seen(rows),
         cache.memory,
-        (jnp.arange(rows) < known_B[:, None])[:, None, :],
+        nodes.known(rows),
         cache.own,
-        length_B + X - W,
+        nodes.start_B,
     )
     return llama.unembed(shared, found.feature_BTD), cache._replace(own=own)
 

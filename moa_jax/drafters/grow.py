@@ -1,15 +1,47 @@
-"""How a drafter that predicts one level at a time grows what the target will verify.
+"""Grows the tree that the target will verify, one level of nodes at a time.
 
-A level's tokens are fed together, each seeing its own ancestors, and every one gets children:
+The drafter is fed all nodes of a level at once. Each node sees its own ancestors, and gets
+candidates for its children:
 
-    static tree     children by their rank among the candidates, as a list of paths says
-    chain           the static tree whose nodes are first children
-    dynamic tree    the b likeliest candidates of each node; the b likeliest of all of a level
-                    are fed next, and the M likeliest of all levels are what is verified
+    static tree     a list of paths says which candidates become nodes, by their rank
+    chain           the static tree in which every node is a first child
+    dynamic tree    the b likeliest candidates of a level are fed next; of the candidates of all
+                    levels, the M likeliest are verified
 
-References: paper section 4 and EAGLE-2 (2406.16858) for dynamic trees; authors'
-inference/moa_spec.py. Ties go to the candidate that stands first, in float32, so that a
-parent is never left out for its child.
+An example: a dynamic tree below the root 5, with depth 4, breadth b = 2 and M = 4. Nodes are shown
+with the probability of the path that leads to them, in the order in which they were created:
+
+    level 1      7 .5     8 .4
+    level 2      1 .25    2 .15      children of 7, the 1st node of level 1
+                 3 .36    4 .04      children of 8, the 2nd
+    level 3      6 .288   9 .036     children of 3, the likeliest node of level 2
+                 6 .175   2 .05      children of 1, the second likeliest
+
+`Flat` lists them by place. A parent is 0 where it is the root, else 1 + its place:
+
+    place        0    1    2    3    4    5    6     7     8     9
+    tokens_BX    7    8    1    2    3    4    6     9     6     2
+    score_BX     .5   .4   .25  .15  .36  .04  .288  .036  .175  .05    (log-probabilities)
+    parent_BX    0    0    1    1    2    2    5     5     3     3
+
+How level 3 came about: the b best candidates of level 2, which are at places 2 to 5, were fed.
+
+    best_BW      2    0     the third candidate of the level and the first: the tokens 3 and 1
+    slot_BW      1    0     best // 2, since each node has 2 candidates: their parents are the 2nd
+                            node that was fed and the 1st, whose ancestors and path they take on
+    place_BW     5    3     best + 1 + 2, since 2 candidates came earlier: their children's parent
+
+What `select` makes of it, where node 0 is the root and so node i + 1 is the i-th chosen place:
+
+    chosen_BN    0    1    4    6        the M best places, sorted, so that parents come first
+    wanted_BN    0    0    2    5        their parents, as in `Flat`
+    tokens_BN    5    7    8    3    6
+    parent_BN    0    0    0    2    3   the last: 5 stands for place 4, before which the root
+    depth_BN     0    1    1    2    3   and 2 chosen places come, so it is node 3
+
+Ties go to the candidate that was created first, in float32, so that a parent is never left out
+for its child. References: paper section 4 and EAGLE-2 (2406.16858) for dynamic trees; authors'
+inference/moa_spec.py.
 """
 
 from __future__ import annotations
@@ -23,82 +55,121 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import DraftShape
-from moa_jax.drafters.api import NOTHING, Cache, Guide, Tree
+from moa_jax.drafters.api import NOTHING, Cache, Guide, Params, Shared, Tree
+from moa_jax.model import masks
 from moa_jax.model.branch import when
 
 Array = jax.Array
 
-# (cache, tokens_BW, ancestor_BWX, level) -> (logits_BWU, cache): X are the tokens fed so far,
-# in order, these W last; `level` is their depth, the root's 0
-Step = Callable[[Cache, Array, Array, int], tuple[Array, Any]]
+
+class Nodes(NamedTuple):
+    """W nodes that are fed to a drafter at once, and what it knows by then.
+
+    A tree with root r, its children a and b, and now c, the child of a: W is 1 and X is 4.
+
+        cache row   0 ... known-1 | known ... length-1 | length   +1  +2  +3
+                    verified      | fed to `go_on`     | r         a   b   c
+        ancestor_BWX                                     x         x   .   x
+    """
+
+    tokens_BW: Array
+    ancestor_BWX: Array  # among the X nodes fed in this round, which these W end; with itself
+    length_B: Array  # tokens before the root
+    known_B: Array  # tokens whose target activations the drafter has seen
+    depth: int | Array  # levels below the root: one number, or one for each node (W)
+
+    @property
+    def position_BW(self) -> Array:
+        """The position of each node in the text."""
+        return jnp.broadcast_to(self.length_B[:, None] + self.depth, self.tokens_BW.shape)
+
+    @property
+    def start_B(self) -> Array:
+        """The cache row of the first of these nodes."""
+        W, X = self.ancestor_BWX.shape[1:]
+        return self.length_B + X - W
+
+    def seen(self, rows: int) -> Array:
+        """The mask of self-attention, (B, W, rows): what came before the root, and ancestors."""
+        return masks.cached(self.ancestor_BWX, self.length_B, rows)
+
+    def known(self, rows: int) -> Array:
+        """The mask of attention to the target's activations, (B, 1, rows)."""
+        return (jnp.arange(rows) < self.known_B[:, None])[:, None, :]
 
 
-class Candidates(NamedTuple):
-    """The k first candidates for children of each node of a level, best first."""
+# (params, shared, cache, nodes) -> (logits_BWU, cache with the rows of these nodes)
+Step = Callable[[Params, Shared, Cache, Nodes], tuple[Array, Cache]]
 
-    tokens_BWk: Array
-    log_prob_BWk: Array
-    best_BW: Array  # log-probability of the likeliest token, drawn or not
-    draft_BWV: Array | None  # the law they were sampled from
+
+def by_level(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`propose` and `go_on` of a `Drafter` that predicts the children of all nodes it is fed."""
+
+    def propose(
+        params: Params,
+        shared: Shared,
+        cache: Cache,
+        root_B: Array,
+        length_B: Array,
+        shape: DraftShape,
+        guide: Guide,
+    ) -> tuple[Tree, Cache]:
+        def feed(
+            cache: Cache, tokens_BW: Array, ancestor_BWX: Array, depth: int
+        ) -> tuple[Array, Cache]:
+            nodes = Nodes(tokens_BW, ancestor_BWX, length_B, length_B, depth)
+            return step(params, shared, cache, nodes)
+
+        return grow(feed, cache, root_B, shape, guide)
+
+    def go_on(
+        params: Params,
+        shared: Shared,
+        cache: Cache,
+        token_B: Array,
+        length_B: Array,
+        known_B: Array,
+    ) -> tuple[Array, Cache]:
+        itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
+        node = Nodes(token_B[:, None], itself_B11, length_B, known_B, depth=0)
+        logits_B1U, cache = step(params, shared, cache, node)
+        return logits_B1U[:, 0], cache
+
+    return propose, go_on
+
+
+# (cache, tokens_BW, ancestor_BWX, depth) -> (logits_BWU, cache), as in `Nodes`
+Feed = Callable[[Cache, Array, Array, int], tuple[Array, Any]]
 
 
 def grow(
-    step: Step, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
+    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
     """The tree that `shape` asks for, from the root, and the cache with its rows written."""
     how = _grow_dynamic if shape.is_dynamic else _grow_static
-    return how(step, cache, root_B, shape, guide)
+    return how(feed, cache, root_B, shape, guide)
 
 
-# ---- candidates ---------------------------------------------------------------------------
-
-
-def _expand(
-    step: Step, cache: Cache, level: Level, count: int, guide: Guide, wanted_B: Array | None
-) -> tuple[Candidates, Cache]:
-    """Feeds one level; where no active row wants it, nothing is computed."""
-
-    def feed(cache: Cache) -> tuple[Candidates, Cache]:
-        logits_BWU, cache = step(cache, level.tokens_BW, level.ancestor_BWX, level.depth)
-        return _choose(logits_BWU, level, count, guide), cache
-
-    if wanted_B is None:
-        return feed(cache)
-    shapes, _ = jax.eval_shape(feed, cache)
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    wanted = jnp.any(wanted_B & guide.active_B)
-    return when(wanted, lambda carry: feed(carry[1]), (nothing, cache))
-
-
-def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candidates:
-    """Best first; noise makes it a draw without replacement from the drafter's law."""
-    log_law_BWU = guide.log_law(logits_BWU.astype(jnp.float32), level.path_BWP)
-    W, U = log_law_BWU.shape[1:]
-    order_BWU = log_law_BWU
-    if guide.noise is not None:
-        order_BWU = log_law_BWU + guide.noise(W, level.depth + 1, U)
-    if count == 1:
-        index_BWk = jnp.argmax(order_BWU, axis=-1, keepdims=True).astype(jnp.int32)
-    else:
-        index_BWk = lax.top_k(order_BWU, count)[1].astype(jnp.int32)
-    log_prob_BWk = jnp.take_along_axis(log_law_BWU, index_BWk, axis=-1)
-    draft_BWV = None if guide.noise is None else jnp.exp(log_law_BWU)
-    if guide.ids_U is not None:
-        index_BWk = guide.ids_U[index_BWk]
-        if draft_BWV is not None:
-            blank = jnp.zeros((*draft_BWV.shape[:2], guide.vocab_size))
-            draft_BWV = blank.at[..., guide.ids_U].set(draft_BWV)
-    return Candidates(index_BWk, log_prob_BWk, log_law_BWU.max(axis=-1), draft_BWV)
+# ---- one level ----------------------------------------------------------------------------
 
 
 class Level(NamedTuple):
     """The nodes that are fed together."""
 
     tokens_BW: Array
-    ancestor_BWX: Array  # X tokens fed so far, these last
+    ancestor_BWX: Array  # see `Nodes`
     path_BWP: Array  # the tokens from the root to the node itself
     score_BW: Array  # log-probability of the path, by the drafter
     depth: int
+
+
+class Candidates(NamedTuple):
+    """The first k candidates for children of each node of a level, best first."""
+
+    tokens_BWk: Array
+    log_prob_BWk: Array
+    best_BW: Array  # log-probability of the likeliest token, whether drawn or not
+    draft_BWV: Array | None  # the law that they were drawn from
 
 
 def _root(root_B: Array) -> Level:
@@ -107,129 +178,193 @@ def _root(root_B: Array) -> Level:
     return Level(root_B[:, None], one, root_B[:, None, None], score_B1, 0)
 
 
+def _expand(
+    feed: Feed, cache: Cache, level: Level, count: int, guide: Guide, wanted_B: Array | None
+) -> tuple[Candidates, Cache]:
+    """Feeds one level; where `wanted_B` is given and no active row wants it, computes nothing."""
+
+    def expand(cache: Cache) -> tuple[Candidates, Cache]:
+        logits_BWU, cache = feed(cache, level.tokens_BW, level.ancestor_BWX, level.depth)
+        return _choose(logits_BWU, level, count, guide), cache
+
+    if wanted_B is None:
+        return expand(cache)
+    shapes, _ = jax.eval_shape(expand, cache)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    wanted = jnp.any(wanted_B & guide.active_B)
+    return when(wanted, lambda carry: expand(carry[1]), (nothing, cache))
+
+
+def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candidates:
+    """The `count` best, best first; Gumbel noise makes them a draw without replacement."""
+    # 1. The drafter's law, and the order of its tokens.
+    log_law_BWU = guide.log_law(logits_BWU.astype(jnp.float32), level.path_BWP)
+    W, U = log_law_BWU.shape[1:]
+    order_BWU, draft_BWV = log_law_BWU, None
+    if guide.noise is not None:
+        order_BWU = log_law_BWU + guide.noise(W, level.depth + 1, U)
+        draft_BWV = jnp.exp(log_law_BWU)
+    # 2. The first of the order.
+    if count == 1:
+        index_BWk = jnp.argmax(order_BWU, axis=-1, keepdims=True).astype(jnp.int32)
+    else:
+        index_BWk = lax.top_k(order_BWU, count)[1].astype(jnp.int32)
+    log_prob_BWk = jnp.take_along_axis(log_law_BWU, index_BWk, axis=-1)
+    # 3. Ids of the draft vocabulary become the target's.
+    if guide.ids_U is not None:
+        index_BWk = guide.ids_U[index_BWk]
+        if draft_BWV is not None:
+            blank = jnp.zeros((*draft_BWV.shape[:2], guide.vocab_size))
+            draft_BWV = blank.at[..., guide.ids_U].set(draft_BWV)
+    return Candidates(index_BWk, log_prob_BWk, log_law_BWU.max(axis=-1), draft_BWV)
+
+
 # ---- static trees -------------------------------------------------------------------------
 
 
+class StaticLevel(NamedTuple):
+    """Which candidates become the nodes of a level, and which of these are fed next.
+
+    The levels below the root for the paths (0) (1) (1, 0) (1, 1), which are the nodes 1 to 4:
+
+        level          1       2
+        node           1  2    3  4
+        slot           0  0    0  0     which node of the level above, of those that were fed
+        rank           0  1    0  1     which of its candidates
+        fed            1                which nodes of this level have children: the second
+        ancestor_WX    1  1             it sees the root and itself; node 1 is not fed
+
+    The slot of nodes 3 and 4 is 0 although their parent is the second of its level: it is the
+    only one that was fed, so its candidates are the only ones.
+    """
+
+    slot: np.ndarray
+    rank: np.ndarray
+    fed: np.ndarray
+    ancestor_WX: np.ndarray  # of the nodes fed next, among all X fed by then
+
+
+def static_levels(paths: tuple[tuple[int, ...], ...]) -> list[StaticLevel]:
+    """The levels of a static tree below its root, from all its paths but ()."""
+    parents = {path[:-1] for path in paths}
+    above: list[tuple[int, ...]] = [()]  # what was fed of the level above
+    all_fed: list[tuple[int, ...]] = [()]
+    levels = []
+    for depth in range(1, 1 + max(map(len, paths), default=0)):
+        new = [path for path in paths if len(path) == depth]
+        slot = np.array([above.index(path[:-1]) for path in new])
+        rank = np.array([path[-1] for path in new])
+        fed = np.array([i for i, path in enumerate(new) if path in parents], int)
+        above = [new[i] for i in fed]
+        all_fed += above
+        seen = [path[: len(other)] == other for path in above for other in all_fed]
+        ancestor_WX = np.array(seen, bool).reshape(len(above), len(all_fed))
+        levels.append(StaticLevel(slot, rank, fed, ancestor_WX))
+    return levels
+
+
 def _grow_static(
-    step: Step, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
+    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
-    """Nodes at fixed places; below a path that is not confident they are NOTHING."""
-    paths = ((), *shape.tree_paths)
-    index = {path: i for i, path in enumerate(paths)}
-    parent_N = np.array([index[path[:-1]] for path in paths], np.int32)
-    ancestor_NN = np.array([[path[: len(above)] == above for above in paths] for path in paths])
-    has_children = set(parent_N[1:].tolist())
+    """Nodes at fixed places; those that the drafter gives too little probability are NOTHING."""
     bound = np.log(shape.confidence) if shape.confidence else None
-    level, tokens, drafts = _root(root_B), [root_B[:, None]], []
-    fed = [0]  # nodes with children, in the order in which they were fed
-    for depth in range(1, shape.levels):
+    level, tokens, laws = _root(root_B), [root_B[:, None]], []
+    for slot, rank, fed, ancestor_WX in static_levels(shape.tree_paths):
+        # 1. Feed the level above: each node of this one is a candidate of its parent.
         wanted_B = None if bound is None else jnp.any(level.score_BW >= bound, axis=1)
-        new = [i for i, path in enumerate(paths) if len(path) == depth]
-        slot = np.array([fed[-level.tokens_BW.shape[1] :].index(parent_N[i]) for i in new])
-        rank = np.array([paths[i][-1] for i in new])
-        found, cache = _expand(step, cache, level, int(rank.max()) + 1, guide, wanted_B)
+        count = int(rank.max()) + 1
+        found, cache = _expand(feed, cache, level, count, guide, wanted_B)
         tokens_BW = found.tokens_BWk[:, slot, rank]
         score_BW = level.score_BW[:, slot] + found.log_prob_BWk[:, slot, rank]
+        # 2. Leave out what is not likely enough. Siblings stay or go together, by the likeliest
+        # token, never by what was drawn: a choice that depends on luck changes the law.
         if bound is not None:
-            # Siblings stay or go together, by the likeliest token: never by what was drawn, for
-            # a choice that depends on luck changes the law.
             best_BW = found.best_BW + level.score_BW
             keep_BW = (best_BW >= bound)[:, slot] & (level.tokens_BW[:, slot] != NOTHING)
             tokens_BW = jnp.where(keep_BW, tokens_BW, NOTHING)
             score_BW = jnp.where(keep_BW, score_BW, -jnp.inf)
         tokens.append(tokens_BW)
-        drafts.append(found.draft_BWV)
-        inner = [k for k, i in enumerate(new) if i in has_children]
-        fed += [new[k] for k in inner]
-        level = _below(level, tokens_BW, score_BW, np.array(inner, int), slot, ancestor_NN, fed)
-    return _tree(tokens, parent_N, ancestor_NN, _laws(drafts, paths, fed)), cache
+        laws.append(found.draft_BWV)
+        # 3. The nodes that have children are fed next.
+        path_BWP = level.path_BWP[:, slot[fed]]
+        level = Level(
+            tokens_BW[:, fed],
+            jnp.broadcast_to(ancestor_WX, (root_B.shape[0], *ancestor_WX.shape)),
+            jnp.concatenate([path_BWP, tokens_BW[:, fed, None]], axis=-1),
+            score_BW[:, fed],
+            level.depth + 1,
+        )
+    tree = static_tree(jnp.concatenate(tokens, axis=1), shape.tree_paths)
+    return tree._replace(draft_BNV=_laws(laws, shape.tree_paths)), cache
 
 
-def _below(
-    level: Level,
-    tokens_BW: Array,
-    score_BW: Array,
-    inner: np.ndarray,
-    slot: np.ndarray,
-    ancestor_NN: np.ndarray,
-    fed: list[int],
-) -> Level:
-    """The next level: those of its nodes that have children."""
-    B = tokens_BW.shape[0]
-    here = fed[len(fed) - len(inner) :]
-    ancestor_WX = ancestor_NN[np.ix_(here, fed)]
-    path_BWP = level.path_BWP[:, slot[inner]]
-    return Level(
-        tokens_BW[:, inner],
-        jnp.broadcast_to(ancestor_WX, (B, *ancestor_WX.shape)),
-        jnp.concatenate([path_BWP, tokens_BW[:, inner, None]], axis=-1),
-        score_BW[:, inner],
-        level.depth + 1,
-    )
-
-
-def _laws(drafts: list[Array | None], paths: tuple, fed: list[int]) -> Array | None:
-    """The drafter's law at every node, zeros at leaves, for sampled drafts."""
-    if not drafts or drafts[0] is None:
-        return None
-    fed_BXV = jnp.concatenate(drafts, axis=1)
-    blank_BNV = jnp.zeros((fed_BXV.shape[0], len(paths), fed_BXV.shape[-1]))
-    return blank_BNV.at[:, np.array(fed)].set(fed_BXV)
-
-
-def _tree(
-    tokens: list[Array], parent_N: np.ndarray, ancestor_NN: np.ndarray, draft_BNV: Array | None
-) -> Tree:
-    tokens_BN = jnp.concatenate(tokens, axis=1)
+def static_tree(tokens_BN: Array, paths: tuple[tuple[int, ...], ...]) -> Tree:
+    """The tree of a root and these paths below it, with its tokens in that order."""
+    all_paths = ((), *paths)
+    node_of = {path: node for node, path in enumerate(all_paths)}
+    parent_N = np.array([node_of[path[:-1]] for path in all_paths], np.int32)
+    depth_N = np.array([len(path) for path in all_paths], np.int32)
+    ancestor_NN = np.array([[path[: len(a)] == a for a in all_paths] for path in all_paths])
     spread = lambda row_N: jnp.broadcast_to(jnp.asarray(row_N), tokens_BN.shape)  # noqa: E731
-    depth_N = ancestor_NN.sum(axis=1, dtype=np.int32) - 1
-    return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_NN[None], draft_BNV)
+    return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_NN[None])
+
+
+def _laws(fed: list[Array | None], paths: tuple[tuple[int, ...], ...]) -> Array | None:
+    """For sampled drafts, the drafter's law at every node (B, N, V): zeros at leaves."""
+    if not fed or fed[0] is None:
+        return None
+    fed_BXV = jnp.concatenate(fed, axis=1)
+    blank_BNV = jnp.zeros((fed_BXV.shape[0], 1 + len(paths), fed_BXV.shape[-1]))
+    parents = {path[:-1] for path in paths}
+    fed_X = np.array([node for node, path in enumerate(((), *paths)) if path in parents])
+    return blank_BNV.at[:, fed_X].set(fed_BXV)
 
 
 # ---- dynamic trees ------------------------------------------------------------------------
 
 
 class Flat(NamedTuple):
-    """All candidates so far, in order of creation."""
+    """All candidates so far, in order of creation; the example above shows one."""
 
     tokens_BX: Array
-    score_BX: Array
-    parent_BX: Array  # 0 the root, else 1 + the place of the parent in this list
+    score_BX: Array  # log-probability of the path
+    parent_BX: Array  # 0 the root, else 1 + the parent's place in this list
     depth: tuple[int, ...]
 
 
 def _grow_dynamic(
-    step: Step, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
+    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
-    """Breadth candidates a node, the best of each level fed, the best of all verified."""
-    b, bound = shape.breadth, np.log(shape.confidence) if shape.confidence else None
-    level, place_BW = _root(root_B), jnp.zeros((root_B.shape[0], 1), jnp.int32)
+    """`breadth` candidates a node; the best of each level are fed, the best of all verified."""
+    B, b = root_B.shape[0], shape.breadth
+    bound = np.log(shape.confidence) if shape.confidence else None
+    level, place_BW = _root(root_B), jnp.zeros((B, 1), jnp.int32)
     flats: list[Flat] = []
     for depth in range(1, shape.depth):
+        # 1. Feed the level: every node gets b candidates.
         wanted_B = None if bound is None else jnp.any(level.score_BW >= bound, axis=1)
-        found, cache = _expand(step, cache, level, b, guide, wanted_B)
-        flat = _candidates(level, place_BW, found)
-        offset = sum(len(earlier.depth) for earlier in flats)
-        flats.append(flat)
+        found, cache = _expand(feed, cache, level, b, guide, wanted_B)
+        # 2. Append them to the list.
+        num_earlier = sum(len(flat.depth) for flat in flats)
+        score_BX = (level.score_BW[..., None] + found.log_prob_BWk).reshape(B, -1)
+        parent_BX = jnp.repeat(place_BW, b, axis=1)
+        depths = (depth,) * score_BX.shape[1]
+        flats.append(Flat(found.tokens_BWk.reshape(B, -1), score_BX, parent_BX, depths))
+        # 3. The b best of them are fed next.
         if depth < shape.depth - 1:
-            level, best_BW = _frontier(level, flat, b)
-            place_BW = 1 + offset + best_BW
-    return select(root_B, _joined(flats), shape, bound), cache
-
-
-def _candidates(level: Level, place_BW: Array, found: Candidates) -> Flat:
-    B, W, k = found.tokens_BWk.shape
-    score_BX = (level.score_BW[..., None] + found.log_prob_BWk).reshape(B, W * k)
-    parent_BX = jnp.repeat(place_BW, k, axis=1)
-    depth = (level.depth + 1,) * (W * k)
-    return Flat(found.tokens_BWk.reshape(B, W * k), score_BX, parent_BX, depth)
+            level, best_BW = _frontier(level, flats[-1], b)
+            place_BW = 1 + num_earlier + best_BW
+    # 4. The best of all levels are the tree.
+    arrays = (jnp.concatenate(parts, axis=1) for parts in list(zip(*flats, strict=True))[:3])
+    flat = Flat(*arrays, sum((flat.depth for flat in flats), ()))
+    return select(root_B, flat, shape, bound), cache
 
 
 def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array]:
-    """The best candidates of a level as the next one, and where they stand in it."""
+    """The best candidates below a level as the next level, and which of `flat` they are."""
     score_BW, best_BW = lax.top_k(flat.score_BX, breadth)
-    W = level.tokens_BW.shape[1]
-    slot_BW1 = (best_BW // (flat.score_BX.shape[1] // W))[..., None]
+    candidates_each = flat.score_BX.shape[1] // level.tokens_BW.shape[1]
+    slot_BW1 = (best_BW // candidates_each)[..., None]
     tokens_BW = jnp.take_along_axis(flat.tokens_BX, best_BW, axis=1)
     above_BWX = jnp.take_along_axis(level.ancestor_BWX, slot_BW1, axis=1)
     itself_BWW = jnp.broadcast_to(jnp.eye(breadth, dtype=bool), (*best_BW.shape, breadth))
@@ -243,25 +378,25 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array]:
     ), best_BW.astype(jnp.int32)
 
 
-def _joined(flats: list[Flat]) -> Flat:
-    arrays = (jnp.concatenate(parts, axis=1) for parts in list(zip(*flats, strict=True))[:3])
-    return Flat(*arrays, sum((flat.depth for flat in flats), ()))
-
-
 def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) -> Tree:
-    """The likeliest candidates in order of creation, behind the root."""
+    """The tree of the likeliest candidates; those that score below `bound` are NOTHING."""
     B, X = flat.tokens_BX.shape
+    # 1. The best places in order of creation. A place that is not good enough counts X more
+    # while they are sorted, and so comes last.
     score_BN, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)
-    if bound is not None:  # those that are not there come last
+    if bound is not None:
         chosen_BN = jnp.where(score_BN >= bound, chosen_BN, chosen_BN + X)
     chosen_BN = jnp.sort(chosen_BN, axis=1)
     there_BN, chosen_BN = chosen_BN < X, chosen_BN % X
     tokens_BN = jnp.take_along_axis(flat.tokens_BX, chosen_BN, axis=1)
     tokens_BN = jnp.where(there_BN, tokens_BN, NOTHING)
+    # 2. Parents as nodes of the tree: before a parent come the root and the chosen places that
+    # are before its own, and 1 + place < wanted says which.
     wanted_BN = jnp.take_along_axis(flat.parent_BX, chosen_BN, axis=1)
     before_BNN = (chosen_BN + 1)[:, None, :] < wanted_BN[..., None]
-    row_BN = 1 + jnp.sum(before_BNN & there_BN[:, None, :], axis=-1, dtype=jnp.int32)
-    parent_BN = jnp.where(wanted_BN == 0, 0, jnp.minimum(row_BN, shape.num_drafted))
+    node_BN = 1 + jnp.sum(before_BNN & there_BN[:, None, :], axis=-1, dtype=jnp.int32)
+    parent_BN = jnp.where(wanted_BN == 0, 0, jnp.minimum(node_BN, shape.num_drafted))
+    # 3. The root in front.
     depth_BN = jnp.asarray(np.array(flat.depth, np.int32))[chosen_BN]
     first = lambda value, rows_BN: jnp.concatenate([value, rows_BN], axis=1)  # noqa: E731
     zero_B1 = jnp.zeros((B, 1), jnp.int32)
@@ -275,7 +410,10 @@ def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) ->
 
 
 def ancestors(parent_BN: Array, depth: int) -> Array:
-    """The ancestor matrix (B, N, N) of a tree of `depth` levels from its parents."""
+    """The ancestor matrix (B, N, N) of a tree of `depth` levels, from its parents.
+
+    Each turn copies every parent's row of the turn before, and so reaches one level further up.
+    """
     B, N = parent_BN.shape
     itself_BNN = jnp.broadcast_to(jnp.eye(N, dtype=bool), (B, N, N))
     found_BNN = itself_BNN

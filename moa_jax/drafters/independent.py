@@ -19,15 +19,14 @@ import jax.numpy as jnp
 
 from moa_jax.config import (
     BorrowedConfig,
-    DraftShape,
     IndependentConfig,
     Objective,
     TargetConfig,
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
-from moa_jax.drafters.api import Drafter, Guide, Params, Shared, Tapped, Taps, Tree
-from moa_jax.drafters.grow import grow
+from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
+from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
@@ -73,15 +72,16 @@ def make_borrowed(
 def _make(
     small: Small, objective: Objective | None, init: Callable[[Array], Params], own_head: bool
 ) -> Drafter:
+    propose, go_on = by_level(partial(step, small))
     return Drafter(
         taps=Taps(),
         borrow=lambda params: {name: params[name] for name in OUTER if name in params},
         init=init,
         init_cache=partial(llama.init_caches, small.model),
         extend=partial(extend, small),
-        propose=partial(propose, small),
+        propose=propose,
         digest=lambda params, length_B, tapped: (),
-        go_on=partial(go_on, small),
+        go_on=go_on,
         loss=partial(loss, small, objective or Objective()),
         teacher_forced=partial(teacher_forced, small),
         head=partial(head, small),
@@ -119,64 +119,19 @@ def extend(
     ).caches
 
 
-def propose(
-    small: Small,
-    params: Params,
-    shared: Shared,
-    caches: llama.Caches,
-    root_B: Array,
-    length_B: Array,
-    shape: DraftShape,
-    guide: Guide,
-) -> tuple[Tree, llama.Caches]:
-    """The tree of `shape`, grown from the root level by level."""
-
-    def level(
-        caches: llama.Caches, tokens_BW: Array, ancestor_BWX: Array, depth: int
-    ) -> tuple[Array, llama.Caches]:
-        return step(small, params, shared, caches, tokens_BW, ancestor_BWX, length_B, depth)
-
-    return grow(level, caches, root_B, shape, guide)
-
-
-def go_on(
-    small: Small,
-    params: Params,
-    shared: Shared,
-    caches: llama.Caches,
-    token_B: Array,
-    length_B: Array,
-    known_B: Array,
-) -> tuple[Array, llama.Caches]:
-    """One token further; it never knows more of the target than its tokens."""
-    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
-    logits_B1V, caches = step(
-        small, params, shared, caches, token_B[:, None], itself_B11, length_B, 0
-    )
-    return logits_B1V[:, 0], caches
-
-
 def step(
-    small: Small,
-    params: Params,
-    shared: Shared,
-    caches: llama.Caches,
-    tokens_BW: Array,
-    ancestor_BWX: Array,
-    length_B: Array,
-    depth: int,
+    small: Small, params: Params, shared: Shared, caches: llama.Caches, nodes: Nodes
 ) -> tuple[Array, llama.Caches]:
-    """Logits after W nodes of one `depth`, the last of the X fed in this round."""
+    """Logits after some nodes, which see all rows before the root and their ancestors."""
     weights = small.weights(params, shared)
-    W, X = ancestor_BWX.shape[1:]
     found = llama.forward(
         small.model,
         weights,
-        tokens_BW,
-        jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape),
-        masks.cached(ancestor_BWX, length_B, caches[0].k_BKSE.shape[2]),
+        nodes.tokens_BW,
+        nodes.position_BW,
+        nodes.seen(caches[0].k_BKSE.shape[2]),
         caches,
-        length_B + X - W,
+        nodes.start_B,
     )
     return llama.unembed(weights, found.hidden_BTD), found.caches
 

@@ -135,7 +135,7 @@ def make_program(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) ->
     where the mesh does not divide the models or the batch.
     """
     kind = DRAFTERS[method_of(config.drafter)]
-    drafter = kind.make(config.drafter, target_cfg, config.objective)
+    drafter = kind.make(config.drafter, target_cfg, config)
     tx, dtype = optimizer(config.optim), jnp.dtype(config.run.dtype)
     _check_rows(config, mesh)
 

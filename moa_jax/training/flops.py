@@ -36,7 +36,7 @@ def model_flops_per_token(config: DistillConfig, target_cfg: TargetConfig) -> fl
     as is usual for model FLOP utilisation. Measured by tracing one row, chunks off.
     """
     plain = dataclasses.replace(config, chunks=ChunkConfig(0, 0))
-    drafter = DRAFTERS[method_of(plain.drafter)].make(plain.drafter, target_cfg, plain.objective)
+    drafter = DRAFTERS[method_of(plain.drafter)].make(plain.drafter, target_cfg, plain)
     loss = make_loss(target_cfg, drafter, jnp.dtype(plain.run.dtype))
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, frozen = jax.eval_shape(drafter.init, key), abstract_frozen(target_cfg)

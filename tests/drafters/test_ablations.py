@@ -29,6 +29,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
+from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.model import convert, masks
 from moa_jax.model.cache import KV
@@ -120,7 +121,8 @@ class Pair:
         chain_BW = length_B[:, None] + jnp.arange(count)
         tokens_BW = jnp.take_along_axis(batch.tokens_BT, chain_BW, axis=1)
         line, depth_W = masks.line(count), jnp.arange(count)
-        return decode.step(*given, cache, tokens_BW, line, length_B, depth_W, length_B)[0]
+        nodes = Nodes(tokens_BW, line, length_B, length_B, depth_W)
+        return decode.step(*given, cache, nodes)[0]
 
     def _traced(self, batch: Batch, tapped, bounded: bool):
         draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
@@ -352,7 +354,7 @@ def test_each_is_a_flag_away(flags, monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     config = overridden(flags)
     assert FLAGS[flags](config) and not FLAGS[flags](overridden(""))
-    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config.objective)
+    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config)
 
 
 def size_of(config: DistillConfig) -> int:

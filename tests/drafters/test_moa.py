@@ -15,6 +15,7 @@ from moa_jax import load_drafter, load_target
 from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, Objective, OptimConfig, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS
+from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf
@@ -223,8 +224,8 @@ def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B, count: 
     cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
     index_BW = jnp.minimum(start_B[:, None] + jnp.arange(count), T - 1)
     tokens_BW = jnp.take_along_axis(tokens_BT, index_BW, axis=1)
-    given = (moa, params, shared, cache, tokens_BW, masks.line(count))
-    return decode.step(*given, start_B, jnp.arange(count), start_B)[0]
+    nodes = Nodes(tokens_BW, masks.line(count), start_B, start_B, jnp.arange(count))
+    return decode.step(moa, params, shared, cache, nodes)[0]
 
 
 # ---- random pairs, against the oracle -----------------------------------------------------

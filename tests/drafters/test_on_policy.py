@@ -14,6 +14,7 @@ from moa_jax import load_drafter, load_target
 from moa_jax.config import MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import losses
+from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.model import masks
 from moa_jax.model.llama import unembed
@@ -86,9 +87,8 @@ def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B):
     for index in range(LONGEST):
         token_B1 = jnp.take_along_axis(tokens_BT, length_B[:, None] + index, axis=1)
         chain_B1X = jnp.ones((B, 1, index + 1), bool)
-        logits_B1V, cache = decode.step(
-            moa, params, shared, cache, token_B1, chain_B1X, length_B, index, length_B
-        )
+        node = Nodes(token_B1, chain_B1X, length_B, length_B, index)
+        logits_B1V, cache = decode.step(moa, params, shared, cache, node)
         found.append(logits_B1V[:, 0])
     return jnp.stack(found, axis=1)
 

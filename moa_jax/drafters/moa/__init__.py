@@ -22,6 +22,7 @@ from functools import partial
 
 from moa_jax.config import MoaConfig, Objective, TargetConfig
 from moa_jax.drafters.api import Drafter, Taps
+from moa_jax.drafters.grow import by_level
 from moa_jax.drafters.moa import decode, files, train
 from moa_jax.drafters.moa.blocks import Moa, block_configs
 from moa_jax.files.kinds import DrafterKind
@@ -31,16 +32,17 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
     """The drafter as pure functions; `objective` matters for training only."""
     reused, layers = cfg.target_layer_inference, target_cfg.num_layers
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
+    propose, go_on = by_level(partial(decode.step, moa))
     return Drafter(
         taps=Taps(rows=True, streams=(layers - reused,) if reused else ()),
         borrow=moa.borrow,
         init=moa.init,
         init_cache=partial(decode.init_cache, moa),
         extend=partial(decode.extend, moa),
-        propose=partial(decode.propose, moa),
+        propose=propose,
         digest=partial(decode.digest, moa),
         digest_only=("layer_self_attention", "ekv2e"),
-        go_on=partial(decode.go_on, moa),
+        go_on=go_on,
         loss=partial(train.loss, moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
     )

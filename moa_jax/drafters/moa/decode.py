@@ -1,5 +1,9 @@
-"""Cached drafting with a MoA drafter: `digest` and `extend` once per verification, `step` per
-drafted token. LSA works in `digest` alone, which is what makes a client and a server of it."""
+"""Cached drafting with a MoA drafter.
+
+digest    once per verification, beside the target: LSA, and what CA and TLI keep of it
+extend    once per verification: writes this to the caches, which may be on another machine
+step      once per level of drafted nodes: SA, CA, TLI, head
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import DraftShape
-from moa_jax.drafters.api import Guide, Params, Shared, Tapped, Tree
-from moa_jax.drafters.grow import grow
+from moa_jax.drafters.api import Params, Shared, Tapped
+from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.model import cache as kv_cache
-from moa_jax.model import llama, masks
+from moa_jax.model import llama
 from moa_jax.model.cache import KV
 from moa_jax.model.layers import Block, CrossBlock, rotation
 
@@ -29,7 +32,7 @@ class MoaCache(NamedTuple):
 
 
 class MoaDigest(NamedTuple):
-    """What decoding needs of the target for T verified tokens: CA rows, and those for TLI."""
+    """What decoding needs of the target for T verified tokens: rows of CA, and rows for TLI."""
 
     cross_attention: KV
     reused: tuple[KV, ...]
@@ -85,59 +88,14 @@ def extend(
     )
 
 
-def propose(
-    moa: Moa,
-    params: Params,
-    shared: Shared,
-    cache: MoaCache,
-    root_B: Array,
-    length_B: Array,
-    shape: DraftShape,
-    guide: Guide,
-) -> tuple[Tree, MoaCache]:
-    """The tree of `shape`, grown from the root level by level."""
-
-    def level(
-        cache: MoaCache, tokens_BW: Array, ancestor_BWX: Array, depth: int
-    ) -> tuple[Array, MoaCache]:
-        return step(moa, params, shared, cache, tokens_BW, ancestor_BWX, length_B, depth, length_B)
-
-    return grow(level, cache, root_B, shape, guide)
-
-
-def go_on(
-    moa: Moa,
-    params: Params,
-    shared: Shared,
-    cache: MoaCache,
-    token_B: Array,
-    length_B: Array,
-    known_B: Array,
-) -> tuple[Array, MoaCache]:
-    """One token further, with the memory of the known ones only."""
-    itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
-    logits_B1V, cache = step(
-        moa, params, shared, cache, token_B[:, None], itself_B11, length_B, 0, known_B
-    )
-    return logits_B1V[:, 0], cache
-
-
 def step(
-    moa: Moa,
-    params: Params,
-    shared: Shared,
-    cache: MoaCache,
-    tokens_BW: Array,
-    ancestor_BWX: Array,
-    length_B: Array,
-    depth: int | Array,
-    known_B: Array,
+    moa: Moa, params: Params, shared: Shared, cache: MoaCache, nodes: Nodes
 ) -> tuple[Array, MoaCache]:
-    """Logits after W nodes, of one `depth` or each its own, the last of the X fed in this round.
+    """Logits after some nodes, and the cache with their rows.
 
-    SA and the reused layers see committed rows and a node's ancestors, CA known rows only, whose
-    memory the target gave. The reused layers' known rows are the target's own. In a round all
-    committed tokens but the root are known:
+    SA and the reused layers see all rows before the root and a node's ancestors. CA sees known
+    rows alone, since its memory comes from the target. What the reused layers have of known
+    tokens are the target's own rows. In a round all tokens but the root are known:
 
         row        0 .. n-1 | n     n+1 n+2   ...     n = length = known
         SA, TLI    x .. x   | root  its ancestors
@@ -147,13 +105,9 @@ def step(
     the same with MaskConfig.on_policy_reuse.
     """
     sa, ca, _ = moa.blocks
-    W, X = ancestor_BWX.shape[1:]
-    start_B = length_B + X - W
-    position_BW = jnp.broadcast_to(length_B[:, None] + depth, tokens_BW.shape)
     rows = cache.cross_attention.k_BKSE.shape[2]
-    seen_BWS = masks.cached(ancestor_BWX, length_B, rows)
-    known_B1S = (jnp.arange(rows) < known_B[:, None])[:, None, :]
-    x_BWD, sa_cache = llama.embed(shared, tokens_BW), cache.self_attention
+    seen_BWS, position_BW, start_B = nodes.seen(rows), nodes.position_BW, nodes.start_B
+    x_BWD, sa_cache = llama.embed(shared, nodes.tokens_BW), cache.self_attention
     if sa is not None:
         sa_params, turn = {"params": params["self_attention"]}, rotation(sa, position_BW)
         x_BWD, _, sa_cache = Block(sa).apply(sa_params, x_BWD, turn, seen_BWS, sa_cache, start_B)
@@ -162,7 +116,7 @@ def step(
         x_BWD,
         rotation(ca, position_BW),
         cache.cross_attention,
-        known_B1S,
+        nodes.known(rows),
     )
     reused = cache.reused
     if reused:

@@ -1,0 +1,154 @@
+"""What a round of decoding drafts, and how tokens are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moa_jax.config.checks import at_least
+from moa_jax.errors import InputError
+
+MAX_DEPTH = 64  # a chain is unrolled into one program
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftShape:
+    """How much one round drafts; `depth` counts levels with the root, so 1 is plain decoding.
+
+    chain          breadth 1: depth - 1 tokens, one after the other
+    dynamic tree   every level keeps its `breadth` likeliest nodes and gives each as many
+                   children; the `total_tokens` likeliest of all are verified
+    static tree    `paths` says which: (0, 1) is the second child of the root's first
+    """
+
+    depth: int
+    breadth: int = 1
+    total_tokens: int | None = None  # most nodes besides the root; None is all candidates
+    paths: tuple[tuple[int, ...], ...] = ()
+    confidence: float = 0.0  # leaves out nodes that the drafter gives less probability
+    sampled: bool = False  # candidates are drawn from the drafter's law, not its likeliest
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "depth", "breadth")
+        if self.total_tokens is not None:
+            at_least(1, self, "total_tokens")
+        if self.depth > MAX_DEPTH:
+            raise InputError(f"depth is {self.depth}: choose at most {MAX_DEPTH}")
+        if not 0 <= self.confidence < 1:
+            raise InputError(f"confidence is {self.confidence}: choose from 0 to below 1")
+        if self.sampled and self.is_dynamic:
+            raise InputError(
+                "sampled candidates of a dynamic tree would be chosen by their luck, which "
+                "changes the law: use a chain or a static tree, or the likeliest candidates"
+            )
+        if self.paths:
+            self._check_paths()
+
+    @classmethod
+    def static(cls, paths: Any, **rest: Any) -> DraftShape:
+        """A static tree from its paths, in any order; InputError where they make no tree."""
+        try:
+            ordered = sorted({tuple(map(int, path)) for path in paths}, key=lambda p: (len(p), p))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "the paths of a tree are lists of child ranks: [[0], [1], [0, 0]]"
+            ) from error
+        if not ordered or not ordered[0]:
+            raise InputError("a tree needs paths of at least one rank each: [[0], [1], [0, 0]]")
+        return cls(1 + len(ordered[-1]), paths=tuple(ordered), **rest)
+
+    def _check_paths(self) -> None:
+        known = {(), *self.paths}
+        for path in self.paths:
+            *above, rank = path
+            elder = (*above, rank - 1) if rank else ()
+            for needed in (tuple(above), elder):
+                if needed not in known or rank < 0:
+                    raise InputError(
+                        f"the tree has the path {list(path)} but not {list(needed)}: give every "
+                        "node its parent and its elder siblings"
+                    )
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.breadth > 1 and not self.paths
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node has one child at most, so that an accepted path moves no rows."""
+        return self.breadth == 1 and (not self.paths or max(map(max, self.paths)) == 0)
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes of one round, not counting the root."""
+        if self.paths:
+            return len(self.paths)
+        if self.depth == 1:
+            return 0
+        candidates = self.breadth + (self.depth - 2) * self.breadth**2
+        return min(self.total_tokens or candidates, candidates)
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens that one verification takes, the root among them."""
+        return 1 + self.num_drafted
+
+    @property
+    def levels(self) -> int:
+        """The most tokens that one round can commit."""
+        return min(self.depth, self.num_nodes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a round needs in each cache, after those of verified tokens."""
+        return max(self.num_nodes, 1 + max(self.depth - 2, 0) * self.breadth)
+
+    @property
+    def most_children(self) -> int:
+        """The most candidates that one node gets."""
+        return 1 + max(map(max, self.paths)) if self.paths else self.breadth
+
+    @property
+    def tree_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The paths of a static tree; a chain is one whose nodes are first children."""
+        return self.paths or tuple((0,) * k for k in range(1, self.levels))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Sizes of verification in nodes: a draft that stops early takes the next larger one."""
+        if not self.confidence:
+            return (self.num_nodes,)
+        if self.is_chain:
+            return tuple(range(1, self.num_nodes + 1))
+        doubled = [1 << k for k in range(1, self.num_nodes.bit_length())]
+        return (*(width for width in doubled if width < self.num_nodes), self.num_nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How one answer's tokens are chosen from the target's logits; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the fewest likeliest tokens that hold this much probability
+    min_p: float = 0.0  # keep tokens that are at least this likely, relative to the likeliest
+    repetition_penalty: float = 1.0  # above 1 makes tokens seen before less likely
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0.0, 1e6), ("min_p", 0.0, 1.0)):
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"{name} is {getattr(self, name)}: choose from {low} to {high}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}: choose above 0 and at most 1")
+        if not 0 < self.repetition_penalty < 1e6:
+            raise InputError(
+                f"repetition_penalty is {self.repetition_penalty}: choose above 0, below a million"
+            )
+        at_least(0, self, "top_k", "seed")
+        if self.seed >= 1 << 32:
+            raise InputError(f"seed is {self.seed}: choose one below 2**32")
+        for _, bias in self.logit_bias:
+            if not bias < float("inf"):
+                raise InputError(f"logit_bias holds {bias}: give numbers below inf, -inf to ban")

@@ -1,0 +1,259 @@
+"""Settings of training runs: data, optimiser, objective, devices, bookkeeping, grids."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from moa_jax.config.checks import at_least
+from moa_jax.config.draft import DraftShape
+from moa_jax.config.model import DrafterConfig, TargetConfig
+from moa_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where training text comes from and which of its tokens count as answers.
+
+    A path is a file or folder, `data:chat/train.jsonl.gz` (below `$MOA_DATA`), `hub:ID/SPLIT`
+    (through `datasets`) or `tfds:NAME/SPLIT` (through `tensorflow_datasets`).
+    """
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...]
+    max_length: int  # tokens kept of one conversation
+    row_length: int  # tokens in one row of a batch
+    rows_per_batch: int  # of all devices and processes together
+    weights: tuple[float, ...] = ()  # share of rows from each train path; () mixes all rows evenly
+    cache: str | None = None  # folder of tokenised rows, memory-mapped; None keeps them in memory
+    workers: int = 0  # processes that tokenise; 0 is one per core
+    bad_records: Literal["skip", "refuse"] = "skip"  # what to do about a record that cannot be used
+    sources: tuple[str, ...] = ()  # keep records whose `source` ends with one of these; () is all
+    pack: bool = True  # put several conversations in a row, kept apart by segment ids
+    answers: Literal["turns", "reference"] = "turns"  # `reference`: as the paper's code, which
+    # also trains on every user turn after the first answer
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "max_length", "row_length", "rows_per_batch")
+        at_least(0, self, "seed", "workers")
+        if self.weights and len(self.weights) != len(self.train):
+            raise InputError(
+                f"{len(self.weights)} weights for {len(self.train)} train paths: give one each"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise InputError(f"weights are {self.weights}: choose numbers above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with warm-up to a peak, linear decay to a constant rate, and clipping.
+
+    The rate climbs from 0 to `peak * learning_rate` in `warmup_steps`, falls linearly to
+    `learning_rate` within `decay_steps` more, then stays. The paper uses a peak of 20.
+    """
+
+    learning_rate: float
+    warmup_steps: int
+    decay_steps: int
+    peak: float
+    total_steps: int
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    accumulate: int = 1  # micro-batches averaged into one update
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "warmup_steps", "decay_steps")
+        at_least(1, self, "total_steps", "accumulate")
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskConfig:
+    """How training hides the future from the drafter, so that it sees what decoding sees."""
+
+    variable_future_length: bool = True
+    shortest_future: int = 6  # variable length: every 6th to 14th token is known, one period a row
+    longest_future: int = 14
+    staircase: bool = True
+    on_policy_reuse: bool = False  # reused layers see what they see in decoding (masks.on_policy)
+    bounded: bool = True  # False is standard training: all of a token's past counts as known
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "shortest_future")
+        if self.longest_future < self.shortest_future:
+            raise InputError(
+                f"longest_future is {self.longest_future}, below shortest_future "
+                f"{self.shortest_future}: raise it"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What the drafter is trained for; the defaults are the paper's.
+
+    token      cross_entropy     - sum p log q, where p is the target's law, q the drafter's
+               total_variation   1 - sum min(p, q), the chance that sampling rejects a draft
+               log_acceptance    - log sum min(p, q), whose gradient stays large where they differ
+    feature    distance between what goes to the head and the target's own (TLI: and between
+               what enters the reused layers and the target's own, half each)
+    """
+
+    token: Literal["cross_entropy", "total_variation", "log_acceptance"] = "cross_entropy"
+    token_weight: float = 0.1
+    feature_weight: float = 1.0
+    feature_fade: float | None = None  # share of the run after which the feature loss is gone
+
+    def __post_init__(self) -> None:
+        if self.feature_fade is not None and not 0 < self.feature_fade <= 1:
+            raise InputError(f"feature_fade is {self.feature_fade}: choose above 0 and at most 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedbackConfig:
+    """How drafters that read their own features (the EAGLE family) are trained to do so.
+
+    Training makes `steps` passes, each fed with the features of the one before it: one pass is
+    EAGLE-1 and EAGLE-2, more are the training-time test of EAGLE-3 (for EAGLE-1 and 2: HASS).
+    `noise` is the width of uniform noise on the features and embeddings of the first pass.
+    """
+
+    steps: int = 1
+    noise: float = 0.0
+    noisy_target: bool = False  # the features to be learnt have the noise too (authors' code)
+    decay: float = 1.0  # the weight of each pass, relative to the one before it
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "steps")
+        for name in ("noise", "decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}: choose a number from 0 on")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """Tokens of each row that are computed at a time, so that memory stays small; 0 is all.
+
+    The backward pass computes each chunk again. Results differ by rounding only.
+    """
+
+    head: int = 128  # logits and losses: float32 of (rows, chunk, vocabulary)
+    memory: int = 256  # layer self-attention: (rows, chunk, layers, memory width)
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "head", "memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a drafter's loss depends on, besides weights and data."""
+
+    masks: MaskConfig = MaskConfig()
+    loss: LossConfig = LossConfig()
+    chunks: ChunkConfig = ChunkConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices share the work; one number may be -1, for all devices that the others leave.
+
+    data      rows of a batch, weights copied
+    fsdp      rows of a batch, weights split and gathered layer by layer
+    tensor    heads, feed-forwards and vocabulary of every layer
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise InputError(f"mesh {sizes}: give sizes of at least 1, at most one of them -1")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Bookkeeping of a training run."""
+
+    directory: str
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 4
+    save_every: int = 100
+    keep_checkpoints: int = 2  # the newest; the one of the best simulated tau is kept too
+    not_finite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not
+    decode_prompts: int = 0  # validation prompts decoded at each checkpoint, for the real tau
+    tensorboard: bool = False  # as well as metrics.jsonl; needs the extra `tensorboard`
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
+        at_least(1, self, "keep_checkpoints")
+        at_least(0, self, "decode_prompts")
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """`train.pretrain`: a small target from text."""
+
+    target: TargetConfig
+    data: DataConfig
+    optim: OptimConfig
+    run: RunConfig
+    tokenizer: str  # folder with a tokenizer; trained there from the data if it does not exist
+    output: str  # Hugging Face folder of the finished target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig(Objective):
+    """`train.distill`: a drafter for a frozen target; it is the objective that it trains for."""
+
+    target: str  # Hugging Face folder or hub id
+    drafter: DrafterConfig
+    data: DataConfig
+    optim: OptimConfig
+    run: RunConfig
+    output: str  # folder of the finished drafter
+    mesh: MeshConfig = MeshConfig()
+    horizon: int = 6  # future positions whose agreement is reported
+    # A file of train.vocabulary with the draft vocabulary, for drafters with a head of their own.
+    vocabulary: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "horizon")
+
+
+@dataclasses.dataclass(frozen=True)
+class GridConfig:
+    """`train.grid`: drafters trained alike and compared on the same prompts.
+
+    Cells share their target, data, number of updates and, roughly, of trainable parameters. Every
+    cell is trained with each learning rate and seed, and counts by the rate with the highest
+    simulated tau. Without learning rates each cell keeps the one of its own config, for example
+    the best that a shorter grid found.
+    """
+
+    cells: tuple[tuple[str, DistillConfig], ...]
+    learning_rates: tuple[float, ...]  # tried with every cell; () is each cell's own
+    directory: str  # of runs, drafters and the report
+    reference: str  # the cell that the others are divided by
+    seeds: tuple[int, ...] = (0,)
+    tolerance: float = 0.05  # of trainable parameters, from those of `reference`
+    unmatched: tuple[str, ...] = ()  # cells that may differ in anything but the target
+    shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
+    prompts: int = 64  # of the validation data, decoded with every finished drafter
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.cells]
+        if len(set(names)) < len(names):
+            raise InputError(f"two cells have one name among {', '.join(names)}: rename one")
+        for name in (self.reference, *self.unmatched):
+            if name not in names:
+                raise InputError(f"no cell {name!r} among {', '.join(names)}: name one of them")
+        if not self.seeds:
+            raise InputError("a grid needs at least one seed")

@@ -1,0 +1,85 @@
+"""The worked examples in the docstrings of grow.py: the functions give the arrays shown there."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.config import DraftShape
+from moa_jax.drafters import grow
+from moa_jax.drafters.api import Guide
+from tests.drafting import shown
+
+GUIDE = Guide(lambda x, _: x, None, None, 10, jnp.ones(1, bool))
+AFTER = {  # token -> probabilities of the next one
+    5: {7: 0.5, 8: 0.4},
+    7: {1: 0.5, 2: 0.3},
+    8: {3: 0.9, 4: 0.1},
+    3: {6: 0.8, 9: 0.1},
+    1: {6: 0.7, 2: 0.2},
+}
+
+
+def step(fed: list, tokens_BW, ancestor_BWX, depth):
+    """Logits after each token; `fed` keeps what was fed."""
+    fed = [*fed, (tokens_BW[0].tolist(), ancestor_BWX[0].astype(int).tolist())]
+    law = [[AFTER[token].get(v, 1e-9) for v in range(10)] for token in tokens_BW[0].tolist()]
+    return jnp.log(jnp.array([law], jnp.float32)), fed
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """What the stages of a dynamic tree gave, by the names of the docstring."""
+    seen, frontier, select = {}, grow._frontier, grow.select
+
+    def keep_frontier(level, flat, breadth):
+        below, best_BW = frontier(level, flat, breadth)
+        seen["best_BW"] = best_BW[0]  # of level 2, the last
+        return below, best_BW
+
+    def keep_flat(root_B, flat, shape, bound):
+        seen.update(tokens_BX=flat.tokens_BX[0], parent_BX=flat.parent_BX[0])
+        seen.update(score_BX=jnp.exp(flat.score_BX[0]))
+        return select(root_B, flat, shape, bound)
+
+    monkeypatch.setattr(grow, "_frontier", keep_frontier)
+    monkeypatch.setattr(grow, "select", keep_flat)
+    tree, seen["fed"] = grow.grow(step, [], jnp.array([5]), DraftShape(4, 2, 4), GUIDE)
+    return seen | {name: np.asarray(x)[0] for name, x in tree._asdict().items() if x is not None}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokens_BX", "score_BX", "parent_BX", "best_BW", "tokens_BN", "parent_BN", "depth_BN"],
+)
+def test_the_example_of_a_dynamic_tree(example, name):
+    np.testing.assert_allclose(example[name], shown(grow.__doc__, name), rtol=1e-6)
+
+
+def test_the_steps_between(example):
+    best_W = np.array(shown(grow.__doc__, "best_BW"))
+    assert shown(grow.__doc__, "slot_BW") == (best_W // 2).tolist()
+    assert shown(grow.__doc__, "place_BW") == (1 + 2 + best_W).tolist()
+    assert example["parent_BX"][6::2].tolist() == shown(grow.__doc__, "place_BW")
+    score_X = np.array(shown(grow.__doc__, "score_BX"))
+    chosen = sorted(np.argsort(-score_X)[:4].tolist())
+    assert shown(grow.__doc__, "chosen_BN") == chosen
+    assert shown(grow.__doc__, "wanted_BN") == [shown(grow.__doc__, "parent_BX")[i] for i in chosen]
+    root, level_1, level_2 = example["fed"]
+    assert root == ([5], [[1]])
+    assert level_1 == ([7, 8], [[1, 1, 0], [1, 0, 1]])
+    assert level_2 == ([3, 1], [[1, 0, 1, 1, 0], [1, 1, 0, 0, 1]])
+
+
+def test_the_example_of_a_static_tree():
+    paths = ((0,), (1,), (1, 0), (1, 1))
+    levels = grow.static_levels(paths)
+    doc = grow.StaticLevel.__doc__
+    assert [*levels[0].slot, *levels[1].slot] == shown(doc, "slot")
+    assert [*levels[0].rank, *levels[1].rank] == shown(doc, "rank")
+    assert [*levels[0].fed, *levels[1].fed] == shown(doc, "fed")
+    assert levels[0].ancestor_WX.tolist() == [shown(doc, "ancestor_WX")]
+    assert levels[1].ancestor_WX.shape == (0, 2)
+    tree, fed = grow.grow(step, [], jnp.array([5]), DraftShape(3, paths=paths), GUIDE)
+    assert fed == [([5], [[1]]), ([8], [[1, 1]])]
+    assert tree.tokens_BN[0].tolist() == [5, 7, 8, 3, 4]
+    assert tree.parent_BN[0].tolist() == [0, 0, 0, 2, 2]
