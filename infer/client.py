@@ -23,9 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import jax.numpy as jnp
-
-from infer.flags.pair import DEFAULT_TREE, DEMO, add_model_flags, use_cores
+from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
 from infer.flags.sampling import (
     add_sampling_flags,
     before_stop,
@@ -43,10 +41,8 @@ from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import bucket, row_of
-from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
-from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
+from moa_jax.pretrained import Target
 from moa_jax.split.half import MOST_STEPS, DraftHalf
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.wire import Codec, Welcome, sampling_fields
@@ -62,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int | None:
         check_url(args.connect)
         sampling_fields(sampling)
     tls, token = _tls_of(args), args.token_file and read_token(args.token_file)
-    target, drafter = load_client_pair(args)
+    target, drafter = load_pair(args, for_client=True)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(target.folder)
     stopper(writer.tokenizer, args.stop)
@@ -207,29 +203,6 @@ def ways_of(args: argparse.Namespace) -> Ways:
         slowdown=args.client_slowdown,
         stream=args.mode == "stream",
     )
-
-
-def load_client_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter]:
-    """The target without its weights, and the drafter; raises InputError as `load_pair`."""
-    if args.threads is not None:
-        use_cores(args.threads)
-    if args.draft is None and needs_no_files(args.method):
-        args.draft = args.method
-    if (args.target is None) != (args.draft is None) and not needs_no_files(args.draft):
-        raise InputError("a drafter belongs to one target: give both --target and --draft")
-    # A hub id is fetched whole: what is borrowed may lie in any of its files.
-    target = describe_target(find_folder(args.target or DEMO / "target"))
-    drafter = load_drafter(
-        args.draft or DEMO / "draft",
-        target,
-        method=args.method,
-        target_layer_inference=args.target_layer_inference,
-        dtype=None if args.dtype is None else jnp.dtype(args.dtype),
-        for_client=True,
-    )
-    for notice in drafter.notices:
-        print(notice, file=sys.stderr)
-    return target, drafter
 
 
 def _check(prompt: list[int], index: int, new: int, target: Target) -> None:

@@ -10,9 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.flags.pair import DEMO, MODES, load_pair, mode_of, open_session
+from infer.flags.pair import (
+    DEMO,
+    MODES,
+    drafter_options,
+    load_pair,
+    mode_of,
+    open_drafter,
+    open_session,
+)
 from infer.program import names
-from moa_jax import Session, load_drafter
+from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.files import folders
@@ -113,17 +121,14 @@ def describe(
 
 def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[LoadedDrafter]]:
     """The target and all drafters; what a drafter's own text says goes before the flags."""
-    common = {flag: getattr(args, flag) for flag in OPTIONS.values()}
+    common = drafter_options(args)
     args.draft = None if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
     target, first = load_pair(args)
     drafters = [first]
     for _, path, options in given[1:]:
-        folder = DEMO / "draft" if path == BUNDLED else path
-        drafter = load_drafter(folder, target, **{**common, **options})
-        for notice in drafter.notices:
-            print(notice, file=sys.stderr)
-        drafters.append(drafter)
+        folder = None if path == BUNDLED else path
+        drafters.append(open_drafter(folder, target, **(common | options)))
     return target, drafters
 
 

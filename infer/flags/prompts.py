@@ -7,13 +7,12 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from configs.shapes import SHAPES
 from infer.evaluation.conversations import prompts_of as conversation_prompts
 from infer.flags.config_file import read_config
-from infer.flags.pair import use_cores
+from infer.flags.pair import dtype_of, use_cores
 from infer.generate import Writer, prompt_of
 from infer.program import positive
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
@@ -105,7 +104,7 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
     config = read_config(path, DistillConfig, PretrainConfig)
     if args.threads is not None:
         use_cores(args.threads)
-    dtype = default_dtype() if args.dtype is None else jnp.dtype(args.dtype)
+    dtype = dtype_of(args) if args.dtype else default_dtype()
     shapes = config.target if isinstance(config, PretrainConfig) else shapes_of(config.target)
     if isinstance(config, PretrainConfig) and args.mode != "plain":
         raise InputError(f"{path} describes a target and no drafter: use --modes plain")

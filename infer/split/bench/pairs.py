@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from infer.evaluation.suites import load_suite
-from infer.flags.pair import DEMO
+from infer.flags.pair import open_drafter, open_target
 from infer.generate import Writer
 from infer.split.bench.flags import DRAFTING, named
 from infer.split.client.ways import Ways
-from moa_jax import Session, load_drafter, load_target
+from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import Result, bucket
 from moa_jax.errors import InputError
@@ -76,10 +73,9 @@ class Bench(NamedTuple):
 
 def load(args: argparse.Namespace) -> Bench:
     """Target, drafters, prompts, and what the target alone makes of them."""
-    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     for _, path in named(args):  # before the target, which takes its time
         find_folder(path)
-    target = load_target(args.target or DEMO / "target", dtype)
+    target = open_target(args)
     prompts = _prompts(args, target)
     most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
     positions = target.config.max_position_embeddings
@@ -89,9 +85,7 @@ def load(args: argparse.Namespace) -> Bench:
             "--max-new-tokens or --outages"
         )
     levels = {mode: ways_of(args, mode) for mode in args.modes}
-    drafters = [(name, load_drafter(path, target)) for name, path in named(args)]
-    for notice in (notice for _, drafter in drafters for notice in drafter.notices):
-        print(notice, file=sys.stderr)
+    drafters = [(name, open_drafter(path, target)) for name, path in named(args)]
     pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
     for pair in pairs:
         _warm(pair.half, levels.values(), prompts)
