@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from infer.flags import prompts
+from infer.flags import batches
 from infer.flags.bench import Mode, check, modes_of, parser_of
 from infer.flags.pair import load_pair
 from infer.peers import run_peer
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     bench = Bench(
         modes,
         [_session(mode, target, drafter, args) for mode in modes],
-        prompts.batches_of(args, target),
+        batches.batches_of(args, target),
         args.max_new_tokens,
         NO_STOP if args.ignore_stop or args.simulate_acceptance is not None else None,
     )
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 def _load(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     args.mode = "plain" if args.modes == ["plain"] else None  # load_pair then needs no drafter
     if args.random_weights:
-        return prompts.random_pair(args)
+        return batches.random_pair(args)
     return load_pair(args)
 
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN, Contender
 from infer.evaluation.suites import Question
-from infer.flags.sampling import before_stop, check_stop_ids, sampling_of, stopper
+from infer.flags.sampling import check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
 from moa_jax.decode.session import StopWhen, bucket, row_of
+from moa_jax.decode.text import before_stop
 from moa_jax.pretrained import Target
 
 SHORTEST = 16  # a turn that leaves room for fewer new tokens is not asked

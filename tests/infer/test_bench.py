@@ -16,7 +16,7 @@ import pytest
 from configs import demo_drafter, demo_target, moa_llama3_8b
 from configs.shapes import SHAPES
 from infer import bench
-from infer.flags import prompts
+from infer.flags import batches
 from infer.flags.bench import TREE, check, modes_of, parser_of
 from infer.info import ROOT
 from moa_jax import InputError, Result, load_target
@@ -194,7 +194,7 @@ def test_known_shapes_count_as_published():
 
 def test_shapes_of_a_target_in_a_folder():
     path = str(Path(__file__).parents[2] / demo_drafter.config.target)
-    assert prompts.shapes_of(path) == demo_target.config.target
+    assert batches.shapes_of(path) == demo_target.config.target
 
 
 def test_random_pairs_have_the_shapes_of_real_ones():

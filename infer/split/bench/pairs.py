@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from infer.evaluation.suites import load_suite
 from infer.flags.pair import open_drafter, open_target
-from infer.generate import Writer
+from infer.flags.prompts import asking, tokenizer_of
 from infer.split.bench.flags import DRAFTING, named
 from infer.split.client.ways import Ways
 from moa_jax import Session
@@ -104,10 +104,10 @@ def load(args: argparse.Namespace) -> Bench:
 
 def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
     """First turns of questions from all parts of the suite."""
-    questions, writer = load_suite(args.suite), Writer(target.folder)
+    questions, tokenizer = load_suite(args.suite), tokenizer_of(target.folder)
     count = min(args.prompts, len(questions))
     chosen = [questions[i * len(questions) // count] for i in range(count)]
-    return [writer.prompt([{"role": "user", "content": one.turns[0]}]) for one in chosen]
+    return [asking(one.turns[0], tokenizer) for one in chosen]
 
 
 def own_answers(

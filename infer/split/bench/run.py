@@ -31,13 +31,13 @@ from typing import Any
 
 import jax
 
-from infer.client import figures_of
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
 from infer.split.bench.pairs import NO_STOP, Bench, Pair, Way, load, own_answers, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
+from infer.split.client.figures import figures_of
 from infer.split.client.ways import Ways
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES
