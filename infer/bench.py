@@ -7,10 +7,11 @@
     python -m infer.bench --tune
     python -m infer.bench --split --help      client and server over several networks instead
 
-All modes decode the same prompts greedily in one process, in turns, prompt by prompt; the first
-time of each is left out. Speedup is over our own fastest plain decoding. Tokens/s is the median
-over prompts and repeats of tokens after the first, over the seconds they took; phases are
-measured apart, in loops of their own, and need not sum to a round.
+All modes decode the same prompts greedily in one process. Each prompt goes through all modes
+before the next one, another mode first each time, and its first time is not counted. Speedup is
+over our own plain decoding. Tokens/s is the median over prompts and repeats of the tokens after
+the first, over the seconds that they took. Phases are measured apart, in loops of their own, and
+need not sum to a round.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from moa_jax.measure.figures import Run
 from moa_jax.measure.plot import plot_speedups
 from moa_jax.measure.simulate import accept_with
 from moa_jax.measure.traffic import copy_bandwidth
+from moa_jax.measure.turns import in_turns
 from moa_jax.pretrained import LoadedDrafter, Target
 
 NO_STOP: list[int] = []
@@ -133,17 +135,16 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_in_turns(bench: Bench, repeats: int) -> list[list[Run]]:
-    """Runs of each mode. Every batch goes through all modes before the next one comes."""
+    """The counted runs of each mode."""
     runs: list[list[Run]] = [[] for _ in bench.modes]
-    total = (repeats + 1) * len(bench.batches) * len(bench.modes)
-    with progress(total, "runs") as bar:
-        for repeat in range(repeats + 1):
-            for index, batch in enumerate(bench.batches):
-                for session, found in zip(bench.sessions, runs, strict=True):
-                    results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
-                    if repeat:  # the first time warms up
-                        found.append(Run(index, tuple(results)))
-                    bar.step()
+    turns = list(in_turns(len(bench.modes), len(bench.batches), repeats))
+    with progress(len(turns), "runs") as bar:
+        for turn in turns:
+            session, batch = bench.sessions[turn.way], bench.batches[turn.question]
+            results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
+            if turn.is_counted:
+                runs[turn.way].append(Run(turn.question, tuple(results)))
+            bar.step()
     return runs
 
 

@@ -33,6 +33,7 @@ from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
+from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code of --check
 
@@ -229,16 +230,15 @@ def _figures(result: Result, num_drafted: int) -> str:
 
 def _comparison(ask: Asking, streamed: Result, index: int) -> str:
     """Both ways on the device from first to last token, in turns; medians of five runs each."""
-    runs: dict[str, list[Result]] = {"plain": [], "drafted": []}
-    for _ in range(6):  # the first of each is left out
-        for name, decoder in (("plain", ask.plain), ("drafted", ask.session)):
-            settings = ask.settings(index)
-            runs[name] += decoder.generate(
-                [streamed.prompt_ids], ask.args.max_new_tokens, **settings
-            )
-    middle = {
-        name: sorted(found[1:], key=lambda run: run.decode_s)[2] for name, found in runs.items()
-    }
+    ways = {"plain": ask.plain, "drafted": ask.session}
+    runs: dict[str, list[Result]] = {name: [] for name in ways}
+    for turn in in_turns(len(ways), 1, repeats=5):
+        name, session = [*ways.items()][turn.way]
+        results = session.generate(
+            [streamed.prompt_ids], ask.args.max_new_tokens, **ask.settings(index)
+        )
+        runs[name] += results if turn.is_counted else []
+    middle = {name: sorted(found, key=lambda run: run.decode_s)[2] for name, found in runs.items()}
     same = middle["plain"].token_ids == middle["drafted"].token_ids == streamed.token_ids
     ratio = middle["plain"].decode_s / middle["drafted"].decode_s
     lines = [

@@ -26,6 +26,7 @@ from infer.program import positive, run
 from moa_jax.aot.planning import plain
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
+from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV
 from moa_jax.model.precision import matmul_precision
@@ -53,11 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
         alone = plain(config)
         runners.append(_runner("plain", alone, target_cfg, jax.devices()[:1], with_mesh=False))
     seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
-    for turn in range(args.steps + 1):
-        for runner in runners:
-            spent = runner.step()
-            if turn:  # the first is left out
-                seconds[runner.name].append(spent)
+    for turn in in_turns(len(runners), 1, repeats=args.steps):
+        spent = runners[turn.way].step()
+        if turn.is_counted:
+            seconds[runners[turn.way].name].append(spent)
     report = _report(config, target_cfg, runners, seconds)
     print(json.dumps(report, indent=2) if args.json else _table(report))
 

@@ -45,6 +45,7 @@ from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.files.folders import write_whole
 from moa_jax.measure.figures import median, quartiles
+from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code, as of infer.evaluate
 PATIENCE = 600.0  # seconds that a client of a crowd waits for its slot
@@ -119,7 +120,7 @@ def _profile(
     profile, args = PROFILES[name], bench.args
     servers = {pair.name: [*pair.flags, "--slots", "2"] for pair in bench.pairs}
     with staged(profile, servers, args.seed) as stage:
-        found = stage.play(lambda: _in_turns(bench, stage, ways, bar))
+        found = stage.play(lambda: _answers_of(bench, stage, ways, bar))
     rows = []
     for way, answers in zip(ways, found, strict=True):
         same = [one["token_ids"] == own for one, own in zip(answers, bench.own, strict=True)]
@@ -138,7 +139,7 @@ def _profile(
     return facts | {"profile": name, "link": kind_of(profile), "ways": rows}
 
 
-async def _in_turns(
+async def _answers_of(
     bench: Bench, stage: Stage, ways: Sequence[Way], bar: Progress
 ) -> list[list[dict[str, Any]]]:
     """What each way made of each prompt."""
@@ -151,12 +152,10 @@ async def _in_turns(
         try:
             for answering in answerings:  # connect, which is not measured
                 await _answer(bench, answering, 0, 3)
-            for index in range(len(bench.prompts)):
-                for turn in range(len(ways)):
-                    place = (index + turn) % len(ways)
-                    answer = await _answer(bench, answerings[place], index)
-                    found[place].append(answer)
-                    bar.step()
+            for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
+                answer = await _answer(bench, answerings[turn.way], turn.question)
+                found[turn.way].append(answer)
+                bar.step()
         finally:
             for answering in answerings:
                 await answering.close()
