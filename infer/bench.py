@@ -32,7 +32,7 @@ from infer.peers import run_peer
 from infer.program import progress, run
 from moa_jax import InputError, Session
 from moa_jax.decode.vocabulary import load_vocabulary
-from moa_jax.measure import figures, phases, tables, tuned
+from moa_jax.measure import figures, phases, report, tuned
 from moa_jax.measure.figures import Run
 from moa_jax.measure.plot import plot_speedups
 from moa_jax.measure.simulate import accept_with
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int | None:
         print(f"{path}: written", file=sys.stderr)
     if args.plot:
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
-    print(json.dumps(document) if args.json else tables.render(document))
+    print(json.dumps(document) if args.json else report.render(document))
     return None
 
 
@@ -192,7 +192,7 @@ def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dic
     }
     found = run_peer(args.compare, task)
     about = {key: found[key] for key in ("versions", "device", "threads")}
-    return [tables.peer_row(peer, plain) | about for peer in found["peers"]]
+    return [report.peer_row(peer, plain) | about for peer in found["peers"]]
 
 
 def fastest(document: dict[str, Any]) -> dict[str, Any]:
