@@ -22,7 +22,7 @@ from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config, small_target  # noqa: F401
 from train import grid as grids
-from train.run.grid_report import DRAWS, Tau, interval
+from train.run.grid_report import DRAWS, Tau, interval, render
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -161,6 +161,17 @@ def test_committed_grids_are_matched(name, monkeypatch):
     assert grid.tolerance == 0.05
     assert not any(grids.check_alike(grid).values())
     assert len(grids.check_sizes(grid, TARGET)) == len(grid.cells)
+
+
+@pytest.mark.parametrize("name", ["matched", "matched_longer"])
+def test_committed_reports_are_those_of_their_json(name):
+    """But for the order of files and versions, which the sorted JSON does not keep."""
+    document = json.loads((ROOT / "reports" / f"{name}.json").read_text())
+    shown = (ROOT / "reports" / f"{name}.md").read_text()
+    *lines, versions = render(document).splitlines()
+    *committed, last = shown.splitlines()
+    assert sorted(lines) == sorted(committed)
+    assert set(re.split("[ .,]+", versions)) == set(re.split("[ .,]+", last))
 
 
 # ---- what is finished ---------------------------------------------------------------------
