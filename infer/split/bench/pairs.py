@@ -58,7 +58,7 @@ class Way(NamedTuple):
         }
 
 
-class Bench(NamedTuple):
+class SplitBench(NamedTuple):
     """What is measured, and what the target alone answers."""
 
     args: argparse.Namespace
@@ -71,7 +71,7 @@ class Bench(NamedTuple):
     own_tokens_per_s: list[float]
 
 
-def load(args: argparse.Namespace) -> Bench:
+def load(args: argparse.Namespace) -> SplitBench:
     """Target, drafters, prompts, and what the target alone makes of them."""
     for _, path in named(args):  # before the target, which takes its time
         find_folder(path)
@@ -97,7 +97,7 @@ def load(args: argparse.Namespace) -> Bench:
     stop_ids = list(target.generation.eos_ids) if args.natural_stops else NO_STOP
     own = own_answers(target, prompts, args.max_new_tokens, stop_ids)
     rates = [len(one.token_ids[1:]) / one.decode_s for one in own if one.decode_s]
-    return Bench(
+    return SplitBench(
         args, target, pairs, ways, prompts, stop_ids, [one.token_ids for one in own], rates
     )
 

@@ -34,7 +34,7 @@ import jax
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
-from infer.split.bench.pairs import NO_STOP, Bench, Pair, Way, load, own_answers, ways_of
+from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, own_answers, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
 from infer.split.client.figures import figures_of
@@ -85,7 +85,7 @@ def _shared_programs() -> Iterator[None]:
 # ---- measuring ----------------------------------------------------------------------------
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: SplitBench) -> dict[str, Any]:
     """The whole document."""
     args, differences = bench.args, []
     networked = [way for way in bench.ways if way.mode != "offline"]
@@ -114,7 +114,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def _profile(
-    bench: Bench, name: str, ways: Sequence[Way], differences: list[Any], bar: Progress
+    bench: SplitBench, name: str, ways: Sequence[Way], differences: list[Any], bar: Progress
 ) -> dict[str, Any]:
     """All ways over one network."""
     profile, args = PROFILES[name], bench.args
@@ -140,7 +140,7 @@ def _profile(
 
 
 async def _answers_of(
-    bench: Bench, stage: Stage, ways: Sequence[Way], bar: Progress
+    bench: SplitBench, stage: Stage, ways: Sequence[Way], bar: Progress
 ) -> list[list[dict[str, Any]]]:
     """What each way made of each prompt."""
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
@@ -163,7 +163,7 @@ async def _answers_of(
 
 
 async def _answer(
-    bench: Bench, answering: Answering, index: int, new: int | None = None
+    bench: SplitBench, answering: Answering, index: int, new: int | None = None
 ) -> dict[str, Any]:
     """One answer, what it took and what it cost."""
     prompt = bench.prompts[index]
@@ -180,7 +180,7 @@ async def _answer(
     return found
 
 
-def _server(bench: Bench, stage: Stage, pair: Pair, **changes: Any) -> Server:
+def _server(bench: SplitBench, stage: Stage, pair: Pair, **changes: Any) -> Server:
     args = bench.args
     server = Server(stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress)
     return dataclasses.replace(server, **changes)
@@ -231,7 +231,7 @@ def _best_n(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
     return found
 
 
-def _offline(bench: Bench, way: Way) -> dict[str, Any]:
+def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
     """The drafter alone: how fast it writes, and what the target thinks of it."""
 
     async def answers() -> list[dict[str, Any]]:
@@ -265,7 +265,7 @@ def _offline(bench: Bench, way: Way) -> dict[str, Any]:
 # ---- many clients, and links that die -----------------------------------------------------
 
 
-def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
+def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
     """Crowds of each size on one server: by chains, and by an API's streams."""
     args, pair = bench.args, bench.pairs[0]
     most, name = max(args.clients), args.profiles[0]
@@ -273,7 +273,7 @@ def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
     flags += ["--max-clients", str(most + 8), "--max-queue", str(most + 8)]
     flags += ["--queue-seconds", str(PATIENCE), "--idle-seconds", str(PATIENCE)]
     new = args.max_new_tokens
-    questions = [crowd.Question(prompt, len(prompt) + new) for prompt in bench.prompts]
+    questions = [crowd.CrowdQuestion(prompt, len(prompt) + new) for prompt in bench.prompts]
     modes = [mode for mode in ("stream", "chain") if mode in args.modes] or ["chain"]
     # Drafting ahead would measure how these clients share the machine with their server.
     each = {mode: dataclasses.replace(ways_of(args, mode), draft_ahead=False) for mode in modes}
@@ -309,7 +309,7 @@ def _clients(
         ]
 
 
-def _outages(bench: Bench) -> list[dict[str, Any]]:
+def _outages(bench: SplitBench) -> list[dict[str, Any]]:
     """Each drafter going on alone, from each of the places where its link died."""
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
@@ -334,7 +334,13 @@ def _outages(bench: Bench) -> list[dict[str, Any]]:
 
 
 async def _cut_all(
-    bench: Bench, pair: Pair, server: Server, ways: Ways, proxy: Proxy, after: int, bar: Progress
+    bench: SplitBench,
+    pair: Pair,
+    server: Server,
+    ways: Ways,
+    proxy: Proxy,
+    after: int,
+    bar: Progress,
 ) -> list[list[int]]:
     found = []
     with ThreadPoolExecutor(1, "drafter") as worker:
@@ -348,7 +354,7 @@ async def _cut_all(
 
 
 def _outage_row(
-    bench: Bench, pair: Pair, own: list[list[int]], found: list[list[int]], after: int
+    bench: SplitBench, pair: Pair, own: list[list[int]], found: list[list[int]], after: int
 ) -> dict[str, Any]:
     came = max(after, 1)  # the first token comes with the prompt's reply
     each = [
@@ -362,7 +368,7 @@ def _outage_row(
     return facts | {"answers": len(written)} | {key: mean(key) for key in keys}
 
 
-def _settings(bench: Bench) -> dict[str, Any]:
+def _settings(bench: SplitBench) -> dict[str, Any]:
     args = bench.args
     shown = ("max_new_tokens", "modes", "lengths", "tree", "client_slowdown", "codec", "compress")
     shown += ("seed", "suite", "no_ahead", "asks", "slots")
