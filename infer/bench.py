@@ -7,10 +7,11 @@
     python -m infer.bench --tune
     python -m infer.bench --split --help      client and server over several networks instead
 
-All modes decode the same prompts greedily in one process, in turns, prompt by prompt; the first
-time of each is left out. Speedup is over our own fastest plain decoding. Tokens/s is the median
-over prompts and repeats of tokens after the first, over the seconds they took; phases are
-measured apart, in loops of their own, and need not sum to a round.
+All modes decode the same prompts greedily in one process. Each prompt goes through all modes
+before the next one, another mode first each time, and its first time is not counted. Speedup is
+over our own plain decoding. Tokens/s is the median over prompts and repeats of the tokens after
+the first, over the seconds that they took. Phases are measured apart, in loops of their own, and
+need not sum to a round.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from infer.flags import prompts
+from infer.flags import batches
 from infer.flags.bench import Mode, check, modes_of, parser_of
 from infer.flags.pair import load_pair
 from infer.peers import run_peer
 from infer.program import progress, run
 from moa_jax import InputError, Session
 from moa_jax.decode.vocabulary import load_vocabulary
-from moa_jax.measure import figures, phases, tables, tuned
+from moa_jax.measure import figures, phases, report, tuned
 from moa_jax.measure.figures import Run
 from moa_jax.measure.plot import plot_speedups
 from moa_jax.measure.simulate import accept_with
 from moa_jax.measure.traffic import copy_bandwidth
+from moa_jax.measure.turns import in_turns
 from moa_jax.pretrained import LoadedDrafter, Target
 
 NO_STOP: list[int] = []
@@ -67,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     bench = Bench(
         modes,
         [_session(mode, target, drafter, args) for mode in modes],
-        prompts.batches_of(args, target),
+        batches.batches_of(args, target),
         args.max_new_tokens,
         NO_STOP if args.ignore_stop or args.simulate_acceptance is not None else None,
     )
@@ -80,14 +82,14 @@ def main(arguments: list[str] | None = None) -> int | None:
         print(f"{path}: written", file=sys.stderr)
     if args.plot:
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
-    print(json.dumps(document) if args.json else tables.render(document))
+    print(json.dumps(document) if args.json else report.render(document))
     return None
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
     args.mode = "plain" if args.modes == ["plain"] else None  # load_pair then needs no drafter
     if args.random_weights:
-        return prompts.random_pair(args)
+        return batches.random_pair(args)
     return load_pair(args)
 
 
@@ -133,17 +135,16 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_in_turns(bench: Bench, repeats: int) -> list[list[Run]]:
-    """Runs of each mode. Every batch goes through all modes before the next one comes."""
+    """The counted runs of each mode."""
     runs: list[list[Run]] = [[] for _ in bench.modes]
-    total = (repeats + 1) * len(bench.batches) * len(bench.modes)
-    with progress(total, "runs") as bar:
-        for repeat in range(repeats + 1):
-            for index, batch in enumerate(bench.batches):
-                for session, found in zip(bench.sessions, runs, strict=True):
-                    results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
-                    if repeat:  # the first time warms up
-                        found.append(Run(index, tuple(results)))
-                    bar.step()
+    turns = list(in_turns(len(bench.modes), len(bench.batches), repeats))
+    with progress(len(turns), "runs") as bar:
+        for turn in turns:
+            session, batch = bench.sessions[turn.way], bench.batches[turn.question]
+            results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
+            if turn.is_counted:
+                runs[turn.way].append(Run(turn.question, tuple(results)))
+            bar.step()
     return runs
 
 
@@ -191,7 +192,7 @@ def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dic
     }
     found = run_peer(args.compare, task)
     about = {key: found[key] for key in ("versions", "device", "threads")}
-    return [tables.peer_row(peer, plain) | about for peer in found["peers"]]
+    return [report.peer_row(peer, plain) | about for peer in found["peers"]]
 
 
 def fastest(document: dict[str, Any]) -> dict[str, Any]:

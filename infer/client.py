@@ -16,26 +16,18 @@ import asyncio
 import contextlib
 import json
 import ssl
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import jax.numpy as jnp
-
-from infer.flags.pair import DEFAULT_TREE, DEMO, add_model_flags, use_cores
-from infer.flags.sampling import (
-    add_sampling_flags,
-    before_stop,
-    check_stop_ids,
-    sampling_of,
-    stopper,
-)
-from infer.generate import Writer, add_prompt_flags, prompts_of
+from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
+from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
+from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
 from infer.program import Parser, above_zero, names, positive, run
 from infer.split.client.answering import Answering
+from infer.split.client.figures import figures_of
 from infer.split.client.screen import Screen
 from infer.split.client.text import Event
 from infer.split.client.ways import Policy, Ways
@@ -43,10 +35,9 @@ from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, Server, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import bucket, row_of
-from moa_jax.drafters import needs_no_files
+from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
-from moa_jax.pretrained import LoadedDrafter, Target, describe_target, load_drafter
+from moa_jax.pretrained import Target
 from moa_jax.split.half import MOST_STEPS, DraftHalf
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.wire import Codec, Welcome, sampling_fields
@@ -62,11 +53,11 @@ def main(arguments: list[str] | None = None) -> int | None:
         check_url(args.connect)
         sampling_fields(sampling)
     tls, token = _tls_of(args), args.token_file and read_token(args.token_file)
-    target, drafter = load_client_pair(args)
+    target, drafter = load_pair(args, for_client=True)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
-    writer = Writer(target.folder)
+    writer = Writer(tokenizer_of(target.folder))
     stopper(writer.tokenizer, args.stop)
-    prompts = list(prompts_of(args, writer))
+    prompts = list(prompts_of(args, writer.tokenizer))
     if not prompts:
         raise InputError("there is no prompt: give --prompt, --prompt-ids or --prompts")
     for index, prompt in enumerate(prompts):
@@ -209,29 +200,6 @@ def ways_of(args: argparse.Namespace) -> Ways:
     )
 
 
-def load_client_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter]:
-    """The target without its weights, and the drafter; raises InputError as `load_pair`."""
-    if args.threads is not None:
-        use_cores(args.threads)
-    if args.draft is None and needs_no_files(args.method):
-        args.draft = args.method
-    if (args.target is None) != (args.draft is None) and not needs_no_files(args.draft):
-        raise InputError("a drafter belongs to one target: give both --target and --draft")
-    # A hub id is fetched whole: what is borrowed may lie in any of its files.
-    target = describe_target(find_folder(args.target or DEMO / "target"))
-    drafter = load_drafter(
-        args.draft or DEMO / "draft",
-        target,
-        method=args.method,
-        target_layer_inference=args.target_layer_inference,
-        dtype=None if args.dtype is None else jnp.dtype(args.dtype),
-        for_client=True,
-    )
-    for notice in drafter.notices:
-        print(notice, file=sys.stderr)
-    return target, drafter
-
-
 def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
     """Raise InputError for a prompt that no session can hold."""
     positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
@@ -332,43 +300,6 @@ async def _answer(
                 await answering.stop(cut)
                 break
     return figures_of(answering, prompt, first - begin, time.perf_counter() - first)
-
-
-def figures_of(
-    answering: Answering, prompt: list[int], prefill_s: float, decode_s: float
-) -> dict[str, Any]:
-    """What one answer was and cost, as infer.generate says it and what a link adds."""
-    counts, tokens = answering.counts, answering.text.answer
-    rounds = len(counts.accept_lengths)
-    trips = [1000 * seconds for seconds in counts.round_trips_s]
-    calls, trip_s = rounds + counts.prompts, answering.traffic.round_trip_s
-    return {
-        "prompt_ids": prompt,
-        "token_ids": tokens,
-        "finish_reason": answering.done,
-        "rounds": rounds,
-        "accept_lengths": counts.accept_lengths,
-        "tau": sum(counts.accept_lengths) / rounds if rounds else None,
-        "prefill_s": prefill_s,
-        "decode_s": decode_s,
-        "tokens_per_s": (len(tokens) - 1) / decode_s if decode_s and len(tokens) > 1 else None,
-        "server_calls": calls,
-        "server_calls_per_token": calls / len(tokens) if tokens else None,
-        "reply_ms": statistics.median(trips) if trips else None,
-        "rtt_ms": trip_s and 1000 * trip_s,
-        "bytes_up": counts.bytes_up,
-        "bytes_down": counts.bytes_down,
-        "bytes_up_per_token": counts.bytes_up / len(tokens) if tokens else None,
-        "bytes_down_per_token": counts.bytes_down / len(tokens) if tokens else None,
-        "drafted": counts.drafted,
-        "rounds_drafted_ahead": counts.ahead,
-        "drafting_s": counts.drafting_s,
-        "waiting_s": counts.waiting_s,
-        "alone_s": counts.alone_s,
-        "drops": counts.drops,
-        "unverified": answering.text.unverified,
-        "rewritten": counts.rewritten,
-    }
 
 
 class _Json:

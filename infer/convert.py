@@ -23,13 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infer.flags.pair import drafter_options
 from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.kinds import FILE_LAYOUTS
 from moa_jax.pretrained import (
-    LoadedDrafter,
-    Target,
     describe_target,
     load_drafter,
     load_target,
@@ -51,7 +50,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
     layout = flags.to or "ours"
     target = describe_target(flags.target)
     dtype = flags.dtype or stored_dtype(flags.draft)
-    drafter = _load(flags, target, dtype=dtype)
+    drafter = load_drafter(flags.draft, target, **drafter_options(flags), dtype=dtype)
     guesses = hasattr(drafter.config, "target_layer_inference")  # else a notice tells a fact
     if layout in STATING and guesses and drafter.notices:
         raise InputError(
@@ -81,7 +80,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
 def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
     """Write what a client reads of a pair; returns what was done."""
     target = describe_target(find_folder(flags.target))
-    drafter = _load(flags, target, for_client=True)
+    drafter = load_drafter(flags.draft, target, **drafter_options(flags), for_client=True)
     save_for_client(flags.output, target, drafter)
     return {
         "output": str(flags.output),
@@ -94,16 +93,6 @@ def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
         },
         "notices": list(drafter.notices),
     }
-
-
-def _load(flags: argparse.Namespace, target: Target, **options: Any) -> LoadedDrafter:
-    return load_drafter(
-        flags.draft,
-        target,
-        method=flags.method,
-        target_layer_inference=flags.target_layer_inference,
-        **options,
-    )
 
 
 def _num_bytes(folder: Path) -> int:

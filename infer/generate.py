@@ -14,7 +14,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.flags.pair import (
@@ -25,22 +24,16 @@ from infer.flags.pair import (
     mode_of,
     open_session,
 )
-from infer.flags.sampling import (
-    add_sampling_flags,
-    before_stop,
-    check_stop_ids,
-    ids,
-    sampling_of,
-    stopper,
-)
+from infer.flags.prompts import add_prompt_flags, after, prompts_of, tokenizer_of
+from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
 from infer.program import Parser, positive, progress, run
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
-from moa_jax.data import chat, corpora
-from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
+from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
+from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code of --check
 
@@ -51,14 +44,14 @@ def main(arguments: list[str] | None = None) -> int | None:
     _check(args)
     target, drafter = load_pair(args)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
-    writer = Writer(target.folder)
+    writer = Writer(tokenizer_of(target.folder))
     session = open_session(args, target, drafter, batch=args.batch, cache_rows=args.cache_rows)
     plain = Session(target, cache_rows=args.cache_rows) if args.check or args.compare else None
     ask = Asking(session, plain, writer, args, sampling, stopper(writer.tokenizer, args.stop))
     if not args.json and not _asked(args):
         _chat(ask)
         return None
-    prompts = list(prompts_of(args, writer))
+    prompts = list(prompts_of(args, writer.tokenizer))
     session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
     if args.json:
         return _answer_as_json(ask, prompts)
@@ -95,16 +88,6 @@ def _parser() -> argparse.ArgumentParser:
         help="decode plainly too; the first difference with its margin; in float32 it is an error",
     )
     return parser
-
-
-def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `prompts_of` reads."""
-    group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
-    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
-    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
-    group.add_argument(
-        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
-    )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -164,87 +147,10 @@ def _verdict(faults: int, session: Session) -> int:
     return DIFFERENT if faults and exact else 0
 
 
-class Writer:
-    """Text of tokens; a target without tokenizer files has none, and ids must do."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = None
-        if (folder / "tokenizer.json").exists():
-            self.tokenizer = load_tokenizer(folder)
-
-    def text(self, ids: list[int]) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        if self.tokenizer is None:
-            raise InputError("the target's folder has no tokenizer.json: use --prompt-ids")
-        return chat.prompt_ids(self.tokenizer, messages)
-
-    def pieces(self, parts: Iterator[list[int]], stops: list[str]) -> Iterator[str]:
-        """Text as it grows; what may yet become a whole character or a stop text waits."""
-        ids: list[int] = []
-        shown = 0
-        text: str | None = ""
-        for part in parts:
-            ids += part
-            text = self.text(ids)
-            if text is None:
-                yield " ".join(map(str, part)) + " "
-                continue
-            ready = max(shown, len(text.rstrip("\ufffd")) - _begun(text, stops))
-            yield text[shown:ready]
-            shown = ready
-        yield (before_stop(text, stops) or "")[shown:]
-
-
-def _begun(text: str, stops: list[str]) -> int:
-    """Characters at the end of a text, or from a stop in it, that must not be shown yet."""
-    whole = before_stop(text, stops) or ""
-    if len(whole) < len(text):
-        return len(text) - len(whole)
-    ends = (n for stop in stops for n in range(len(stop), 0, -1) if text.endswith(stop[:n]))
-    return max(ends, default=0)
-
-
 def _asked(args: argparse.Namespace) -> bool:
     """Whether there are prompts; else a person sits at the terminal."""
     flags = (args.prompt, args.prompt_ids, args.prompts)
     return any(flag is not None for flag in flags) or not sys.stdin.isatty()
-
-
-def prompts_of(args: argparse.Namespace, writer: Writer) -> Iterator[list[int]]:
-    """The prompts of the flags, or of stdin when it is not a terminal."""
-    if args.prompt_ids is not None:
-        yield args.prompt_ids
-    elif args.prompts is not None:
-        place = None
-        for place, record in corpora.read_numbered(args.prompts):
-            yield prompt_of(record, place, writer)
-        if place is None:
-            raise InputError(f"{args.prompts} holds no prompts: write one a line")
-    elif args.prompt is not None:
-        yield writer.prompt([{"role": "user", "content": args.prompt}])
-    elif not sys.stdin.isatty():
-        yield writer.prompt([{"role": "user", "content": sys.stdin.read()}])
-
-
-def prompt_of(record: dict[str, Any], where: str, writer: Writer) -> list[int]:
-    ids = record.get("prompt_ids")
-    if ids is not None:
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise InputError(f"{where}: `prompt_ids` is not a list of whole numbers")
-        return ids
-    messages = record.get("messages")
-    if messages is None and isinstance(record.get("prompt"), str):
-        messages = [{"role": "user", "content": record["prompt"]}]
-    if messages is None:
-        raise InputError(f"{where}: give it `prompt`, `messages` or `prompt_ids`")
-    try:
-        return writer.prompt(messages)
-    except (InputError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{where}: {error}") from error
 
 
 def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
@@ -324,16 +230,15 @@ def _figures(result: Result, num_drafted: int) -> str:
 
 def _comparison(ask: Asking, streamed: Result, index: int) -> str:
     """Both ways on the device from first to last token, in turns; medians of five runs each."""
-    runs: dict[str, list[Result]] = {"plain": [], "drafted": []}
-    for _ in range(6):  # the first of each is left out
-        for name, decoder in (("plain", ask.plain), ("drafted", ask.session)):
-            settings = ask.settings(index)
-            runs[name] += decoder.generate(
-                [streamed.prompt_ids], ask.args.max_new_tokens, **settings
-            )
-    middle = {
-        name: sorted(found[1:], key=lambda run: run.decode_s)[2] for name, found in runs.items()
-    }
+    ways = {"plain": ask.plain, "drafted": ask.session}
+    runs: dict[str, list[Result]] = {name: [] for name in ways}
+    for turn in in_turns(len(ways), 1, repeats=5):
+        name, session = [*ways.items()][turn.way]
+        results = session.generate(
+            [streamed.prompt_ids], ask.args.max_new_tokens, **ask.settings(index)
+        )
+        runs[name] += results if turn.is_counted else []
+    middle = {name: sorted(found, key=lambda run: run.decode_s)[2] for name, found in runs.items()}
     same = middle["plain"].token_ids == middle["drafted"].token_ids == streamed.token_ids
     ratio = middle["plain"].decode_s / middle["drafted"].decode_s
     lines = [
@@ -354,7 +259,7 @@ def _chat(ask: Asking) -> None:
             continue
         asked = [*history, {"role": "user", "content": message}]
         try:
-            result = _answer_as_text(ask, ask.writer.prompt(asked))
+            result = _answer_as_text(ask, after(asked, ask.writer.tokenizer))
         except InputError as error:
             print(f"{error} (/new starts over)", file=sys.stderr)
             continue

@@ -119,6 +119,19 @@ def test_rooms_import_each_other_one_way():
     graphlib.TopologicalSorter(rooms).prepare()  # a CycleError names the rooms of the circle
 
 
+def test_nothing_imports_a_program_of_infer():
+    """What programs share is a library: infer/program.py, infer/flags, infer/split, moa_jax."""
+    programs = {f"infer.{path.stem}" for path in (ROOT / "infer").glob("[!_]*.py")}
+    programs -= {"infer.program"}
+    found = [
+        f"{path} imports {name}"
+        for path, source in our_files()
+        for name in imported_modules(source, module_and_package(path)[1])
+        if name in programs or name.rpartition(".")[0] in programs
+    ]
+    assert len(programs) >= 7 and not found, "\n" + "\n".join(found)
+
+
 def one_fault(path: str, source: str) -> bool:
     return len(list(faults(Path(path), source))) == 1
 

@@ -26,6 +26,8 @@ from infer.program import positive, run
 from moa_jax.aot.planning import plain
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
+from moa_jax.measure.tables import number, table_of
+from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV
 from moa_jax.model.precision import matmul_precision
@@ -53,13 +55,12 @@ def main(arguments: list[str] | None = None) -> None:
         alone = plain(config)
         runners.append(_runner("plain", alone, target_cfg, jax.devices()[:1], with_mesh=False))
     seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
-    for turn in range(args.steps + 1):
-        for runner in runners:
-            spent = runner.step()
-            if turn:  # the first is left out
-                seconds[runner.name].append(spent)
+    for turn in in_turns(len(runners), 1, repeats=args.steps):
+        spent = runners[turn.way].step()
+        if turn.is_counted:
+            seconds[runners[turn.way].name].append(spent)
     report = _report(config, target_cfg, runners, seconds)
-    print(json.dumps(report, indent=2) if args.json else _table(report))
+    print(json.dumps(report, indent=2) if args.json else render(report))
 
 
 def _runner(
@@ -168,21 +169,26 @@ def _report(
     }
 
 
-def _table(report: dict[str, Any]) -> str:
+def render(report: dict[str, Any]) -> str:
+    """The report in Markdown."""
     head = f"{report['devices']} x {report['device']}, {report['rows']} x {report['row_length']}"
-    lines = [f"{head} tokens a step", "", "| step | s | tokens/s | MFU | temporary | compile s |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    for mode in report["modes"]:
-        mfu = "-" if mode["mfu"] is None else f"{mode['mfu']:.1%}"
-        lines.append(
-            f"| {mode['mode']} | {mode['step_s']:.3f} | {mode['tokens_per_s']:.0f} | {mfu} | "
-            f"{mode['temp_bytes'] / 2**20:.0f} MiB | {mode['compile_s']:.1f} |"
-        )
+    rows = [
+        {
+            "step": mode["mode"],
+            "s": number(mode["step_s"], 3),
+            "tokens/s": number(mode["tokens_per_s"], 0),
+            "MFU": "-" if mode["mfu"] is None else f"{mode['mfu']:.1%}",
+            "temporary": f"{mode['temp_bytes'] / 2**20:.0f} MiB",
+            "compile s": number(mode["compile_s"], 1),
+        }
+        for mode in report["modes"]
+    ]
+    parts = [f"{head} tokens a step", table_of(rows)]
     if report["of_plain"]:
-        lines += ["", f"tokens/s over those of the plain step: {report['of_plain']:.2f}"]
+        parts.append(f"tokens/s over those of the plain step: {report['of_plain']:.2f}")
     if report["peak_bytes"]:
-        lines += ["", f"peak memory {report['peak_bytes'] / 2**30:.1f} GiB"]
-    return "\n".join(lines)
+        parts.append(f"peak memory {report['peak_bytes'] / 2**30:.1f} GiB")
+    return "\n\n".join(parts)
 
 
 def _parser() -> argparse.ArgumentParser:

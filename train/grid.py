@@ -58,7 +58,7 @@ ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "
 HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
 
 
-class Run(NamedTuple):
+class GridRun(NamedTuple):
     """One training run of the grid."""
 
     cell: str
@@ -67,7 +67,7 @@ class Run(NamedTuple):
     config: DistillConfig
 
 
-def runs_of(grid: GridConfig) -> list[Run]:
+def runs_of(grid: GridConfig) -> list[GridRun]:
     """All runs, the learning rates of a cell and seed one after the other."""
     return [
         _run(grid, name, config, rate, seed)
@@ -76,7 +76,9 @@ def runs_of(grid: GridConfig) -> list[Run]:
     ]
 
 
-def chosen_runs(runs: Sequence[Run], cells: Sequence[str], rates: Sequence[float]) -> list[Run]:
+def chosen_runs(
+    runs: Sequence[GridRun], cells: Sequence[str], rates: Sequence[float]
+) -> list[GridRun]:
     """Those of the named cells and rates, nothing named being all, in the order of the names.
 
     Raises InputError for a cell or rate that no run has.
@@ -96,7 +98,7 @@ def chosen_runs(runs: Sequence[Run], cells: Sequence[str], rates: Sequence[float
     return sorted(kept, key=lambda each: place.get(each.cell, 0))
 
 
-def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: int) -> Run:
+def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: int) -> GridRun:
     folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
     config = dataclasses.replace(
         config,
@@ -104,7 +106,7 @@ def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: 
         run=dataclasses.replace(config.run, directory=folder, seed=seed),
         output=f"{folder}/drafter",
     )
-    return Run(cell, rate, seed, config)
+    return GridRun(cell, rate, seed, config)
 
 
 def check_alike(grid: GridConfig) -> dict[str, list[str]]:
@@ -150,7 +152,7 @@ def _num_trained(config: DistillConfig, target: Target) -> int:
 # ---- training and decoding ----------------------------------------------------------------
 
 
-def train(runs: Sequence[Run], target: Target) -> bool:
+def train(runs: Sequence[GridRun], target: Target) -> bool:
     """Trains what is not finished, one run after the other; False where told to stop."""
     for each in runs:
         if not is_finished(each, target):
@@ -164,7 +166,7 @@ def train(runs: Sequence[Run], target: Target) -> bool:
     return True
 
 
-def is_finished(each: Run, target: Target) -> bool:
+def is_finished(each: GridRun, target: Target) -> bool:
     """Whether a run's drafter is there; InputError for one of other settings or data."""
     if not (Path(each.config.output) / "config.json").is_file():
         return False
@@ -233,7 +235,7 @@ class Decoded(NamedTuple):
     taus: list[dict[str, Tau]]
 
 
-def decode(grid: GridConfig, best: Sequence[Run]) -> None:
+def decode(grid: GridConfig, best: Sequence[GridRun]) -> None:
     """Real tau of the chosen runs that were not decoded yet."""
     todo = [each for each in best if not _decoded(grid, each)]
     if not todo:
@@ -279,7 +281,7 @@ def _counts(
     }
 
 
-def _settings(grid: GridConfig, each: Run) -> dict[str, Any]:
+def _settings(grid: GridConfig, each: GridRun) -> dict[str, Any]:
     """What a decoding depends on beside the drafter's run."""
     return {
         "run": fingerprint(each.config),
@@ -289,7 +291,7 @@ def _settings(grid: GridConfig, each: Run) -> dict[str, Any]:
     }
 
 
-def _decoded(grid: GridConfig, each: Run) -> Decoded | None:
+def _decoded(grid: GridConfig, each: GridRun) -> Decoded | None:
     """What was decoded with these settings; None also for a damaged file, to be made again."""
     try:
         found = read_json(Path(each.config.run.directory) / DECODED)
@@ -315,16 +317,16 @@ def _name_of(shape: DraftShape) -> str:
 # ---- report -------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class GridRow(NamedTuple):
     """What is known of one cell and seed; of several learning rates the best."""
 
-    best: Run
+    best: GridRun
     simulated_tau: float
     tried: dict[str, float]  # simulated tau by learning rate
     decoded: Decoded | None
 
 
-def rows_of(grid: GridConfig, runs: Sequence[Run], target: Target) -> list[Row]:
+def rows_of(grid: GridConfig, runs: Sequence[GridRun], target: Target) -> list[GridRow]:
     """One row a cell and seed of which at least one run is finished."""
     found = []
     key = lambda each: (each.cell, each.seed)  # noqa: E731
@@ -333,11 +335,11 @@ def rows_of(grid: GridConfig, runs: Sequence[Run], target: Target) -> list[Row]:
         if rated:
             tau, best = max(rated, key=lambda pair: pair[0])
             tried = {f"{each.learning_rate:g}": tau for tau, each in rated}
-            found.append(Row(best, tau, tried, _decoded(grid, best)))
+            found.append(GridRow(best, tau, tried, _decoded(grid, best)))
     return found
 
 
-def _simulated_tau(each: Run) -> float:
+def _simulated_tau(each: GridRun) -> float:
     """That of the run's last evaluation; InputError for a run without."""
     folder = Path(each.config.run.directory)
     records = read_records(folder / "metrics.jsonl")
@@ -351,7 +353,7 @@ def _simulated_tau(each: Run) -> float:
 
 
 def document_of(
-    grid: GridConfig, rows: Sequence[Row], target: Target, config_file: str
+    grid: GridConfig, rows: Sequence[GridRow], target: Target, config_file: str
 ) -> dict[str, Any]:
     """All that the report says, ready for JSON."""
     reference = dict(grid.cells)[grid.reference]
@@ -385,7 +387,7 @@ def document_of(
     }
 
 
-def _entry(row: Row, base: Row | None, parameters: int) -> dict[str, Any]:
+def _entry(row: GridRow, base: GridRow | None, parameters: int) -> dict[str, Any]:
     decoded, known = row.decoded, base and base.decoded
     return {
         "cell": row.best.cell,

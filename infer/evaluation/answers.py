@@ -16,7 +16,6 @@ that has half a line, is asked anew; all others are kept.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 from infer.evaluation.suites import Question
 from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
-from moa_jax.files.folders import write_whole
+from moa_jax.files.folders import json_hash, write_whole
 
 SETTINGS = "settings.json"
 Key = tuple[str, int | str]  # set and question
@@ -164,7 +163,7 @@ class AnswerFolder:
 
 def run_id(settings: Mapping[str, Any]) -> str:
     """A short name that only runs of the same settings share."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return json_hash(settings)[:12]
 
 
 def _line_of(question: Question, model: str, answer: Answer) -> Line:

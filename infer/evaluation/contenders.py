@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.flags.pair import DEMO, MODES, load_pair, mode_of, open_session
+from infer.flags.pair import (
+    DEMO,
+    MODES,
+    drafter_options,
+    load_pair,
+    mode_of,
+    open_drafter,
+    open_session,
+)
 from infer.program import names
-from moa_jax import Session, load_drafter
+from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.files import folders
@@ -20,13 +27,6 @@ from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 BUNDLED = "bundled"  # a name for the bundled drafter's folder
 PLAIN = "plain"  # the name of the decoding that all others are measured beside
-FILES_OF_MODEL = (
-    "*.safetensors",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "chat_template*",
-)
 OPTIONS = {"method": "method", "n": "target_layer_inference"}  # of one --draft: flag
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _OPTIONS = re.compile(r"(.*?)((?:,\w+=[^,/]*)*)", re.DOTALL)
@@ -93,9 +93,9 @@ def describe(
 ) -> dict[str, Any]:
     """What decides the answers and their times, but for the questions, as JSON has it."""
     drafters = {c.name: c.drafter for c in contenders if c.drafter is not None}
-    hashes = {id(d): _sha256(d.folder) for d in drafters.values()}
+    hashes = {id(d): folders.folder_hash(d.folder) for d in drafters.values()}
     return {
-        "target": {"name": _public(target.folder), "sha256": _sha256(target.folder)},
+        "target": {"name": _public(target.folder), "sha256": folders.folder_hash(target.folder)},
         "models": {
             contender.name: {
                 "method": contender.drafter and contender.drafter.method,
@@ -113,17 +113,14 @@ def describe(
 
 def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[LoadedDrafter]]:
     """The target and all drafters; what a drafter's own text says goes before the flags."""
-    common = {flag: getattr(args, flag) for flag in OPTIONS.values()}
+    common = drafter_options(args)
     args.draft = None if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
     target, first = load_pair(args)
     drafters = [first]
     for _, path, options in given[1:]:
-        folder = DEMO / "draft" if path == BUNDLED else path
-        drafter = load_drafter(folder, target, **{**common, **options})
-        for notice in drafter.notices:
-            print(notice, file=sys.stderr)
-        drafters.append(drafter)
+        folder = None if path == BUNDLED else path
+        drafters.append(open_drafter(folder, target, **(common | options)))
     return target, drafters
 
 
@@ -198,10 +195,3 @@ def _public(folder: Path) -> str:
 
 def _shape(shape: DraftShape) -> dict[str, Any]:
     return {"mode": mode_of(shape), "levels": shape.levels, **dataclasses.asdict(shape)}
-
-
-def _sha256(folder: Path) -> str:
-    """Of the names and contents of a model's files."""
-    paths = {path for pattern in FILES_OF_MODEL for path in folder.glob(pattern)}
-    found = [f"{path.name} {folders.file_hash(path)}" for path in sorted(paths)]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN, Contender
 from infer.evaluation.suites import Question
-from infer.flags.sampling import before_stop, check_stop_ids, sampling_of, stopper
+from infer.flags.sampling import check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
 from moa_jax.decode.session import StopWhen, bucket, row_of
+from moa_jax.decode.text import before_stop
+from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target
 
 SHORTEST = 16  # a turn that leaves room for fewer new tokens is not asked
@@ -41,11 +43,10 @@ class Interview(NamedTuple):
         An answer that differs from plain decoding's says where, and by which margin. Drawn
         candidates change a sampled answer but not its law: such answers are not compared.
         """
-        turn = index % len(self.contenders)
         sampling = row_of(self.sampling, index)
         found = {
             contender.name: self._talk(contender.session, question, sampling)
-            for contender in self.contenders[turn:] + self.contenders[:turn]
+            for contender in rotated(self.contenders, index)
         }
         plain = found[PLAIN]
         for name, answer in found.items():

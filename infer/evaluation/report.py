@@ -26,7 +26,7 @@ from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
 from moa_jax.decode.session import Result
 from moa_jax.measure.figures import acceptance, median, quartiles
-from moa_jax.measure.tables import table
+from moa_jax.measure.tables import number, numbers, table_of
 
 Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]
@@ -151,11 +151,11 @@ def render(document: Mapping[str, Any]) -> str:
         f"{settings['target']['name']}, {settings['dtype']}, {settings['device']}, {how}, up to "
         f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
         "own plain decoding / tau:",
-        table(_overview(rows)),
+        table_of(_overview(rows)),
         CAUTION if _is_papers(rows) else "",
-        table([_detail(row, rows) for row in drafted]),
+        table_of([_detail(row, rows) for row in drafted]),
         "Accepted drafts by position, over all sets:",
-        table([_positions(row) for row in last]),
+        table_of([_positions(row) for row in last]),
         _skips(document["skipped"]),
         _sameness(document["differences"], last),
     ]
@@ -183,8 +183,8 @@ def _overview(rows: list[Row]) -> list[dict[str, str]]:
 
 def _cell(row: Row) -> str:
     if row["model"] == PLAIN:
-        return f"{_number(row['tokens_per_s'], 1)} tokens/s"
-    return f"{_number(row['speedup'])}x / {_number(row['tau'])}"
+        return f"{number(row['tokens_per_s'], 1)} tokens/s"
+    return f"{number(row['speedup'])}x / {number(row['tau'])}"
 
 
 def _papers_cell(method: str, name: str, rows: list[Row]) -> str:
@@ -210,16 +210,16 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
         "set": row["set"],
         "decoder": row["model"],
         "questions": str(row["questions"]),
-        "tau": _number(row["tau"]),
-        "tau a question": _number(row["tau_of_questions"]),
-        "speedup (quartiles)": f"{_number(row['speedup'])} ({_number(low)} to {_number(high)})",
-        "of totals": _number(row["speedup_of_totals"]),
-        "of rounds": _number(row["speedup_of_rounds"]),
-        "accepted of drafted": _number(row["acceptance_rate"]),
+        "tau": number(row["tau"]),
+        "tau a question": number(row["tau_of_questions"]),
+        "speedup (quartiles)": f"{number(row['speedup'])} ({number(low)} to {number(high)})",
+        "of totals": number(row["speedup_of_totals"]),
+        "of rounds": number(row["speedup_of_rounds"]),
+        "accepted of drafted": number(row["acceptance_rate"]),
         "rounds": str(row["rounds"]),
         "target calls": str(row["target_calls"]),
-        "repeated": _number(row["repeated"]),
-        "stopped": _number(row["stopped"]),
+        "repeated": number(row["repeated"]),
+        "stopped": number(row["stopped"]),
         "same as plain": "-" if same is None else f"{same}/{row['questions']}",
     }
     if _is_papers(rows):
@@ -228,11 +228,10 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _positions(row: Row) -> dict[str, str]:
-    shown = lambda key: " ".join(_number(value) for value in row[key])  # noqa: E731
     return {
         "decoder": row["model"],
-        "of all rounds": shown("acceptance_unconditional"),
-        "given the one before": shown("acceptance_conditional"),
+        "of all rounds": numbers(row["acceptance_unconditional"]),
+        "given the one before": numbers(row["acceptance_conditional"]),
     }
 
 
@@ -265,7 +264,3 @@ def _sameness(differences: list[dict[str, Any]], last: list[Row]) -> str:
             f"{each['index']} is {each['drafted']}, plain {each['plain']}; {liked}"
         )
     return "\n".join(lines)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -13,9 +13,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ import moa_jax
 from infer.program import names
 from moa_jax.data import corpora
 from moa_jax.errors import InputError
+from moa_jax.files.folders import json_hash
 
 PAPER = ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa")
 SPEC_BENCH = "spec_bench"
@@ -97,7 +96,7 @@ def choose(
 
 def digest(questions: Iterable[Question]) -> str:
     """sha256 of all that is asked."""
-    return hashlib.sha256(json.dumps(list(questions)).encode()).hexdigest()
+    return json_hash(list(questions))
 
 
 def _sets_of(text: str) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.flags import prompts
+from infer.flags import batches
 from infer.flags.pair import DEFAULT_TREE, add_cache_flag, add_pair_flags, check_folder
 from infer.peers import check_peer
 from infer.program import Parser, names, positive
@@ -62,7 +62,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         "--confidence", type=float, default=0.0, help="leave out nodes less probable than this"
     )
     group.add_argument("--draft-vocabulary", metavar="FILE", help="draft from these tokens only")
-    prompts.add_prompt_flags(parser)
+    batches.add_batch_flags(parser)
     add_cache_flag(parser)
     group = parser.add_argument_group("measuring")
     group.add_argument("--repeats", type=positive, default=3, help="measured times of each prompt")
@@ -108,7 +108,7 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.plot:
         check_plots(Path(args.plot))
-    prompts.check(args)
+    batches.check(args)
 
 
 def modes_of(args: argparse.Namespace, drafter: LoadedDrafter | None) -> list[Mode]:

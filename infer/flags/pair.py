@@ -21,8 +21,9 @@ from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.decode.vocabulary import load_vocabulary
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
+from moa_jax.files.folders import find_folder
 from moa_jax.measure.tuned import load_tuned
-from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
 DEMO = Path(moa_jax.__file__).parent / "demo"
 MODES = ("plain", "chain", "tree")
@@ -131,39 +132,68 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
-    """Loads both models; no drafter in plain mode. Notices go to stderr.
+def load_pair(
+    args: argparse.Namespace, *, for_client: bool = False
+) -> tuple[Target, LoadedDrafter | None]:
+    """Load the two models that the flags name, without a drafter in plain mode.
 
-    Raises InputError for models that are missing, damaged or not made for each other.
+    `for_client` loads no weights of the target, and of the drafter what drafting reads, in every
+    mode. Notices go to stderr. Raises InputError for flags that contradict each other, and for
+    models that are missing, damaged or not made for each other.
     """
     _apply_speculative_config(args)
     if getattr(args, "tuned", False):
         _check_tuned(args)
     if args.threads is not None:
         use_cores(args.threads)
-    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     if args.draft is None and needs_no_files(args.method):
         args.draft = args.method
+    drafts = for_client or getattr(args, "mode", None) != "plain"
     if args.target is None and args.draft is not None and not needs_no_files(args.draft):
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
-    target = load_target(args.target or DEMO / "target", dtype)
-    if getattr(args, "mode", None) == "plain":
+    if args.target is not None and args.draft is None and drafts:
+        rest = "" if for_client else ", or use --mode plain"
+        raise InputError(f"--target without --draft: name its drafter{rest}")
+    if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
+        target = describe_target(find_folder(args.target or DEMO / "target"))
+    else:
+        target = open_target(args)
+    if not drafts:
         return target, None
-    if args.draft is None and args.target is not None:
-        raise InputError("--target without --draft: name its drafter, or use --mode plain")
-    drafter = load_drafter(
-        args.draft or DEMO / "draft",
-        target,
-        method=args.method,
-        target_layer_inference=args.target_layer_inference,
-    )
+    options = drafter_options(args) | {"dtype": dtype_of(args), "for_client": for_client}
+    return target, open_drafter(args.draft, target, **options)
+
+
+def open_target(args: argparse.Namespace) -> Target:
+    """The target that --target and --dtype name, by default the bundled one."""
+    return load_target(args.target or DEMO / "target", dtype_of(args))
+
+
+def open_drafter(
+    folder: str | os.PathLike[str] | None, target: Target, **options: Any
+) -> LoadedDrafter:
+    """A drafter, the bundled one for None; its notices go to stderr.
+
+    `options` are those of `load_drafter`, which raises InputError.
+    """
+    drafter = load_drafter(folder or DEMO / "draft", target, **options)
     for notice in drafter.notices:
         print(notice, file=sys.stderr)
-    return target, drafter
+    return drafter
+
+
+def drafter_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of a drafter whose files do not say it, as `load_drafter` takes it."""
+    return {flag: getattr(args, flag) for flag in ("method", "target_layer_inference")}
+
+
+def dtype_of(args: argparse.Namespace) -> Any:
+    """The dtype that --dtype names; None leaves the choice to the loader."""
+    return None if args.dtype is None else jnp.dtype(args.dtype)
 
 
 def use_cores(count: int) -> None:
-    """Keeps this process to its first `count` cores, before jax counts them for its threads."""
+    """Keep this process to its first `count` cores; jax counts them when it starts its threads."""
     if hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
@@ -254,8 +284,9 @@ def _read_paths(path: str) -> Any:
 
 
 def _apply_speculative_config(args: argparse.Namespace) -> None:
-    """Spreads vLLM's JSON over our flags; InputError for what we cannot take from it."""
-    given, args.speculative_config = args.speculative_config or {}, None
+    """Spread vLLM's JSON over our flags; raise InputError for what has no flag."""
+    given = getattr(args, "speculative_config", None) or {}
+    args.speculative_config = None
     unknown = sorted(set(given) - set(_SPECULATIVE))
     if unknown:
         raise InputError(

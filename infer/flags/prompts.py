@@ -1,120 +1,81 @@
-"""What infer.bench decodes: batches of prompts, and pairs that no file holds."""
+"""The flags that name prompts, and the token ids of the prompts that they name."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from configs.shapes import SHAPES
-from infer.evaluation.conversations import prompts_of as conversation_prompts
-from infer.flags.config_file import read_config
-from infer.flags.pair import use_cores
-from infer.generate import Writer, prompt_of
-from infer.program import positive
-from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
-from moa_jax.data import corpora
+from infer.flags.sampling import ids
+from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.measure.random_pair import random_drafter, random_target
-from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, describe_target
-
-RANDOM_LENGTH = 128
-CONVERSATIONS = 30
-TEXTS = (
-    "Hello! I need a cheap hotel in the centre for two nights.",
-    "Could you book a table for four people at an Italian restaurant?",
-    "What will the weather be like in Vienna tomorrow?",
-    "I lost my bank card. What should I do?",
-    "Tell me something about yourself. What do you like to do?",
-    "When does the next train to Cambridge leave?",
-)
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    """Where prompts come from, how many, and how many side by side."""
-    group = parser.add_argument_group("prompts (default: a few short questions)")
-    source = group.add_mutually_exclusive_group()
-    source.add_argument(
+    """Add the flags that `prompts_of` reads."""
+    group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
+    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
+    group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
+    group.add_argument(
         "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
     )
-    source.add_argument("--conversations", metavar="PATH", help="chat records, a turn of each")
-    source.add_argument(
-        "--prompt-length", type=positive, metavar="N", help="prompts of N random tokens"
-    )
-    group.add_argument("--sources", default="", help="of --conversations: names with commas")
-    group.add_argument(
-        "--max-prompt", type=positive, default=256, help="of --conversations: longer ones are left"
-    )
-    group.add_argument(
-        "--limit",
-        type=positive,
-        help=f"at most so many prompts; default: {CONVERSATIONS} conversations, one random batch",
-    )
-    group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise InputError for text that random weights cannot read."""
-    if args.random_weights and args.conversations:
-        raise InputError("--random-weights has no tokenizer: use --prompt-length or prompt_ids")
+def tokenizer_of(folder: Path) -> Any | None:
+    """The tokenizer in a target's folder; None where there is none, and token ids must do."""
+    return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
-def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]]:
-    """Prompts in batches of equal size; those that fill no batch are left out."""
-    if args.prompt_length or (args.random_weights and not args.prompts):
-        prompts = _random(args, target.config.vocab_size)
-    elif args.prompts:
-        prompts = list(itertools.islice(_of_file(args.prompts, Writer(target.folder)), args.limit))
-    elif args.conversations:
-        longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
-        found = conversation_prompts(args, load_tokenizer(target.folder), longest)
-        prompts = [prompt for _, prompt in itertools.islice(found, args.limit or CONVERSATIONS)]
-    else:
-        writer = Writer(target.folder)
-        prompts = [writer.prompt([{"role": "user", "content": text}]) for text in TEXTS]
-        prompts = prompts[: args.limit]
-    batches = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
-    batches = [batch for batch in batches if len(batch) == args.batch]
-    if not batches:
-        raise InputError(f"{len(prompts)} prompts fill no batch of {args.batch}: give more of them")
-    return batches
+def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list[int]]:
+    """Yield the prompts of the flags, or the one on stdin where that is no terminal.
+
+    Raises InputError for an empty file, and for a bad line with its place.
+    """
+    if args.prompt_ids is not None:
+        yield args.prompt_ids
+    elif args.prompts is not None:
+        place = None
+        for place, record in corpora.read_numbered(args.prompts):
+            yield prompt_of(record, place, tokenizer)
+        if place is None:
+            raise InputError(f"{args.prompts} holds no prompts: write one a line")
+    elif args.prompt is not None:
+        yield asking(args.prompt, tokenizer)
+    elif not sys.stdin.isatty():
+        yield asking(sys.stdin.read(), tokenizer)
 
 
-def _random(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    shape = (args.limit or args.batch, args.prompt_length or RANDOM_LENGTH)
-    return np.random.default_rng(0).integers(vocab_size, size=shape).tolist()
+def prompt_of(record: dict[str, Any], where: str, tokenizer: Any | None) -> list[int]:
+    """The prompt in a line of a --prompts file; raises InputError that begins with `where`."""
+    token_ids, messages, text = (record.get(key) for key in ("prompt_ids", "messages", "prompt"))
+    if token_ids is not None:
+        if not isinstance(token_ids, list) or not all(type(i) is int for i in token_ids):
+            raise InputError(f"{where}: `prompt_ids` is not a list of whole numbers")
+        return token_ids
+    if messages is None and text is None:
+        raise InputError(f"{where}: give it `prompt`, `messages` or `prompt_ids`")
+    if messages is None and not isinstance(text, str):
+        raise InputError(f"{where}: `prompt` is no text: write it in quotes")
+    try:
+        return asking(text, tokenizer) if messages is None else after(messages, tokenizer)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{where}: `messages` is no list of messages: give each a `role` and a `content`"
+        ) from error
 
 
-def _of_file(path: str, writer: Writer) -> Iterator[list[int]]:
-    for place, record in corpora.read_numbered(path):
-        yield prompt_of(record, place, writer)
+def asking(text: str, tokenizer: Any | None) -> list[int]:
+    """The prompt of a single message; raises InputError without a tokenizer."""
+    return after([{"role": "user", "content": text}], tokenizer)
 
 
-# ---- pairs without files ------------------------------------------------------------------
-
-
-def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
-    """The pair whose shapes `--random-weights` names; a config of a target alone has no drafter."""
-    path = args.random_weights
-    config = read_config(path, DistillConfig, PretrainConfig)
-    if args.threads is not None:
-        use_cores(args.threads)
-    dtype = default_dtype() if args.dtype is None else jnp.dtype(args.dtype)
-    shapes = config.target if isinstance(config, PretrainConfig) else shapes_of(config.target)
-    if isinstance(config, PretrainConfig) and args.mode != "plain":
-        raise InputError(f"{path} describes a target and no drafter: use --modes plain")
-    target = random_target(shapes, dtype, Path(path))
-    if args.mode == "plain":
-        return target, None
-    return target, random_drafter(method_of(config.drafter), config.drafter, target, dtype)
-
-
-def shapes_of(name: str) -> TargetConfig:
-    """The sizes of a target that a config names: known ones, else those of its folder."""
-    return SHAPES[name] if name in SHAPES else describe_target(name).config
+def after(messages: Sequence[chat.Message], tokenizer: Any | None) -> list[int]:
+    """The prompt that asks for an answer to a conversation; raises InputError as `asking`."""
+    if tokenizer is None:
+        raise InputError("the target's folder has no tokenizer.json: use --prompt-ids")
+    return chat.prompt_ids(tokenizer, messages)

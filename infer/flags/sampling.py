@@ -9,6 +9,7 @@ from typing import Any
 from infer.program import positive
 from moa_jax.config import Sampling
 from moa_jax.decode.session import StopWhen
+from moa_jax.decode.text import stop_finder
 from moa_jax.errors import InputError
 
 
@@ -61,39 +62,22 @@ def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
 
 
 def stopper(tokenizer: Any, texts: Sequence[str]) -> StopWhen | None:
-    """Finds the first of some texts in an answer: how many tokens it takes to complete it.
+    """The `stop_when` of a session that ends answers at these texts; None where there are none.
 
-    Raises InputError for a text that no answer can hold.
+    Raises InputError for a text that the tokenizer never writes.
     """
     if not texts:
         return None
     if tokenizer is None:
         raise InputError("--stop needs text: the target's folder has no tokenizer, use --stop-ids")
-    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     for text in texts:
-        if not text or text not in decode(tokenizer.encode(text, add_special_tokens=False)):
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        if not text or text not in tokenizer.decode(token_ids, skip_special_tokens=True):
             raise InputError(
                 f"--stop {text!r}: the tokenizer never writes this text; "
                 "give plain text, or a special token's id with --stop-ids"
             )
-
-    def stop_when(tokens: list[int]) -> int | None:
-        if not any(text in decode(tokens) for text in texts):
-            return None
-        count = len(tokens)
-        while count > 1 and any(text in decode(tokens[: count - 1]) for text in texts):
-            count -= 1
-        return count
-
-    return stop_when
-
-
-def before_stop(text: str | None, texts: Sequence[str]) -> str | None:
-    """An answer's text up to the first stop text in it."""
-    if text is None:
-        return None
-    places = [text.find(stop) for stop in texts if stop in text]
-    return text[: min(places)] if places else text
+    return stop_finder(tokenizer, texts)
 
 
 def ids(text: str) -> list[int]:

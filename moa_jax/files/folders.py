@@ -31,6 +31,13 @@ TOKENIZER_PATTERNS = (
     "vocab.json",
     "merges.txt",
 )
+_FILES_OF_MODEL = (
+    "*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "chat_template*",
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
@@ -125,11 +132,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def file_hash(path: Path) -> str | None:
-    """sha256 of a file, None where there is none."""
+    """The sha256 of a file, None where there is none."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_hash(folder: Path) -> str:
+    """The sha256 of the names and all the bytes of a model's files; `parts.model_hash` is quicker.
+
+    Answer folders and reports keep this value, so it must stay the same.
+    """
+    paths = {path for pattern in _FILES_OF_MODEL for path in folder.glob(pattern)}
+    lines = (f"{path.name} {file_hash(path)}" for path in sorted(paths))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def json_hash(content: Any) -> str:
+    """The sha256 of a value as JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class TensorReader:

@@ -1,13 +1,13 @@
-"""Folders that hold a part of a model: some of its tensors, and a line on each of the others.
+"""The identity of a model by samples of its tensors, and folders that hold only a part of it.
 
 A client of split decoding reads a target's embedding, norm, head and perhaps its last layers. A
-folder with these alone says of the tensors that it leaves out what is compared with the server:
+folder with only these keeps a line on each tensor that it leaves out:
 
     parts.json    {"left_out": {tensor: {"dtype": "BF16", "shape": [...], "sha256": "..."}}}
 
-so a part has the same lines as the whole, and as the same weights split into other files. Of a
-tensor of more than SAMPLES x SAMPLE_BYTES only so many blocks are read, spread evenly from its
-first byte to its last.
+So the part has the same lines, and the same hash, as the whole model and as the same weights in
+other files. The sha256 of a small tensor is that of all its bytes; of a larger one, that of
+SAMPLES blocks of SAMPLE_BYTES, spread evenly from its first byte to its last.
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ def lines_of(folder: Path) -> dict[str, Line]:
         held = _lines_of_file(path)
         found |= {name: held[name] for name, place in file_of.items() if place == path}
     return found
+
+
+def model_hash(folder: Path) -> str:
+    """The sha256 of a model's config.json and its lines in order of their names.
+
+    Server and client compare this value, so it must stay the same.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name, line in sorted(lines_of(folder).items()):
+        digest.update(f"\n{name} {line.dtype} {list(line.shape)} {line.sha256}".encode())
+    return digest.hexdigest()
 
 
 def left_out(folder: Path) -> dict[str, Line]:

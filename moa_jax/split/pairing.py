@@ -1,21 +1,19 @@
-"""Do client and server hold the same pair? A few facts that both compute and compare at hello.
+"""Do client and server hold the same pair? Both compute a few facts and compare them at hello.
 
-What equal facts prove: the same kind of drafter and N, the same sizes, and files that agree in
-config.json and tokenizer.json (every byte), in every tensor's name, shape and dtype, and in
-samples of each tensor's bytes, spread evenly (`files/parts.py`). How the tensors are split into
-files is no matter; a client's folder that leaves some of them out has the facts of the whole.
-What they do not prove: that all weights are equal. Another training of the same shapes is noticed,
-since it changes nearly every number; a tensor that was edited or damaged between samples is not.
-None of it is a defence: a client can send any facts that it likes.
+Equal facts prove the same kind of drafter and N, the same sizes, and files that agree in every
+byte of config.json and tokenizer.json, in every tensor's name, shape and dtype, and in samples of
+each tensor's bytes (`files/parts.py`). It does not matter how tensors are split into files, and a
+client's folder that leaves some of them out has the facts of the whole.
+
+Equal facts do not prove that all weights are equal. Another training of the same shapes is
+noticed, since it changes nearly every number; damage between two samples is not. Nor are the
+facts a defence: a client can send what it likes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from moa_jax.files import folders, parts
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -32,20 +30,24 @@ SHOWN = {  # what a refusal calls the facts that it names; the others go by thei
 
 
 def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
-    """The facts of a loaded pair; with no drafter, as for plain decoding, its facts are empty.
+    """The facts of a loaded pair; those of the drafter are empty for plain decoding.
 
     Reads kilobytes of each tensor. Raises OSError for files that have vanished.
     """
-    config = target.config
+    config, drafter_sha256 = target.config, ""
+    if drafter is not None and drafter.folder.is_dir():
+        drafter_sha256 = parts.model_hash(drafter.folder)
+    elif drafter is not None:  # a kind without files: its settings are all there is
+        drafter_sha256 = folders.json_hash(dataclasses.asdict(drafter.config))
     return {
         "method": drafter.method if drafter else "none",
         "target_layer_inference": getattr(drafter and drafter.config, "target_layer_inference", 0),
         "vocab_size": config.vocab_size,
         "hidden_size": config.block.hidden_size,
         "num_layers": config.num_layers,
-        "target_sha256": model_hash(target.folder),
+        "target_sha256": parts.model_hash(target.folder),
         "tokenizer_sha256": folders.file_hash(target.folder / "tokenizer.json") or "",
-        "drafter_sha256": _drafter_hash(drafter) if drafter else "",
+        "drafter_sha256": drafter_sha256,
     }
 
 
@@ -59,22 +61,6 @@ def mismatch(server: Mapping[str, str | int], client: Mapping[str, str | int]) -
         if server.get(key) != client.get(key):
             return f"{SHOWN.get(key, key)}: {ours} on the server, {theirs} on the client"
     return ""
-
-
-def model_hash(folder: Path) -> str:
-    """sha256 over a model's config.json and a line on each of its tensors, in order of names."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name, line in sorted(parts.lines_of(folder).items()):
-        digest.update(f"\n{name} {line.dtype} {list(line.shape)} {line.sha256}".encode())
-    return digest.hexdigest()
-
-
-def _drafter_hash(drafter: LoadedDrafter) -> str:
-    """That of its folder; for a kind without files, of its settings."""
-    if drafter.folder.is_dir():
-        return model_hash(drafter.folder)
-    settings = json.dumps(dataclasses.asdict(drafter.config), sort_keys=True)
-    return hashlib.sha256(settings.encode()).hexdigest()
 
 
 def _shown(value: str | int | None) -> str:

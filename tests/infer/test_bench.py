@@ -16,7 +16,7 @@ import pytest
 from configs import demo_drafter, demo_target, moa_llama3_8b
 from configs.shapes import SHAPES
 from infer import bench
-from infer.flags import prompts
+from infer.flags import batches
 from infer.flags.bench import TREE, check, modes_of, parser_of
 from infer.info import ROOT
 from moa_jax import InputError, Result, load_target
@@ -25,7 +25,7 @@ from moa_jax.decode import step
 from moa_jax.decode.sample import law_of
 from moa_jax.decode.session import GREEDY, rows_of
 from moa_jax.drafters import DRAFTERS
-from moa_jax.measure import figures, phases, random_pair, tables, traffic, tuned
+from moa_jax.measure import figures, phases, random_pair, report, traffic, tuned
 from moa_jax.measure.figures import Run
 from moa_jax.measure.simulate import accept_with
 from moa_jax.model import convert
@@ -195,7 +195,7 @@ def test_known_shapes_count_as_published():
 
 def test_shapes_of_a_target_in_a_folder():
     path = str(Path(__file__).parents[2] / demo_drafter.config.target)
-    assert prompts.shapes_of(path) == demo_target.config.target
+    assert batches.shapes_of(path) == demo_target.config.target
 
 
 def test_random_pairs_have_the_shapes_of_real_ones():
@@ -270,7 +270,7 @@ def test_one_document_on_stdout(stored, capsys, hasty):
         assert row["host_transfers_in_generation"] == 0
         assert 0.9 < row["memory_over_weights_and_caches"] < 10
     assert found["settings"]["prompts"] == 3 and found["machine"]["bandwidth_bytes_per_s"] > 0
-    text = tables.render(found)
+    text = report.render(found)
     assert "| plain | " in text and "| chain 3 | extend |" in text
     assert "tuned.json: written" in said.err
     assert_tuned(Path(stored[3]), max(found["modes"], key=lambda row: row["tokens_per_s"]))
@@ -298,7 +298,7 @@ def test_random_weights_of_a_config(tmp_path, capsys, hasty):
     assert found["settings"]["prompt_tokens"] == [5, 5] and found["settings"]["batch"] == 2
     assert found["settings"]["cache_rows"] == 40
     assert found["modes"][0]["tokens"] == 10
-    assert "RANDOM WEIGHTS" in tables.render(found)
+    assert "RANDOM WEIGHTS" in report.render(found)
     with pytest.raises(InputError, match="describes a target and no drafter"):
         bench.main([*flags, "--modes", "plain,chain"])
 
@@ -416,7 +416,7 @@ def test_a_peer_is_a_row_beside_plain():
         {"batch": 1, "token_ids": [2] * 7, "tokens": 6, "seconds": 3.0, "passes": 6},
     ]
     plain = [run_of(0, 1.0, [1] * 6, 0), run_of(1, 1.0, [1] * 6, 0)]
-    found = tables.peer_row({"peer": "other", "runs": runs}, plain)
+    found = report.peer_row({"peer": "other", "runs": runs}, plain)
     assert found["tokens_per_s"] == 2.5 and found["tau"] == 12 / 9
     assert (found["same_as_plain"], found["answers"]) == (1, 2)
     assert found["plain_over_peer"] == pytest.approx(2.5)

@@ -134,7 +134,7 @@ AT_ONCE = {  # flags, and what the one line says; nothing is loaded for most of 
     "--offline --depth 3": "add --mode tree",
     "--offline --mode tree --depth 1": "drafts nothing",
     "--offline --temperature -1": "temperature",
-    "--offline --target {absent}": "give both --target and --draft",
+    "--offline --target {absent}": "--target without --draft: name its drafter",
     "--offline --target {absent} --draft {absent}": "absent is not a folder",
     "--offline --max-new-tokens 0": "at least 1",
     "--offline --policy both": "invalid choice",

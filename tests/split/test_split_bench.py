@@ -15,7 +15,7 @@ from infer import bench, program
 from infer.program import Progress
 from infer.split.bench import crowd, outage, run, tables
 from infer.split.bench.flags import parser_of
-from infer.split.bench.pairs import Bench, Pair, Way, ways_of
+from infer.split.bench.pairs import Pair, SplitBench, Way, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
 from infer.split.client.ways import Ways
@@ -62,7 +62,7 @@ def server():
         assert found.metric("split_failures_total") == 0
 
 
-def toy_bench(*modes: str, **flags) -> Bench:
+def toy_bench(*modes: str, **flags) -> SplitBench:
     """What is measured, over a toy pair."""
     args = parser_of("").parse_args(["--codec", "float32", "--client-slowdown", "1"])
     vars(args).update({"max_new_tokens": NEW, "modes": list(modes)} | flags)
@@ -70,7 +70,7 @@ def toy_bench(*modes: str, **flags) -> Bench:
     pair = Pair("toy", drafter, ToyHalf(), PAIRING, [])
     ways = [Way(mode, pair, ways_of(args, mode)) for mode in modes]
     own = [plain(prompt, NEW) for prompt in PROMPTS]
-    return Bench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])
+    return SplitBench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])
 
 
 @pytest.fixture

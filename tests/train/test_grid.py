@@ -22,7 +22,7 @@ from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config, small_target  # noqa: F401
 from train import grid as grids
-from train.run.grid_report import DRAWS, Tau, interval
+from train.run.grid_report import DRAWS, Tau, interval, render
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -47,7 +47,7 @@ def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
     return GridConfig(cells, **settings | changes)
 
 
-def finish(run: grids.Run, tau: float) -> None:
+def finish(run: grids.GridRun, tau: float) -> None:
     """What a finished run of an early version leaves, as far as the report reads it."""
     folder = Path(run.config.run.directory)
     Path(run.config.output).mkdir(parents=True)
@@ -163,6 +163,17 @@ def test_committed_grids_are_matched(name, monkeypatch):
     assert len(grids.check_sizes(grid, TARGET)) == len(grid.cells)
 
 
+@pytest.mark.parametrize("name", ["matched", "matched_longer"])
+def test_committed_reports_are_those_of_their_json(name):
+    """But for the order of files and versions, which the sorted JSON does not keep."""
+    document = json.loads((ROOT / "reports" / f"{name}.json").read_text())
+    shown = (ROOT / "reports" / f"{name}.md").read_text()
+    *lines, versions = render(document).splitlines()
+    *committed, last = shown.splitlines()
+    assert sorted(lines) == sorted(committed)
+    assert set(re.split("[ .,]+", versions)) == set(re.split("[ .,]+", last))
+
+
 # ---- what is finished ---------------------------------------------------------------------
 
 
@@ -231,7 +242,7 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     assert "finished.json is not valid JSON" in refusal(grids.is_finished, run, TARGET)
 
 
-def decoded_by(grid: GridConfig, run: grids.Run, rounds: list[int] | None) -> dict:
+def decoded_by(grid: GridConfig, run: grids.GridRun, rounds: list[int] | None) -> dict:
     """What decoded.json holds where the prompts got 8 tokens each in so many rounds."""
     tau = 8 * len(rounds) / sum(rounds) if rounds else 2.0
     counts = {"tokens": [8] * len(rounds), "rounds": rounds} if rounds else {}
@@ -377,7 +388,7 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     assert "optim.total_steps: 12 -> 13" in refusal(grids.main, ["--config", "given"])
 
 
-def counted_alone(run: grids.Run, grid: GridConfig) -> tuple[int, int]:
+def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:
     """Tokens and rounds of the first shape, each prompt decoded by itself."""
     target = load_target(run.config.target)
     session = Session(target, load_drafter(run.config.output, target), grid.shapes[0])

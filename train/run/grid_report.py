@@ -5,11 +5,12 @@ References: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13 (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from moa_jax.measure.tables import table
 from moa_jax.training.fingerprint import listed
 
 ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
@@ -72,7 +73,7 @@ def render(document: Document) -> str:
         f"# Drafters for {document['target']['path']}, trained alike",
         f"    {document['command']}",
         _conditions(document),
-        _table(columns, trained),
+        table(columns, trained),
     ]
     if document["missing"]:
         parts.append(f"Not trained yet: {', '.join(document['missing'])}.")
@@ -80,11 +81,11 @@ def render(document: Document) -> str:
     columns = ["cell", "seed", "tau", *group, "tau past end", *group]
     for index, shape in enumerate(document["shapes"]):
         lines = [[row["cell"], row["seed"], *_taus(row["decoded"], index)] for row in rows]
-        parts += [f"## {shape.capitalize()}", _table(columns, lines)]
+        parts += [f"## {shape.capitalize()}", table(columns, lines)]
     parts += [
         _meaning(document),
         "## Files",
-        _table(["file", "bytes", "SHA-256"], _files(document)),
+        table(["file", "bytes", "SHA-256"], _files(document)),
     ]
     return "\n\n".join([*parts, f"Versions: {_pairs(document['versions'])}."])
 
@@ -143,8 +144,3 @@ def _files(document: Document) -> list[list[str]]:
 def _pairs(values: dict[str, Any]) -> str:
     shown = {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in values.items()}
     return ", ".join(f"{name}: {value}" for name, value in shown.items())
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

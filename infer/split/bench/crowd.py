@@ -16,7 +16,7 @@ from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 
 
-class Asked(NamedTuple):
+class CrowdAnswer(NamedTuple):
     """One answer of one client, on the clock of all."""
 
     begin: float
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     tokens: list[int]
 
 
-class Question(NamedTuple):
+class CrowdQuestion(NamedTuple):
     """A prompt, and the most tokens of the session with its answer."""
 
     prompt: Sequence[int]
@@ -45,12 +45,12 @@ def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
 async def gather(
     clients: Sequence[Callable[[], Answering]],
     times: Sequence[float],
-    questions: Sequence[Question],
+    questions: Sequence[CrowdQuestion],
     asks: int,
     stop_ids: Sequence[int],
-) -> tuple[list[Asked], int]:
+) -> tuple[list[CrowdAnswer], int]:
     """The answers of all clients, each of which asks `asks` questions; and how many failed."""
-    found: list[Asked] = []
+    found: list[CrowdAnswer] = []
     failed = 0
 
     async def one(index: int) -> None:
@@ -71,15 +71,15 @@ async def gather(
 
 
 async def _ask(
-    answering: Answering, question: Question, number: int, stop_ids: Sequence[int]
-) -> Asked:
+    answering: Answering, question: CrowdQuestion, number: int, stop_ids: Sequence[int]
+) -> CrowdAnswer:
     begin, first = time.perf_counter(), 0.0
     async for _ in answering.answer(question.prompt, question.total, stop_ids, Sampling()):
         first = first or time.perf_counter()
-    return Asked(begin, first, time.perf_counter(), number, answering.text.answer)
+    return CrowdAnswer(begin, first, time.perf_counter(), number, answering.text.answer)
 
 
-def summary(found: Sequence[Asked], failed: int) -> dict[str, Any]:
+def summary(found: Sequence[CrowdAnswer], failed: int) -> dict[str, Any]:
     """Throughput from the first question to the last answer, and waiting times."""
     if not found:
         return {"answers": 0, "failed": failed}

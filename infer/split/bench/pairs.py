@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from infer.evaluation.suites import load_suite
-from infer.flags.pair import DEMO
-from infer.generate import Writer
+from infer.flags.pair import open_drafter, open_target
+from infer.flags.prompts import asking, tokenizer_of
 from infer.split.bench.flags import DRAFTING, named
 from infer.split.client.ways import Ways
-from moa_jax import Session, load_drafter, load_target
+from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import Result, bucket
 from moa_jax.errors import InputError
@@ -61,7 +58,7 @@ class Way(NamedTuple):
         }
 
 
-class Bench(NamedTuple):
+class SplitBench(NamedTuple):
     """What is measured, and what the target alone answers."""
 
     args: argparse.Namespace
@@ -74,12 +71,11 @@ class Bench(NamedTuple):
     own_tokens_per_s: list[float]
 
 
-def load(args: argparse.Namespace) -> Bench:
+def load(args: argparse.Namespace) -> SplitBench:
     """Target, drafters, prompts, and what the target alone makes of them."""
-    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     for _, path in named(args):  # before the target, which takes its time
         find_folder(path)
-    target = load_target(args.target or DEMO / "target", dtype)
+    target = open_target(args)
     prompts = _prompts(args, target)
     most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
     positions = target.config.max_position_embeddings
@@ -89,9 +85,7 @@ def load(args: argparse.Namespace) -> Bench:
             "--max-new-tokens or --outages"
         )
     levels = {mode: ways_of(args, mode) for mode in args.modes}
-    drafters = [(name, load_drafter(path, target)) for name, path in named(args)]
-    for notice in (notice for _, drafter in drafters for notice in drafter.notices):
-        print(notice, file=sys.stderr)
+    drafters = [(name, open_drafter(path, target)) for name, path in named(args)]
     pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
     for pair in pairs:
         _warm(pair.half, levels.values(), prompts)
@@ -103,17 +97,17 @@ def load(args: argparse.Namespace) -> Bench:
     stop_ids = list(target.generation.eos_ids) if args.natural_stops else NO_STOP
     own = own_answers(target, prompts, args.max_new_tokens, stop_ids)
     rates = [len(one.token_ids[1:]) / one.decode_s for one in own if one.decode_s]
-    return Bench(
+    return SplitBench(
         args, target, pairs, ways, prompts, stop_ids, [one.token_ids for one in own], rates
     )
 
 
 def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
     """First turns of questions from all parts of the suite."""
-    questions, writer = load_suite(args.suite), Writer(target.folder)
+    questions, tokenizer = load_suite(args.suite), tokenizer_of(target.folder)
     count = min(args.prompts, len(questions))
     chosen = [questions[i * len(questions) // count] for i in range(count)]
-    return [writer.prompt([{"role": "user", "content": one.turns[0]}]) for one in chosen]
+    return [asking(one.turns[0], tokenizer) for one in chosen]
 
 
 def own_answers(

@@ -31,13 +31,13 @@ from typing import Any
 
 import jax
 
-from infer.client import figures_of
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
-from infer.split.bench.pairs import NO_STOP, Bench, Pair, Way, load, own_answers, ways_of
+from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, own_answers, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
+from infer.split.client.figures import figures_of
 from infer.split.client.ways import Ways
 from infer.split.link import Server
 from infer.split.network.profiles import PROFILES
@@ -45,6 +45,7 @@ from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.files.folders import write_whole
 from moa_jax.measure.figures import median, quartiles
+from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code, as of infer.evaluate
 PATIENCE = 600.0  # seconds that a client of a crowd waits for its slot
@@ -84,7 +85,7 @@ def _shared_programs() -> Iterator[None]:
 # ---- measuring ----------------------------------------------------------------------------
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: SplitBench) -> dict[str, Any]:
     """The whole document."""
     args, differences = bench.args, []
     networked = [way for way in bench.ways if way.mode != "offline"]
@@ -113,13 +114,13 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def _profile(
-    bench: Bench, name: str, ways: Sequence[Way], differences: list[Any], bar: Progress
+    bench: SplitBench, name: str, ways: Sequence[Way], differences: list[Any], bar: Progress
 ) -> dict[str, Any]:
     """All ways over one network."""
     profile, args = PROFILES[name], bench.args
     servers = {pair.name: [*pair.flags, "--slots", "2"] for pair in bench.pairs}
     with staged(profile, servers, args.seed) as stage:
-        found = stage.play(lambda: _in_turns(bench, stage, ways, bar))
+        found = stage.play(lambda: _answers_of(bench, stage, ways, bar))
     rows = []
     for way, answers in zip(ways, found, strict=True):
         same = [one["token_ids"] == own for one, own in zip(answers, bench.own, strict=True)]
@@ -138,8 +139,8 @@ def _profile(
     return facts | {"profile": name, "link": kind_of(profile), "ways": rows}
 
 
-async def _in_turns(
-    bench: Bench, stage: Stage, ways: Sequence[Way], bar: Progress
+async def _answers_of(
+    bench: SplitBench, stage: Stage, ways: Sequence[Way], bar: Progress
 ) -> list[list[dict[str, Any]]]:
     """What each way made of each prompt."""
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
@@ -151,12 +152,10 @@ async def _in_turns(
         try:
             for answering in answerings:  # connect, which is not measured
                 await _answer(bench, answering, 0, 3)
-            for index in range(len(bench.prompts)):
-                for turn in range(len(ways)):
-                    place = (index + turn) % len(ways)
-                    answer = await _answer(bench, answerings[place], index)
-                    found[place].append(answer)
-                    bar.step()
+            for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
+                answer = await _answer(bench, answerings[turn.way], turn.question)
+                found[turn.way].append(answer)
+                bar.step()
         finally:
             for answering in answerings:
                 await answering.close()
@@ -164,7 +163,7 @@ async def _in_turns(
 
 
 async def _answer(
-    bench: Bench, answering: Answering, index: int, new: int | None = None
+    bench: SplitBench, answering: Answering, index: int, new: int | None = None
 ) -> dict[str, Any]:
     """One answer, what it took and what it cost."""
     prompt = bench.prompts[index]
@@ -181,7 +180,7 @@ async def _answer(
     return found
 
 
-def _server(bench: Bench, stage: Stage, pair: Pair, **changes: Any) -> Server:
+def _server(bench: SplitBench, stage: Stage, pair: Pair, **changes: Any) -> Server:
     args = bench.args
     server = Server(stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress)
     return dataclasses.replace(server, **changes)
@@ -232,7 +231,7 @@ def _best_n(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
     return found
 
 
-def _offline(bench: Bench, way: Way) -> dict[str, Any]:
+def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
     """The drafter alone: how fast it writes, and what the target thinks of it."""
 
     async def answers() -> list[dict[str, Any]]:
@@ -266,7 +265,7 @@ def _offline(bench: Bench, way: Way) -> dict[str, Any]:
 # ---- many clients, and links that die -----------------------------------------------------
 
 
-def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
+def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
     """Crowds of each size on one server: by chains, and by an API's streams."""
     args, pair = bench.args, bench.pairs[0]
     most, name = max(args.clients), args.profiles[0]
@@ -274,7 +273,7 @@ def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
     flags += ["--max-clients", str(most + 8), "--max-queue", str(most + 8)]
     flags += ["--queue-seconds", str(PATIENCE), "--idle-seconds", str(PATIENCE)]
     new = args.max_new_tokens
-    questions = [crowd.Question(prompt, len(prompt) + new) for prompt in bench.prompts]
+    questions = [crowd.CrowdQuestion(prompt, len(prompt) + new) for prompt in bench.prompts]
     modes = [mode for mode in ("stream", "chain") if mode in args.modes] or ["chain"]
     # Drafting ahead would measure how these clients share the machine with their server.
     each = {mode: dataclasses.replace(ways_of(args, mode), draft_ahead=False) for mode in modes}
@@ -310,7 +309,7 @@ def _clients(
         ]
 
 
-def _outages(bench: Bench) -> list[dict[str, Any]]:
+def _outages(bench: SplitBench) -> list[dict[str, Any]]:
     """Each drafter going on alone, from each of the places where its link died."""
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
@@ -335,7 +334,13 @@ def _outages(bench: Bench) -> list[dict[str, Any]]:
 
 
 async def _cut_all(
-    bench: Bench, pair: Pair, server: Server, ways: Ways, proxy: Proxy, after: int, bar: Progress
+    bench: SplitBench,
+    pair: Pair,
+    server: Server,
+    ways: Ways,
+    proxy: Proxy,
+    after: int,
+    bar: Progress,
 ) -> list[list[int]]:
     found = []
     with ThreadPoolExecutor(1, "drafter") as worker:
@@ -349,7 +354,7 @@ async def _cut_all(
 
 
 def _outage_row(
-    bench: Bench, pair: Pair, own: list[list[int]], found: list[list[int]], after: int
+    bench: SplitBench, pair: Pair, own: list[list[int]], found: list[list[int]], after: int
 ) -> dict[str, Any]:
     came = max(after, 1)  # the first token comes with the prompt's reply
     each = [
@@ -363,7 +368,7 @@ def _outage_row(
     return facts | {"answers": len(written)} | {key: mean(key) for key in keys}
 
 
-def _settings(bench: Bench) -> dict[str, Any]:
+def _settings(bench: SplitBench) -> dict[str, Any]:
     args = bench.args
     shown = ("max_new_tokens", "modes", "lengths", "tree", "client_slowdown", "codec", "compress")
     shown += ("seed", "suite", "no_ahead", "asks", "slots")

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moa_jax.measure.tables import percent, short, table_of
+
 LINKS = {
     "direct": "this machine's own loopback",
     "namespaces": "network namespaces: the kernel's TCP over a link that delays and loses packets",
@@ -16,161 +18,102 @@ LEGEND = {"stream": "stream (as an API)", "plain": "plain (a round trip each tok
 
 
 def render(document: dict[str, Any]) -> str:
-    """All tables."""
+    """All tables, with what they rest on."""
     settings, machine = document["settings"], document["machine"]
-    lines = [
+    parts = [
         f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
         f"{settings['max_new_tokens']} tokens (stop: {settings['stop']}), {settings['dtype']}, "
         f"rows in {settings['codec']}; drafting slowed down {settings['client_slowdown']:g} times; "
         f"{machine['device_kind']}, {machine['cores']} cores for client and server together. Local "
-        f"plain decoding: {_number(document['local_plain_tokens_per_s'])} tokens/s.",
-        "",
+        f"plain decoding: {short(document['local_plain_tokens_per_s'])} tokens/s.",
+        table_of([cells for profile in document["profiles"] for cells in _ways(profile)]),
+        "\n".join(map(_network, document["profiles"])),
     ]
-    if document["profiles"]:
-        lines += [*_networks(document["profiles"]), ""]
     if document["best_n"]:
         found = (f"{name}: {layers}" for name, layers in document["best_n"].items())
-        lines += [f"The best N: {', '.join(found)}.", ""]
-    for part in (_offline, _crowd, _outages):
-        lines += part(document)
+        parts.append(f"The best N: {', '.join(found)}.")
+    parts.append(table_of([_offline(row) for row in document["offline"]]))
+    if document["crowd"]:
+        first = document["crowd"][0]
+        parts += [
+            table_of([_crowd(row) for row in document["crowd"]]),
+            f"Over {first['profile']}; {first['rate']:g} clients come each second (Poisson), "
+            f"{settings['asks']} questions each, {settings['slots']} slots, no drafting ahead.",
+        ]
+    parts.append(table_of([_outage(row) for row in document["outages"]]))
     if document["differences"]:
-        lines.append(f"{len(document['differences'])} answers DIFFER from local plain decoding.")
-    return "\n".join(lines).rstrip()
+        parts.append(f"{len(document['differences'])} answers DIFFER from local plain decoding.")
+    return "\n\n".join(part for part in parts if part)
 
 
-def _networks(profiles: Sequence[dict[str, Any]]) -> Iterator[str]:
-    head = (
-        "network",
-        "way",
-        "tokens/s, median (quartiles)",
-        "over API",
-        "over round trips",
-        "first token ms",
-        "tau",
-        "server calls",
-        "target passes",
-        "bytes up, down",
-        "a token up, down",
-        "reply ms",
-        "drafting, waiting s",
-        "same text",
+def _ways(profile: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """A line for each way of answering over one network, which the first line names."""
+    for index, row in enumerate(profile["ways"]):
+        drops = f", {row['drops']} drops" if row["drops"] else ""
+        yield {
+            "network": "" if index else profile["profile"],
+            "way": row["way"],
+            "tokens/s, median (quartiles)": f"{short(row['tokens_per_s'])} "
+            f"({_span(row['tokens_per_s_quartiles'])})",
+            "over API": short(row["speedup_over_stream"]),
+            "over round trips": short(row["speedup_over_plain"]),
+            "first token ms": short(row["first_token_ms"]),
+            "tau": short(row["tau"]),
+            "server calls": short(row["server_calls"]),
+            "target passes": short(row["target_passes"]),
+            "bytes up, down": f"{row['bytes_up']:.0f}, {row['bytes_down']:.0f}",
+            "a token up, down": f"{row['bytes_up_per_token']:.0f}, "
+            f"{row['bytes_down_per_token']:.0f}",
+            "reply ms": short(row["reply_ms"]),
+            "drafting, waiting s": f"{row['drafting_s']:.2f}, {row['waiting_s']:.2f}",
+            "same text": f"{row['same_as_plain']}/{row['answers']}{drops}",
+        }
+
+
+def _network(profile: dict[str, Any]) -> str:
+    return (
+        f"- {profile['profile']}: {profile['delay_ms']:g} +- {profile['jitter_ms']:g} ms one way, "
+        f"{100 * profile['loss']:g} % loss, {profile['rate_mbit'] or 'any'} Mbit/s; "
+        f"{LINKS[profile['link']]}"
     )
-    yield from _header(head)
-    for profile in profiles:
-        for index, row in enumerate(profile["ways"]):
-            yield _row(
-                profile["profile"] if not index else "",
-                row["way"],
-                f"{_number(row['tokens_per_s'])} ({_span(row['tokens_per_s_quartiles'])})",
-                _number(row["speedup_over_stream"]),
-                _number(row["speedup_over_plain"]),
-                _number(row["first_token_ms"]),
-                _number(row["tau"]),
-                _number(row["server_calls"]),
-                _number(row["target_passes"]),
-                f"{row['bytes_up']:.0f}, {row['bytes_down']:.0f}",
-                f"{row['bytes_up_per_token']:.0f}, {row['bytes_down_per_token']:.0f}",
-                _number(row["reply_ms"]),
-                f"{row['drafting_s']:.2f}, {row['waiting_s']:.2f}",
-                f"{row['same_as_plain']}/{row['answers']}"
-                + (f", {row['drops']} drops" if row["drops"] else ""),
-            )
-    yield ""
-    for profile in profiles:
-        yield (
-            f"- {profile['profile']}: {profile['delay_ms']:g} +- {profile['jitter_ms']:g} ms one "
-            f"way, {100 * profile['loss']:g} % loss, "
-            f"{profile['rate_mbit'] or 'any'} Mbit/s; {LINKS[profile['link']]}"
-        )
 
 
-def _offline(document: dict[str, Any]) -> list[str]:
-    if not document["offline"]:
-        return []
-    head = ("alone", "tokens/s", "tokens the target would choose", "log-likelihood", "target's own")
-    rows = (
-        _row(
-            row["draft"],
-            _number(row["tokens_per_s"]),
-            _percent(row["chosen_by_target"]),
-            _number(row["log_likelihood"]),
-            _number(row["own_log_likelihood"]),
-        )
-        for row in document["offline"]
-    )
-    return [*_header(head), *rows, ""]
+def _offline(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "alone": row["draft"],
+        "tokens/s": short(row["tokens_per_s"]),
+        "tokens the target would choose": percent(row["chosen_by_target"]),
+        "log-likelihood": short(row["log_likelihood"]),
+        "target's own": short(row["own_log_likelihood"]),
+    }
 
 
-def _crowd(document: dict[str, Any]) -> list[str]:
-    if not document["crowd"]:
-        return []
-    head = ("clients", "way", "tokens/s of all", "answer s, p50, p95", "first token s, p50, p95")
-    rows = []
-    for row in document["crowd"]:
-        if not row["answers"]:
-            rows.append(_row(row["clients"], row["mode"], "none answered", "", ""))
-            continue
-        spans = (f"{row[key]['p50']:.2f}, {row[key]['p95']:.2f}" for key in WAITS)
-        way = row["mode"] + (f", {row['failed']} failed" if row["failed"] else "")
-        rows.append(_row(row["clients"], way, _number(row["tokens_per_s"]), *spans))
-    first, settings = document["crowd"][0], document["settings"]
-    note = (
-        f"Over {first['profile']}; {first['rate']:g} clients come each second (Poisson), "
-        f"{settings['asks']} questions each, {settings['slots']} slots, no drafting ahead."
-    )
-    return [*_header(head), *rows, "", note, ""]
+def _crowd(row: dict[str, Any]) -> dict[str, Any]:
+    failed = f", {row['failed']} failed" if row["answers"] and row["failed"] else ""
+    spread = lambda key: f"{row[key]['p50']:.2f}, {row[key]['p95']:.2f}" if key in row else ""  # noqa: E731
+    return {
+        "clients": row["clients"],
+        "way": row["mode"] + failed,
+        "tokens/s of all": short(row["tokens_per_s"]) if row["answers"] else "none answered",
+        "answer s, p50, p95": spread("answer_s"),
+        "first token s, p50, p95": spread("first_token_s"),
+    }
 
 
-WAITS = ("answer_s", "first_token_s")
+def _outage(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "link cut after": row["after"],
+        "drafter": row["draft"],
+        "tokens alone": short(row["tokens"]),
+        "as the target's text": percent(row["agreement"]),
+        "first other token": short(row["first_disagreement"]),
+        "log-likelihood": short(row["log_likelihood"]),
+        "target's own": short(row["own_log_likelihood"]),
+    }
 
 
-def _outages(document: dict[str, Any]) -> list[str]:
-    if not document["outages"]:
-        return []
-    head = (
-        "link cut after",
-        "drafter",
-        "tokens alone",
-        "as the target's text",
-        "first other token",
-        "log-likelihood",
-        "target's own",
-    )
-    rows = (
-        _row(
-            row["after"],
-            row["draft"],
-            _number(row["tokens"]),
-            _percent(row["agreement"]),
-            _number(row["first_disagreement"]),
-            _number(row["log_likelihood"]),
-            _number(row["own_log_likelihood"]),
-        )
-        for row in document["outages"]
-    )
-    return [*_header(head), *rows, ""]
-
-
-def _header(names: Sequence[str]) -> list[str]:
-    return [_row(*names), _row(*["---"] * len(names))]
-
-
-def _row(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _span(values: Sequence[float] | None) -> str:
-    return " to ".join(map(_number, values)) if values else "-"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
+def _span(quartiles: Sequence[float] | None) -> str:
+    return " to ".join(map(short, quartiles)) if quartiles else "-"
 
 
 # ---- the picture --------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""What infer.bench decodes: batches of prompts, and pairs that no file holds."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from configs.shapes import SHAPES
+from infer.evaluation.conversations import prompts_of as conversation_prompts
+from infer.flags.config_file import read_config
+from infer.flags.pair import dtype_of, use_cores
+from infer.flags.prompts import asking, prompt_of, tokenizer_of
+from infer.program import positive
+from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
+from moa_jax.data import corpora
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.drafters import method_of
+from moa_jax.errors import InputError
+from moa_jax.measure.random_pair import random_drafter, random_target
+from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, describe_target
+
+RANDOM_LENGTH = 128
+CONVERSATIONS = 30
+TEXTS = (
+    "Hello! I need a cheap hotel in the centre for two nights.",
+    "Could you book a table for four people at an Italian restaurant?",
+    "What will the weather be like in Vienna tomorrow?",
+    "I lost my bank card. What should I do?",
+    "Tell me something about yourself. What do you like to do?",
+    "When does the next train to Cambridge leave?",
+)
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Where prompts come from, how many, and how many side by side."""
+    group = parser.add_argument_group("prompts (default: a few short questions)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
+    )
+    source.add_argument("--conversations", metavar="PATH", help="chat records, a turn of each")
+    source.add_argument(
+        "--prompt-length", type=positive, metavar="N", help="prompts of N random tokens"
+    )
+    group.add_argument("--sources", default="", help="of --conversations: names with commas")
+    group.add_argument(
+        "--max-prompt", type=positive, default=256, help="of --conversations: longer ones are left"
+    )
+    group.add_argument(
+        "--limit",
+        type=positive,
+        help=f"at most so many prompts; default: {CONVERSATIONS} conversations, one random batch",
+    )
+    group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise InputError for text that random weights cannot read."""
+    if args.random_weights and args.conversations:
+        raise InputError("--random-weights has no tokenizer: use --prompt-length or prompt_ids")
+
+
+def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]]:
+    """The prompts in batches of equal size; what is left over and fills no batch is dropped.
+
+    Raises InputError where there are too few for a batch, and for a bad line with its place.
+    """
+    if args.prompt_length or (args.random_weights and not args.prompts):
+        shape = (args.limit or args.batch, args.prompt_length or RANDOM_LENGTH)
+        prompts = np.random.default_rng(0).integers(target.config.vocab_size, size=shape).tolist()
+    elif args.prompts:
+        tokenizer = tokenizer_of(target.folder)
+        lines = itertools.islice(corpora.read_numbered(args.prompts), args.limit)
+        prompts = [prompt_of(record, place, tokenizer) for place, record in lines]
+    elif args.conversations:
+        longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
+        found = conversation_prompts(args, load_tokenizer(target.folder), longest)
+        prompts = [prompt for _, prompt in itertools.islice(found, args.limit or CONVERSATIONS)]
+    else:
+        tokenizer = tokenizer_of(target.folder)
+        prompts = [asking(text, tokenizer) for text in TEXTS[: args.limit]]
+    batches = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
+    batches = [batch for batch in batches if len(batch) == args.batch]
+    if not batches:
+        raise InputError(f"{len(prompts)} prompts fill no batch of {args.batch}: give more of them")
+    return batches
+
+
+# ---- pairs without files ------------------------------------------------------------------
+
+
+def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
+    """The pair whose shapes `--random-weights` names; a config of a target alone has no drafter."""
+    path = args.random_weights
+    config = read_config(path, DistillConfig, PretrainConfig)
+    if args.threads is not None:
+        use_cores(args.threads)
+    dtype = dtype_of(args) if args.dtype else default_dtype()
+    shapes = config.target if isinstance(config, PretrainConfig) else shapes_of(config.target)
+    if isinstance(config, PretrainConfig) and args.mode != "plain":
+        raise InputError(f"{path} describes a target and no drafter: use --modes plain")
+    target = random_target(shapes, dtype, Path(path))
+    if args.mode == "plain":
+        return target, None
+    return target, random_drafter(method_of(config.drafter), config.drafter, target, dtype)
+
+
+def shapes_of(name: str) -> TargetConfig:
+    """The sizes of a target that a config names: known ones, else those of its folder."""
+    return SHAPES[name] if name in SHAPES else describe_target(name).config

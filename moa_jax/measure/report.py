@@ -1,0 +1,121 @@
+"""The results of infer.bench in Markdown, and a peer's runs as a row beside ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moa_jax.measure.figures import Rates, Run, median, quartiles, rates_of, ratios_of
+from moa_jax.measure.tables import number, numbers, percent, table_of
+
+
+def peer_row(peer: dict[str, Any], plain: list[Run]) -> dict[str, Any]:
+    """Speed and tau of other software, and in how many prompts it wrote what ours wrote."""
+    runs = [run for run in peer["runs"] if run["passes"]]
+    rates: Rates = {}
+    for run in runs:
+        rates.setdefault(run["batch"], []).append(run["tokens"] / run["seconds"])
+    flat = [rate for each in rates.values() for rate in each]
+    passes = sum(run["passes"] for run in runs)
+    ours = {run.batch: run.answers[0] for run in plain}
+    theirs = {run["batch"]: run["token_ids"] for run in peer["runs"]}
+    return {
+        "peer": peer["peer"],
+        "tokens_per_s": median(flat),
+        "tokens_per_s_quartiles": quartiles(flat),
+        "tau": sum(run["tokens"] for run in runs) / passes if passes else None,
+        "same_as_plain": sum(ours[batch] == tokens for batch, tokens in theirs.items()),
+        "answers": len(theirs),
+        "plain_over_peer": median(ratios_of(rates_of(plain), rates)),
+    }
+
+
+def render(document: dict[str, Any]) -> str:
+    """All of a document that a reader wants to see."""
+    modes, machine, settings = (document[key] for key in ("modes", "machine", "settings"))
+    gigabytes = machine["bandwidth_bytes_per_s"] / 1e9
+    parts = [
+        f"{settings['target']} + {settings['draft']}, {settings['dtype']}, "
+        f"{machine['device_kind']}, copies {gigabytes:.0f} GB/s; {settings['prompts']} prompts, "
+        f"batch {settings['batch']}, {settings['repeats']} repeats",
+        table_of([_speed_row(row) for row in modes]),
+        table_of([_acceptance_row(row) for row in modes if row["acceptance_rate"] is not None]),
+        table_of([cells for row in modes if "phases" in row for cells in _phase_rows(row)]),
+        table_of([_cost_row(row) for row in modes if "phases" in row]),
+        table_of([_peer_cells(row) for row in document["peers"]]),
+    ]
+    if settings["random_weights"]:
+        parts.insert(1, "RANDOM WEIGHTS: times and bytes are real, what is accepted is chance.")
+    if settings["simulated_acceptance"] is not None:
+        chance = settings["simulated_acceptance"]
+        parts.insert(1, f"SIMULATED: drafts are accepted with probability {chance}, by dice.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """`plain`, `chain 5`, `tree 7/8/62`."""
+    sizes = {"plain": "", "chain": str(row["depth"])}
+    shape = sizes.get(row["mode"], f"{row['depth']}/{row['breadth']}/{row['total_tokens']}")
+    return f"{row['mode']} {shape}".strip() + (" (simulated)" if row["simulated"] else "")
+
+
+def _speed_row(row: dict[str, Any]) -> dict[str, str]:
+    same = f"{row['same_as_plain']}/{row['answers']}" if "answers" in row else "-"
+    return {
+        "mode": name_of(row),
+        "tokens/s": number(row["tokens_per_s"], 1) + _range(row["tokens_per_s_quartiles"], 1),
+        "speedup": number(row["speedup"], 2) + _range(row.get("speedup_quartiles"), 2),
+        "of totals": number(row.get("speedup_of_totals"), 2),
+        "tau": number(row["tau"], 2),
+        "rounds": str(row["rounds"]),
+        "ms/round": number(row["ms_per_round"], 3),
+        "same as plain": "-" if row["simulated"] else same,
+    }
+
+
+def _acceptance_row(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "mode": name_of(row),
+        "accepted of drafted": number(row["acceptance_rate"], 2),
+        "by position, of all rounds": numbers(row["acceptance_unconditional"]),
+        "given the one before": numbers(row["acceptance_conditional"]),
+    }
+
+
+def _phase_rows(row: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "mode": name_of(row),
+            "phase": phase,
+            "ms": number(cost["ms"], 3),
+            "MB read": number(cost["bytes"] / 1e6, 1),
+            "of bandwidth": percent(cost["share_of_bandwidth"]),
+        }
+        for phase, cost in row["phases"].items()
+    ]
+
+
+def _cost_row(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "mode": name_of(row),
+        "sum of phases, ms": number(row["sum_of_phases_ms"], 3),
+        "ms/round": number(row["ms_per_round"], 3),
+        "host ms a generation": number(row["host_ms_per_generation"], 3),
+        "host transfers": str(row["host_transfers_in_generation"]),
+        "programs": str(row["num_compiled"]),
+        "program MB": number(row["program_bytes"] / 1e6, 1),
+        "over weights + caches": number(row["memory_over_weights_and_caches"], 2),
+    }
+
+
+def _peer_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "peer": row["peer"],
+        "tokens/s": number(row["tokens_per_s"], 1) + _range(row["tokens_per_s_quartiles"], 1),
+        "tau": number(row["tau"], 2),
+        "our plain is faster by": number(row["plain_over_peer"], 2),
+        "same as plain": f"{row['same_as_plain']}/{row['answers']}",
+    }
+
+
+def _range(quartiles: list[float] | None, digits: int) -> str:
+    return "" if quartiles is None else f" ({' to '.join(number(q, digits) for q in quartiles)})"

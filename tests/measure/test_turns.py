@@ -1,0 +1,24 @@
+"""Whose turn it is: nothing uncounted is left in, nobody always comes first."""
+
+from moa_jax.measure.turns import Turn, in_turns, rotated
+
+
+def test_each_question_goes_through_all_ways_another_one_first():
+    turns = [(turn.question, turn.way) for turn in in_turns(3, 2, warm_up=False)]
+    assert turns == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0)]
+
+
+def test_the_first_time_warms_up_and_is_not_counted():
+    turns = list(in_turns(2, 3, repeats=2))
+    assert [turn.is_counted for turn in turns] == [False] * 6 + [True] * 12
+    counted = [(turn.question, turn.way) for turn in turns if turn.is_counted]
+    assert sorted(counted) == sorted(
+        2 * [(question, way) for question in (0, 1, 2) for way in (0, 1)]
+    )
+
+
+def test_a_question_that_is_repeated_begins_with_another_way():
+    first = [turn.way for turn in in_turns(2, 1, repeats=4) if turn.is_counted][::2]
+    assert first == [0, 1, 0, 1]
+    assert [rotated("abc", index) for index in (0, 4)] == [["a", "b", "c"], ["b", "c", "a"]]
+    assert list(in_turns(1, 1)) == [Turn(0, 0, False), Turn(0, 0, True)]
