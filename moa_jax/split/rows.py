@@ -59,7 +59,7 @@ def unpack(
 ) -> list[np.ndarray]:
     """The float32 rows (count, ...) of each leaf; BadMessage if these are not exactly that.
 
-    Never makes more bytes than `count` tokens take; the caller bounds `count` (`Limits.max_rows`).
+    Never makes more bytes than `count` tokens take; `MessageLimits.max_rows` bounds `count`.
     """
     size = count * bytes_per_token(specs, codec)
     if compress and size:

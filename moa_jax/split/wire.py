@@ -46,12 +46,12 @@ class WrongVersion(BadMessage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class MessageLimits:
     """The most that one message may hold; what a side accepts, not what the protocol allows."""
 
     max_tokens: int  # of a session
     max_nodes: int  # of a draft, the root left out; below 2**16
-    max_rows: int  # of one Verdict, at least the server's chunk
+    max_rows: int  # of one Committed, at least the server's chunk
     max_bytes: int  # of a whole message
     max_stops: int = 64
     max_text: int = 1000  # characters of any text
@@ -61,14 +61,14 @@ class Limits:
 class Form(NamedTuple):
     """How one field travels; `read` raises BadMessage with what follows the field's name."""
 
-    read: Callable[[Any, Limits], Any]
+    read: Callable[[Any, MessageLimits], Any]
     write: Callable[[Any], Any] = lambda value: value
 
 
 def _whole(low: int, limit: str | int = LARGEST) -> Form:
-    """A whole number from `low` to a number, or to the field of Limits of that name."""
+    """A whole number from `low` to a number, or to the field of MessageLimits of that name."""
 
-    def read(value: Any, limits: Limits) -> int:
+    def read(value: Any, limits: MessageLimits) -> int:
         high = getattr(limits, limit) if isinstance(limit, str) else limit
         if type(value) is not int or not low <= value <= high:
             raise BadMessage(f"is no whole number from {low} to {high}")
@@ -78,10 +78,14 @@ def _whole(low: int, limit: str | int = LARGEST) -> Form:
 
 
 def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
-    """Whole numbers from 0 to below Limits' `bound`, `least` to Limits' `most` of them."""
+    """A list of whole numbers, sent as binary of one dtype.
+
+    Each is at least 0 and below the limit named `bound`. The list has at least `least` entries and
+    at most as many as the limit named `most` allows.
+    """
     size = np.dtype(dtype).itemsize
 
-    def read(value: Any, limits: Limits) -> list[int]:
+    def read(value: Any, limits: MessageLimits) -> list[int]:
         high = getattr(limits, most)
         if type(value) is not bytes or len(value) % size:
             raise BadMessage(f"is no binary of {size} bytes a number")
@@ -95,20 +99,20 @@ def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
     return Form(read, lambda value: np.asarray(value, dtype).tobytes())
 
 
-def _read_flag(value: Any, limits: Limits) -> bool:
+def _read_flag(value: Any, limits: MessageLimits) -> bool:
     if type(value) is not bool:
         raise BadMessage("is neither true nor false")
     return value
 
 
-def _read_text(value: Any, limits: Limits) -> str:
+def _read_text(value: Any, limits: MessageLimits) -> str:
     # Texts of the other side end up in terminals and logs: no control characters, one line.
     if type(value) is not str or len(value) > limits.max_text or not value.isprintable():
         raise BadMessage(f"is no line of at most {limits.max_text} printable characters")
     return value
 
 
-def _read_session(value: Any, limits: Limits) -> str:
+def _read_session(value: Any, limits: MessageLimits) -> str:
     if type(value) is not str or not re.fullmatch("[0-9a-f]{32}", value):
         raise BadMessage("is not 32 hex digits")
     return value
@@ -117,7 +121,7 @@ def _read_session(value: Any, limits: Limits) -> str:
 def _one_of(choice: Any) -> Form:
     names = get_args(choice)
 
-    def read(value: Any, limits: Limits) -> str:
+    def read(value: Any, limits: MessageLimits) -> str:
         if type(value) is not str or value not in names:
             raise BadMessage(f"is none of {', '.join(filter(None, names))}")
         return value
@@ -125,13 +129,13 @@ def _one_of(choice: Any) -> Form:
     return Form(read)
 
 
-def _read_binary(value: Any, limits: Limits) -> bytes:
+def _read_binary(value: Any, limits: MessageLimits) -> bytes:
     if type(value) is not bytes:
         raise BadMessage("is no binary")
     return value
 
 
-def _read_pairing(value: Any, limits: Limits) -> dict[str, str | int]:
+def _read_pairing(value: Any, limits: MessageLimits) -> dict[str, str | int]:
     if type(value) is not dict:
         raise BadMessage("is no map")
     for name, entry in value.items():
@@ -157,7 +161,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, float]:
     return {name: kind(getattr(sampling, name)) for name, kind in SAMPLING_TYPES.items()}
 
 
-def _read_sampling(value: Any, limits: Limits) -> dict[str, float]:
+def _read_sampling(value: Any, limits: MessageLimits) -> dict[str, float]:
     if type(value) is not dict or value.keys() != SAMPLING_TYPES.keys():
         raise BadMessage(f"is no map with just {', '.join(SAMPLING_TYPES)}")
     for name, kind in SAMPLING_TYPES.items():
@@ -229,7 +233,7 @@ class Resume:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class Verify:
     """Drafted nodes, the root left out; `parents` counts nodes with the root as 0."""
 
     seq: Seq
@@ -238,9 +242,9 @@ class Draft:
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
-            raise BadMessage("Draft.parents has not one entry for each of its tokens")
+            raise BadMessage("Verify.parents has not one entry for each of its tokens")
         if any(not 0 <= parent <= index for index, parent in enumerate(self.parents)):
-            raise BadMessage("Draft.parents names a parent that does not come before its child")
+            raise BadMessage("Verify.parents names a parent that does not come before its child")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +276,7 @@ class Welcome:
     max_nodes: Annotated[int, _whole(0)]
     max_tokens: Annotated[int, _whole(1)]  # of a session, its prompt included
     max_prompt: Annotated[int, _whole(1)]
-    chunk: Annotated[int, _whole(1, "max_rows")]  # most rows of one Verdict
+    chunk: Annotated[int, _whole(1, "max_rows")]  # most rows of one Committed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +287,7 @@ class Opened:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Committed:
     """What was committed, and rows of tokens start to start + count - 1.
 
     The last of `tokens` is the new root. Further parts of the same reply follow where `more` is
@@ -301,7 +305,7 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if self.more and self.done:
-            raise BadMessage("Verdict.more is true with an end, which comes last")
+            raise BadMessage("Committed.more is true with an end, which comes last")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,19 +324,19 @@ class Fault:
     fatal: Flag
 
 
-Up = Hello | Open | Resume | Draft | Read | Close | Stream
-Down = Welcome | Opened | Verdict | Resumed | Fault
+Up = Hello | Open | Resume | Verify | Read | Close | Stream
+Down = Welcome | Opened | Committed | Resumed | Fault
 # Numbers of kinds never change and are never used again.
 UP: dict[int, type] = {
     1: Hello,
     2: Open,
     3: Resume,
-    4: Draft,
+    4: Verify,
     5: Read,
     6: Close,
     7: Stream,
 }
-DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Verdict, 68: Resumed, 69: Fault}
+DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Committed, 68: Resumed, 69: Fault}
 KIND_OF = {message: kind for kind, message in (UP | DOWN).items()}
 FORMS: dict[type, dict[str, Form]] = {
     message: {
@@ -350,17 +354,17 @@ def encode(message: Up | Down) -> bytes:
     return bytes((VERSION, KIND_OF[kind])) + msgpack.packb(fields)
 
 
-def decode_up(data: bytes, limits: Limits) -> Up:
+def decode_up(data: bytes, limits: MessageLimits) -> Up:
     """A client's message, for the server; BadMessage or WrongVersion where it is none."""
     return _decode(data, limits, UP)
 
 
-def decode_down(data: bytes, limits: Limits) -> Down:
+def decode_down(data: bytes, limits: MessageLimits) -> Down:
     """A server's message, for the client; BadMessage or WrongVersion where it is none."""
     return _decode(data, limits, DOWN)
 
 
-def _decode(data: bytes, limits: Limits, kinds: dict[int, type]) -> Any:
+def _decode(data: bytes, limits: MessageLimits, kinds: dict[int, type]) -> Any:
     if type(data) is not bytes:
         raise BadMessage("a text message came: only binary ones are read")
     if len(data) > limits.max_bytes:
@@ -389,7 +393,7 @@ def _names(kinds: Any) -> str:
     return ", ".join(kind.__name__ for kind in kinds)
 
 
-def _unpacked(kind: type, data: memoryview, limits: Limits) -> dict[Any, Any]:
+def _unpacked(kind: type, data: memoryview, limits: MessageLimits) -> dict[Any, Any]:
     """The map of a message, its values not checked yet."""
     try:
         fields = msgpack.unpackb(

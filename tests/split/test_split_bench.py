@@ -15,10 +15,10 @@ from infer import bench, program
 from infer.program import Progress
 from infer.split.bench import crowd, outage, run, tables
 from infer.split.bench.flags import parser_of
-from infer.split.bench.pairs import Bench, Pair, Way, ways_of
+from infer.split.bench.pairs import Bench, Direction, Pair, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
-from infer.split.client.ways import Ways
+from infer.split.client.state import ClientOptions
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.errors import InputError
@@ -68,7 +68,7 @@ def toy_bench(*modes: str, **flags) -> Bench:
     vars(args).update({"max_new_tokens": NEW, "modes": list(modes)} | flags)
     drafter = SimpleNamespace(method="moa", config=SimpleNamespace(target_layer_inference=1))
     pair = Pair("toy", drafter, ToyHalf(), PAIRING, [])
-    ways = [Way(mode, pair, ways_of(args, mode)) for mode in modes]
+    ways = [Direction(mode, pair, ways_of(args, mode)) for mode in modes]
     own = [plain(prompt, NEW) for prompt in PROMPTS]
     return Bench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])
 
@@ -144,7 +144,7 @@ def test_arrivals_follow_a_poisson_law():
 
 
 def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(server):
-    ways = Ways(lengths=(), policy="keep", reconnect_seconds=0.0)
+    ways = ClientOptions(lengths=(), policy="keep", reconnect_seconds=0.0)
 
     async def cut(proxy: Proxy, after: int) -> list[int]:
         with ThreadPoolExecutor(1) as worker:

@@ -13,7 +13,7 @@ from infer.evaluation.suites import load_suite
 from infer.flags.pair import DEMO
 from infer.generate import Writer
 from infer.split.bench.flags import DRAFTING, named
-from infer.split.client.ways import Ways
+from infer.split.client.state import ClientOptions
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import Result, bucket
@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
     mode: str
     pair: Pair
-    ways: Ways
+    ways: ClientOptions
 
     @property
     def label(self) -> str:
@@ -125,9 +125,9 @@ def own_answers(
     return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
 
 
-def ways_of(args: argparse.Namespace, mode: str) -> Ways:
+def ways_of(args: argparse.Namespace, mode: str) -> ClientOptions:
     """How a client of a mode drafts."""
-    return Ways(
+    return ClientOptions(
         shape=DraftShape(*args.tree) if mode == "tree" else None,
         lengths=args.lengths if mode in (*DRAFTING, "offline") else (),
         draft_ahead=not args.no_ahead,
@@ -153,7 +153,7 @@ def _pair(
     return Pair(name, drafter, half, pairing_of(target, drafter), flags)
 
 
-def _warm(half: DraftHalf, ways: Iterable[Ways], prompts: Sequence[list[int]]) -> None:
+def _warm(half: DraftHalf, ways: Iterable[ClientOptions], prompts: Sequence[list[int]]) -> None:
     """Compiles all that the client's half will need."""
     ways = list(ways)
     replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))

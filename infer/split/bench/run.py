@@ -38,8 +38,8 @@ from infer.split.bench.flags import check, parser_of
 from infer.split.bench.pairs import NO_STOP, Bench, Pair, Way, load, own_answers, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
-from infer.split.client.ways import Ways
-from infer.split.link import Server
+from infer.split.client.state import ClientOptions
+from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
@@ -174,16 +174,18 @@ async def _answer(
         first = first or time.perf_counter()
     found = figures_of(answering, prompt, first - begin, time.perf_counter() - first)
     tokens, calls = len(found["token_ids"]), found["server_calls"]
-    if answering.ways.stream:
+    if answering.options.stream:
         found |= {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}
     else:
         found["target_passes"] = calls
     return found
 
 
-def _server(bench: Bench, stage: Stage, pair: Pair, **changes: Any) -> Server:
+def _server(bench: Bench, stage: Stage, pair: Pair, **changes: Any) -> ServerAddress:
     args = bench.args
-    server = Server(stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress)
+    server = ServerAddress(
+        stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress
+    )
     return dataclasses.replace(server, **changes)
 
 
@@ -299,7 +301,7 @@ def _crowds(bench: Bench, differences: list[Any]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _clients(
-    pair: Pair, server: Server, ways: Ways, count: int
+    pair: Pair, server: ServerAddress, ways: ClientOptions, count: int
 ) -> Iterator[list[Callable[[], Answering]]]:
     """Makers of clients, each with caches and a thread of its own."""
     with contextlib.ExitStack() as stack:
@@ -315,7 +317,7 @@ def _outages(bench: Bench) -> list[dict[str, Any]]:
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
     own = [one.token_ids for one in own_answers(bench.target, bench.prompts, longest, NO_STOP)]
-    ways = Ways(
+    ways = ClientOptions(
         lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=bench.args.client_slowdown
     )
     servers = {pair.name: [*pair.flags, "--slots", "2"] for pair in bench.pairs}
@@ -335,7 +337,13 @@ def _outages(bench: Bench) -> list[dict[str, Any]]:
 
 
 async def _cut_all(
-    bench: Bench, pair: Pair, server: Server, ways: Ways, proxy: Proxy, after: int, bar: Progress
+    bench: Bench,
+    pair: Pair,
+    server: ServerAddress,
+    ways: ClientOptions,
+    proxy: Proxy,
+    after: int,
+    bar: Progress,
 ) -> list[list[int]]:
     found = []
     with ThreadPoolExecutor(1, "drafter") as worker:
