@@ -440,7 +440,7 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
     assert found.done and len(found.tokens) <= NEW
 
 
-@pytest.mark.parametrize("kind", ["Welcome", "Verdict", "Resumed"])
+@pytest.mark.parametrize("kind", ["Welcome", "Committed", "Resumed"])
 def test_disconnect_damaged_version_is_a_lost_link(server, kind):
     """Who has welcomed a client before does not speak another version now."""
     to_do = ["close", "damage"]
@@ -509,11 +509,11 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy)
     assert found.done == "length" and found.counts.drops
 
 
-@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Verdict", "Resumed"])
+@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Committed", "Resumed"])
 @pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
 def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     """Once the answer has begun, every message of a kind is replaced."""
-    number = {"Welcome": 65, "Opened": 66, "Verdict": 67, "Resumed": 68}[kind]
+    number = {"Welcome": 65, "Opened": 66, "Committed": 67, "Resumed": 68}[kind]
     fault = wire.encode(wire.Fault("pairing", "no", True))
 
     def spoil(message, seen):
