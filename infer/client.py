@@ -29,10 +29,9 @@ from infer.program import Parser, above_zero, names, positive, run
 from infer.split.client.answering import Answering
 from infer.split.client.figures import figures_of
 from infer.split.client.screen import Screen
-from infer.split.client.text import Event
-from infer.split.client.ways import Policy, Ways
+from infer.split.client.state import AnswerEvent, ClientOptions, Policy
 from infer.split.credentials import read_token
-from infer.split.link import Busy, Lost, Server, check_url
+from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import bucket, row_of
 from moa_jax.decode.text import Writer, before_stop
@@ -48,7 +47,7 @@ MODES = ("plain", "chain", "tree", "stream")
 def main(arguments: list[str] | None = None) -> int | None:
     args = _parser().parse_args(arguments)
     sampling = sampling_of(args)
-    ways = ways_of(args)
+    options = options_of(args)
     if not args.offline:
         check_url(args.connect)
         sampling_fields(sampling)
@@ -67,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     _check_drafter(args, half)
     server = None
     if not args.offline:
-        server = Server(
+        server = ServerAddress(
             args.connect,
             pairing_of(target, drafter),
             token,
@@ -77,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int | None:
             args.timeout,
         )
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
-    asked = Asked(args, writer, prompts, list(stops), sampling)
+    asked = ClientRun(args, writer, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        answering = Answering(half, server, ways, worker)
+        answering = Answering(half, server, options, worker)
         try:
             return asyncio.run(_answer_all(answering, asked))
         except Lost as error:
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int | None:
             ) from error
 
 
-class Asked(NamedTuple):
+class ClientRun(NamedTuple):
     """What all prompts of one run share."""
 
     args: argparse.Namespace
@@ -137,14 +136,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     add_prompt_flags(parser)
-    add_ways_flags(parser)
+    add_drafting_flags(parser)
     add_sampling_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 
-def add_ways_flags(parser: argparse.ArgumentParser) -> None:
+def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
     """How a client drafts."""
     group = parser.add_argument_group("drafting")
     group.add_argument(
@@ -156,7 +155,7 @@ def add_ways_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lengths",
         type=_lengths,
-        default=Ways().lengths,
+        default=ClientOptions().lengths,
         metavar="K,K",
         help="tokens of a chain to choose from, by what is measured; one number fixes it",
     )
@@ -176,8 +175,8 @@ def add_ways_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def ways_of(args: argparse.Namespace) -> Ways:
-    """The flags as `Ways`; InputError for those that do not go together."""
+def options_of(args: argparse.Namespace) -> ClientOptions:
+    """The flags as `ClientOptions`; InputError for those that do not go together."""
     tree = (args.depth, args.breadth, args.total_tokens)
     if args.mode != "tree" and any(tree):
         raise InputError("--depth, --breadth and --total-tokens describe a tree: add --mode tree")
@@ -189,7 +188,7 @@ def ways_of(args: argparse.Namespace) -> Ways:
             raise InputError("--depth 1 drafts nothing: use --mode plain")
     if args.client_slowdown < 1:
         raise InputError(f"--client-slowdown {args.client_slowdown}: choose 1 or more")
-    return Ways(
+    return ClientOptions(
         shape,
         args.lengths if args.mode in ("chain", "tree") else (),
         not args.no_ahead,
@@ -249,8 +248,8 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-async def _answer_all(answering: Answering, asked: Asked) -> None:
-    show = _Json() if asked.args.json else _Text(asked.writer, asked.args.stop)
+async def _answer_all(answering: Answering, asked: ClientRun) -> None:
+    show = _JsonOutput() if asked.args.json else _TextOutput(asked.writer, asked.args.stop)
     try:
         await answering.connect()  # before programs are compiled, which takes its time
         if answering.welcome is not None:
@@ -265,7 +264,7 @@ async def _answer_all(answering: Answering, asked: Asked) -> None:
         show.close(asked)  # with the answers that are there, should a later one fail
 
 
-def _check_lent(asked: Asked, welcome: Welcome) -> None:
+def _check_lent(asked: ClientRun, welcome: Welcome) -> None:
     """Raise InputError for a prompt that is too long for this server, before any is answered."""
     new = asked.args.max_new_tokens
     for index, prompt in enumerate(asked.prompts):
@@ -283,7 +282,11 @@ def _check_lent(asked: Asked, welcome: Welcome) -> None:
 
 
 async def _answer(
-    answering: Answering, asked: Asked, index: int, prompt: list[int], show: _Json | _Text
+    answering: Answering,
+    asked: ClientRun,
+    index: int,
+    prompt: list[int],
+    show: _JsonOutput | _TextOutput,
 ) -> dict[str, Any]:
     """One answer from its prompt to its end, or to the first stop text."""
     stop_when = stopper(asked.writer.tokenizer, asked.args.stop)
@@ -302,7 +305,7 @@ async def _answer(
     return figures_of(answering, prompt, first - begin, time.perf_counter() - first)
 
 
-class _Json:
+class _JsonOutput:
     """Collects answers for one document."""
 
     def __init__(self) -> None:
@@ -312,17 +315,17 @@ class _Json:
     def start(self) -> None:
         """Nothing is shown while an answer grows."""
 
-    def take(self, event: Event, answering: Answering) -> None:
+    def take(self, event: AnswerEvent, answering: Answering) -> None:
         """Only the link's own news."""
         self._bytes = (answering.traffic.bytes_up, answering.traffic.bytes_down)
         _notice(event)
 
-    def end(self, figures: dict[str, Any], asked: Asked) -> None:
+    def end(self, figures: dict[str, Any], asked: ClientRun) -> None:
         """One answer is whole."""
         text = before_stop(asked.writer.text(figures["token_ids"]), asked.args.stop)
         self._results.append(figures | {"text": text})
 
-    def close(self, asked: Asked) -> None:
+    def close(self, asked: ClientRun) -> None:
         """Print the document, if there is any answer in it."""
         if not self._results:
             return
@@ -341,7 +344,7 @@ class _Json:
         print(json.dumps({"results": self._results, "settings": settings, "traffic": traffic}))
 
 
-class _Text:
+class _TextOutput:
     """Writes an answer as it grows; on a terminal unverified text is dim until it is verified."""
 
     def __init__(self, writer: Writer, stops: list[str]) -> None:
@@ -354,7 +357,7 @@ class _Text:
         if self._screen is not None:
             self._screen.begin()
 
-    def take(self, event: Event, answering: Answering) -> None:
+    def take(self, event: AnswerEvent, answering: Answering) -> None:
         """Show what is new; off a terminal, verified text alone, which is never taken back."""
         verified = self._text(answering.text.answer[: event.verified])
         if self._screen is not None:
@@ -367,7 +370,7 @@ class _Text:
             self._shown = verified
         _notice(event)
 
-    def end(self, figures: dict[str, Any], asked: Asked) -> None:
+    def end(self, figures: dict[str, Any], asked: ClientRun) -> None:
         """The rest of the text, what was never verified included, and a line of figures."""
         whole = self._text(figures["token_ids"])
         if self._screen is not None:
@@ -376,7 +379,7 @@ class _Text:
             print(whole[len(self._shown) :], flush=True)
         print(_line(figures), file=sys.stderr)
 
-    def close(self, asked: Asked) -> None:
+    def close(self, asked: ClientRun) -> None:
         """Nothing is left to show."""
 
     def _text(self, tokens: list[int]) -> str:
@@ -386,7 +389,7 @@ class _Text:
         return (before_stop(text, self._stops) or "").rstrip("\ufffd")
 
 
-def _notice(event: Event) -> None:
+def _notice(event: AnswerEvent) -> None:
     if event.notice:
         print(f"[{event.notice}]", file=sys.stderr, flush=True)
 

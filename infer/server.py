@@ -1,10 +1,11 @@
 """Serves the target's half of split decoding to infer.client, over a WebSocket.
 
-python -m infer.server                                     for this machine alone
+python -m infer.server                                     clients on this machine only
 python -m infer.server --port 0 --ready-file READY.json    any free port, for scripts
 python -m infer.server --host 0.0.0.0 --token-file TOKEN --tls-cert C.pem --tls-key K.pem
 
-SIGTERM lets running sessions end first; Ctrl-C does not. GET /health and /metrics (Prometheus).
+SIGTERM lets running sessions end first; Ctrl-C does not. GET /health tells whether the server
+works, and GET /metrics what it has counted (Prometheus).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from infer.flags.pair import add_pair_flags, load_pair
 from infer.program import INTERRUPTED, Parser, above_zero, names, positive, run
 from infer.split.credentials import read_token
 from infer.split.link import LARGEST_CHUNK
-from infer.split.server.app import PATH, Manners, Server
+from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.events import EventLog, Log, WarningsTo, place_of
 from infer.split.server.listener import PatientHttp
 from infer.split.server.metrics import Metrics
 from infer.split.server.scheduler import Scheduler
-from infer.split.server.sessions import Rules
+from infer.split.server.sessions import ServerLimits
 from moa_jax.config import MAX_DEPTH
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError, first_line
@@ -45,34 +46,32 @@ from moa_jax.pretrained import Target
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import Pass, Slots
 
-USUAL = 16  # nodes that hold most drafts: a chain of the default lengths
-PING_SECONDS = 20.0  # between pings, and again until the answer must be there
+USUAL = 16  # nodes, enough for most drafts: a chain of the default lengths
+PING_SECONDS = 20.0  # between pings, and again until the pong must have come
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    rules = _rules_of(args)
+    limits = _server_limits_of(args)
     token = _token_of(args)
     _check_certificate(args)
     _check_ready_file(args)
-    # The port comes before the models, which take their time.
+    # The port is bound before the models are loaded, which takes a while.
     with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
-        server, compiling = _load(args, rules, token, log)
+        server, compiling = _load(args, limits, token, log)
         return asyncio.run(_serve(args, server, listener, compiling))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.server", __doc__)
     group = parser.add_argument_group("address")
-    group.add_argument("--host", default="127.0.0.1", help="to listen on")
-    group.add_argument("--port", type=_port, default=8765, help="0 takes any that is free")
-    group.add_argument("--token-file", metavar="FILE", help="with the token that clients must show")
-    group.add_argument(
-        "--open", action="store_true", help="let anyone in who reaches a host beyond this machine"
-    )
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=_port, default=8765, help="0 takes any free port")
+    group.add_argument("--token-file", metavar="FILE", help="with the token of clients")
+    group.add_argument("--open", action="store_true", help="serve other machines without a token")
     group.add_argument("--tls-cert", metavar="FILE.pem", help="certificate chain, for wss://")
-    group.add_argument("--tls-key", metavar="FILE.pem", help="its key, where it is elsewhere")
-    group.add_argument("--ready-file", metavar="FILE.json", help="written once clients can come")
+    group.add_argument("--tls-key", metavar="FILE.pem", help="its key, if it is in another file")
+    group.add_argument("--ready-file", metavar="FILE.json", help="written when the server is ready")
     add_pair_flags(parser)
     _add_limits(parser)
     group = parser.add_argument_group("compiling")
@@ -80,58 +79,57 @@ def _parser() -> argparse.ArgumentParser:
         "--warm",
         type=_sizes,
         metavar="N,N",
-        help="compile, before clients come, for drafts of so many nodes, the root included, and "
-        "for nothing else: others are padded to the next size there is. By default clients come "
-        f"after the first programs ({USUAL} nodes, and the largest, which holds everything), and "
-        "the rest is compiled while they are served",
+        help="compile programs for drafts of so many nodes, the root included, before clients are "
+        "let in, and no others; other drafts are padded to the next size. By default the server "
+        f"compiles two sizes first ({USUAL} nodes and the largest) and the others while it serves",
     )
     group.add_argument(
         "--warm-sampled",
         action="store_true",
-        help="before clients come, the same for answers at a temperature, too",
+        help="also compile for answers at a temperature before clients are let in",
     )
     group = parser.add_argument_group("log")
     group.add_argument(
-        "--log-text", action="store_true", help="log what users write and read, for debugging"
+        "--log-text", action="store_true", help="log the texts of users, for debugging"
     )
     return parser
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Flags for `Rules` and `Manners`, whose defaults they take."""
-    rules, manners = Rules(), Manners()
+    """Flags for `ServerLimits` and `ConnectionLimits`, with their defaults."""
+    limits, connection = ServerLimits(), ConnectionLimits()
     group = parser.add_argument_group("limits")
     whole = [
-        ("--slots", rules.num_slots, "sessions that have a cache, and drafts in one target pass"),
-        ("--max-clients", manners.max_clients, "open connections"),
-        ("--max-queue", rules.max_queue, "clients that wait for a slot"),
+        ("--slots", limits.num_slots, "sessions with caches; also the most drafts of a pass"),
+        ("--max-clients", connection.max_clients, "open connections"),
+        ("--max-queue", limits.max_queue, "clients that wait for a slot"),
         (
             "--max-tokens",
-            rules.max_tokens,
-            "tokens of one session, prompt included; fewer where the target has fewer positions",
+            limits.max_tokens,
+            "tokens of one session, prompt included; at most the target's positions",
         ),
-        ("--max-prompt", rules.max_prompt, "tokens of a prompt"),
-        ("--max-nodes", rules.max_nodes, "drafted tokens of one verification"),
-        ("--chunk", rules.chunk, "tokens of a prompt read between two verifications"),
-        ("--max-message-bytes", manners.max_message_bytes, "bytes of one message to the server"),
+        ("--max-prompt", limits.max_prompt, "tokens of a prompt"),
+        ("--max-nodes", limits.max_nodes, "drafted tokens of one verification"),
+        ("--chunk", limits.chunk, "tokens of a prompt read between two verifications"),
+        ("--max-message-bytes", connection.max_message_bytes, "bytes of one message to the server"),
     ]
     for flag, default, text in whole:
         group.add_argument(flag, type=positive, default=default, metavar="N", help=text)
     seconds = [
-        ("--queue-seconds", rules.queue_seconds, "that a client waits for a slot"),
-        ("--resume-seconds", rules.resume_seconds, "that a slot waits for a client to come back"),
-        ("--idle-seconds", manners.idle_seconds, "that a client may be silent"),
-        ("--hello-seconds", manners.hello_seconds, "until the first message must be there"),
-        ("--send-seconds", manners.send_seconds, "that a client may take to read what it is sent"),
-        ("--drain-seconds", 30.0, "that running sessions have after SIGTERM"),
-        ("--max-requests-per-second", manners.max_requests_per_second, "of one connection"),
+        ("--queue-seconds", limits.queue_seconds, "that a client waits for a slot"),
+        ("--resume-seconds", limits.resume_seconds, "that a slot waits for a client to come back"),
+        ("--idle-seconds", connection.idle_seconds, "that a client may be silent"),
+        ("--hello-seconds", connection.hello_seconds, "until a client must have said Hello"),
+        ("--send-seconds", connection.send_seconds, "that a client may take to accept a message"),
+        ("--drain-seconds", 30.0, "that running sessions have left after SIGTERM"),
+        ("--max-requests-per-second", connection.max_requests_per_second, "of one connection"),
     ]
     for flag, default, text in seconds:
         group.add_argument(flag, type=above_zero, default=default, metavar="X", help=text)
 
 
-def _rules_of(args: argparse.Namespace) -> Rules:
-    """What is lent; InputError for sizes that cannot be, before anything is loaded."""
+def _server_limits_of(args: argparse.Namespace) -> ServerLimits:
+    """The flags as `ServerLimits`; InputError for impossible sizes."""
     if args.max_nodes >= MAX_DEPTH:
         raise InputError(f"--max-nodes {args.max_nodes}: choose from 1 to {MAX_DEPTH - 1}")
     if args.chunk > LARGEST_CHUNK:
@@ -140,7 +138,7 @@ def _rules_of(args: argparse.Namespace) -> Rules:
         raise InputError(
             f"--warm {most}: drafts have at most {args.max_nodes + 1} nodes, the root included"
         )
-    return Rules(
+    return ServerLimits(
         num_slots=args.slots,
         max_prompt=args.max_prompt,
         max_tokens=args.max_tokens,
@@ -152,8 +150,8 @@ def _rules_of(args: argparse.Namespace) -> Rules:
     )
 
 
-def _manners_of(args: argparse.Namespace, token: str | None) -> Manners:
-    return Manners(
+def _connection_limits_of(args: argparse.Namespace, token: str | None) -> ConnectionLimits:
+    return ConnectionLimits(
         token=token,
         max_clients=args.max_clients,
         max_message_bytes=args.max_message_bytes,
@@ -168,34 +166,39 @@ Compile = Callable[[], Awaitable[None]]
 
 
 def _load(
-    args: argparse.Namespace, rules: Rules, token: str | None, log: Log
-) -> tuple[Server, Compile]:
-    """The application over the models, and what is to be compiled while it serves."""
+    args: argparse.Namespace, limits: ServerLimits, token: str | None, log: Log
+) -> tuple[SplitServer, Compile]:
+    """Loads the models and compiles the first programs.
+
+    Returns the server, and a function that compiles the other programs while it serves.
+    """
     target, drafter = load_pair(args)
     positions = target.config.max_position_embeddings
-    rules = dataclasses.replace(rules, max_tokens=min(rules.max_tokens, positions))
+    limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, positions))
     slots = Slots(
         target,
         drafter,
-        num_slots=rules.num_slots,
-        max_tokens=rules.max_tokens,
-        max_nodes=rules.max_nodes + 1,
-        chunk=rules.chunk,
+        num_slots=limits.num_slots,
+        max_tokens=limits.max_tokens,
+        max_nodes=limits.max_nodes + 1,
+        chunk=limits.chunk,
     )
     first = slots.passes(args.warm or (USUAL,), args.warm_sampled, short=bool(args.warm))
     later = [] if args.warm else [size for size in slots.passes(sampled=True) if size not in first]
-    log("compile", programs=len(first), later=len(later))  # a minute, perhaps
+    log("compile", programs=len(first), later=len(later))  # this may take a minute
     for size in first:
         slots.compile(size)
     text_of = _decoder(target) if args.log_text else None
-    scheduler = Scheduler(slots, rules, Metrics(), log, text_of=text_of)
+    scheduler = Scheduler(slots, limits, Metrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
-    server = Server(scheduler, pairing, target.config.vocab_size, _manners_of(args, token), log)
+    server = SplitServer(
+        scheduler, pairing, target.config.vocab_size, _connection_limits_of(args, token), log
+    )
     return server, functools.partial(_compile, slots, later, log)
 
 
 async def _compile(slots: Slots, passes: Sequence[Pass], log: Log) -> None:
-    """Programs for passes that are padded until then; without them the server goes on."""
+    """Compiles programs for passes that are padded until then; a failure is only logged."""
     for size in passes:
         try:
             await asyncio.to_thread(slots.compile, size)
@@ -205,9 +208,9 @@ async def _compile(slots: Slots, passes: Sequence[Pass], log: Log) -> None:
 
 
 async def _serve(
-    args: argparse.Namespace, server: Server, listener: socket.socket, compiling: Compile
+    args: argparse.Namespace, server: SplitServer, listener: socket.socket, compiling: Compile
 ) -> int:
-    """Listen until a signal comes; the exit code is that of a program that was asked to end."""
+    """Serves until a signal comes; returns the exit code."""
     config = uvicorn.Config(
         server.app,
         http=PatientHttp,
@@ -215,7 +218,7 @@ async def _serve(
         ws_max_size=args.max_message_bytes,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
-        ws_per_message_deflate=False,  # rows are compressed where a client asks for it
+        ws_per_message_deflate=False,  # rows are compressed if a client asks for it
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -233,15 +236,15 @@ async def _serve(
     serving = asyncio.create_task(listening.serve(sockets=[listener]))
     try:
         await listening.ready(serving)
-    except OSError as error:  # another server was bound to this port, too, and was faster
+    except OSError as error:  # another server bound this port, too, and listened first
         raise _unusable(args.host, args.port, error) from error
     _announce(args, listener)
     behind = asyncio.create_task(compiling())
     number = await asked.get()
-    behind.cancel()  # the program in the works is finished, no other one is begun
+    behind.cancel()  # the program under way is finished, no other one is begun
     if number == signal.SIGTERM:
         draining = asyncio.create_task(server.drain(args.drain_seconds))
-        again = asyncio.create_task(asked.get())  # a second signal means it
+        again = asyncio.create_task(asked.get())  # a second signal ends the server at once
         await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
     listening.should_exit = True
@@ -250,13 +253,13 @@ async def _serve(
 
 
 class _Listening(uvicorn.Server):
-    """uvicorn's server, without its own idea of signals."""
+    """uvicorn's server without its handling of signals."""
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
 
     async def ready(self, serving: asyncio.Task[None]) -> None:
-        """Return once connections are taken; raises what went wrong instead."""
+        """Returns once connections are accepted; raises what went wrong otherwise."""
         while not self.started:
             if serving.done():
                 serving.result()
@@ -265,14 +268,16 @@ class _Listening(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, where nobody is let in yet; InputError if it cannot be."""
+    """A socket that is bound to an address but does not listen yet; InputError if that fails."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise InputError(f"--host {host}: {error.strerror}: give an address of this one") from error
+        raise InputError(
+            f"--host {host}: {error.strerror}: give an address of this machine"
+        ) from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: what is sent to a dead link is not kept long
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: give up on data that a dead link does not take
         timeout = int(2000 * PING_SECONDS)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
     try:
@@ -290,7 +295,7 @@ def _unusable(host: str, port: int, error: OSError) -> InputError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach a host."""
+    """Whether only programs on this machine can reach a host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -298,19 +303,19 @@ def is_loopback(host: str) -> bool:
 
 
 def _token_of(args: argparse.Namespace) -> str | None:
-    """The token that clients must show; InputError where a public host has none."""
+    """The token that clients must present; InputError if a public host has none."""
     if args.token_file is None:
         if not (args.open or is_loopback(args.host)):
             raise InputError(
-                f"--host {args.host} is not this machine alone: give --token-file, or --open to "
-                "let anyone in"
+                f"--host {args.host} lets other machines in: give --token-file, or --open to serve "
+                "anyone"
             )
         return None
     return read_token(args.token_file)
 
 
 def _check_certificate(args: argparse.Namespace) -> None:
-    """Raise InputError for files that make no TLS server, before anything is loaded."""
+    """Raises InputError for files that are not a certificate and its key."""
     if args.tls_cert is None:
         if args.tls_key is not None:
             raise InputError("--tls-key without --tls-cert: give both")
@@ -329,7 +334,7 @@ def _check_certificate(args: argparse.Namespace) -> None:
 
 
 def _check_ready_file(args: argparse.Namespace) -> None:
-    """Raise InputError for a file that could not be written once everything is loaded."""
+    """Raises InputError for a file that could not be written later."""
     if args.ready_file is None:
         return
     path = Path(args.ready_file)
@@ -338,7 +343,7 @@ def _check_ready_file(args: argparse.Namespace) -> None:
 
 
 def _announce(args: argparse.Namespace, listener: socket.socket) -> None:
-    """Say where clients find the server, to people and to scripts."""
+    """Prints the server's URL and writes the ready file."""
     port = listener.getsockname()[1]
     host = f"[{args.host}]" if ":" in args.host else args.host
     url = f"{'wss' if args.tls_cert else 'ws'}://{host}:{port}{PATH}"
@@ -348,7 +353,7 @@ def _announce(args: argparse.Namespace, listener: socket.socket) -> None:
 
 
 def _decoder(target: Target) -> Any:
-    """Text of tokens, or their ids for a target without a tokenizer."""
+    """A function that decodes tokens; it shows their ids for a target without a tokenizer."""
     if not (target.folder / "tokenizer.json").exists():
         return str
     return load_tokenizer(target.folder).decode

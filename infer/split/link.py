@@ -1,7 +1,7 @@
-"""One connection of a client: Hello at its start, messages with a deadline after it.
+"""One connection of a client: Hello at its start, then messages with a deadline for each.
 
-What goes wrong is one of two things. `Lost`: the network or the server failed, and trying again may
-help. `Denied`: the server answered and will not have this client, and trying again will not.
+Two things can go wrong. `Lost`: the network or the server failed, and trying again may help.
+`Denied`: the server answered and refuses this client, and trying again will not help.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from moa_jax.version import __version__
 LARGEST_CHUNK = 4096  # tokens whose rows one message may bring
 MOST_BYTES = 256 << 20  # of one message, which holds the rows of a chunk
 UNAUTHORIZED, NO_SUCH_PATH = 401, (403, 404)
-LAST_WORDS = 0.2  # seconds to hear why a connection was closed
+LAST_WORDS = 0.2  # seconds in which to hear why a connection was closed
 
 
 class Lost(Exception):
-    """The connection is gone, or never came about."""
+    """The connection failed, or was never made."""
 
 
 class Busy(Lost):
-    """The server is there and has no room, or is about to go."""
+    """The server has no room, or is about to stop."""
 
 
 class Denied(InputError):
-    """The server refuses this client, for a reason that will stay."""
+    """The server refuses this client, for a reason that will not go away."""
 
     def __init__(self, code: str, text: str) -> None:
         self.code = code
@@ -44,21 +44,21 @@ class Denied(InputError):
 
 
 class Gone(Exception):
-    """The server has no such session any more, or not as this client knows it."""
+    """The server no longer has the session, or has it in another state than the client."""
 
 
 @dataclasses.dataclass
-class Traffic:
-    """Bytes of all of a client's connections."""
+class LinkTraffic:
+    """Bytes that all connections of a client carried."""
 
     bytes_up: int = 0
     bytes_down: int = 0
-    round_trip_s: float | None = None  # Hello to Welcome, for which a server computes nothing
+    round_trip_s: float | None = None  # from Hello to Welcome, which needs no computation
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
-    """Where a server is, and how a client speaks to it."""
+class ServerAddress:
+    """Where a server is, and how a client talks to it."""
 
     url: str
     pairing: Pairing
@@ -66,23 +66,27 @@ class Server:
     tls: ssl.SSLContext | None = None
     codec: wire.Codec = "bfloat16"
     compress: bool = False
-    timeout: float = 5.0  # seconds in which the other side shows that it lives
+    timeout: float = 5.0  # seconds in which the server must show that it lives
 
 
 class Link:
-    """A connection that has been welcomed."""
+    """An open connection whose Hello was answered by Welcome."""
 
     def __init__(
-        self, socket: ClientConnection, server: Server, limits: wire.Limits, traffic: Traffic
+        self,
+        socket: ClientConnection,
+        server: ServerAddress,
+        limits: wire.MessageLimits,
+        traffic: LinkTraffic,
     ) -> None:
         self._socket, self._server, self._limits = socket, server, limits
         self._traffic = traffic
         self.welcome: wire.Welcome
 
     @classmethod
-    async def open(cls, server: Server, vocab_size: int, traffic: Traffic) -> Link:
+    async def open(cls, server: ServerAddress, vocab_size: int, traffic: LinkTraffic) -> Link:
         """Connects and says Hello; raises Lost, Gone or Denied."""
-        limits = wire.Limits(
+        limits = wire.MessageLimits(
             max_tokens=wire.LARGEST,
             max_nodes=(1 << 16) - 1,
             max_rows=LARGEST_CHUNK,
@@ -98,13 +102,16 @@ class Link:
             await link.send(hello)
             link.welcome = await link.receive(wire.Welcome)
             traffic.round_trip_s = time.perf_counter() - begin
-        except BaseException:  # who waited for it may have given up
+        except BaseException:  # cancelled, too: the caller may have given up
             link.abort()
             raise
         return link
 
     async def send(self, message: wire.Up) -> None:
-        """Sends one message; raises Lost where the other side does not take it in time."""
+        """Sends one message; raises Lost if the server does not accept it in time.
+
+        Raises Busy, Gone or Denied if the server closed the connection and said why.
+        """
         data = wire.encode(message)
         try:
             async with asyncio.timeout(self._server.timeout):
@@ -114,10 +121,11 @@ class Link:
         self._traffic.bytes_up += len(data)
 
     async def receive(self, *kinds: type, patience: float = 0.0) -> Any:
-        """The next message, which must be of these kinds.
+        """The next message, which must be of one of these kinds.
 
-        Raises Lost where another one comes, or none: in the server's `timeout`, or in `patience`
-        if that is longer and pongs come meanwhile. Raises Busy, Gone and Denied for Faults.
+        Raises Lost for a message of another kind, and if none comes within the server's `timeout`.
+        `patience` (s) is a longer time to wait, as long as pings are answered. Raises Busy, Gone
+        or Denied for a Fault.
         """
         try:
             async with asyncio.timeout(max(patience, self._server.timeout)):
@@ -128,7 +136,7 @@ class Link:
         try:
             message = wire.decode_down(data, self._limits)
         except wire.WrongVersion as error:
-            if self._traffic.round_trip_s is None:  # nobody has welcomed this client yet
+            if self._traffic.round_trip_s is None:  # no server has welcomed this client yet
                 raise Denied("version", str(error)) from error
             raise Lost(f"the server sent a damaged message: {error}") from error
         except wire.BadMessage as error:
@@ -140,23 +148,23 @@ class Link:
         return message
 
     async def _next(self) -> bytes | str:
-        """The next message; TimeoutError once neither it nor a pong came in time."""
+        """The next message; TimeoutError if neither it nor a pong comes in time."""
         receiving = asyncio.create_task(self._socket.recv())
-        pong, time_of_each = None, self._server.timeout / 2
+        pong, half_time = None, self._server.timeout / 2
         try:
             while True:
-                await asyncio.wait([receiving], timeout=time_of_each)
+                await asyncio.wait([receiving], timeout=half_time)
                 if receiving.done():
                     return receiving.result()
                 if pong is not None and not pong.done():
                     raise TimeoutError
-                async with asyncio.timeout(time_of_each):
+                async with asyncio.timeout(half_time):
                     pong = await self._socket.ping()
         finally:
             await ended(receiving)
 
     async def _why(self, error: Exception) -> Exception:
-        """What the server said last before it closed the connection, else that it is closed."""
+        """The Fault that the server sent before it closed the connection; else Lost."""
         try:
             async with asyncio.timeout(LAST_WORDS):
                 while True:
@@ -167,7 +175,7 @@ class Link:
             return Lost(_as_line(error))
 
     def abort(self) -> None:
-        """Ends the connection without a word to the other side, which may not be there."""
+        """Ends the connection at once, without a word to the server, which may not be there."""
         self._socket.transport.abort()
 
     async def close(self) -> None:
@@ -176,16 +184,16 @@ class Link:
 
 
 async def ended(task: asyncio.Task[Any] | None) -> None:
-    """Ends a task, whatever it was doing or has found."""
+    """Cancels a task and waits for its end; ignores its result or exception."""
     if task is not None:
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # seen, so that nobody complains of it
+            task.exception()  # retrieved, so that asyncio does not complain
 
 
 def check_url(url: str) -> None:
-    """Raise InputError for what is no address of a server."""
+    """Raises InputError for a URL that is not the address of a server."""
     try:
         parsed = parse_uri(url)
         parsed.host.encode("idna")  # as looking it up will
@@ -193,7 +201,7 @@ def check_url(url: str) -> None:
         raise InputError(f"--connect {url}: give ws://HOST:PORT/v1/split, or wss://") from error
 
 
-async def _socket(server: Server) -> ClientConnection:
+async def _socket(server: ServerAddress) -> ClientConnection:
     headers = {"Authorization": f"Bearer {server.token}"} if server.token else {}
     try:
         return await connect(
@@ -203,8 +211,8 @@ async def _socket(server: Server) -> ClientConnection:
             max_size=MOST_BYTES,
             open_timeout=server.timeout,
             close_timeout=1.0,
-            ping_interval=None,  # `Link.receive` looks whether the other side lives
-            compression=None,  # rows are compressed, if they are, by their own codec
+            ping_interval=None,  # `Link._next` pings
+            compression=None,  # rows have a codec of their own
             proxy=None,
         )
     except websockets.InvalidStatus as error:
@@ -214,13 +222,13 @@ async def _socket(server: Server) -> ClientConnection:
             "certificate",
             f"{server.url}: its certificate is not trusted ({error.verify_message}): see --tls-ca",
         ) from error
-    # A ValueError is a redirection to what is no address.
+    # A ValueError is a redirection to an invalid address.
     except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
         raise Lost(_as_line(error)) from error
 
 
-def _refusal(server: Server, status: int) -> Exception:
-    """What was answered instead of an upgrade."""
+def _refusal(server: ServerAddress, status: int) -> Exception:
+    """The exception for an HTTP status that came instead of a WebSocket."""
     if status == UNAUTHORIZED:
         return Denied("token", "the server does not know this token: see --token-file")
     if status in NO_SUCH_PATH:
@@ -229,6 +237,7 @@ def _refusal(server: Server, status: int) -> Exception:
 
 
 def _fault(message: wire.Fault) -> Exception:
+    """The exception for a Fault."""
     if message.code in ("gone", "state"):
         return Gone(message.text)
     if message.code in ("busy", "draining"):

@@ -4,9 +4,11 @@
     embedding, SA, CA, head [+ last N layers]           whole target, LSA
     half.py    DraftHalf: drafts, absorbs rows          slots.py   Slots: caches of many sessions
          |                                                   |
-         +-- wire.py     messages <-> bytes -----------------+
+         +-- wire.py     the protocol: messages <-> bytes ---+
              rows.py     rows of verified tokens <-> bytes
-             pairing.py  what both sides compare first
+             pairing.py  compares both sides' models when they connect
 
-No sockets here: connections, schedules and programs are in `infer`.
+In one round `DraftHalf` drafts, `Verify` carries the draft up, `Slots` verifies it, and `Committed`
+brings tokens and rows down, which `DraftHalf` absorbs. There are no sockets here: connections and
+schedules are in infer/split, the programs are infer.client and infer.server.
 """

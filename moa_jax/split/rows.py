@@ -1,14 +1,15 @@
-"""Rows of verified tokens as bytes, and back: what the client's caches take in.
+"""Rows of verified tokens as bytes, and back; the client's caches take them in.
 
-One leaf of the digest after the other, in tree order. The codecs, for T tokens of a leaf:
+The leaves of the digest follow each other in tree order. For T tokens of one leaf the codecs are:
 
-    float32    T x shape numbers of 4 bytes         bfloat16   the same of 2 bytes, rounded
-    int8       a float32 scale for each vector of the last axis, then T x shape bytes
+    float32    T x shape numbers of 4 bytes
+    bfloat16   T x shape numbers of 2 bytes, rounded
+    int8       a float32 scale for each vector along the last axis, then T x shape bytes
 
-All little-endian, and numbers of several bytes in planes (all first bytes, then all second ones):
-exponents standing side by side compress, in a zlib stream of Huffman codes alone (numbers repeat
-no strings, and looking for these is slower and leaves more bytes). Rows shape drafts alone, so
-a lossy codec costs acceptance, never exactness.
+Numbers are little-endian and stored in planes: all first bytes, then all second bytes, and so on.
+This puts exponents side by side, where they compress well. Compressed rows are a zlib stream with
+Huffman codes alone: the numbers hardly repeat strings, and searching for these is slower and gains
+nothing. Rows influence drafts only, so a lossy codec costs acceptance but never exactness.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy as np
 
 from moa_jax.split.wire import BadMessage, Codec
 
-# The largest bfloat16: beyond it numbers would turn infinite on the way.
+# The largest bfloat16; larger numbers would become infinite on the way.
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
-SMALLEST_SCALE = np.finfo(np.float32).tiny  # of vectors of zeros, too
+SMALLEST_SCALE = np.finfo(np.float32).tiny  # also the scale of vectors of zeros
 LARGEST_SCALE = np.float32(LARGEST) / np.float32(127)
 DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -33,19 +34,19 @@ DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 class LeafSpec(NamedTuple):
     """One array of a digest."""
 
-    shape: tuple[int, ...]  # of one token's row, such as (kv heads, head size)
-    dtype: Any  # of the cache it goes into
+    shape: tuple[int, ...]  # of one token's row, such as (KV heads, head size)
+    dtype: Any  # of the cache that takes it in
 
 
 def bytes_per_token(specs: Sequence[LeafSpec], codec: Codec) -> int:
-    """Bytes of one token's row before compression."""
+    """Bytes of one token's rows before compression."""
     return sum(_leaf_bytes(spec.shape, codec) for spec in specs)
 
 
 def pack(rows: Sequence[np.ndarray], codec: Codec, compress: bool) -> bytes:
-    """Rows (T, ...) of each leaf, of any float dtype, as bytes; no tokens are no bytes.
+    """Encodes the rows (T, ...) of each leaf, of any float dtype; no tokens make no bytes.
 
-    What travels is finite: NaN becomes 0, and what is beyond the largest bfloat16 becomes that.
+    All numbers are sent finite: NaN becomes 0, and magnitudes are clipped to the largest bfloat16.
     """
     data = b"".join(_packed(row, codec) for row in rows)
     if not compress or not data:
@@ -57,9 +58,10 @@ def pack(rows: Sequence[np.ndarray], codec: Codec, compress: bool) -> bytes:
 def unpack(
     data: bytes, count: int, specs: Sequence[LeafSpec], codec: Codec, compress: bool
 ) -> list[np.ndarray]:
-    """The float32 rows (count, ...) of each leaf; BadMessage if these are not exactly that.
+    """Decodes the float32 rows (count, ...) of each leaf.
 
-    Never makes more bytes than `count` tokens take; the caller bounds `count` (`Limits.max_rows`).
+    Raises BadMessage for bytes that are not exactly these rows. Never allocates more than `count`
+    tokens take, and `MessageLimits.max_rows` bounds `count`.
     """
     size = count * bytes_per_token(specs, codec)
     if compress and size:
@@ -96,13 +98,13 @@ def _planes(row: np.ndarray) -> bytes:
 
 
 def _from_planes(data: memoryview, dtype: np.dtype) -> np.ndarray:
-    """The flat array behind `_planes`."""
+    """The flat array that `_planes` encoded."""
     planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
     return np.ascontiguousarray(planes.T).view(dtype)[:, 0]
 
 
 def _unpacked(data: memoryview, shape: tuple[int, ...], codec: Codec) -> np.ndarray:
-    """A leaf from just as many bytes as it takes."""
+    """Decodes one leaf from exactly its bytes."""
     if codec == "int8":
         split = 4 * math.prod(shape[:-1])
         scales = _from_planes(data[:split], DTYPES["float32"]).reshape(*shape[:-1], 1)
@@ -116,12 +118,12 @@ def _unpacked(data: memoryview, shape: tuple[int, ...], codec: Codec) -> np.ndar
 
 
 def _decompressed(data: bytes, size: int) -> bytes:
-    """What was compressed, if it is `size` bytes and nothing stands behind it."""
+    """Decompresses data; BadMessage unless it holds exactly `size` bytes and nothing follows."""
     stream = zlib.decompressobj()
     try:
         found = stream.decompress(data, size + 1)  # one more, to see the end of the stream
     except zlib.error:
-        raise BadMessage("rows are not compressed as they should be") from None
+        raise BadMessage("rows are not a zlib stream") from None
     if len(found) > size or not stream.eof or stream.unused_data:
-        raise BadMessage(f"compressed rows do not hold just the {size} bytes of their tokens")
+        raise BadMessage(f"compressed rows do not hold exactly the {size} bytes of their tokens")
     return found

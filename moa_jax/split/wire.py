@@ -1,10 +1,10 @@
-"""Messages of client and server as bytes, and back with every field checked.
+"""The protocol: messages as bytes, and back with every field checked.
 
     byte 0  protocol version    byte 1  kind    rest  one msgpack map, names of fields -> values
 
-Lists of whole numbers travel as little-endian binary (tokens int32, parents uint16), so that no
-message holds an array: what a reader allocates is bounded by the bytes it was sent, whatever
-their headers promise. A message that is refused is named with its field, never with its content.
+Lists of whole numbers are sent as little-endian binary (tokens int32, parents uint16), and no
+message holds a msgpack array. So a reader never allocates more than the bytes that it was sent,
+whatever their headers promise. An error names a message and its field, but never shows its content.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Done = Literal["", "stop", "length"]
 FaultCode = Literal[
     "version", "pairing", "token", "busy", "too_long", "state", "message", "gone", "draining"
 ]
-MOST_ENTRIES = 32  # of any map: no message has more fields
+MOST_ENTRIES = 32  # of any map; no message has more fields
 LARGEST = (1 << 31) - 1
 
 
 class BadMessage(InputError):
-    """Bytes that are no message of this protocol; one line, which never shows what they hold."""
+    """Bytes that are not a message of this protocol; its one line never shows their content."""
 
 
 class WrongVersion(BadMessage):
@@ -46,12 +46,12 @@ class WrongVersion(BadMessage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """The most that one message may hold; what a side accepts, not what the protocol allows."""
+class MessageLimits:
+    """How much one message may hold: what one side accepts, not what the protocol allows."""
 
     max_tokens: int  # of a session
     max_nodes: int  # of a draft, the root left out; below 2**16
-    max_rows: int  # of one Verdict, at least the server's chunk
+    max_rows: int  # of one Committed, at least the server's chunk
     max_bytes: int  # of a whole message
     max_stops: int = 64
     max_text: int = 1000  # characters of any text
@@ -59,32 +59,39 @@ class Limits:
 
 
 class Form(NamedTuple):
-    """How one field travels; `read` raises BadMessage with what follows the field's name."""
+    """How one field is sent and checked.
 
-    read: Callable[[Any, Limits], Any]
+    `read` raises BadMessage; its text is the end of a line that begins with the field's name.
+    """
+
+    read: Callable[[Any, MessageLimits], Any]
     write: Callable[[Any], Any] = lambda value: value
 
 
 def _whole(low: int, limit: str | int = LARGEST) -> Form:
-    """A whole number from `low` to a number, or to the field of Limits of that name."""
+    """A whole number from `low` to `limit`, which is a number or the name of a limit."""
 
-    def read(value: Any, limits: Limits) -> int:
+    def read(value: Any, limits: MessageLimits) -> int:
         high = getattr(limits, limit) if isinstance(limit, str) else limit
         if type(value) is not int or not low <= value <= high:
-            raise BadMessage(f"is no whole number from {low} to {high}")
+            raise BadMessage(f"is not a whole number from {low} to {high}")
         return value
 
     return Form(read)
 
 
 def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
-    """Whole numbers from 0 to below Limits' `bound`, `least` to Limits' `most` of them."""
+    """A list of whole numbers, sent as binary of one dtype.
+
+    Each is at least 0 and below the limit named `bound`. The list has at least `least` entries and
+    at most as many as the limit named `most` allows.
+    """
     size = np.dtype(dtype).itemsize
 
-    def read(value: Any, limits: Limits) -> list[int]:
+    def read(value: Any, limits: MessageLimits) -> list[int]:
         high = getattr(limits, most)
         if type(value) is not bytes or len(value) % size:
-            raise BadMessage(f"is no binary of {size} bytes a number")
+            raise BadMessage(f"is not binary of {size} bytes a number")
         if not least <= len(value) // size <= high:
             raise BadMessage(f"has {len(value) // size} entries: from {least} to {high} may come")
         numbers = np.frombuffer(value, dtype)
@@ -95,20 +102,20 @@ def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
     return Form(read, lambda value: np.asarray(value, dtype).tobytes())
 
 
-def _read_flag(value: Any, limits: Limits) -> bool:
+def _read_flag(value: Any, limits: MessageLimits) -> bool:
     if type(value) is not bool:
         raise BadMessage("is neither true nor false")
     return value
 
 
-def _read_text(value: Any, limits: Limits) -> str:
-    # Texts of the other side end up in terminals and logs: no control characters, one line.
+def _read_text(value: Any, limits: MessageLimits) -> str:
+    # The text may be shown in a terminal or a log, so it has one line and no control characters.
     if type(value) is not str or len(value) > limits.max_text or not value.isprintable():
-        raise BadMessage(f"is no line of at most {limits.max_text} printable characters")
+        raise BadMessage(f"is not a line of at most {limits.max_text} printable characters")
     return value
 
 
-def _read_session(value: Any, limits: Limits) -> str:
+def _read_session(value: Any, limits: MessageLimits) -> str:
     if type(value) is not str or not re.fullmatch("[0-9a-f]{32}", value):
         raise BadMessage("is not 32 hex digits")
     return value
@@ -117,7 +124,7 @@ def _read_session(value: Any, limits: Limits) -> str:
 def _one_of(choice: Any) -> Form:
     names = get_args(choice)
 
-    def read(value: Any, limits: Limits) -> str:
+    def read(value: Any, limits: MessageLimits) -> str:
         if type(value) is not str or value not in names:
             raise BadMessage(f"is none of {', '.join(filter(None, names))}")
         return value
@@ -125,15 +132,15 @@ def _one_of(choice: Any) -> Form:
     return Form(read)
 
 
-def _read_binary(value: Any, limits: Limits) -> bytes:
+def _read_binary(value: Any, limits: MessageLimits) -> bytes:
     if type(value) is not bytes:
-        raise BadMessage("is no binary")
+        raise BadMessage("is not binary")
     return value
 
 
-def _read_pairing(value: Any, limits: Limits) -> dict[str, str | int]:
+def _read_pairing(value: Any, limits: MessageLimits) -> dict[str, str | int]:
     if type(value) is not dict:
-        raise BadMessage("is no map")
+        raise BadMessage("is not a map")
     for name, entry in value.items():
         if type(name) is not str or not re.fullmatch("[a-z0-9_]{1,64}", name):
             raise BadMessage("has an entry whose name is not 1 to 64 of a-z, 0-9 and _")
@@ -141,7 +148,7 @@ def _read_pairing(value: Any, limits: Limits) -> dict[str, str | int]:
             try:
                 _read_text(entry, limits)
             except BadMessage as error:
-                raise BadMessage(f"has an entry that is no whole number and {error}") from None
+                raise BadMessage(f"has an entry that is not a whole number and {error}") from None
     return value
 
 
@@ -151,22 +158,25 @@ SAMPLING_TYPES = {
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, float]:
-    """`Open.sampling`, from which `Sampling(**fields)` is the same again."""
+    """The field `Open.sampling`; `Sampling(**fields)` makes the same settings again.
+
+    Raises InputError for settings that have no field.
+    """
     if sampling.logit_bias:
         raise InputError("logit_bias does not travel to a server: leave it out, or decode locally")
     return {name: kind(getattr(sampling, name)) for name, kind in SAMPLING_TYPES.items()}
 
 
-def _read_sampling(value: Any, limits: Limits) -> dict[str, float]:
+def _read_sampling(value: Any, limits: MessageLimits) -> dict[str, float]:
     if type(value) is not dict or value.keys() != SAMPLING_TYPES.keys():
-        raise BadMessage(f"is no map with just {', '.join(SAMPLING_TYPES)}")
+        raise BadMessage(f"is not a map with just {', '.join(SAMPLING_TYPES)}")
     for name, kind in SAMPLING_TYPES.items():
         entry = value[name]
         if type(entry) not in (int, kind):
-            raise BadMessage(f"has a {name} that is no {kind.__name__}")
+            raise BadMessage(f"has a {name} that is not of type {kind.__name__}")
         try:
-            Sampling(**{name: entry})  # refuses what is not finite, too
-        except InputError:  # whose line shows the value
+            Sampling(**{name: entry})  # also refuses numbers that are not finite
+        except InputError:  # its line shows the value, which ours must not
             raise BadMessage(f"has a {name} out of range") from None
         if kind is int and name != "seed" and entry > LARGEST:
             raise BadMessage(f"has a {name} above {LARGEST}")
@@ -185,7 +195,7 @@ MaybeTokens = Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first message: who asks, for which pair, and how rows shall come."""
+    """The first message: who the client is, its pair of models, and how it wants rows encoded."""
 
     software: Text
     pairing: Pairing
@@ -195,10 +205,11 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Open:
-    """Start a session, or start it again from what was committed.
+    """Starts a session, or starts it again from its committed tokens.
 
-    `tokens` is the prompt (root_given False: the server picks the first token), or the prompt and
-    all committed tokens, the last one the root. Rows of the first `known` tokens are not sent.
+    Without `root_given`, `tokens` are the prompt, and the server picks the first token. With it
+    they are the prompt and all committed tokens, and the last one is the root. Rows of the first
+    `known` tokens are not sent.
     """
 
     seq: Seq
@@ -218,19 +229,23 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Go on with a session after a lost connection; -1 says that no reply was seen.
+    """Goes on with a session after a lost connection.
 
-    Of the reply that was missed, parts whose rows all are among the first `known` do not come.
+    The server sends the last reply again if it was missed, but leaves out parts that hold only
+    rows of the first `known` tokens.
     """
 
     session: SessionId
-    seq: LastSeq  # of the last reply seen
+    seq: LastSeq  # of the last reply seen; -1 for none
     known: Annotated[int, _whole(0, "max_tokens")] = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
-    """Drafted nodes, the root left out; `parents` counts nodes with the root as 0."""
+class Verify:
+    """Has the target verify a draft.
+
+    `tokens` leave the root out. `parents` are indices of nodes: the root is 0, tokens[0] is 1.
+    """
 
     seq: Seq
     tokens: Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_nodes")]
@@ -238,14 +253,14 @@ class Draft:
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
-            raise BadMessage("Draft.parents has not one entry for each of its tokens")
+            raise BadMessage("Verify.parents does not have one entry for each token")
         if any(not 0 <= parent <= index for index, parent in enumerate(self.parents)):
-            raise BadMessage("Draft.parents names a parent that does not come before its child")
+            raise BadMessage("Verify.parents names a parent that does not come before its child")
 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Commit these tokens as they are; the last one becomes the root."""
+    """Commits these tokens as they are; the last one becomes the root."""
 
     seq: Seq
     tokens: Tokens
@@ -253,42 +268,42 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Close:
-    """The session is over, its slot is free."""
+    """Ends the session and frees its slot."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The target goes on alone to the end, as an API does: tokens come without being asked for."""
+    """Has the target write the rest alone, as an API does; each token comes when it is ready."""
 
     seq: Seq
 
 
 @dataclasses.dataclass(frozen=True)
 class Welcome:
-    """The answer to Hello: the server's own pairing and limits."""
+    """The reply to Hello: the server's own pairing and limits."""
 
     software: Text
     pairing: Pairing
     max_nodes: Annotated[int, _whole(0)]
     max_tokens: Annotated[int, _whole(1)]  # of a session, its prompt included
     max_prompt: Annotated[int, _whole(1)]
-    chunk: Annotated[int, _whole(1, "max_rows")]  # most rows of one Verdict
+    chunk: Annotated[int, _whole(1, "max_rows")]  # most rows in one message
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The name under which a session can be resumed: 32 hex digits, unguessable."""
+    """A session has started; with its name, 32 random hex digits, it can be resumed."""
 
     session: SessionId
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What was committed, and rows of tokens start to start + count - 1.
+class Committed:
+    """Tokens that were committed, and the rows of tokens start to start + count - 1.
 
-    The last of `tokens` is the new root. Further parts of the same reply follow where `more` is
-    true; `done` comes with the last part, and so do tokens and the row before the root, but for
-    those of a Stream: there each part has tokens, which stand behind row `start`, and no rows.
+    The last of `tokens` is the new root. If `more` is true, further parts of the reply follow. Only
+    the last part has tokens and `done`. In a Stream every part has tokens, which come after token
+    `start`, and none has rows.
     """
 
     seq: Seq
@@ -301,38 +316,38 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if self.more and self.done:
-            raise BadMessage("Verdict.more is true with an end, which comes last")
+            raise BadMessage("Committed.more is true although the answer ends")
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The session is there; the reply that the client missed, if any, follows."""
+    """The session goes on; the reply that the client missed follows, if it missed one."""
 
     seq: LastSeq  # of the server's last reply
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Why a request was refused; after a fatal one the server closes the connection."""
+    """A request was refused, and why; after a fatal Fault the server closes the connection."""
 
     code: Annotated[FaultCode, _one_of(FaultCode)]
     text: Text
     fatal: Flag
 
 
-Up = Hello | Open | Resume | Draft | Read | Close | Stream
-Down = Welcome | Opened | Verdict | Resumed | Fault
-# Numbers of kinds never change and are never used again.
+Up = Hello | Open | Resume | Verify | Read | Close | Stream
+Down = Welcome | Opened | Committed | Resumed | Fault
+# A number never changes its meaning, not even after its message is gone.
 UP: dict[int, type] = {
     1: Hello,
     2: Open,
     3: Resume,
-    4: Draft,
+    4: Verify,
     5: Read,
     6: Close,
     7: Stream,
 }
-DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Verdict, 68: Resumed, 69: Fault}
+DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Committed, 68: Resumed, 69: Fault}
 KIND_OF = {message: kind for kind, message in (UP | DOWN).items()}
 FORMS: dict[type, dict[str, Form]] = {
     message: {
@@ -344,23 +359,23 @@ FORMS: dict[type, dict[str, Form]] = {
 
 
 def encode(message: Up | Down) -> bytes:
-    """A message as bytes; the other side checks it with its own limits."""
+    """A message as bytes; the receiver checks it."""
     kind = type(message)
     fields = {name: form.write(getattr(message, name)) for name, form in FORMS[kind].items()}
     return bytes((VERSION, KIND_OF[kind])) + msgpack.packb(fields)
 
 
-def decode_up(data: bytes, limits: Limits) -> Up:
-    """A client's message, for the server; BadMessage or WrongVersion where it is none."""
+def decode_up(data: bytes, limits: MessageLimits) -> Up:
+    """Decodes a client's message; raises BadMessage or WrongVersion."""
     return _decode(data, limits, UP)
 
 
-def decode_down(data: bytes, limits: Limits) -> Down:
-    """A server's message, for the client; BadMessage or WrongVersion where it is none."""
+def decode_down(data: bytes, limits: MessageLimits) -> Down:
+    """Decodes a server's message; raises BadMessage or WrongVersion."""
     return _decode(data, limits, DOWN)
 
 
-def _decode(data: bytes, limits: Limits, kinds: dict[int, type]) -> Any:
+def _decode(data: bytes, limits: MessageLimits, kinds: dict[int, type]) -> Any:
     if type(data) is not bytes:
         raise BadMessage("a text message came: only binary ones are read")
     if len(data) > limits.max_bytes:
@@ -370,7 +385,8 @@ def _decode(data: bytes, limits: Limits, kinds: dict[int, type]) -> Any:
     if data[0] != VERSION:
         raise WrongVersion(data[0])
     if len(data) < 2 or data[1] not in kinds:
-        raise BadMessage(f"a message that is none of {_names(kinds.values())}")
+        names = ", ".join(kind.__name__ for kind in kinds.values())
+        raise BadMessage(f"a message that is none of {names}")
     kind = kinds[data[1]]
     fields, forms = _unpacked(kind, memoryview(data)[2:], limits), FORMS[kind]
     if fields.keys() - forms.keys():
@@ -385,12 +401,8 @@ def _decode(data: bytes, limits: Limits, kinds: dict[int, type]) -> Any:
     return kind(**fields)
 
 
-def _names(kinds: Any) -> str:
-    return ", ".join(kind.__name__ for kind in kinds)
-
-
-def _unpacked(kind: type, data: memoryview, limits: Limits) -> dict[Any, Any]:
-    """The map of a message, its values not checked yet."""
+def _unpacked(kind: type, data: memoryview, limits: MessageLimits) -> dict[Any, Any]:
+    """The map of a message; its values are not checked."""
     try:
         fields = msgpack.unpackb(
             data,
@@ -404,13 +416,13 @@ def _unpacked(kind: type, data: memoryview, limits: Limits) -> dict[Any, Any]:
     except (ValueError, msgpack.UnpackException):
         fields = None
     if type(fields) is not dict:
-        raise BadMessage(f"{kind.__name__} is no msgpack map within the limits")
+        raise BadMessage(f"{kind.__name__} is not a msgpack map within the limits")
     return fields
 
 
 def _map_of(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A map none of whose names stands twice."""
+    """A map without repeated names; ValueError for one with them."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name is repeated")
     return fields

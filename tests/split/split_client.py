@@ -22,14 +22,12 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from infer.split.client.answering import Answering
-from infer.split.client.text import Event
-from infer.split.client.ways import Counts, Ways
-from infer.split.link import Server
+from infer.split.client.state import AnswerEvent, ClientOptions, Counts
+from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES, Profile
 from infer.split.network.proxy import Proxy, in_thread
-from infer.split.server.app import PATH, Manners
-from infer.split.server.app import Server as SplitServer
-from infer.split.server.sessions import Rules
+from infer.split.server.app import PATH, ConnectionLimits, SplitServer
+from infer.split.server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import wire
 from moa_jax.split.half import EXACT
@@ -130,7 +128,7 @@ class Found:
     done: str
     kept: list[bool]  # for each token
     counts: Counts
-    events: list[Event]
+    events: list[AnswerEvent]
     shown: list[list[int]]  # the answer at each of them
 
     def check(self, policy: str = "verify") -> None:
@@ -147,10 +145,10 @@ class Found:
         assert shown == self.tokens
 
 
-def server_at(port: int, **changes: Any) -> Server:
+def server_at(port: int, **changes: Any) -> ServerAddress:
     """How toy clients speak to a server."""
     given = {"codec": "float32", "timeout": 5.0} | changes
-    return Server(f"ws://127.0.0.1:{port}{PATH}", PAIRING, **given)
+    return ServerAddress(f"ws://127.0.0.1:{port}{PATH}", PAIRING, **given)
 
 
 @contextlib.contextmanager
@@ -180,7 +178,7 @@ async def answered(
     seconds: float = SECONDS,
 ) -> Found:
     """One answer; `act` is called after each event."""
-    events: list[Event] = []
+    events: list[AnswerEvent] = []
     shown: list[list[int]] = []
     total = len(prompt) + new
     async with asyncio.timeout(seconds):
@@ -212,7 +210,7 @@ def rest_until_linked(half: ToyHalf, answering: Answering, most: int = 24) -> No
     half.may_draft = lambda: is_linked(answering) or len(answering.text.tail) < most
 
 
-def hurry(server: Server, ways: Ways, seconds: float = 0.5) -> None:
+def hurry(server: ServerAddress, ways: ClientOptions, seconds: float = 0.5) -> None:
     """A client gives up on a message after this long from now on.
 
     Its start may take longer: there is no second server to try, and a machine may be busy.
@@ -222,8 +220,8 @@ def hurry(server: Server, ways: Ways, seconds: float = 0.5) -> None:
 
 
 def run_client(
-    server: Server | None,
-    ways: Ways,
+    server: ServerAddress | None,
+    ways: ClientOptions,
     work: Callable[[Answering], Any],
     half: Any = None,
 ) -> Any:
@@ -243,7 +241,12 @@ def run_client(
 
 
 def ask(
-    server: Server | None, ways: Ways, prompt: Sequence[int], new: int, half: Any = None, **options
+    server: ServerAddress | None,
+    ways: ClientOptions,
+    prompt: Sequence[int],
+    new: int,
+    half: Any = None,
+    **options,
 ) -> Found:
     """One answer of a client of its own."""
     work = lambda answering: answered(answering, prompt, new, **options)  # noqa: E731
@@ -251,7 +254,12 @@ def ask(
 
 
 def ask_in_haste(
-    server: Server, ways: Ways, prompt: Sequence[int], new: int, seconds: float = 0.5, **options
+    server: ServerAddress,
+    ways: ClientOptions,
+    prompt: Sequence[int],
+    new: int,
+    seconds: float = 0.5,
+    **options,
 ) -> Found:
     """As `ask`, by a client that hurries once the answer has begun."""
     server, ways = dataclasses.replace(server), dataclasses.replace(ways)  # its own to change
@@ -367,19 +375,19 @@ def relayed(port: int, spoil: Spoil, **options: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **manners: Any) -> Iterator[Any]:
+def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any) -> Iterator[Any]:
     """A server over the slots of a real pair; all of them can be taken again after it."""
     slots.hold = threading.Event()
-    rules = Rules(
+    server_limits = ServerLimits(
         num_slots=len(slots._slots),
         max_tokens=slots.max_tokens,
         max_nodes=slots.max_nodes - 1,
         chunk=slots.chunk,
         max_prompt=slots.max_tokens // 2,
     )
-    found = Running(slots, rules, Manners(**manners))
+    found = Running(slots, server_limits, ConnectionLimits(**limits))
     found.server = SplitServer(
-        found.scheduler, pairing, vocab_size, Manners(**manners), found.server.log
+        found.scheduler, pairing, vocab_size, ConnectionLimits(**limits), found.server.log
     )
     found.start()
     try:

@@ -15,11 +15,11 @@ import numpy as np
 import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
-from infer.split.server.app import PATH, Manners, Server
+from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.listener import PatientHttp
 from infer.split.server.metrics import Metrics
 from infer.split.server.scheduler import Scheduler
-from infer.split.server.sessions import Rules
+from infer.split.server.sessions import ServerLimits
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.split import rows, wire
@@ -29,7 +29,7 @@ PATIENCE = 30.0  # seconds for what comes at once, unless it never does
 VOCAB = 97
 SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
 PAIRING = {"method": "toy", "vocab_size": VOCAB, "target_sha256": "ab" * 32}
-LIMITS = wire.Limits(max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26)
+LIMITS = wire.MessageLimits(max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
@@ -159,11 +159,13 @@ class ToySlots:
 class Running:
     """A server that listens, and what the tests look at."""
 
-    def __init__(self, slots: ToySlots, rules: Rules, manners: Manners) -> None:
+    def __init__(
+        self, slots: ToySlots, server_limits: ServerLimits, limits: ConnectionLimits
+    ) -> None:
         self.slots, self.events = slots, []
         log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
-        self.scheduler = Scheduler(slots, rules, Metrics(), log)
-        self.server = Server(self.scheduler, PAIRING, VOCAB, manners, log)
+        self.scheduler = Scheduler(slots, server_limits, Metrics(), log)
+        self.server = SplitServer(self.scheduler, PAIRING, VOCAB, limits, log)
         self.port = 0
         self._listening: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -175,7 +177,7 @@ class Running:
             port=0,
             http=PatientHttp,
             ws="websockets-sansio",
-            ws_max_size=self.server.manners.max_message_bytes,
+            ws_max_size=self.server.limits.max_message_bytes,
             ws_per_message_deflate=False,
             lifespan="on",
             log_config=None,
@@ -215,11 +217,13 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(slots: ToySlots | None = None, manners: Manners | None = None, **rules) -> Iterator:
+def running(
+    slots: ToySlots | None = None, limits: ConnectionLimits | None = None, **server_limits
+) -> Iterator:
     """A server for the block."""
     slots = slots or ToySlots()
-    given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | rules
-    server = Running(slots, Rules(**given), manners or Manners())
+    given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | server_limits
+    server = Running(slots, ServerLimits(**given), limits or ConnectionLimits())
     server.start()
     try:
         yield server
@@ -259,14 +263,14 @@ class Client:
     def receive(self, seconds: float = PATIENCE):
         return wire.decode_down(self.socket.recv(seconds), LIMITS)
 
-    def reply(self) -> list[wire.Verdict]:
+    def reply(self) -> list[wire.Committed]:
         """All parts of one reply."""
         parts = [self.receive()]
-        while isinstance(parts[-1], wire.Verdict) and parts[-1].more:
+        while isinstance(parts[-1], wire.Committed) and parts[-1].more:
             parts.append(self.receive())
         return parts
 
-    def open(self, tokens: list[int], total: int = 400, **changes) -> list[wire.Verdict]:
+    def open(self, tokens: list[int], total: int = 400, **changes) -> list[wire.Committed]:
         self.send(opening(tokens, total, **changes))
         opened = self.receive()
         if not isinstance(opened, wire.Opened):
@@ -276,7 +280,7 @@ class Client:
 
     def draft(self, seq: int, tokens: list[int] = (), parents: list[int] | None = None):
         chain = list(range(len(tokens)))
-        self.send(wire.Draft(seq, list(tokens), chain if parents is None else parents))
+        self.send(wire.Verify(seq, list(tokens), chain if parents is None else parents))
         (*_, verdict) = self.reply()  # rows of many bytes come in several parts
         return verdict
 

@@ -246,11 +246,11 @@ def test_split_client_with_another_drafter_is_told_so(ask, capsys, tmp_path):
 
 
 def test_split_client_of_a_server_with_no_room_is_not_told_to_start_one(ask, server, files):
-    server.server.manners = dataclasses.replace(server.server.manners, max_clients=0)
+    server.server.limits = dataclasses.replace(server.server.limits, max_clients=0)
     try:
         said = refused(ask(*IDS))
     finally:
-        server.server.manners = dataclasses.replace(server.server.manners, max_clients=64)
+        server.server.limits = dataclasses.replace(server.server.limits, max_clients=64)
     assert "try again later: give --offline" in said and "start infer.server" not in said
 
 
@@ -355,7 +355,7 @@ def test_split_client_needs_no_file_of_the_targets_but_what_it_borrows(ask, fold
 @pytest.mark.parametrize("policy", ["verify", "keep"])
 def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and comes back."""
-    monkeypatch.setattr("infer.split.client.dialler.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
     with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
         url = f"ws://127.0.0.1:{proxy.port}/v1/split"

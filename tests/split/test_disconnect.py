@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infer.split.client.answering import Answering
-from infer.split.client.ways import Ways
+from infer.split.client.state import ClientOptions
 from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy
-from infer.split.server.app import Manners
+from infer.split.server.app import ConnectionLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import wire
 from tests.split.split_client import (
@@ -50,21 +50,21 @@ from tests.split.split_server import (
 
 PROMPT = list(range(1, 21))
 NEW = 60
-CHAIN, TREE = Ways(), Ways(DraftShape(4, 2, 6))
-WAYS = {
+CHAIN, TREE = ClientOptions(), ClientOptions(DraftShape(4, 2, 6))
+OPTIONS = {
     "chain": CHAIN,
     "tree": TREE,
-    "plain": Ways(lengths=()),
-    "stream": Ways(lengths=(), stream=True),
-    "no-ahead": Ways(draft_ahead=False),
+    "plain": ClientOptions(lengths=()),
+    "stream": ClientOptions(lengths=(), stream=True),
+    "no-ahead": ClientOptions(draft_ahead=False),
 }
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Attempts to connect again come fast."""
-    monkeypatch.setattr("infer.split.client.dialler.FIRST_WAIT", 0.01)
-    monkeypatch.setattr("infer.split.client.dialler.LONGEST_WAIT", 0.1)
+    monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("infer.split.client.session.LONGEST_WAIT", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,10 @@ def server():
         assert found.metric("split_failures_total") == 0
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_split_client_writes_the_targets_text(server, name):
     with nothing_left():
-        found = ask(server_at(server.port), WAYS[name], PROMPT, NEW)
+        found = ask(server_at(server.port), OPTIONS[name], PROMPT, NEW)
     assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
     assert found.counts.drops == found.counts.rewritten == 0
     found.check()
@@ -110,7 +110,7 @@ def fault(proxy: Proxy, chance: random.Random) -> None:
         proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
 
 
-def with_faults(seed: int, server, ways: Ways, every: int = 4, **options):
+def with_faults(seed: int, server, ways: ClientOptions, every: int = 4, **options):
     """An answer with a fault every few events."""
     chance = random.Random(seed)
     with linked(server.port) as proxy:
@@ -127,21 +127,23 @@ def with_faults(seed: int, server, ways: Ways, every: int = 4, **options):
     return found
 
 
-MATRIX = [(name, seed) for name in WAYS for seed in range(3)]
-MORE = [pytest.param(name, seed, marks=pytest.mark.slow) for name in WAYS for seed in range(3, 30)]
+MATRIX = [(name, seed) for name in OPTIONS for seed in range(3)]
+MORE = [
+    pytest.param(name, seed, marks=pytest.mark.slow) for name in OPTIONS for seed in range(3, 30)
+]
 
 
 @pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
 def test_disconnect_verified_text_is_the_targets(server, name, seed):
     with nothing_left():
-        found = with_faults(seed, server, WAYS[name])
+        found = with_faults(seed, server, OPTIONS[name])
     found.check()
     assert found.tokens == plain(found.prompt, NEW) and found.done == "length"
 
 
 @pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
 def test_disconnect_kept_text_stays_and_the_target_goes_on(server, name, seed):
-    ways = dataclasses.replace(WAYS[name], policy="keep")
+    ways = dataclasses.replace(OPTIONS[name], policy="keep")
     with nothing_left():
         found = with_faults(seed, server, ways)
     found.check("keep")
@@ -193,7 +195,7 @@ def test_disconnect_while_the_prompt_is_read(server, policy, seed):
 
 def test_disconnect_for_good_ends_alone(server):
     for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
-        ways = dataclasses.replace(WAYS[name], policy=policy, reconnect_seconds=0.2)
+        ways = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
         with linked(server.port) as proxy, nothing_left():
             refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None  # noqa: E731
             found = ask(server_at(proxy.port), ways, PROMPT, NEW, act=refuse)
@@ -318,7 +320,10 @@ def test_disconnect_server_that_drains_is_left_and_found_again():
 
 def test_disconnect_token_that_is_refused_later_is_said_once():
     """Denied while dialling: what is left is written alone, with one notice of why."""
-    with running(manners=Manners(token="a")) as first, running(manners=Manners(token="b")) as other:
+    with (
+        running(limits=ConnectionLimits(token="a")) as first,
+        running(limits=ConnectionLimits(token="b")) as other,
+    ):
         with linked(first.port) as proxy:
 
             def act(index, answering):
@@ -390,7 +395,7 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
 # A server that says what it should not
 
 
-def relays(server, spoil, ways: Ways = CHAIN, **options):
+def relays(server, spoil, ways: ClientOptions = CHAIN, **options):
     """An answer of a client that hurries once the server has opened a session."""
     ways = dataclasses.replace(ways)
 
@@ -409,8 +414,8 @@ SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_disconnect_messages_twice_late_never_and_broken(server, seed):
-    name = list(WAYS)[seed % len(WAYS)]
-    found = relays(server, spoiler(seed, 8), WAYS[name])
+    name = list(OPTIONS)[seed % len(OPTIONS)]
+    found = relays(server, spoiler(seed, 8), OPTIONS[name])
     found.check()
     assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
 
@@ -435,7 +440,7 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
     assert found.done and len(found.tokens) <= NEW
 
 
-@pytest.mark.parametrize("kind", ["Welcome", "Verdict", "Resumed"])
+@pytest.mark.parametrize("kind", ["Welcome", "Committed", "Resumed"])
 def test_disconnect_damaged_version_is_a_lost_link(server, kind):
     """Who has welcomed a client before does not speak another version now."""
     to_do = ["close", "damage"]
@@ -504,11 +509,11 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy)
     assert found.done == "length" and found.counts.drops
 
 
-@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Verdict", "Resumed"])
+@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Committed", "Resumed"])
 @pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
 def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     """Once the answer has begun, every message of a kind is replaced."""
-    number = {"Welcome": 65, "Opened": 66, "Verdict": 67, "Resumed": 68}[kind]
+    number = {"Welcome": 65, "Opened": 66, "Committed": 67, "Resumed": 68}[kind]
     fault = wire.encode(wire.Fault("pairing", "no", True))
 
     def spoil(message, seen):
@@ -596,7 +601,7 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
         return tree(text, shape)
 
     half.chain, half.tree = slow, slow_tree
-    ways = dataclasses.replace(WAYS[name], lengths=(3,))
+    ways = dataclasses.replace(OPTIONS[name], lengths=(3,))
     found = ask(server_at(server.port), ways, PROMPT, 8, half)
     assert found.tokens == plain(PROMPT, 8)
     assert found.counts.round_trips_s[0] < 0.9  # a reply's time, not a token's

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import pytest
 
 from infer.flags.pair import DEMO
-from infer.split.client.ways import Ways
-from infer.split.link import Server
+from infer.split.client.state import ClientOptions
+from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy
 from moa_jax import Session, load_drafter, load_target
@@ -67,8 +67,8 @@ def half(pair):
     return DraftHalf(pair.target, pair.drafter, max_tokens=64)
 
 
-def at(port: int, facts: dict, timeout: float = 5.0) -> Server:
-    return Server(f"ws://127.0.0.1:{port}/v1/split", facts, codec="int8", timeout=timeout)
+def at(port: int, facts: dict, timeout: float = 5.0) -> ServerAddress:
+    return ServerAddress(f"ws://127.0.0.1:{port}/v1/split", facts, codec="int8", timeout=timeout)
 
 
 def failing(proxy: Proxy, seed: int, share: float):
@@ -88,14 +88,14 @@ def failing(proxy: Proxy, seed: int, share: float):
 
 
 LAWS = {"greedy": Sampling(), "sampled": Sampling(0.9, top_k=20, seed=7)}
-WAYS = {
-    "chain": Ways(lengths=(1, 2, 4)),
-    "tree": Ways(DraftShape(3, 2, 5)),
-    "stream": Ways(lengths=(), stream=True),
+OPTIONS = {
+    "chain": ClientOptions(lengths=(1, 2, 4)),
+    "tree": ClientOptions(DraftShape(3, 2, 5)),
+    "stream": ClientOptions(lengths=(), stream=True),
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("law", LAWS)
 def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server, half, law, name):
     (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
@@ -104,7 +104,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
         with linked(server.port) as proxy:
             options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
             work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
-            found = run_client(at(proxy.port, facts), WAYS[name], work, half)
+            found = run_client(at(proxy.port, facts), OPTIONS[name], work, half)
             proxy.heal()
         assert found.tokens == plain.token_ids and found.done == "length"
         drops += found.counts.drops
@@ -114,7 +114,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
 @pytest.mark.parametrize("law", LAWS)
 def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, half, law):
     """Behind each kept part stands what the target writes after exactly that text."""
-    ways = dataclasses.replace(WAYS["chain"], policy="keep")
+    ways = dataclasses.replace(OPTIONS["chain"], policy="keep")
     for seed in range(6):
         with linked(server.port) as proxy:
             options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
@@ -181,7 +181,7 @@ def questions(count: int, longest: int) -> list[list[int]]:
     return list(itertools.islice((p for p in prompts if len(p) <= longest), count))
 
 
-DEMO_WAYS = Ways(lengths=(1, 3, 7), reconnect_seconds=240, patience=240)
+DEMO_OPTIONS = ClientOptions(lengths=(1, 3, 7), reconnect_seconds=240, patience=240)
 
 
 def test_disconnect_server_is_killed_and_comes_back(demo, program):
@@ -202,7 +202,7 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
         return await answered(answering, prompt, 120, act=act, seconds=500)
 
     with ThreadPoolExecutor(1) as pool:
-        found = run_client(at(port, facts, 60), DEMO_WAYS, work, half)
+        found = run_client(at(port, facts, 60), DEMO_OPTIONS, work, half)
         starting[0].result()
     assert found.tokens == plain.token_ids and found.counts.drops == 1
     assert found.counts.prompts == 2 and not any(found.kept)
@@ -246,7 +246,7 @@ def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
                 found.append(await answered(answering, prompt, 32, act=act, seconds=500))
             return found
 
-        ways = dataclasses.replace(DEMO_WAYS, patience=20)  # what never comes costs as much
+        ways = dataclasses.replace(DEMO_OPTIONS, patience=20)  # what never comes costs as much
         answers = run_client(at(proxy.port, facts, 20), ways, work, half)
         proxy.heal()
     for prompt, found in zip(prompts, answers, strict=True):
@@ -285,7 +285,7 @@ def test_disconnect_soak_of_32_clients(demo, program):
                     count += 1
 
             where = proxy.port if number % 4 == 0 else port
-            run_client(at(where, facts, 60), DEMO_WAYS, work, own)
+            run_client(at(where, facts, 60), DEMO_OPTIONS, work, own)
             return count
 
         with ThreadPoolExecutor(32) as clients:

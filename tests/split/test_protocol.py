@@ -23,17 +23,17 @@ from moa_jax.split.wire import (
     UP,
     BadMessage,
     Close,
-    Draft,
+    Committed,
     Fault,
     Hello,
-    Limits,
+    MessageLimits,
     Open,
     Opened,
     Read,
     Resume,
     Resumed,
     Stream,
-    Verdict,
+    Verify,
     Welcome,
     WrongVersion,
     decode_down,
@@ -43,11 +43,11 @@ from moa_jax.split.wire import (
 )
 from tests.model_folders import refusal
 
-LIMITS = Limits(
+LIMITS = MessageLimits(
     max_tokens=64, max_nodes=9, max_rows=16, max_bytes=9000, max_stops=3, max_text=80, vocab_size=99
 )
 SECRET = "s3cret"
-SEED = 3  # of EXAMPLES; one whose Verdict has more parts to come
+SEED = 3  # of EXAMPLES; one whose Committed has more parts to come
 CODECS = ("float32", "bfloat16", "int8")
 
 
@@ -66,13 +66,13 @@ def random_messages(seed: int) -> list[Any]:
         Hello(f"moa-jax {seed}", pairing, CODECS[seed % 3], more),
         Open(seq, prompt, more, 1, 64, tokens(3, 0), sampling_fields(sampling)),
         Resume(name, -1 if more else seq, 7),
-        Draft(seq, drafted, [int(rng.integers(node + 1)) for node in range(len(drafted))]),
+        Verify(seq, drafted, [int(rng.integers(node + 1)) for node in range(len(drafted))]),
         Read(seq, tokens(64)),
         Close(),
         Stream(seq),
         Welcome("moa-jax", pairing, 62, 2048, 1024, 16),
         Opened(name),
-        Verdict(seq, 3, 5, tokens(6, 0), "" if more else "stop", more, rng.bytes(9)),
+        Committed(seq, 3, 5, tokens(6, 0), "" if more else "stop", more, rng.bytes(9)),
         Resumed(seq),
         Fault("busy", f"all slots are taken: try again later, {SECRET}", more),
     ]
@@ -81,7 +81,7 @@ def random_messages(seed: int) -> list[Any]:
 EXAMPLES = random_messages(SEED)
 
 
-def decode(data: bytes, message: type, limits: Limits = LIMITS) -> Any:
+def decode(data: bytes, message: type, limits: MessageLimits = LIMITS) -> Any:
     return (decode_up if KIND_OF[message] in UP else decode_down)(data, limits)
 
 
@@ -208,9 +208,9 @@ BROKEN: list[tuple[type, str, Any]] = [
     (Resume, "seq", -2),
     (Resume, "known", -1),
     (Resume, "known", LIMITS.max_tokens + 1),
-    (Draft, "tokens", ints(*range(10))),
-    (Draft, "parents", ints(9, dtype="<u2")),
-    (Draft, "parents", b"\0"),
+    (Verify, "tokens", ints(*range(10))),
+    (Verify, "parents", ints(9, dtype="<u2")),
+    (Verify, "parents", b"\0"),
     (Read, "tokens", b""),
     (Read, "seq", "0"),
     (Stream, "seq", -1),
@@ -219,11 +219,11 @@ BROKEN: list[tuple[type, str, Any]] = [
     (Welcome, "max_tokens", 0),
     (Welcome, "max_prompt", 0),
     (Opened, "session", SECRET),
-    (Verdict, "start", 65),
-    (Verdict, "count", 17),
-    (Verdict, "done", "eos"),
-    (Verdict, "rows", SECRET),
-    (Verdict, "tokens", ints(-1)),
+    (Committed, "start", 65),
+    (Committed, "count", 17),
+    (Committed, "done", "eos"),
+    (Committed, "rows", SECRET),
+    (Committed, "tokens", ints(-1)),
     (Resumed, "seq", -2),
     (Fault, "code", SECRET),
     (Fault, "code", ""),
@@ -260,12 +260,12 @@ def test_fields_that_contradict_each_other_are_refused():
     assert "Open.total" in refused(raw(Open, fields | {"total": 2}), Open)
     for parents in ([0, 1], [0, 1, 2, 0], [0, 2, 0], [1, 0, 0], [0, 1, 3]):
         broken = {"seq": 1, "tokens": ints(5, 6, 7), "parents": ints(*parents, dtype="<u2")}
-        assert "Draft.parents" in refused(raw(Draft, broken), Draft)
-    decode(raw(Draft, broken | {"parents": ints(0, 1, 2, dtype="<u2")}), Draft)
-    fields = raw_fields(of(Verdict)) | {"more": True, "done": ""}
+        assert "Verify.parents" in refused(raw(Verify, broken), Verify)
+    decode(raw(Verify, broken | {"parents": ints(0, 1, 2, dtype="<u2")}), Verify)
+    fields = raw_fields(of(Committed)) | {"more": True, "done": ""}
     for tokens in (b"", ints(1)):  # those of a stream come part by part
-        decode(raw(Verdict, fields | {"tokens": tokens}), Verdict)
-    assert "Verdict.more" in refused(raw(Verdict, fields | {"done": "stop"}), Verdict)
+        decode(raw(Committed, fields | {"tokens": tokens}), Committed)
+    assert "Committed.more" in refused(raw(Committed, fields | {"done": "stop"}), Committed)
 
 
 @pytest.mark.parametrize("message", [type(m) for m in EXAMPLES], ids=lambda m: m.__name__)
@@ -304,10 +304,10 @@ def test_what_is_no_message_at_all(data):
 
 
 def test_an_oversized_message_is_refused_before_it_is_read(monkeypatch):
-    big = dataclasses.replace(of(Verdict), rows=bytes(LIMITS.max_bytes))
+    big = dataclasses.replace(of(Committed), rows=bytes(LIMITS.max_bytes))
     monkeypatch.setattr(msgpack, "unpackb", lambda *_, **__: pytest.fail("was read"))
-    assert "at most 9000" in refused(encode(big), Verdict)
-    assert "at most 9000" in refused(b"\xff" * 9001, Verdict)
+    assert "at most 9000" in refused(encode(big), Committed)
+    assert "at most 9000" in refused(b"\xff" * 9001, Committed)
 
 
 # Rows. The first is what a drafter for an 8B target sends for each token: keys and values of
@@ -430,7 +430,7 @@ def test_a_decompression_bomb_never_goes_off():
 
 def test_headers_that_promise_much_allocate_little():
     """Containers in containers, each of them said to hold all that the limits allow."""
-    limits = Limits(max_tokens=1 << 20, max_nodes=64, max_rows=128, max_bytes=1 << 20)
+    limits = MessageLimits(max_tokens=1 << 20, max_nodes=64, max_rows=128, max_bytes=1 << 20)
     for header in (b"\xdd\x00\x01\x00\x00", b"\xdf\x00\x00\x00\x20\xa1a", b"\xde\x00\x01\xa1a"):
         body = header * (limits.max_bytes // len(header) - 2)
         for prefix in (b"", b"\x81\xa8sampling", b"\x81\xa6tokens"):

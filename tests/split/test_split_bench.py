@@ -18,7 +18,7 @@ from infer.split.bench.flags import parser_of
 from infer.split.bench.pairs import Pair, SplitBench, Way, ways_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
-from infer.split.client.ways import Ways
+from infer.split.client.state import ClientOptions
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.errors import InputError
@@ -144,7 +144,7 @@ def test_arrivals_follow_a_poisson_law():
 
 
 def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(server):
-    ways = Ways(lengths=(), policy="keep", reconnect_seconds=0.0)
+    ways = ClientOptions(lengths=(), policy="keep", reconnect_seconds=0.0)
 
     async def cut(proxy: Proxy, after: int) -> list[int]:
         with ThreadPoolExecutor(1) as worker:

@@ -47,8 +47,8 @@ def files(tmp_path) -> dict[str, str]:
 
 
 REFUSED = {  # flags, and what the one line says
-    "--host 0.0.0.0": "not this machine alone: give --token-file, or --open",
-    "--host :: --max-queue 3": "not this machine alone",
+    "--host 0.0.0.0": "lets other machines in: give --token-file, or --open",
+    "--host :: --max-queue 3": "lets other machines in",
     "--token-file {absent}": "No such file",
     "--token-file {empty}": "one word of printable ASCII",
     "--token-file {words}": "one word of printable ASCII",
@@ -64,7 +64,7 @@ REFUSED = {  # flags, and what the one line says
     "--warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
     "--ready-file {absent}/x.json": "no file can be written there: choose another path",
     "--idle-seconds 0": "not a number above 0",
-    "--host nowhere.invalid --open": "give an address of this one",
+    "--host nowhere.invalid --open": "give an address of this machine",
     "--port 0 --target {absent} --draft {absent}": "absent is not a folder",
 }
 
@@ -207,7 +207,7 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
             pass
         text = list(verdict.tokens)
         while not verdict.done:
-            verdict = ask(wire.Draft(verdict.seq + 1, [text[-1]], [0]))
+            verdict = ask(wire.Verify(verdict.seq + 1, [text[-1]], [0]))
             text += verdict.tokens
         link.send(wire.encode(wire.Close()))
     return text

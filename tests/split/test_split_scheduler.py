@@ -11,7 +11,7 @@ import pytest
 
 from infer.split.server.metrics import Metrics
 from infer.split.server.scheduler import Scheduler
-from infer.split.server.sessions import Encoding, Reading, Refused, Rules, Session
+from infer.split.server.sessions import Encoding, PendingRead, Refused, ServerLimits, SplitSession
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from tests.split.split_server import LIMITS, PATIENCE, Steps, ToySlots, next_token, opening, plain
@@ -26,16 +26,16 @@ def nobody(refused: Refused) -> None:
 class Work:
     """A scheduler over toy slots, with a clock that the test turns."""
 
-    def __init__(self, slots: ToySlots, rules: Rules) -> None:
+    def __init__(self, slots: ToySlots, limits: ServerLimits) -> None:
         self.slots, self.now, self.events = slots, 0.0, []
         self.metrics = Metrics()
         log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
-        self.scheduler = Scheduler(slots, rules, self.metrics, log, lambda: self.now)
+        self.scheduler = Scheduler(slots, limits, self.metrics, log, lambda: self.now)
 
-    async def open(self, tokens: list[int], **changes) -> Session:
+    async def open(self, tokens: list[int], **changes) -> SplitSession:
         """A session whose prompt has been read."""
         session = await self.scheduler.open(opening(tokens, **changes), AS_IS, nobody)
-        await verdicts(session.answer)
+        await verdicts(session.reply)
         return session
 
     def entries(self, kind: str) -> list[tuple]:
@@ -43,10 +43,10 @@ class Work:
 
 
 @contextlib.asynccontextmanager
-async def working(slots: ToySlots | None = None, **rules) -> AsyncIterator[Work]:
+async def working(slots: ToySlots | None = None, **limits) -> AsyncIterator[Work]:
     slots = slots or ToySlots()
-    given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | rules
-    work = Work(slots, Rules(**given))
+    given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | limits
+    work = Work(slots, ServerLimits(**given))
     async with work.scheduler:
         yield work
         slots.hold.set()
@@ -54,10 +54,10 @@ async def working(slots: ToySlots | None = None, **rules) -> AsyncIterator[Work]
     assert all(name.startswith("target") for name in slots.threads)  # one thread's alone
 
 
-async def verdicts(answer) -> list[wire.Verdict]:
+async def verdicts(answer) -> list[wire.Committed]:
     async with asyncio.timeout(PATIENCE):
         parts = [wire.decode_down(part, LIMITS) async for part in answer.read()]
-    return [part for part in parts if isinstance(part, wire.Verdict)]
+    return [part for part in parts if isinstance(part, wire.Committed)]
 
 
 async def until(condition) -> None:
@@ -77,9 +77,9 @@ def test_split_waiting_drafts_become_one_batch():
         async with working() as work:
             sessions = [await work.open([n, n + 1]) for n in range(4)]
             work.slots.hold.clear()
-            first = work.scheduler.submit(sessions[0], wire.Draft(1, [], []))
+            first = work.scheduler.submit(sessions[0], wire.Verify(1, [], []))
             await until(lambda: work.entries("verify"))
-            rest = [work.scheduler.submit(s, wire.Draft(1, [], [])) for s in sessions[1:]]
+            rest = [work.scheduler.submit(s, wire.Verify(1, [], [])) for s in sessions[1:]]
             work.slots.hold.set()
             found = [(await verdicts(answer))[0].tokens for answer in (first, *rest)]
             assert found == [plain([n, n + 1], 2)[1:] for n in range(4)]
@@ -96,7 +96,7 @@ def test_split_big_draft_has_a_pass_of_its_own():
             sessions = [await work.open([n, n + 1]) for n in range(4)]
             work.slots.hold.clear()
             sizes = (1, 3, 62, 7)  # nodes, the root left out
-            drafts = [wire.Draft(1, list(range(size)), [0] * size) for size in sizes]
+            drafts = [wire.Verify(1, list(range(size)), [0] * size) for size in sizes]
             submit = lambda i: work.scheduler.submit(sessions[i], drafts[i])  # noqa: E731
             answers = [submit(0)]
             await until(lambda: work.entries("verify"))
@@ -119,15 +119,15 @@ def test_split_long_prompt_lets_drafts_through_after_each_chunk():
             long = await work.scheduler.open(opening(list(range(60))), AS_IS, nobody)
             for seq in range(1, 6):
                 await until(lambda seq=seq: len(work.entries("read")) == read + seq)
-                answer = work.scheduler.submit(session, wire.Draft(seq, [], []))
+                answer = work.scheduler.submit(session, wire.Verify(seq, [], []))
                 held.step()  # the chunk ends, and the draft is next
                 await until(lambda seq=seq: len(work.entries("verify")) == seq)
                 assert len(work.entries("read")) == read + seq
                 held.step()
                 await verdicts(answer)
-            assert not long.answer.complete
+            assert not long.reply.complete
             held.set()
-            assert (await verdicts(long.answer))[-1].tokens == plain(list(range(60)), 1)
+            assert (await verdicts(long.reply))[-1].tokens == plain(list(range(60)), 1)
 
     asyncio.run(check())
 
@@ -142,7 +142,7 @@ def test_split_prompts_take_turns_and_their_parts_keep_their_order():
             ]
             work.slots.hold.set()
             for prompt, session in zip(prompts, sessions, strict=True):
-                parts = await verdicts(session.answer)
+                parts = await verdicts(session.reply)
                 starts = [part.start for part in parts]
                 assert starts == sorted(starts) and parts[-1].tokens == plain(prompt, 1)
                 assert sum(part.count for part in parts) == len(prompt)
@@ -156,7 +156,7 @@ def test_split_prompts_take_turns_and_their_parts_keep_their_order():
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 25])
 def test_split_chunks_hold_at_most_what_a_pass_takes(chunk, count):
     for pick in (True, False):
-        reading, processed = Reading(list(range(count)), pick), 0
+        reading, processed = PendingRead(list(range(count)), pick), 0
         while reading.seen < count:
             part = reading.chunk(chunk)
             seen = reading.seen + len(part)
@@ -174,10 +174,10 @@ def test_split_rows_that_the_client_has_are_not_sent():
                 text = list(range(12))
                 ask = opening(text, root_given=True, known=known)
                 session = await work.scheduler.open(ask, AS_IS, nobody)
-                parts = await verdicts(session.answer)
+                parts = await verdicts(session.reply)
                 rows = [i for part in parts for i in range(part.start, part.start + part.count)]
                 assert rows == list(range(known, 11)) and not parts[-1].tokens
-                answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+                answer = work.scheduler.submit(session, wire.Verify(1, [], []))
                 assert (await verdicts(answer))[0].tokens == [next_token(text)]
                 work.scheduler.close(session, "done")
 
@@ -189,15 +189,15 @@ def test_split_requests_come_one_at_a_time_and_in_order():
         async with working() as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            answer = work.scheduler.submit(session, wire.Draft(1, [], []))
-            assert work.scheduler.submit(session, wire.Draft(1, [], [])) is answer
+            answer = work.scheduler.submit(session, wire.Verify(1, [], []))
+            assert work.scheduler.submit(session, wire.Verify(1, [], [])) is answer
             for seq, text in ((2, "before the reply"), (0, "next"), (7, "next")):
                 with pytest.raises(Refused, match=text) as error:
-                    work.scheduler.submit(session, wire.Draft(seq, [], []))
+                    work.scheduler.submit(session, wire.Verify(seq, [], []))
                 assert error.value.code == "state"
             work.slots.hold.set()
             parts = await verdicts(answer)
-            assert await verdicts(work.scheduler.submit(session, wire.Draft(1, [], []))) == parts
+            assert await verdicts(work.scheduler.submit(session, wire.Verify(1, [], []))) == parts
             assert len(work.entries("verify")) == 1
 
     asyncio.run(check())
@@ -208,7 +208,7 @@ def test_split_slot_is_waited_for_in_order_and_never_leaks():
         async with working(ToySlots(num_slots=1), queue_seconds=PATIENCE) as work:
             held = await work.open([1])
             waiting = [asyncio.create_task(work.open([n])) for n in (2, 3, 4)]
-            await until(lambda: work.scheduler._places.num_waiting == 3)
+            await until(lambda: work.scheduler._queue.num_waiting == 3)
             waiting[0].cancel()
             await asyncio.gather(waiting[0], return_exceptions=True)
             work.scheduler.close(held, "done")
@@ -218,7 +218,7 @@ def test_split_slot_is_waited_for_in_order_and_never_leaks():
             work.scheduler.close(second, "done")
             waiting[2].cancel()
             await asyncio.gather(waiting[2], return_exceptions=True)
-            assert work.scheduler._places.num_free == 1
+            assert work.scheduler._queue.num_free == 1
             await work.open([5])
 
     asyncio.run(check())
@@ -229,15 +229,15 @@ def test_split_queue_has_an_end_and_a_deadline():
         async with working(ToySlots(num_slots=1), max_queue=1, queue_seconds=PATIENCE) as work:
             await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._places.num_waiting)
+            await until(lambda: work.scheduler._queue.num_waiting)
             code, text = await refusal(work.open([3]))
             assert code == "busy" and "queue is full" in text
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            places = work.scheduler._places
-            places._rules = dataclasses.replace(places._rules, queue_seconds=0.05)
+            queue = work.scheduler._queue
+            queue._limits = dataclasses.replace(queue._limits, queue_seconds=0.05)
             assert "in time" in (await refusal(work.open([2])))[1]
-            assert not work.scheduler._places.num_waiting
+            assert not work.scheduler._queue.num_waiting
             work.scheduler.drain()
             assert (await refusal(work.open([3])))[0] == "draining"
 
@@ -249,7 +249,7 @@ def test_split_drain_ends_the_wait_for_slots():
         async with working(ToySlots(num_slots=1)) as work:
             await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._places.num_waiting)
+            await until(lambda: work.scheduler._queue.num_waiting)
             work.scheduler.drain()
             assert (await refusal(waiting))[0] == "draining"
 
@@ -297,7 +297,7 @@ def test_split_sessions_lost_while_others_wait_make_room():
         async with working(ToySlots(num_slots=1), resume_seconds=0.4) as work:
             first = await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._places.num_waiting)
+            await until(lambda: work.scheduler._queue.num_waiting)
             work.scheduler.disconnect(first)
             await asyncio.wait_for(waiting, PATIENCE)
             assert first.closed
@@ -310,11 +310,11 @@ def test_split_reply_of_a_client_that_left_is_there_when_it_comes_back():
         async with working() as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            work.scheduler.submit(session, wire.Draft(1, [], []))
+            work.scheduler.submit(session, wire.Verify(1, [], []))
             work.scheduler.disconnect(session)
             work.slots.hold.set()
             back = work.scheduler.resume(wire.Resume(session.id, 0), AS_IS, nobody)
-            assert (await verdicts(back.answer))[0].tokens == plain([1, 2], 2)[1:]
+            assert (await verdicts(back.reply))[0].tokens == plain([1, 2], 2)[1:]
 
     asyncio.run(check())
 
@@ -324,14 +324,14 @@ def test_split_session_closed_at_work_hands_a_clean_slot_on():
         async with working(ToySlots(num_slots=1)) as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+            answer = work.scheduler.submit(session, wire.Verify(1, [], []))
             await until(lambda: work.entries("verify"))
             work.scheduler.close(session, "done")
             asking = asyncio.create_task(work.open([3, 4]))
             work.slots.hold.set()
             assert (await refusal(verdicts(answer)))[0] == "gone"
             other = await asking
-            parts = await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
+            parts = await verdicts(work.scheduler.submit(other, wire.Verify(1, [], [])))
             assert parts[0].tokens == plain([3, 4], 2)[1:]
 
     asyncio.run(check())
@@ -344,7 +344,7 @@ def test_split_failures_end_their_sessions_and_show_in_health():
             for _ in range(3):
                 session = await work.open([1, 2])
                 work.slots.error = RuntimeError("what users wrote")
-                answer = work.scheduler.submit(session, wire.Draft(1, [], []))
+                answer = work.scheduler.submit(session, wire.Verify(1, [], []))
                 assert (await refusal(verdicts(answer)))[0] == "gone"
                 work.slots.error = None
             assert "users" not in repr(work.events)
@@ -353,10 +353,10 @@ def test_split_failures_end_their_sessions_and_show_in_health():
             work.slots.error = RuntimeError("again")
             for _ in range(3):
                 session = await work.scheduler.open(opening([5]), AS_IS, nobody)
-                await refusal(verdicts(session.answer))
+                await refusal(verdicts(session.reply))
             assert not work.scheduler.healthy
             work.slots.error = None
-            await verdicts(work.scheduler.submit(bystander, wire.Draft(1, [], [])))
+            await verdicts(work.scheduler.submit(bystander, wire.Verify(1, [], [])))
             assert work.scheduler.healthy
 
     asyncio.run(check())
@@ -368,10 +368,10 @@ def test_split_failure_behind_the_target_ends_its_session_and_the_work_goes_on()
             bystander = await work.open([9])
             broken = await work.open([1, 2])
             work.scheduler._text_of = lambda tokens: 1 / 0
-            answer = work.scheduler.submit(broken, wire.Draft(1, [], []))
+            answer = work.scheduler.submit(broken, wire.Verify(1, [], []))
             assert (await refusal(verdicts(answer)))[0] == "gone"
             work.scheduler._text_of = None
-            await verdicts(work.scheduler.submit(bystander, wire.Draft(1, [], [])))
+            await verdicts(work.scheduler.submit(bystander, wire.Verify(1, [], [])))
             assert work.scheduler.healthy
             work.scheduler._tasks[0].cancel()  # as no exception does
             await until(lambda: not work.scheduler.healthy)
@@ -384,11 +384,13 @@ def test_split_failure_that_takes_the_caches_ends_all_who_have_rows():
         async with working() as work:
             sessions = [await work.open([n]) for n in range(2)]
             work.slots.error, work.slots.lost = RuntimeError("out of memory"), True
-            answer = work.scheduler.submit(sessions[0], wire.Draft(1, [], []))
+            answer = work.scheduler.submit(sessions[0], wire.Verify(1, [], []))
             assert (await refusal(verdicts(answer)))[0] == "gone"
             work.slots.error, work.slots.lost = None, False
             await until(lambda: sessions[1].closed)
-            assert (await refusal(submitted(work, sessions[1], wire.Draft(1, [], []))))[0] == "gone"
+            assert (await refusal(submitted(work, sessions[1], wire.Verify(1, [], []))))[
+                0
+            ] == "gone"
             await work.open([5])
 
     asyncio.run(check())
@@ -398,10 +400,10 @@ def test_split_text_is_logged_only_if_asked_for():
     async def check(text_of):
         slots, events = ToySlots(), []
         log = lambda event, **facts: events.append((event, facts))  # noqa: E731
-        rules = Rules(num_slots=4, chunk=8)
-        async with Scheduler(slots, rules, Metrics(), log, text_of=text_of) as scheduler:
+        limits = ServerLimits(num_slots=4, chunk=8)
+        async with Scheduler(slots, limits, Metrics(), log, text_of=text_of) as scheduler:
             session = await scheduler.open(opening([61, 62, 63]), AS_IS, nobody)
-            await verdicts(session.answer)
+            await verdicts(session.reply)
         return [facts["text"] for event, facts in events if event == "text"]
 
     assert asyncio.run(check(None)) == []
@@ -410,7 +412,7 @@ def test_split_text_is_logged_only_if_asked_for():
 
 def test_split_rules_need_a_chunk_with_room():
     with pytest.raises(InputError, match="2 at least"):
-        Rules(chunk=1)
+        ServerLimits(chunk=1)
 
 
 def test_split_stream_goes_on_to_the_end_beside_drafts():
@@ -421,7 +423,7 @@ def test_split_stream_goes_on_to_the_end_beside_drafts():
             work.slots.hold.clear()
             answers = [work.scheduler.submit(s, wire.Stream(1)) for s in streams]
             await until(lambda: work.entries("verify"))
-            drafted = work.scheduler.submit(drafting, wire.Draft(1, [], []))
+            drafted = work.scheduler.submit(drafting, wire.Verify(1, [], []))
             work.slots.hold.set()
             for n, answer in zip((1, 2), answers, strict=True):
                 parts = await verdicts(answer)
@@ -432,18 +434,20 @@ def test_split_stream_goes_on_to_the_end_beside_drafts():
                 assert not any(part.count or part.rows for part in parts)
             assert (await verdicts(drafted))[0].tokens == plain([3], 2)[1:]
             assert work.entries("verify")[:2] == [(0, 1), (2, 0, 1)]
-            assert (await refusal(submitted(work, streams[0], wire.Draft(2, [], []))))[0] == "state"
+            assert (await refusal(submitted(work, streams[0], wire.Verify(2, [], []))))[
+                0
+            ] == "state"
             assert work.scheduler.submit(streams[0], wire.Stream(1)) is answers[0]
 
     asyncio.run(check())
 
 
-async def submitted(work: Work, session: Session, ask: object):
+async def submitted(work: Work, session: SplitSession, ask: object):
     return work.scheduler.submit(session, ask)
 
 
 def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
-    monkeypatch.setattr("infer.split.server.scheduler.MOST_BEHIND", 5)
+    monkeypatch.setattr("infer.split.server.scheduler.MOST_UNREAD", 5)
 
     async def check():
         async with working() as work:
@@ -458,7 +462,7 @@ def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
             await until(lambda: session.paused)
             held.set()
             other = await work.open([2])  # and nobody else waits for it
-            await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
+            await verdicts(work.scheduler.submit(other, wire.Verify(1, [], [])))
             done = len(work.entries("verify")) - 1
             assert done == 6 and session.paused
             assert (await refusal(submitted(work, session, wire.Stream(2))))[0] == "state"
@@ -478,7 +482,7 @@ def test_split_stream_that_is_closed_stops():
             work.scheduler.close(session, "done")
             done = len(work.entries("verify"))
             other = await work.open([2])
-            await verdicts(work.scheduler.submit(other, wire.Draft(1, [], [])))
+            await verdicts(work.scheduler.submit(other, wire.Verify(1, [], [])))
             assert len(work.entries("verify")) <= done + 2
 
     asyncio.run(check())

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from infer.split.server.app import Manners
+from infer.split.server.app import ConnectionLimits
 from moa_jax.split import rows, wire
 from tests.split.split_server import (
     PAIRING,
@@ -51,13 +51,13 @@ def ended(client: Client) -> wire.Fault | None:
     return fault
 
 
-def change_manners(server, **changes) -> None:
+def change_limits(server, **changes) -> None:
     """Other limits for the only connection, from its next message on."""
     (connection,) = server.server.connections
-    connection._manners = dataclasses.replace(connection._manners, **changes)
+    connection._limits = dataclasses.replace(connection._limits, **changes)
 
 
-def unpacked(parts: list[wire.Verdict]) -> list[np.ndarray]:
+def unpacked(parts: list[wire.Committed]) -> list[np.ndarray]:
     made = [rows.unpack(p.rows, p.count, SPECS, "float32", False) for p in parts]
     return [np.concatenate(leaves) for leaves in zip(*made, strict=True)]
 
@@ -116,7 +116,7 @@ def test_split_limits_of_a_text_end_it(server):
         client.open(PROMPT, total=23)
         verdict = client.draft(1, plain(PROMPT, 5)[1:])
         assert (len(verdict.tokens), verdict.done) == (2, "length")
-        client.send(wire.Draft(2, [], []))
+        client.send(wire.Verify(2, [], []))
         assert ended(client).code == "state"
     stop = plain(PROMPT, 3)[2]
     with Client(server) as client:
@@ -131,21 +131,24 @@ def test_split_duplicates_get_the_same_bytes(server):
         first = [client.socket.recv(PATIENCE) for _ in range(4)]
         client.send(opening(PROMPT))
         assert [client.socket.recv(PATIENCE) for _ in range(4)] == first
-        client.send(wire.Draft(1, [3], [0]))
+        client.send(wire.Verify(1, [3], [0]))
         verdict = client.socket.recv(PATIENCE)
         before = len(server.slots.diary)
         for _ in range(3):
-            client.send(wire.Draft(1, [3], [0]))
+            client.send(wire.Verify(1, [3], [0]))
             assert client.socket.recv(PATIENCE) == verdict
         assert len(server.slots.diary) == before
-        assert client.draft(2).start == wire.decode_down(verdict, server.server.limits).start + 1
+        assert (
+            client.draft(2).start
+            == wire.decode_down(verdict, server.server.message_limits).start + 1
+        )
 
 
 def test_split_resume_sends_the_lost_reply(server):
     with Client(server) as client:
         root = client.open(PROMPT)[-1].tokens
-        client.send(wire.Draft(1, [], []))
-        server.wait(lambda: any(s.answer.complete for s in server.scheduler._sessions.values()))
+        client.send(wire.Verify(1, [], []))
+        server.wait(lambda: any(s.reply.complete for s in server.scheduler._sessions.values()))
         session = client.session
         client.drop()
     with Client(server) as client:
@@ -194,7 +197,7 @@ def test_split_resume_after_expiry_is_gone():
             assert client.answer(PROMPT, 8)[:8] == plain(PROMPT, 8)
 
 
-TOKEN = Manners(token="right")
+TOKEN = ConnectionLimits(token="right")
 
 
 def status(server, **headers) -> int:
@@ -204,7 +207,7 @@ def status(server, **headers) -> int:
 
 
 def test_split_wrong_token_is_401_before_the_upgrade():
-    with running(manners=TOKEN) as server:
+    with running(limits=TOKEN) as server:
         for shown in ("wrong", "Bearer wrong", "Bearer right ", "Basic right"):
             if shown.strip() != "Bearer right":
                 assert status(server, Authorization=shown) == 401
@@ -218,7 +221,7 @@ def test_split_wrong_token_is_401_before_the_upgrade():
 
 
 def test_split_too_many_clients_are_503():
-    with running(manners=Manners(max_clients=1)) as server:
+    with running(limits=ConnectionLimits(max_clients=1)) as server:
         with Client(server) as client:
             assert status(server) == 503
             assert client.open(PROMPT)
@@ -261,11 +264,11 @@ WRONG = {  # what is said in a session, and the code
     "hello_again": (HELLO, "state"),
     "open_again": (opening([1, 2], seq=5), "state"),
     "resume": (wire.Resume("0" * 32, 0), "state"),
-    "skipped": (wire.Draft(3, [], []), "state"),
+    "skipped": (wire.Verify(3, [], []), "state"),
     "read_too_much": (wire.Read(2, [1] * 400), "state"),
-    "outside": (wire.Draft(2, [97], [0]), "message"),
-    "twins": (wire.Draft(2, [5, 5], [0, 0]), "message"),
-    "too_many": (wire.Draft(2, [1] * 64, list(range(64))), "message"),
+    "outside": (wire.Verify(2, [97], [0]), "message"),
+    "twins": (wire.Verify(2, [5, 5], [0, 0]), "message"),
+    "too_many": (wire.Verify(2, [1] * 64, list(range(64))), "message"),
 }
 
 
@@ -302,7 +305,10 @@ def ask(client: Client, message):
 
 
 def test_split_oversized_messages_end_the_connection():
-    with running(manners=Manners(max_message_bytes=2000)) as server, Client(server) as client:
+    with (
+        running(limits=ConnectionLimits(max_message_bytes=2000)) as server,
+        Client(server) as client,
+    ):
         client.send(b"\x01\x02" + bytes(5000))
         with pytest.raises(ConnectionClosed) as closed:
             client.receive()
@@ -310,13 +316,13 @@ def test_split_oversized_messages_end_the_connection():
 
 
 def test_split_silence_ends_connections_and_frees_their_slots():
-    with running(manners=Manners(hello_seconds=0.2)) as server:
+    with running(limits=ConnectionLimits(hello_seconds=0.2)) as server:
         with Client(server, hello=False) as client:
             assert "no Hello" in ended(client).text
     with running() as server:
         with Client(server) as client:
             client.open(PROMPT)
-            change_manners(server, idle_seconds=0.2)
+            change_limits(server, idle_seconds=0.2)
             client.draft(1)  # the silence after it is what counts
             assert ended(client).code == "gone"
         server.wait(lambda: server.slots.slots == [None] * 4)
@@ -325,9 +331,9 @@ def test_split_silence_ends_connections_and_frees_their_slots():
 
 def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
     slots = ToySlots(chunk=64, width=2000)  # one reply is some 20 MB
-    with running(slots, Manners(send_seconds=10 * PATIENCE), max_prompt=512) as server:
+    with running(slots, ConnectionLimits(send_seconds=10 * PATIENCE), max_prompt=512) as server:
         with Client(server, max_queue=1, max_size=None) as slow:
-            change_manners(server, send_seconds=0.3)
+            change_limits(server, send_seconds=0.3)
             with Client(server, max_queue=1, max_size=None) as stuck, Client(server) as other:
                 stuck.send(opening([1] * 300, 500))  # nobody gives up on it meanwhile
                 assert other.answer([5], 6)[:6] == plain([5], 6)
@@ -346,13 +352,13 @@ def test_split_requests_without_reading_wait_and_leave_nothing_behind():
         names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(server.loop)]
         return sum("_send_answer" in name for name in names)
 
-    with running(slots, Manners(send_seconds=2.0), max_prompt=512) as server:
+    with running(slots, ConnectionLimits(send_seconds=2.0), max_prompt=512) as server:
         with Client(server, max_queue=1, max_size=None) as client:
             client.open(PROMPT)
             text = PROMPT + plain(PROMPT, 1)
             for seq in range(1, 9):
                 right = plain(text, 31)
-                client.send(wire.Draft(seq, right[:30], list(range(30))))
+                client.send(wire.Verify(seq, right[:30], list(range(30))))
                 text += right
                 for _ in range(30):  # from some point on it waits
                     time.sleep(0 if complete(server, seq) else 0.01)
@@ -370,7 +376,7 @@ def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
     with Client(server) as client:
         text = PROMPT + client.open(PROMPT)[-1].tokens
         for seq in range(1, 6):
-            client.send(wire.Draft(seq, [], []))
+            client.send(wire.Verify(seq, [], []))
             server.wait(lambda seq=seq: complete(server, seq))
         for seq in range(1, 6):
             (verdict,) = client.reply()
@@ -382,7 +388,7 @@ def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
 def complete(server, seq: int) -> bool:
     """Whether the reply of that number is made for some session."""
     sessions = list(server.scheduler._sessions.values())
-    return any(s.answer.seq == seq and s.answer.complete for s in sessions)
+    return any(s.reply.seq == seq and s.reply.complete for s in sessions)
 
 
 def test_split_slots_under_pressure_go_from_those_who_left_longest(server):
@@ -414,8 +420,8 @@ def test_split_full_queue_is_busy():
             first.open(PROMPT)
             (fault,) = second.open(PROMPT)
             assert (fault.code, fault.fatal) == ("busy", False) and "in time" in fault.text
-            rules = server.scheduler.rules
-            server.scheduler.rules = dataclasses.replace(rules, queue_seconds=PATIENCE)
+            queue = server.scheduler._queue
+            queue._limits = dataclasses.replace(queue._limits, queue_seconds=PATIENCE)
             second.send(opening(PROMPT))
             server.wait(lambda: server.metric("split_queue") == 1)
             (fault,) = third.open(PROMPT)
@@ -452,7 +458,7 @@ def test_split_failure_of_the_target_ends_the_session_alone():
     with running() as server, Client(server) as client:
         client.open(PROMPT)
         server.slots.error = RuntimeError("secret text")
-        fault = ask(client, wire.Draft(1, [], []))
+        fault = ask(client, wire.Verify(1, [], []))
         assert (fault.code, fault.fatal) == ("gone", False)
         server.slots.error = None
         assert "secret" not in repr(server.events) + fault.text
@@ -479,7 +485,7 @@ def test_split_two_sessions_are_untouched_by_a_hostile_third(server):
                     client.send(opening(random.integers(0, 97, 30).tolist()))
                 with contextlib.suppress(ConnectionClosed):
                     client.send(random.bytes(random.integers(1, 300)))
-                    client.send(wire.Draft(int(random.integers(0, 9)), [1, 2], [0, 1]))
+                    client.send(wire.Verify(int(random.integers(0, 9)), [1, 2], [0, 1]))
                 client.drop()
 
     prompts = [[1, 2, 3], list(range(40))]
@@ -500,7 +506,7 @@ def hostile_message(random: np.random.Generator) -> bytes | str:
     good = [
         HELLO,
         wire.encode(opening(random.integers(0, 97, 30).tolist())),
-        wire.encode(wire.Draft(int(random.integers(3)), [1, 2], [0, 1])),
+        wire.encode(wire.Verify(int(random.integers(3)), [1, 2], [0, 1])),
         wire.encode(wire.Resume("0" * 32, -1)),
         wire.encode(wire.Read(1, [5])),
         wire.encode(wire.Close()),
@@ -521,8 +527,8 @@ def hostile_message(random: np.random.Generator) -> bytes | str:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone():
-    manners = Manners(max_message_bytes=60_000, max_clients=8)
-    with running(manners=manners, resume_seconds=0.2) as server, Client(server) as other:
+    limits = ConnectionLimits(max_message_bytes=60_000, max_clients=8)
+    with running(limits=limits, resume_seconds=0.2) as server, Client(server) as other:
         random = np.random.default_rng(7)
 
         def attack(count: int) -> None:
@@ -566,18 +572,18 @@ def test_split_connections_that_ask_for_nothing_are_given_up(monkeypatch):
 
 
 def test_split_messages_that_come_too_fast_wait():
-    with running(manners=Manners(max_requests_per_second=20)) as server:
+    with running(limits=ConnectionLimits(max_requests_per_second=20)) as server:
         with Client(server) as client:
             client.open(PROMPT)
             began = time.monotonic()
             for _ in range(30):
-                client.send(wire.Draft(1, [], []))
+                client.send(wire.Verify(1, [], []))
             for _ in range(5):
                 client.receive()
             server.wait(lambda: server.metric("split_bytes_up_total") > 0)
             with Client(server) as other:
                 assert other.answer([4], 4)[:4] == plain([4], 4)
-            client.send(wire.Draft(2, [], []))
+            client.send(wire.Verify(2, [], []))
             while client.receive().seq != 2:
                 pass
             assert time.monotonic() - began > 0.4

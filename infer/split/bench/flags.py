@@ -8,7 +8,7 @@ from typing import get_args
 
 from infer.flags.pair import DEFAULT_TREE, DEMO
 from infer.program import Parser, names, positive
-from infer.split.client.ways import Ways
+from infer.split.client.state import ClientOptions
 from infer.split.network.profiles import PROFILES
 from moa_jax.errors import InputError
 from moa_jax.measure.plot import check_plots
@@ -49,7 +49,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     group.add_argument(
         "--lengths",
         type=_numbers,
-        default=Ways().lengths,
+        default=ClientOptions().lengths,
         metavar="K,K",
         help="tokens of a chain to choose from, by what is measured",
     )

@@ -10,7 +10,7 @@ from infer.evaluation.suites import load_suite
 from infer.flags.pair import open_drafter, open_target
 from infer.flags.prompts import asking, tokenizer_of
 from infer.split.bench.flags import DRAFTING, named
-from infer.split.client.ways import Ways
+from infer.split.client.state import ClientOptions
 from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import Result, bucket
@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
     mode: str
     pair: Pair
-    ways: Ways
+    ways: ClientOptions
 
     @property
     def label(self) -> str:
@@ -119,9 +119,9 @@ def own_answers(
     return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
 
 
-def ways_of(args: argparse.Namespace, mode: str) -> Ways:
+def ways_of(args: argparse.Namespace, mode: str) -> ClientOptions:
     """How a client of a mode drafts."""
-    return Ways(
+    return ClientOptions(
         shape=DraftShape(*args.tree) if mode == "tree" else None,
         lengths=args.lengths if mode in (*DRAFTING, "offline") else (),
         draft_ahead=not args.no_ahead,
@@ -147,7 +147,7 @@ def _pair(
     return Pair(name, drafter, half, pairing_of(target, drafter), flags)
 
 
-def _warm(half: DraftHalf, ways: Iterable[Ways], prompts: Sequence[list[int]]) -> None:
+def _warm(half: DraftHalf, ways: Iterable[ClientOptions], prompts: Sequence[list[int]]) -> None:
     """Compiles all that the client's half will need."""
     ways = list(ways)
     replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))

@@ -38,8 +38,8 @@ from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, own_an
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
 from infer.split.client.figures import figures_of
-from infer.split.client.ways import Ways
-from infer.split.link import Server
+from infer.split.client.state import ClientOptions
+from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
@@ -173,16 +173,18 @@ async def _answer(
         first = first or time.perf_counter()
     found = figures_of(answering, prompt, first - begin, time.perf_counter() - first)
     tokens, calls = len(found["token_ids"]), found["server_calls"]
-    if answering.ways.stream:
+    if answering.options.stream:
         found |= {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}
     else:
         found["target_passes"] = calls
     return found
 
 
-def _server(bench: SplitBench, stage: Stage, pair: Pair, **changes: Any) -> Server:
+def _server(bench: SplitBench, stage: Stage, pair: Pair, **changes: Any) -> ServerAddress:
     args = bench.args
-    server = Server(stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress)
+    server = ServerAddress(
+        stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress
+    )
     return dataclasses.replace(server, **changes)
 
 
@@ -298,7 +300,7 @@ def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _clients(
-    pair: Pair, server: Server, ways: Ways, count: int
+    pair: Pair, server: ServerAddress, ways: ClientOptions, count: int
 ) -> Iterator[list[Callable[[], Answering]]]:
     """Makers of clients, each with caches and a thread of its own."""
     with contextlib.ExitStack() as stack:
@@ -314,7 +316,7 @@ def _outages(bench: SplitBench) -> list[dict[str, Any]]:
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
     own = [one.token_ids for one in own_answers(bench.target, bench.prompts, longest, NO_STOP)]
-    ways = Ways(
+    ways = ClientOptions(
         lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=bench.args.client_slowdown
     )
     servers = {pair.name: [*pair.flags, "--slots", "2"] for pair in bench.pairs}
@@ -336,8 +338,8 @@ def _outages(bench: SplitBench) -> list[dict[str, Any]]:
 async def _cut_all(
     bench: SplitBench,
     pair: Pair,
-    server: Server,
-    ways: Ways,
+    server: ServerAddress,
+    ways: ClientOptions,
     proxy: Proxy,
     after: int,
     bar: Progress,

@@ -1,6 +1,6 @@
-"""What a reply must be to be taken in: all of it is checked before anything of it counts.
+"""Checks of replies: nothing in a reply counts before all of it was checked.
 
-Each function raises Lost for what does not fit, for such a server is as good as no server.
+Each function raises Lost for a reply that does not fit: a server that sends one is of no use.
 """
 
 from __future__ import annotations
@@ -8,49 +8,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infer.split.client.text import Text
-from infer.split.link import Lost, Server
+from infer.split.client.state import AnswerText
+from infer.split.link import Lost, ServerAddress
 from moa_jax.split import wire
 from moa_jax.split.rows import LeafSpec, unpack
 
-Request = wire.Open | wire.Draft | wire.Read | wire.Stream
+SessionRequest = wire.Open | wire.Verify | wire.Read | wire.Stream
 
 
-class Part(NamedTuple):
-    """Tokens and the target's rows of them, checked."""
+class TokenRows(NamedTuple):
+    """Consecutive tokens with the target's rows, checked."""
 
-    start: int
+    start: int  # position of the first token
     tokens: list[int]
     rows: list[Any]
 
 
-class Reply(NamedTuple):
-    """What a whole reply brings, checked."""
+class CheckedReply(NamedTuple):
+    """The contents of a whole reply, checked."""
 
-    tokens: list[int]  # that it commits
-    done: str  # whether and why the answer ends with them
-    kept: bool = False  # they are those that the request gave
-    parts: Sequence[Part] = ()  # for the caches
+    tokens: list[int]  # committed by the reply
+    done: str  # why the answer ends with them, or ""
+    kept: bool = False  # the request gave these tokens; the target did not choose them
+    parts: Sequence[TokenRows] = ()  # for the drafter's caches
 
 
-class Unpacker(NamedTuple):
-    """How rows of one server travel."""
+class RowUnpacker(NamedTuple):
+    """Decodes the rows that one server sends."""
 
     leaves: Sequence[LeafSpec]
-    server: Server | None  # None: there will be no rows
+    server: ServerAddress | None  # None: no rows will come
 
-    def part(self, part: wire.Verdict, text: Sequence[int]) -> Part:
-        """A part's tokens, which stand in this text, and their rows."""
+    def unpack(self, part: wire.Committed, text: Sequence[int]) -> TokenRows:
+        """The rows of a part, and their tokens taken from `text`; raises Lost."""
         codec, compress = self.server.codec, self.server.compress
         try:
             rows = unpack(part.rows, part.count, self.leaves, codec, compress)
         except wire.BadMessage as error:
             raise Lost(f"the server sent {error}") from error
-        return Part(part.start, list(text[part.start : part.start + part.count]), rows)
+        return TokenRows(part.start, list(text[part.start : part.start + part.count]), rows)
 
 
-def row_after(part: wire.Verdict, seq: int, known: int, total: int) -> int:
-    """The row up to which all are here with this part of reply `seq`, before it `known` were."""
+def known_after(part: wire.Committed, seq: int, known: int, total: int) -> int:
+    """Number of leading rows that the client knows once it has this part of reply `seq`.
+
+    It knew `known` rows before; a session holds `total` at most. Raises Lost for a gap.
+    """
     if part.seq != seq:
         raise Lost(f"the server answered request {part.seq}, not {seq}")
     end = part.start + part.count
@@ -60,8 +63,11 @@ def row_after(part: wire.Verdict, seq: int, known: int, total: int) -> int:
     return max(known, end)
 
 
-def given_text(request: Request, part: wire.Verdict, text: Text) -> list[int]:
-    """The text whose last tokens the request gave; the part has rows of these alone."""
+def given_text(request: SessionRequest, part: wire.Committed, text: AnswerText) -> list[int]:
+    """The text up to the last token that the request gave.
+
+    Raises Lost for a part with rows of tokens that the request did not give.
+    """
     before = [] if isinstance(request, wire.Open) else text.settled
     given = [*before, *request.tokens]
     if part.start + part.count >= len(given):
@@ -69,10 +75,14 @@ def given_text(request: Request, part: wire.Verdict, text: Text) -> list[int]:
     return given
 
 
-def check(request: Request, verdicts: Sequence[wire.Verdict], text: Text, received: int) -> None:
-    """Raise Lost where all parts of a reply, before which `received` rows were here, are none to
-    this request."""
-    tokens = verdicts[-1].tokens
+def check(
+    request: SessionRequest, parts: Sequence[wire.Committed], text: AnswerText, received: int
+) -> None:
+    """Raises Lost unless these parts are a whole reply to `request`.
+
+    The client had `received` rows before them.
+    """
+    tokens = parts[-1].tokens
     whole = [*text.settled, *tokens]
     if isinstance(request, wire.Read):
         fits = tokens == request.tokens
@@ -80,16 +90,19 @@ def check(request: Request, verdicts: Sequence[wire.Verdict], text: Text, receiv
         fits = len(tokens) == (not request.root_given)
     else:
         fits = 1 <= len(tokens) <= len(request.tokens) + 1
-    known = max(received, *(part.start + part.count for part in verdicts))
-    fits = fits and known == len(whole) - 1 and text.end_of(whole) == verdicts[-1].done
+    known = max(received, *(part.start + part.count for part in parts))
+    fits = fits and known == len(whole) - 1 and text.end_of(whole) == parts[-1].done
     stopped = not text.stops.isdisjoint(tokens[:-1])
     if not fits or stopped or len(whole) > text.total:
         raise Lost("the server sent a reply that does not fit the request")
 
 
-def streamed(part: wire.Verdict, seq: int, last: int, text: Text) -> Reply:
-    """The new tokens of a part of stream `seq`, whose part before began at row `last`; none if
-    all of them are here: after a lost link all parts come again."""
+def stream_part(part: wire.Committed, seq: int, last: int, text: AnswerText) -> CheckedReply:
+    """The new tokens of one part of stream `seq`.
+
+    The part before began at row `last`. After a lost link a stream starts again from its first
+    part, so a part may bring tokens that are here already. Raises Lost.
+    """
     have = len(text.settled) - part.start - 1
     in_place = part.seq == seq and part.start > last
     new = part.tokens[max(have, 0) :]
@@ -97,4 +110,4 @@ def streamed(part: wire.Verdict, seq: int, last: int, text: Text) -> Reply:
     ends = done == part.done and bool(done) != part.more
     if not in_place or have < 0 or part.count or not part.tokens or (new and not ends):
         raise Lost("the server sent a part out of place")
-    return Reply(new, part.done if new else "")
+    return CheckedReply(new, part.done if new else "")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from infer.split.network.profiles import Profile, Way
+from infer.split.network.profiles import Direction, Profile
 from infer.split.network.tun import ADDRESSES, TUN, Side, ip, namespace, remove_stale
 from moa_jax.errors import InputError
 
@@ -57,19 +57,19 @@ class Emulation:
         """What to put before a command so that it runs at one end of the link."""
         return ["ip", "netns", "exec", self.namespaces[side]]
 
-    def cut(self) -> dict[Way, dict[str, int]]:
+    def cut(self) -> dict[Direction, dict[str, int]]:
         """Lose all packets, those under way too, both ways; returns as `stats` does."""
         return self._ask("cut")
 
-    def heal(self) -> dict[Way, dict[str, int]]:
+    def heal(self) -> dict[Direction, dict[str, int]]:
         """Carry packets again; returns as `stats` does."""
         return self._ask("heal")
 
-    def stats(self) -> dict[Way, dict[str, int]]:
+    def stats(self) -> dict[Direction, dict[str, int]]:
         """Each way: packets and bytes that came through; packets lost, overflowed and cut."""
         return self._ask("stats")
 
-    def _ask(self, command: str) -> dict[Way, dict[str, int]]:
+    def _ask(self, command: str) -> dict[Direction, dict[str, int]]:
         with self._turn:
             with contextlib.suppress(BrokenPipeError):  # the answer that is missing says it all
                 print(command, file=self._process.stdin, flush=True)

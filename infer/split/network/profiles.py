@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Way = Literal["up", "down"]  # from client to server, and back
-WAYS: tuple[Way, Way] = ("up", "down")
+Direction = Literal["up", "down"]  # from client to server, and back
+DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
 QUEUE_S = 0.4  # what the bottleneck holds at its rate: a packet that finds more is dropped
 
 
@@ -56,7 +56,7 @@ PROFILES = {
 class Lane:
     """One direction of a link: all its packets share one queue, and none overtakes another."""
 
-    def __init__(self, profile: Profile, seed: int, way: Way) -> None:
+    def __init__(self, profile: Profile, seed: int, way: Direction) -> None:
         self._profile = profile
         self._random = random.Random(f"{seed} {way}")
         self._free_at = self._last_due = 0.0  # seconds, on the caller's clock

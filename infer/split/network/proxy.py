@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from infer.split.network.profiles import PROFILES, WAYS, Lane, Profile, Way
+from infer.split.network.profiles import DIRECTIONS, PROFILES, Direction, Lane, Profile
 
 SEGMENT = 1448  # bytes of a TCP packet on Ethernet: what is lost, delayed and paced as one
 QUEUED = 1024  # segments under way on one connection, one way; then its sender has to wait
@@ -38,12 +38,12 @@ class Proxy:
         seed: int = 0,
     ) -> None:
         self.host, self.port = "127.0.0.1", 0  # the port is known once it has started
-        self.carried: dict[Way, int] = {way: 0 for way in WAYS}  # bytes handed on
+        self.carried: dict[Direction, int] = {way: 0 for way in DIRECTIONS}  # bytes handed on
         self.accepted = 0
         self._target = target_host, target_port
         self._held = 2 * profile.round_trip_ms / 1e3
-        self._lanes = {way: Lane(profile, seed, way) for way in WAYS}
-        self._until_reset: dict[Way, int] = {}
+        self._lanes = {way: Lane(profile, seed, way) for way in DIRECTIONS}
+        self._until_reset: dict[Direction, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
@@ -67,7 +67,7 @@ class Proxy:
         """Close all connections and refuse new ones, as a machine without the server does."""
         self._now(self._refuse)
 
-    def reset_after(self, n_bytes: int, way: Way) -> None:
+    def reset_after(self, n_bytes: int, way: Direction) -> None:
         """Carry n more bytes one way, all connections counted, and reset the one of the last.
 
         Both its ends are reset. It happens once; with 0 it is the connection of the next byte,
@@ -139,7 +139,7 @@ class Proxy:
                     # Linger for 0 seconds: closing sends a reset.
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    async def _read(self, way: Way, source: socket.socket, segments: Segments) -> None:
+    async def _read(self, way: Direction, source: socket.socket, segments: Segments) -> None:
         lane, data = self._lanes[way], b"more"
         while data:
             try:
@@ -149,7 +149,7 @@ class Proxy:
             held = self._held if lane.loses() else 0.0
             await segments.put((lane.due(self._loop.time(), len(data or b""), held), data))
 
-    async def _write(self, way: Way, sink: socket.socket, segments: Segments) -> None:
+    async def _write(self, way: Direction, sink: socket.socket, segments: Segments) -> None:
         while True:
             due, data = await segments.get()
             await asyncio.sleep(due - self._loop.time())
@@ -165,7 +165,7 @@ class Proxy:
                 await _taken(sink)
                 raise ConnectionResetError
 
-    def _before_reset(self, way: Way, data: bytes) -> tuple[bytes, bool]:
+    def _before_reset(self, way: Direction, data: bytes) -> tuple[bytes, bool]:
         """What of the data may pass, and whether its connection is reset then."""
         if way not in self._until_reset:
             return data, False

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from infer.split.network.profiles import WAYS, Lane, Profile
+from infer.split.network.profiles import DIRECTIONS, Lane, Profile
 
 Side = Literal["client", "server"]
 ADDRESSES: dict[Side, str] = {"client": "198.18.0.1", "server": "198.18.0.2"}  # RFC 2544's
@@ -164,7 +164,7 @@ def carry(carriers: Sequence[Carrier]) -> None:
             if word == "cut":
                 for carrier in carriers:
                     carrier.drop()
-            counts = dict(zip(WAYS, (carrier.counts for carrier in carriers), strict=True))
+            counts = dict(zip(DIRECTIONS, (carrier.counts for carrier in carriers), strict=True))
             print(json.dumps(counts if word in COMMANDS else {"unknown": word}), flush=True)
 
 

@@ -1,1 +1,15 @@
-"""The server's half of split decoding: sessions, their queue, and common target passes."""
+"""The server's half of split decoding: sessions share the target in common passes.
+
+One request passes through these files from top to bottom, and its reply comes back up:
+
+    listener.py    HTTP connections; closes those that send no request
+    app.py         SplitServer: WebSocket, /health and /metrics; Connection: one client's messages
+    scheduler.py   Scheduler: what the target does next, batches of drafts or chunks of prompts
+    sessions.py    SplitSession and ReplyBuffer: one client's text; SlotQueue: who has a slot
+    slots.py       in moa_jax/split: the target and the caches of all sessions
+
+Beside them:
+
+    metrics.py     what /metrics says
+    events.py      the log
+"""

@@ -2,12 +2,12 @@
 
 A connection says Hello, then opens or resumes one session at a time:
 
-    Hello -> Welcome    Open -> Opened, Verdict...    Draft, Read -> Verdict...    Close
-                        Resume -> Resumed, the reply that was missed
+    Hello -> Welcome    Open -> Opened, Committed...      Verify, Read, Stream -> Committed...
+                        Resume -> Resumed, Committed...   Close
 
-What does not belong there ends in a Fault, the connection too if it is fatal; the server goes on.
-One coroutine reads a connection, one at a time sends to it, and a client that does not take what
-is sent loses its connection and keeps its slot, as one whose link died.
+A message that is out of place is answered by a Fault, and a fatal Fault ends the connection. The
+server itself goes on. One coroutine reads a connection, and one at a time sends to it. A client
+that does not accept messages loses its connection but keeps its slot, as if its link had died.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from infer.split.server.events import Log, place_of
 from infer.split.server.metrics import CONTENT_TYPE
 from infer.split.server.scheduler import Scheduler
-from infer.split.server.sessions import Answer, Encoding, Refused, Session
+from infer.split.server.sessions import Encoding, Refused, ReplyBuffer, SplitSession
 from moa_jax.split import wire
 from moa_jax.split.pairing import Pairing, mismatch
 from moa_jax.version import __version__
@@ -40,19 +40,19 @@ POLICY, GOING_AWAY, TRY_LATER = 1008, 1001, 1013  # close codes of WebSocket
 
 
 @dataclasses.dataclass(frozen=True)
-class Manners:
+class ConnectionLimits:
     """What one connection may do, and how long it may take."""
 
-    token: str | None = None  # that clients must show; None lets anyone in
+    token: str | None = None  # which clients must present; None lets anyone in
     max_clients: int = 64
     max_message_bytes: int = 1 << 20
-    max_requests_per_second: float = 500.0  # faster ones wait
+    max_requests_per_second: float = 500.0  # beyond that, requests wait
     hello_seconds: float = 10.0
     idle_seconds: float = 300.0
-    send_seconds: float = 10.0  # that a client may take to make room for the next message
+    send_seconds: float = 10.0  # that a client may take to accept a message
 
 
-class Server:
+class SplitServer:
     """The application and what its connections share."""
 
     def __init__(
@@ -60,22 +60,22 @@ class Server:
         scheduler: Scheduler,
         pairing: Pairing,
         vocab_size: int,
-        manners: Manners,
+        limits: ConnectionLimits,
         log: Log,
     ) -> None:
-        self.scheduler, self.pairing, self.manners, self.log = scheduler, pairing, manners, log
+        self.scheduler, self.pairing, self.limits, self.log = scheduler, pairing, limits, log
         self.metrics = scheduler.metrics
         self.connections: set[Connection] = set()
-        rules = scheduler.rules
-        # Prompts beyond --max-prompt are read, so that the scheduler can say what is too long.
-        self.limits = wire.Limits(
-            max_tokens=max(rules.max_tokens, manners.max_message_bytes // 4),
-            max_nodes=rules.max_nodes,
-            max_rows=rules.chunk,
-            max_bytes=manners.max_message_bytes,
+        offered = scheduler.limits
+        # Longer prompts than --max-prompt are decoded, so that the scheduler can refuse them.
+        self.message_limits = wire.MessageLimits(
+            max_tokens=max(offered.max_tokens, limits.max_message_bytes // 4),
+            max_nodes=offered.max_nodes,
+            max_rows=offered.chunk,
+            max_bytes=limits.max_message_bytes,
             vocab_size=vocab_size,
         )
-        welcome = (rules.max_nodes, rules.max_tokens, rules.max_prompt, rules.chunk)
+        welcome = (offered.max_nodes, offered.max_tokens, offered.max_prompt, offered.chunk)
         self.welcome = wire.encode(wire.Welcome(SOFTWARE, pairing, *welcome))
         routes = [
             WebSocketRoute(PATH, self._split),
@@ -90,7 +90,7 @@ class Server:
             yield
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new sessions, give running ones this long, then end all connections."""
+        """Refuses new sessions, gives running ones this long, then ends all connections."""
         self.log("drain", sessions=self.scheduler.num_connected)
         self.scheduler.drain()
         end = time.monotonic() + seconds
@@ -102,7 +102,7 @@ class Server:
             await asyncio.sleep(0.05)
 
     async def _split(self, websocket: WebSocket) -> None:
-        """One connection, from before its upgrade to its end."""
+        """Serves one connection, or refuses its upgrade."""
         refusal = self._refusal(websocket)
         if refusal is not None:
             self.metrics.refused.labels(str(refusal.status_code)).inc()
@@ -112,7 +112,7 @@ class Server:
         await Connection(self, websocket).run()
 
     async def _health(self, request: Request) -> Response:
-        """200 while the server takes sessions; 503 while it drains or its target fails."""
+        """Status 200 while the server takes sessions; 503 while it drains or its target fails."""
         scheduler = self.scheduler
         state = "draining" if scheduler.draining else "ok" if scheduler.healthy else "failing"
         return JSONResponse({"status": state}, status_code=200 if state == "ok" else 503)
@@ -123,38 +123,38 @@ class Server:
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     def _refusal(self, websocket: WebSocket) -> Response | None:
-        """What is answered instead of an upgrade, if anything."""
+        """The answer to a connection that is not upgraded; None for one that is."""
         if not self._knows_token(websocket):
             return _unauthorized()
-        if len(self.connections) >= self.manners.max_clients:
+        if len(self.connections) >= self.limits.max_clients:
             return PlainTextResponse("too many clients: try again later\n", 503)
         return None
 
     def _knows_token(self, connection: HTTPConnection) -> bool:
-        if self.manners.token is None:
+        if self.limits.token is None:
             return True
         shown = connection.headers.get("authorization", "").encode()
-        return hmac.compare_digest(shown, f"Bearer {self.manners.token}".encode())
+        return hmac.compare_digest(shown, f"Bearer {self.limits.token}".encode())
 
 
 class Connection:
     """One client's WebSocket, after its upgrade."""
 
-    def __init__(self, server: Server, websocket: WebSocket) -> None:
+    def __init__(self, server: SplitServer, websocket: WebSocket) -> None:
         self._server, self._websocket, self._log = server, websocket, server.log
         self._scheduler = server.scheduler
-        self._manners = server.manners
-        self._session: Session | None = None
-        self._encoding: Encoding | None = None  # None until Hello
-        self._opening: int | None = None  # seq of an Open that waits for its slot
+        self._limits = server.limits
+        self._session: SplitSession | None = None
+        self._encoding: Encoding | None = None  # None before Hello
+        self._opening: int | None = None  # seq of an Open that waits for a slot
         self._sending: asyncio.Task[None] | None = None  # there is never more than one
-        self._answer: Answer | None = None  # the one that is being sent
+        self._reply: ReplyBuffer | None = None  # the one that is being sent
         self._end: asyncio.Future[Refused | None] = asyncio.get_running_loop().create_future()
-        self._seen = self._owed = 0.0  # time of the last message; seconds of rate used up
+        self._seen = self._owed = 0.0  # time of the last message; seconds ahead of the rate
         self._counts = {"messages": 0, "bytes_up": 0, "bytes_down": 0}
 
     async def run(self) -> None:
-        """Serve it to its end; never raises for what a client does."""
+        """Serves the connection to its end; never raises for what a client does."""
         self._server.connections.add(self)
         self._server.metrics.clients.set(len(self._server.connections))
         client = self._websocket.client
@@ -173,46 +173,42 @@ class Connection:
             self._server.metrics.failures.inc()
         finally:
             await _cancelled(reading, self._sending)
-            self._leave()
+            if self._session is not None and self._session.owner == self._lose:
+                self._scheduler.disconnect(self._session)  # it waits for its client to come back
+            self.end(None)
             await self._say_goodbye()
             self._server.connections.discard(self)
             self._server.metrics.clients.set(len(self._server.connections))
             self._log("disconnect", **self._counts)
 
     def end(self, refused: Refused | None) -> None:
-        """End the connection, with this as its last word."""
+        """Ends the connection; a refusal is sent as its last message."""
         if not self._end.done():
             self._end.set_result(refused)
 
-    def _leave(self) -> None:
-        """Let go of the session, which waits for its client to come back."""
-        if self._session is not None and self._session.owner == self._lose:
-            self._scheduler.disconnect(self._session)
-        self.end(None)
-
     async def _say_goodbye(self) -> None:
-        """The last Fault and the end of the WebSocket, if the client still takes them."""
+        """Sends the last Fault and closes the WebSocket, if the client still accepts that."""
         refused = self._end.result()
-        with contextlib.suppress(Exception):  # of a socket in any state
+        with contextlib.suppress(Exception):  # the socket may be in any state
             if refused is not None:
                 await self._send_fault(refused, fatal=True)
             code = GOING_AWAY if refused and refused.code == "draining" else POLICY
-            async with asyncio.timeout(self._manners.send_seconds):
+            async with asyncio.timeout(self._limits.send_seconds):
                 await self._websocket.close(code if refused else TRY_LATER)
 
     def _lose(self, refused: Refused) -> None:
-        """Another connection has the session now."""
+        """Called when another connection takes the session over."""
         self._session = None
         self.end(refused)
 
-    # What comes in
+    # ---- what comes in --------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Take messages one by one until the connection ends."""
+        """Handles messages one by one until the connection ends."""
         while not self._end.done():
             try:
-                message = wire.decode_up(await self._receive(), self._server.limits)
-                await self._take(message)
+                message = wire.decode_up(await self._receive(), self._server.message_limits)
+                await self._handle(message)
             except wire.WrongVersion as error:
                 self.end(Refused("version", str(error)))
             except wire.BadMessage as error:
@@ -221,8 +217,8 @@ class Connection:
                 await self._refuse(refused)
 
     async def _receive(self) -> bytes:
-        """The next message, if it comes in time; frequent ones are read slowly."""
-        limit = self._manners.idle_seconds if self._encoding else self._manners.hello_seconds
+        """The next message, if it comes in time; too frequent ones are delayed."""
+        limit = self._limits.idle_seconds if self._encoding else self._limits.hello_seconds
         while True:
             try:
                 async with asyncio.timeout(limit):
@@ -230,18 +226,22 @@ class Connection:
                 break
             except TimeoutError:
                 if self._sending is None or self._sending.done():
-                    raise self._idle(limit) from None
+                    raise self._end_idle(limit) from None
         if event["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(event.get("code") or 1005)
         data = event.get("bytes")
         self._counts["messages"] += 1
         self._counts["bytes_up"] += len(data or b"")
         self._server.metrics.bytes_up.inc(len(data or b""))
-        await self._slow_down()
+        now, each = time.monotonic(), 1 / self._limits.max_requests_per_second
+        self._owed = max(self._owed - (now - self._seen), 0.0) + each
+        self._seen = now
+        if self._owed > 1:  # messages came a second ahead of their rate
+            await asyncio.sleep(each)
         return data if data is not None else event["text"]  # which the decoder refuses
 
-    def _idle(self, seconds: float) -> Exception:
-        """End a session that nobody uses, and say so."""
+    def _end_idle(self, seconds: float) -> Exception:
+        """Ends the session of a silent client; returns the exception that ends the reading."""
         if self._session is not None:
             self._scheduler.close(self._session, "idle")
             self._session = None
@@ -250,16 +250,8 @@ class Connection:
         self.end(Refused("gone", f"nothing came for {seconds:g} s: connect again"))
         return WebSocketDisconnect(POLICY)
 
-    async def _slow_down(self) -> None:
-        """Wait where messages come faster than they may, a second's worth at once apart."""
-        now, each = time.monotonic(), 1 / self._manners.max_requests_per_second
-        self._owed = max(self._owed - (now - self._seen), 0.0) + each
-        self._seen = now
-        if self._owed > 1:
-            await asyncio.sleep(each)
-
-    async def _take(self, message: wire.Up) -> None:
-        """Do what a message asks; raises Refused where it cannot be done."""
+    async def _handle(self, message: wire.Up) -> None:
+        """Does what a message asks for; raises Refused if that is not possible."""
         if isinstance(message, wire.Hello):
             return await self._greet(message)
         if self._encoding is None:
@@ -286,61 +278,56 @@ class Connection:
         self._log("hello", codec=hello.codec, compress=hello.compress, other_software=other)
         await self._send(self._server.welcome)
 
-    async def _open(self, ask: wire.Open) -> None:
+    async def _open(self, request: wire.Open) -> None:
         session = self._session
-        if ask.seq == self._opening or (
-            session and ask.seq == session.answer.seq == session.ask.seq
-        ):
-            return await self._repeat()
+        if request.seq == self._opening:
+            return  # a repeated request whose session is being opened
+        if session and request.seq == session.reply.seq == session.request.seq:
+            return await self._deliver(session.reply)
         if session is not None or self._opening is not None:
             raise Refused("state", "Open came while a session is open: close that first")
         await _cancelled(self._sending)
-        self._opening = ask.seq
-        self._spawn(self._open_and_send(ask))
+        self._opening = request.seq
+        self._spawn(self._open_and_send(request))
 
-    async def _open_and_send(self, ask: wire.Open) -> None:
-        """Wait for a slot beside the reading of messages, which shows when the client leaves."""
+    async def _open_and_send(self, request: wire.Open) -> None:
+        """Waits for a slot while messages are read, which shows whether the client leaves."""
         try:
-            self._session = await self._scheduler.open(ask, self._encoding, self._lose)
+            self._session = await self._scheduler.open(request, self._encoding, self._lose)
         except Refused as refused:
             await self._refuse(refused)
         else:
-            await self._send_answer(self._session.answer)
+            await self._send_reply(self._session.reply)
         finally:
             self._opening = None
 
-    async def _resume(self, ask: wire.Resume) -> None:
+    async def _resume(self, request: wire.Resume) -> None:
         if self._session is not None or self._opening is not None:
             raise Refused("state", "Resume came while a session is open")
-        self._session = self._scheduler.resume(ask, self._encoding, self._lose)
-        answer = self._session.answer
-        await self._send(wire.encode(wire.Resumed(answer.seq)))
-        if ask.seq < answer.seq:
-            await self._deliver(answer)
+        self._session = self._scheduler.resume(request, self._encoding, self._lose)
+        reply = self._session.reply
+        await self._send(wire.encode(wire.Resumed(reply.seq)))
+        if request.seq < reply.seq:
+            await self._deliver(reply)
 
-    async def _repeat(self) -> None:
-        """The answer to Open once more, unless it is on its way."""
-        if self._opening is None:
-            await self._deliver(self._session.answer)
+    # ---- what goes out --------------------------------------------------------------------
 
-    # What goes out
+    async def _deliver(self, reply: ReplyBuffer) -> None:
+        """Sends the parts of a reply as they come, while further messages are read.
 
-    async def _deliver(self, answer: Answer) -> None:
-        """Send an answer as its parts come, beside the reading of further messages.
-
-        Waits for the one before: who asks without reading is not read any more either.
+        Waits until the reply before is sent: a client that asks without reading is not read either.
         """
-        if answer is self._answer:
-            return  # a duplicate of a request whose answer is on its way
+        if reply is self._reply:
+            return  # a repeated request whose reply is being sent
         if self._sending is not None:
             await asyncio.wait([self._sending])
-        self._answer = answer
-        self._spawn(self._send_answer(answer))
+        self._reply = reply
+        self._spawn(self._send_reply(reply))
 
-    async def _send_answer(self, answer: Answer) -> None:
-        self._answer = answer
+    async def _send_reply(self, reply: ReplyBuffer) -> None:
+        self._reply = reply
         try:
-            async for part in answer.read():
+            async for part in reply.read():
                 await self._send(part)
         except Refused as refused:
             self._session = None
@@ -348,11 +335,11 @@ class Connection:
         except (TimeoutError, WebSocketDisconnect, OSError):
             self.end(None)
         finally:
-            if self._answer is answer:
-                self._answer = None
+            if self._reply is reply:
+                self._reply = None
 
     def _spawn(self, sending: Coroutine[Any, Any, None]) -> None:
-        """Send beside the reading of messages; an exception of ours ends the connection."""
+        """Sends while messages are read; an exception of ours ends the connection."""
         self._sending = asyncio.create_task(sending)
         self._sending.add_done_callback(self._note_sent)
 
@@ -374,12 +361,12 @@ class Connection:
         await self._send(wire.encode(wire.Fault(refused.code, text, fatal)))
 
     async def _send(self, data: bytes) -> None:
-        """Send a message once the client has taken the one before; TimeoutError if it does not."""
+        """Sends a message; TimeoutError if the client does not accept it in time."""
         try:
-            async with asyncio.timeout(self._manners.send_seconds):
+            async with asyncio.timeout(self._limits.send_seconds):
                 await self._websocket.send_bytes(data)
         except TimeoutError:
-            self._log("slow", seconds=self._manners.send_seconds)
+            self._log("slow", seconds=self._limits.send_seconds)
             self.end(None)
             raise
         self._counts["bytes_down"] += len(data)
@@ -387,7 +374,7 @@ class Connection:
 
 
 async def _cancelled(*tasks: asyncio.Task[None] | None) -> None:
-    """Stop tasks and wait until they have stopped."""
+    """Cancels tasks and waits until they have ended."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

@@ -1,4 +1,4 @@
-"""The server's log: one JSON object a line on stderr, without texts, tokens or secrets."""
+"""The server's log: one JSON object a line on stderr, without users' texts, tokens or secrets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Log = Callable[..., None]  # log("open", session="...", tokens=12)
 
 
 class EventLog:
-    """Writes events from a thread of its own, so that a pipe which nobody reads stops nothing.
+    """Writes events from a thread of its own, so that a pipe which nobody reads blocks nothing.
 
-    A context, which writes the last events at its end; beyond `most` that wait, events are lost
-    and counted.
+    It is a context, and writes the last events at its end. At most `most` events wait; others are
+    lost, and their number is logged.
     """
 
     def __init__(self, stream: TextIO | None = None, most: int = 10_000) -> None:
@@ -30,7 +30,7 @@ class EventLog:
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Note one event with its time; facts that are None are left out."""
+        """Logs one event with its time; facts that are None are left out."""
         if self._lost:
             facts["lost_events"] = self._lost
         try:
@@ -64,16 +64,16 @@ def _as_line(event: str, facts: dict[str, Any]) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Kind of an exception and the lines it came through; its text could hold what users wrote."""
+    """An exception's type and the lines it passed; its text could hold what users wrote."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
     return f"{type(error).__name__} at {' < '.join(reversed(lines))}"
 
 
 class WarningsTo(logging.Handler):
-    """Warnings of uvicorn as events of a log; tracebacks shrink to their places.
+    """Turns warnings of uvicorn into events of a log, without their tracebacks.
 
-    A context, in which uvicorn writes nowhere else.
+    It is a context, in which uvicorn writes nowhere else.
     """
 
     def __init__(self, log: Log) -> None:

@@ -1,4 +1,4 @@
-"""HTTP connections that do not stay without asking for anything."""
+"""Closes HTTP connections that send no request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_SECONDS = 10.0  # uvicorn itself waits for a first request for ever
+REQUEST_SECONDS = 10.0  # until the first request; uvicorn itself would wait for ever
 
 
 class PatientHttp(H11Protocol):
-    """uvicorn's HTTP/1.1, which gives up on a client whose first request does not come."""
+    """uvicorn's HTTP/1.1, with a deadline for the first request of a connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text; the names for drafts are those of vLLM."""
+"""The server's metrics in Prometheus' text format; the names for drafts are those of vLLM."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Metrics:
         self.committed = Counter("generated_tokens", "Tokens that the target chose", **own)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts and replays read", **own)
         self.clients = Gauge("split_clients", "Open connections", **own)
-        self.sessions = Gauge("split_sessions", "Sessions, connected or waiting for it", **own)
+        self.sessions = Gauge("split_sessions", "Sessions, connected or not", **own)
         self.slots_used = Gauge("split_slots_in_use", "Slots taken", **own)
-        self.slots = Gauge("split_slots", "Slots there are", **own)
+        self.slots = Gauge("split_slots", "Slots in all", **own)
         self.queue = Gauge("split_queue", "Clients that wait for a slot", **own)
         self.bytes_up = Counter("split_bytes_up", "Bytes of messages from clients", **own)
         self.bytes_down = Counter("split_bytes_down", "Bytes of messages to clients", **own)
@@ -41,10 +41,10 @@ class Metrics:
         )
         self.faults = Counter("split_faults", "Refusals sent, by code", ["code"], **own)
         self.refused = Counter("split_refused_connections", "By HTTP status", ["status"], **own)
-        self.failures = Counter("split_failures", "Exceptions of our own", **own)
+        self.failures = Counter("split_failures", "Exceptions of the server itself", **own)
 
     def count_draft(self, drafted: int, accepted: int, committed: int) -> None:
-        """One verification and what came of it; without drafts it is a plain step of decoding."""
+        """Counts one verification; without drafted tokens it is a plain decoding step."""
         self.drafts.inc(bool(drafted))
         self.draft_tokens.inc(drafted)
         self.accepted.inc(accepted)
@@ -53,5 +53,5 @@ class Metrics:
             self.accepted_at.labels(str(position)).inc()
 
     def text(self) -> bytes:
-        """All of them as Prometheus reads them."""
+        """All metrics as Prometheus reads them."""
         return generate_latest(self._registry)

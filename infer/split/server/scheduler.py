@@ -1,15 +1,16 @@
-"""Whose turn it is on the target: sessions, their slots, one batch of verifications after another.
+"""Decides what the target does next: a batch of drafts, a chunk of a prompt, and so on in turn.
 
-    sessions --submit--> places (one request each) --batch--> worker thread: Slots
-        ^                                                          |
-        +---- parts of the answer, encoded <---- encoder thread ---+
+    sessions --submit--> waiting (one request each) --batch--> worker thread: Slots
+        ^                                                           |
+        +----- parts of the reply, encoded <---- encoder thread ----+
 
-Everything here runs in the event loop, but for `Slots`, which one worker thread calls, and the
-encoding of answers, which one other does. The loop takes waiting verifications of about one size
-as one batch, the oldest first, and, between two batches, one chunk of one prompt: a long prompt
-delays others by a chunk at most, and a big draft by a pass of its own.
-Answers are kept encoded until the next request, so that a client which lost its connection or
-asks twice gets the same bytes; clients that read slowly never hold up the worker.
+Everything here runs in the event loop, with two exceptions: one worker thread calls `Slots`, and
+one encoder thread encodes replies. A batch holds waiting drafts of about one size, the oldest
+first. Between two batches the target reads one chunk of one prompt. So a long prompt delays others
+by a chunk at most, and a big draft has a pass of its own.
+
+Replies stay encoded until the next request, so a client that lost its connection or asks twice
+gets the same bytes. A client that reads slowly never holds up the worker.
 """
 
 from __future__ import annotations
@@ -24,52 +25,53 @@ from typing import Any
 
 from infer.split.server.events import Log, place_of
 from infer.split.server.metrics import Metrics
-from infer.split.server.places import Places
 from infer.split.server.sessions import (
-    Answer,
     Encoding,
-    Reading,
+    PendingRead,
     Refused,
-    Rules,
-    Session,
+    ReplyBuffer,
+    ServerLimits,
+    SlotQueue,
+    SplitSession,
     encoded,
-    from_row,
-    pieces,
+    in_parts,
+    without_known,
 )
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.slots import Reply, Request, Slots
 
-MOST_BEHIND = 64  # parts of a stream that wait to be sent, before the target pauses
-MOST_PADDING = 4  # times the nodes of a draft, which bigger ones in its batch cost it
+MOST_UNREAD = 64  # parts of a stream that wait to be sent, before the target pauses it
+MOST_PADDING = 4  # how many times its own nodes a draft may be padded to in a batch
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
 class Scheduler:
-    """Sessions over `Slots`; an asynchronous context in which the worker runs.
+    """Serves sessions with `Slots`; an asynchronous context in which the worker runs.
 
-    `slots` were made for the same `rules`, and nothing else may use them.
+    `slots` were made for the same `limits`, and nothing else may use them.
     """
 
     def __init__(
         self,
         slots: Slots,
-        rules: Rules,
+        limits: ServerLimits,
         metrics: Metrics,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
-        text_of: Callable[[list[int]], str] | None = None,  # given to have texts in the log
+        text_of: Callable[[list[int]], str] | None = None,
     ) -> None:
-        self.rules, self.metrics = rules, metrics
+        """With `text_of` the log holds texts; it decodes tokens."""
+        self.limits, self.metrics = limits, metrics
         self._slots, self._log, self._clock, self._text_of = slots, log, clock, text_of
-        self._sessions: dict[str, Session] = {}
-        self._places = Places(rules, metrics, self._evict)
-        self._drafts: deque[Session] = deque()
-        self._readers: deque[Session] = deque()
+        self._sessions: dict[str, SplitSession] = {}
+        self._queue = SlotQueue(limits, metrics, self._evict)
+        self._drafts: deque[SplitSession] = deque()
+        self._readers: deque[SplitSession] = deque()
         self._wake = asyncio.Event()
         self._failures = 0
-        self._at_work: list[Session] = []  # those whose batch or chunk is under way
+        self._at_work: list[SplitSession] = []  # whose batch or chunk is under way
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Scheduler:
@@ -89,33 +91,43 @@ class Scheduler:
 
     @property
     def healthy(self) -> bool:
-        """Whether the target works: false after several failures one after the other."""
+        """Whether the target works; False after several failures in a row."""
         return self._failures < MOST_FAILURES and not any(task.done() for task in self._tasks)
 
     @property
     def draining(self) -> bool:
         """Whether new sessions are refused."""
-        return self._places.closed
+        return self._queue.closed
 
     @property
     def num_connected(self) -> int:
-        """Sessions that have a connection."""
+        """Number of sessions that have a connection."""
         return sum(session.owner is not None for session in self._sessions.values())
 
     def drain(self) -> None:
-        """Refuse new sessions from now on, also those that wait for a slot."""
-        self._places.close()
+        """Refuses new sessions from now on, also those that wait for a slot."""
+        self._queue.close()
+
+    # ---- what connections ask for ---------------------------------------------------------
 
     async def open(
-        self, ask: wire.Open, encoding: Encoding, owner: Callable[[Refused], None]
-    ) -> Session:
-        """Start a session as soon as a slot is free; its answer holds Opened, then Verdicts.
+        self, request: wire.Open, encoding: Encoding, owner: Callable[[Refused], None]
+    ) -> SplitSession:
+        """Starts a session once a slot is free; its reply is Opened and then Committed messages.
 
-        `owner` is called when the session is taken from its connection. Raises Refused.
+        `owner` is called if another connection takes the session over. Raises Refused.
         """
-        self._check_open(ask)
-        await self._places.take()
-        session = Session(ask, encoding, owner)
+        limits, count = self.limits, len(request.tokens)
+        if not request.root_given and count > limits.max_prompt:
+            raise Refused(
+                "too_long", f"a prompt of {count} tokens: at most {limits.max_prompt} may come"
+            )
+        if (most := max(count, request.total)) > limits.max_tokens:
+            raise Refused(
+                "too_long", f"a session of {most} tokens: at most {limits.max_tokens} may be used"
+            )
+        await self._queue.take()
+        session = SplitSession(request, encoding, owner)
         self._sessions[session.id] = session
         self.metrics.sessions.set(len(self._sessions))
         self._readers.append(session)
@@ -123,135 +135,120 @@ class Scheduler:
         self._log(
             "open",
             session=session.id[:8],
-            tokens=len(ask.tokens),
-            replay=ask.root_given,
-            known=ask.known,
-            total=ask.total,
+            tokens=count,
+            replay=request.root_given,
+            known=request.known,
+            total=request.total,
         )
-        self._log_text(session, ask.tokens)
+        self._log_text(session, request.tokens)
         return session
 
     def resume(
-        self, ask: wire.Resume, encoding: Encoding, owner: Callable[[Refused], None]
-    ) -> Session:
-        """A session that a connection lost, for another one; raises Refused if it is gone.
+        self, request: wire.Resume, encoding: Encoding, owner: Callable[[Refused], None]
+    ) -> SplitSession:
+        """Gives a session to another connection; raises Refused if the session is gone.
 
-        A connection that still has it, half open perhaps, loses it.
+        A connection that still has the session, perhaps half open, loses it.
         """
-        session = self._sessions.get(ask.session)
+        session = self._sessions.get(request.session)
         if session is None:
             raise Refused("gone", "this session is over or was never here: replay its tokens")
         if session.encoding != encoding:
             raise Refused("gone", "this session's rows travel in another codec: replay its tokens")
-        if ask.seq > session.answer.seq:
-            raise Refused("state", f"the last reply is {session.answer.seq}, not {ask.seq}")
+        if request.seq > session.reply.seq:
+            raise Refused("state", f"the last reply is {session.reply.seq}, not {request.seq}")
         if session.owner is not None:
             session.owner(Refused("state", "another connection resumed this session"))
-        session.owner, session.answer.known = owner, ask.known
+        session.owner, session.reply.known = owner, request.known
         session.counts["resumed"] += 1
-        self._log("resume", session=session.id[:8], seq=session.answer.seq, seen=ask.seq)
+        self._log("resume", session=session.id[:8], seq=session.reply.seq, seen=request.seq)
         return session
 
-    def submit(self, session: Session, ask: wire.Draft | wire.Read | wire.Stream) -> Answer:
-        """Give a session's next request its place; a duplicate gets the answer of the last one.
+    def submit(
+        self, session: SplitSession, request: wire.Verify | wire.Read | wire.Stream
+    ) -> ReplyBuffer:
+        """Queues a session's next request; a repeated request gets the reply that it had.
 
-        Raises Refused for a request that comes too early, out of order or does not fit.
+        Raises Refused for a request that comes too early, is out of order or does not fit.
         """
-        if ask.seq == session.answer.seq:
-            return session.answer
+        if request.seq == session.reply.seq:
+            return session.reply
         if session.closed:
             raise Refused("gone", "this session is over: replay its tokens")
-        if ask.seq != session.answer.seq + 1:
-            expected = session.answer.seq + 1
-            raise Refused("state", f"request {ask.seq} came where {expected} is the next")
-        if not session.answer.complete:
-            raise Refused("state", f"request {ask.seq} came before the reply to the last one")
+        if request.seq != session.reply.seq + 1:
+            expected = session.reply.seq + 1
+            raise Refused("state", f"request {request.seq} came where {expected} is the next")
+        if not session.reply.complete:
+            raise Refused("state", f"request {request.seq} came before the reply to the last one")
         if session.finished:
             raise Refused("state", f"the answer has ended ({session.finished}): open another one")
-        if isinstance(ask, wire.Read):
-            self._check_read(session, ask)
-            session.length += len(ask.tokens)
-            session.reading = Reading(ask.tokens, False, has_root=True, is_new=True)
+        if isinstance(request, wire.Read):
+            length, total = session.length + len(request.tokens), session.request.total
+            if length > total:
+                raise Refused("state", f"{length} tokens in a session opened for {total} at most")
+            session.length = length
+            session.reading = PendingRead(request.tokens, False, has_root=True, is_new=True)
             self._readers.append(session)
-        elif isinstance(ask, wire.Stream):
+        elif isinstance(request, wire.Stream):
             session.streaming = True
-            session.draft = wire.Draft(ask.seq, [], [])
+            session.draft = wire.Verify(request.seq, [], [])
             self._drafts.append(session)
         else:
-            if len(set(zip(ask.parents, ask.tokens, strict=True))) < len(ask.tokens):
+            children = set(zip(request.parents, request.tokens, strict=True))
+            if len(children) < len(request.tokens):
                 raise Refused("message", "two children of a node are the same token")
-            session.draft = ask
+            session.draft = request
             self._drafts.append(session)
-        session.answer = Answer(ask.seq)
+        session.reply = ReplyBuffer(request.seq)
         if session.streaming:
-            session.answer.on_read = functools.partial(self._stream_on, session)
+            session.reply.on_read = functools.partial(self._stream_on, session)
         self._wake.set()
-        return session.answer
+        return session.reply
 
-    def disconnect(self, session: Session) -> None:
-        """Keep the slot of a session whose connection is gone, for some time."""
+    def disconnect(self, session: SplitSession) -> None:
+        """Keeps the slot of a session whose connection was lost, for some time."""
         session.owner, session.lost_at = None, self._clock()
 
-    def close(self, session: Session, reason: str) -> None:
-        """End a session and hand its slot on; a request in the works ends with Fault gone."""
+    def close(self, session: SplitSession, reason: str) -> None:
+        """Ends a session and frees its slot; a request under way ends with Fault `gone`."""
         if session.closed:
             return
         session.closed, session.draft, session.reading = True, None, None
         del self._sessions[session.id]
-        if not session.answer.complete:
-            session.answer.refuse(Refused("gone", f"this session is over ({reason}): replay it"))
-        # The worker's work is done in order: the slot is closed before anyone else opens it.
+        if not session.reply.complete:
+            session.reply.refuse(Refused("gone", f"this session is over ({reason}): replay it"))
+        # The worker keeps the order of its work: it closes the slot before it opens it again.
         self._on_worker(self._close_slot, session).add_done_callback(self._note_failure)
         self.metrics.sessions.set(len(self._sessions))
-        self._places.give_back()
-        facts = session.counts | {"tokens": session.length, "seq": session.answer.seq}
+        self._queue.give_back()
+        facts = session.counts | {"tokens": session.length, "seq": session.reply.seq}
         self._log("close", session=session.id[:8], reason=reason, **facts)
 
-    # Those who lost their connection
+    # ---- sessions that lost their connection ----------------------------------------------
 
     async def _expire(self) -> None:
-        """Ends sessions whose clients did not come back in time."""
+        """Ends sessions whose clients do not come back in time."""
         while True:
-            await asyncio.sleep(min(1.0, self.rules.resume_seconds / 4))
-            oldest = self._clock() - self.rules.resume_seconds
+            await asyncio.sleep(min(1.0, self.limits.resume_seconds / 4))
+            oldest = self._clock() - self.limits.resume_seconds
             for session in list(self._sessions.values()):
                 if session.owner is None and session.lost_at <= oldest:
                     self._log("expire", session=session.id[:8])
                     self.close(session, "expired")
-            if self._places.num_waiting:  # some connection was lost while others wait
+            if self._queue.num_waiting:  # perhaps a connection was lost while others wait
                 self._evict()
 
     def _evict(self) -> bool:
-        """End the session that lost its connection first; false if all have theirs."""
+        """Ends the session that lost its connection first; False if all have theirs."""
         lost = [session for session in self._sessions.values() if session.owner is None]
         if lost:
             self.close(min(lost, key=lambda session: session.lost_at), "evicted")
         return bool(lost)
 
-    # What requests may ask
-
-    def _check_open(self, ask: wire.Open) -> None:
-        rules, count = self.rules, len(ask.tokens)
-        if not ask.root_given and count > rules.max_prompt:
-            raise Refused(
-                "too_long", f"a prompt of {count} tokens: at most {rules.max_prompt} may come"
-            )
-        if max(count, ask.total) > rules.max_tokens:
-            most = max(count, ask.total)
-            raise Refused(
-                "too_long", f"a session of {most} tokens: at most {rules.max_tokens} are lent"
-            )
-
-    def _check_read(self, session: Session, ask: wire.Read) -> None:
-        if (length := session.length + len(ask.tokens)) > session.ask.total:
-            raise Refused(
-                "state", f"{length} tokens in a session opened for {session.ask.total} at most"
-            )
-
-    # The work itself
+    # ---- the work -------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Batch after batch, with a chunk of reading between two; no exception ends it."""
+        """Verifies a batch and reads a chunk, again and again; no exception ends it."""
         while True:
             self._wake.clear()
             try:
@@ -262,11 +259,12 @@ class Scheduler:
             if not busy:
                 await self._wake.wait()
 
-    async def _spoilt(self) -> list[Session]:
-        """Those that an exception took with it: all who have rows, where the caches are gone."""
+    async def _spoilt(self) -> list[SplitSession]:
+        """The sessions that an exception of `Slots` ended: all that have rows if the caches are
+        gone, otherwise those at work."""
         try:
             lost = await self._on_worker(self._slots.recover)
-        except Exception as error:  # no memory for new caches, say: the next pass tries again
+        except Exception as error:  # no memory for new caches, perhaps: the next pass tries again
             lost = True
             self._fail([], error)
         if not lost:
@@ -275,51 +273,51 @@ class Scheduler:
         return [*self._at_work, *begun]
 
     async def _verify(self) -> bool:
-        """One batch of the waiting drafts; false if there are none."""
-        batch = self._batch()
+        """Verifies one batch of the waiting drafts; False if there are none."""
+        batch = self._next_batch()
         if not batch:
             return False
         self._at_work = [session for session, _ in batch]
         began = time.perf_counter()
-        replies = await self._on_worker(self._verify_slots, batch)
+        results = await self._on_worker(self._verify_slots, batch)
         self._failures = 0
         self.metrics.batch.observe(len(batch))
         self.metrics.verify_seconds.observe(time.perf_counter() - began)
-        for (session, draft), reply in zip(batch, replies, strict=True):
-            self._note_draft(session, draft, reply)
+        for (session, draft), result in zip(batch, results, strict=True):
+            self._note_draft(session, draft, result)
             if not session.streaming:
-                self._publish(session, reply, last=True)
+                self._publish(session, result, last=True)
                 continue
-            self._publish(session, reply._replace(count=0, rows=[]), last=bool(reply.done))
-            session.paused = not reply.done
+            self._publish(session, result._replace(count=0, rows=[]), last=bool(result.done))
+            session.paused = not result.done
             self._stream_on(session)
         return True
 
-    def _batch(self) -> list[tuple[Session, wire.Draft]]:
-        """The oldest draft and those that fit to it: all rows are padded to the widest one."""
+    def _next_batch(self) -> list[tuple[SplitSession, wire.Verify]]:
+        """The oldest draft and those of about its size: a pass pads all to the widest one."""
         self._at_work = waiting = [session for session in self._drafts if session.draft is not None]
-        batch: list[tuple[Session, wire.Draft]] = []
+        batch: list[tuple[SplitSession, wire.Verify]] = []
         least = most = 0
         for session in waiting:
             width = self._slots.padded(1 + len(session.draft.tokens))
             low, high = min(least or width, width), max(most, width)
-            if high <= MOST_PADDING * low and len(batch) < self.rules.num_slots:
+            if high <= MOST_PADDING * low and len(batch) < self.limits.num_slots:
                 least, most = low, high
                 batch.append((session, session.draft))
                 session.draft = None
         self._drafts = deque(session for session in waiting if session.draft is not None)
         return batch
 
-    def _stream_on(self, session: Session) -> None:
-        """The next token of a stream, unless its reader is too far behind."""
-        if session.paused and not session.closed and session.answer.behind < MOST_BEHIND:
+    def _stream_on(self, session: SplitSession) -> None:
+        """Queues the next token of a stream, unless its reader is too far behind."""
+        if session.paused and not session.closed and session.reply.unread < MOST_UNREAD:
             session.paused = False
-            session.draft = wire.Draft(session.answer.seq, [], [])
+            session.draft = wire.Verify(session.reply.seq, [], [])
             self._drafts.append(session)
             self._wake.set()
 
     async def _read(self) -> bool:
-        """One chunk of one prompt, of each in turn; false if there is none."""
+        """Reads one chunk of one prompt, of each in turn; False if there is none."""
         while self._readers and self._readers[0].reading is None:  # closed
             self._readers.popleft()
         if not self._readers:
@@ -327,16 +325,15 @@ class Scheduler:
         session = self._readers.popleft()
         self._at_work = [session]
         reading = session.reading
-        chunk = reading.chunk(self.rules.chunk)
+        chunk = reading.chunk(self.limits.chunk)
         seen = reading.seen + len(chunk)
         last = seen == len(reading.tokens)
         began = time.perf_counter()
         try:
-            reply = await self._on_worker(
-                self._read_slot, session, chunk, last and reading.pick_root
-            )
-        except InputError as error:  # what only `Slots` knows to be too much
-            session.answer.refuse(Refused("too_long", str(error)))
+            pick_root = last and reading.pick_root
+            result = await self._on_worker(self._read_slot, session, chunk, pick_root)
+        except InputError as error:  # a limit that only `Slots` knows
+            session.reply.refuse(Refused("too_long", str(error)))
             self.close(session, "refused")
             return True
         self._failures = 0
@@ -347,71 +344,78 @@ class Scheduler:
         if last:
             session.reading = None
             session.length += reading.pick_root
-            session.finished = reply.done
-            reply = reply._replace(tokens=reading.new(reply.tokens[-1]))
+            session.finished = result.done
+            result = result._replace(tokens=reading.committed(result.tokens[-1]))
         else:
             session.reading = reading._replace(seen=seen, has_root=True)
             self._readers.append(session)
-            reply = reply._replace(tokens=[], done="")
-        self._publish(session, from_row(reply, session.ask.known), last)
+            result = result._replace(tokens=[], done="")
+        self._publish(session, without_known(result, session.request.known), last)
         return True
 
-    def _verify_slots(self, batch: list[tuple[Session, wire.Draft]]) -> list[Reply]:
-        """On the worker."""
-        return self._slots.verify(
-            [Request(session.slot, draft.tokens, draft.parents) for session, draft in batch]
-        )
+    def _note_draft(self, session: SplitSession, draft: wire.Verify, result: Reply) -> None:
+        """Counts a verified draft."""
+        drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
+        session.length += len(result.tokens)
+        session.finished = result.done
+        for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
+            session.counts[name] += count
+        self.metrics.count_draft(drafted, accepted, len(result.tokens))
 
-    def _read_slot(self, session: Session, chunk: list[int], pick_root: bool) -> Reply:
-        """On the worker; the first chunk opens the slot."""
-        if session.slot is None:
-            ask = session.ask
-            session.slot = self._slots.open(Sampling(**ask.sampling), ask.stop_ids, ask.total)
-        return self._slots.read(session.slot, chunk, pick_root=pick_root)
-
-    def _close_slot(self, session: Session) -> None:
-        """On the worker."""
-        if session.slot is not None:
-            self._slots.close(session.slot)
+    # ---- on the worker --------------------------------------------------------------------
 
     def _on_worker(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
 
-    def _note_draft(self, session: Session, draft: wire.Draft, reply: Reply) -> None:
-        drafted, accepted = len(draft.tokens), max(reply.count - 1, 0)
-        session.length += len(reply.tokens)
-        session.finished = reply.done
-        for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
-            session.counts[name] += count
-        self.metrics.count_draft(drafted, accepted, len(reply.tokens))
+    def _verify_slots(self, batch: list[tuple[SplitSession, wire.Verify]]) -> list[Reply]:
+        return self._slots.verify(
+            [Request(session.slot, draft.tokens, draft.parents) for session, draft in batch]
+        )
 
-    def _publish(self, session: Session, reply: Reply, last: bool) -> None:
-        """Encode parts of a session's answer, elsewhere, then add them; they keep their order."""
-        if session.closed or not (last or reply.count or reply.tokens):
+    def _read_slot(self, session: SplitSession, chunk: list[int], pick_root: bool) -> Reply:
+        if session.slot is None:  # this is the first chunk
+            given = session.request
+            session.slot = self._slots.open(Sampling(**given.sampling), given.stop_ids, given.total)
+        return self._slots.read(session.slot, chunk, pick_root=pick_root)
+
+    def _close_slot(self, session: SplitSession) -> None:
+        if session.slot is not None:
+            self._slots.close(session.slot)
+
+    # ---- what goes out --------------------------------------------------------------------
+
+    def _publish(self, session: SplitSession, result: Reply, last: bool) -> None:
+        """Has the encoder thread encode a result and adds its parts, in order, to the reply."""
+        if session.closed or not (last or result.count or result.tokens):
             return
-        answer = session.answer
-        self._log_text(session, reply.tokens)
-        parts = pieces(reply)
-        for piece in parts:
-            ends = last and piece is parts[-1]
+        reply = session.reply
+        self._log_text(session, result.tokens)
+        parts = in_parts(result)
+        for part in parts:
+            ends = last and part is parts[-1]
             coding = asyncio.get_running_loop().run_in_executor(
-                self._encoder, encoded, answer.seq, piece, session.encoding, not ends
+                self._encoder, encoded, reply.seq, part, session.encoding, not ends
             )
-            end = piece.start + piece.count if piece.count else 0
-            noting = functools.partial(self._published, session, answer, ends, end)
-            coding.add_done_callback(noting)
+            end = part.start + part.count if part.count else 0
+            adding = functools.partial(self._add_part, session, reply, ends, end)
+            coding.add_done_callback(adding)
 
-    def _published(
-        self, session: Session, answer: Answer, last: bool, end: int, coding: asyncio.Future[bytes]
+    def _add_part(
+        self,
+        session: SplitSession,
+        reply: ReplyBuffer,
+        last: bool,
+        end: int,
+        coding: asyncio.Future[bytes],
     ) -> None:
         if coding.cancelled():
             return
         if error := coding.exception():
             self._fail([session], error)
         else:
-            answer.add(coding.result(), last, end)
+            reply.add(coding.result(), last, end)
 
-    def _log_text(self, session: Session, tokens: list[int]) -> None:
+    def _log_text(self, session: SplitSession, tokens: list[int]) -> None:
         if self._text_of is not None and tokens:
             self._log("text", session=session.id[:8], text=self._text_of(tokens))
 
@@ -419,8 +423,8 @@ class Scheduler:
         if not work.cancelled() and (error := work.exception()):
             self._fail([], error)
 
-    def _fail(self, sessions: list[Session], error: BaseException) -> None:
-        """Give up sessions whose slots an exception of ours left in an unknown state."""
+    def _fail(self, sessions: list[SplitSession], error: BaseException) -> None:
+        """Notes an exception of ours and ends the sessions whose slots it may have spoilt."""
         self._failures += 1
         self.metrics.failures.inc()
         self._log("error", what=place_of(error), sessions=len(sessions))

@@ -2,23 +2,23 @@
 
 import random
 
-from infer.split.client.text import Text
+from infer.split.client.state import AnswerText
 
 STOP = 9
 
 
 def test_split_text_tail_ends_at_a_stop_or_the_limit():
-    text = Text([1, 2], 6, [STOP])
+    text = AnswerText([1, 2], 6, [STOP])
     text.write([3, 4, STOP, 5])
     assert text.tail == [3, 4, STOP] and text.is_written and text.unverified == 3
-    text = Text([1, STOP], 5, [STOP])  # a prompt's own stop ids end nothing
+    text = AnswerText([1, STOP], 5, [STOP])  # a prompt's own stop ids end nothing
     assert not text.is_written and not text.end_of(text.settled)
     text.write([3, 4, 5, 6])
     assert text.tail == [3, 4, 5] and text.end_of(text.whole) == "length"
 
 
 def test_split_text_rewrites_all_of_a_tail_that_differs():
-    text = Text([1], 20, [])
+    text = AnswerText([1], 20, [])
     text.write([2, 3, 4])
     assert text.replace_tail([2, 3]) == 0 and text.tail == [4]
     assert text.replace_tail([5]) == 1 and text.tail == []
@@ -30,7 +30,7 @@ def test_split_text_rewrites_all_of_a_tail_that_differs():
 
 
 def test_split_text_kept_tokens_are_told_from_verified_ones():
-    text = Text([1], 20, [])
+    text = AnswerText([1], 20, [])
     text.settle([2])
     text.write([3, 4])
     text.keep_tail()
@@ -44,7 +44,7 @@ def test_split_text_what_was_verified_stays():
     """Whatever is written alone, settled and rewritten."""
     for seed in range(50):
         chance = random.Random(seed)
-        text, settled = Text([0, 0], 60, []), []
+        text, settled = AnswerText([0, 0], 60, []), []
         for _ in range(20):
             tokens = [chance.randrange(3) for _ in range(chance.randrange(5))]
             if chance.random() < 0.5:

@@ -1,0 +1,312 @@
+"""A client's session on its server during one answer, over as many links as that takes.
+
+    reach       makes sure that there is a link, and a session with all settled tokens
+    ask, reply  send one more request; receive the messages of its reply
+    take        checks the whole reply; nothing in it counts before
+    drop        gives up a lost link; `join` dials until there is another one
+
+The session knows which tokens of the answer are settled and how many of their rows have come. It
+does not know who drafts the answer or who reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from infer.split.client.replies import (
+    CheckedReply,
+    RowUnpacker,
+    SessionRequest,
+    TokenRows,
+    check,
+    given_text,
+    known_after,
+    stream_part,
+)
+from infer.split.client.state import AnswerText, ClientOptions, Counts
+from infer.split.link import Denied, Gone, Link, LinkTraffic, Lost, ServerAddress
+from moa_jax.config import Sampling
+from moa_jax.split import wire
+from moa_jax.split.rows import LeafSpec
+
+MOST_STALE = 16  # repeats of earlier replies that are skipped while one is waited for
+FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0  # seconds between attempts to connect again
+
+
+class Backoff:
+    """Growing pauses between attempts to dial, and the time after which nobody waits any more."""
+
+    def __init__(self, give_up_seconds: float) -> None:
+        self._give_up_seconds = give_up_seconds
+        self._random = random.Random()
+        self.reset()
+
+    def reset(self) -> None:
+        """The answer has grown, so pauses start again from the shortest."""
+        self._wait = 0.0  # before the next attempt
+        self._give_up: float | None = None  # time at which to stop waiting; set by the first wait
+
+    async def pause(self) -> None:
+        """Sleeps before an attempt; the next pause will be longer."""
+        await asyncio.sleep(self._wait * self._random.uniform(0.5, 1.5))
+        self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
+
+    async def wait_for(self, task: asyncio.Task[Any]) -> Any:
+        """The task's result; None if it takes longer than an answer that does not grow waits."""
+        while not task.done():
+            now = time.monotonic()
+            if self._give_up is None:
+                self._give_up = now + self._give_up_seconds
+            if now >= self._give_up:
+                return None
+            await asyncio.wait([task], timeout=self._give_up - now)
+        return task.result()
+
+
+class RemoteSession:
+    """The link to a server and the session on it; both are renewed when they are lost."""
+
+    def __init__(
+        self,
+        server: ServerAddress | None,
+        vocab_size: int,
+        leaves: Sequence[LeafSpec],
+        options: ClientOptions,
+    ) -> None:
+        """Without a server there will be no link. `leaves` are the arrays of one token's rows."""
+        self.has_server = server is not None
+        self.link: Link | None = None
+        self.traffic = LinkTraffic()
+        self.backoff = Backoff(options.reconnect_seconds)
+        self.was_served = False  # a server has opened a session for this or an earlier answer
+        self._server, self._vocab_size, self._options = server, vocab_size, options
+        self._unpack = RowUnpacker(leaves, server).unpack
+
+    def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
+        """Starts another answer; the link may be there from the one before."""
+        self._text, self._sampling, self._counts = text, sampling, counts
+        self._id: str | None = None  # the session's name on the server
+        self._seq = -1  # of the last reply seen
+        self._request: SessionRequest | None = None  # the last one sent
+        self._streaming: int | None = None  # row of a stream's last part, -1 before the first
+        self._held: list[TokenRows] = []  # parts of a reply whose end has not come
+        self._received = 0  # rows that have come, those in `_held` included
+        self._before = dataclasses.replace(self.traffic)
+        self._is_denied = False  # the server will not have this client: no link for this answer
+        self.backoff.reset()
+
+    async def finish(self) -> None:
+        """Ends the answer: gives its slot back and counts its bytes."""
+        if self.link is not None:
+            try:
+                await self.link.send(wire.Close())
+            except (Lost, Gone, Denied):  # the server will notice by itself
+                self.cut()
+        self._counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
+        self._counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
+
+    # ---- the link -------------------------------------------------------------------------
+
+    @property
+    def can_dial(self) -> bool:
+        """Whether another link may come about during this answer."""
+        return self.has_server and not self._is_denied
+
+    async def connect(self) -> None:
+        """Says Hello, if there is a server; raises Lost or Denied where it does not welcome us."""
+        if self.has_server and self.link is None:
+            try:
+                self.link = await self._dial()
+            except Gone as error:
+                raise Lost(str(error)) from error
+
+    async def close(self) -> None:
+        """Ends the connection in order, if there is one."""
+        if self.link is not None:
+            with contextlib.suppress(Exception):
+                await self.link.close()
+            self.link = None
+
+    def cut(self) -> None:
+        """Ends the connection at once, if there is one, without a word to the server."""
+        if self.link is not None:
+            self.link.abort()
+        self.link = None
+
+    def drop(self, error: Lost | Gone | Denied) -> str:
+        """Gives up the link after an error; returns a notice that says why."""
+        self._counts.drops += self.link is not None
+        self.cut()
+        if isinstance(error, Gone):
+            self._id = None
+        if isinstance(error, Denied):  # there will be no other link: the rest is written alone
+            self._is_denied = True
+            return str(error)
+        return f"link lost: {error}"
+
+    async def _dial(self) -> Link:
+        """A new link, not yet used by the answer; raises Lost, Gone or Denied."""
+        return await Link.open(self._server, self._vocab_size, self.traffic)
+
+    # ---- the session ----------------------------------------------------------------------
+
+    async def reach(self) -> list[wire.Committed]:
+        """Sees to a link and a session; returns the reply that the text does not have yet."""
+        if self.link is None:
+            self.link = await self._dial()
+        return await self._joined(self.link)
+
+    async def join(self) -> list[wire.Committed]:
+        """Like `reach`, but tries until it succeeds; raises Denied where no link will come."""
+        while True:
+            await self.backoff.pause()
+            try:
+                link = await self._dial()
+                try:
+                    missed = await self._joined(link)
+                except BaseException:
+                    link.abort()
+                    raise
+            except (Lost, Gone):
+                continue
+            self.link = link
+            return missed
+
+    async def reopen(self) -> list[wire.Committed]:
+        """Replaces a session whose text went on differently; returns the reply to its Open."""
+        await self.link.send(wire.Close())
+        return await self._opened(self.link)
+
+    async def _joined(self, link: Link) -> list[wire.Committed]:
+        """Resumes the session, or opens one with all settled tokens; returns a missed reply."""
+        if self._id is not None:
+            try:
+                return await self._resumed(link)
+            except Gone:
+                self._id = None
+        return await self._opened(link)
+
+    async def _resumed(self, link: Link) -> list[wire.Committed]:
+        """The reply that was missed, or []; raises Gone if the server has no such session."""
+        await link.send(wire.Resume(self._id, self._seq, self._received))
+        found = await link.receive(wire.Resumed)
+        if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
+            raise Gone(f"the server's last reply is {found.seq}: another session")
+        self._streaming = None if found.seq == self._seq else -1
+        if found.seq == self._seq or isinstance(self._request, wire.Stream):
+            return []  # the parts of a stream come one by one, from the first
+        if isinstance(self._request, wire.Open):  # its reply comes from the beginning
+            await link.receive(wire.Opened)
+        return await self._reply(link)
+
+    async def _opened(self, link: Link) -> list[wire.Committed]:
+        """Opens a session with the text so far, and returns the reply.
+
+        The root is part of the text if there is one. With policy `keep` so is the tail.
+        """
+        if self._options.policy == "keep":
+            self._text.keep_tail()
+        self._id, self._seq, self._streaming = None, -1, None
+        text = self._text
+        root_given = len(text.settled) > len(text.prompt)
+        if self._options.stream:
+            self._received = len(text.settled) - root_given  # only drafting needs rows
+        self._request = wire.Open(
+            seq=0,
+            tokens=list(text.settled),
+            root_given=root_given,
+            known=self._received,
+            total=text.total,
+            stop_ids=sorted(text.stops),
+            sampling=wire.sampling_fields(self._sampling),
+        )
+        await link.send(self._request)
+        opened = await link.receive(wire.Opened, patience=self._options.patience)
+        self._id, self.was_served = opened.session, True
+        self._counts.prompts += 1
+        return await self._reply(link)
+
+    # ---- requests and replies -------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Number of draft nodes that both the server and the answer have room for."""
+        return min(self.link.welcome.max_nodes, self._text.room - 1)
+
+    async def ask(self, kind: type[SessionRequest], *fields: Any) -> None:
+        """Sends the next request."""
+        self._request = kind(self._seq + 1, *fields)
+        await self.link.send(self._request)
+
+    async def reply(self) -> list[wire.Committed]:
+        """Receives the reply to the last request, which `take` then checks.
+
+        Rows of tokens that the request gave are held back at once, so that no other link has to
+        bring them again. Repeats of earlier replies are skipped. Raises Lost for a part that
+        leaves a gap.
+        """
+        return await self._reply(self.link)
+
+    async def _reply(self, link: Link) -> list[wire.Committed]:
+        seq, known, stale = self._request.seq, self._received, 0
+        parts: list[wire.Committed] = []
+        while True:
+            part = await link.receive(wire.Committed, patience=self._options.patience)
+            if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
+                continue
+            known = known_after(part, seq, known, self._text.total)
+            if part.more and not isinstance(self._request, wire.Verify):
+                given = given_text(self._request, part, self._text)
+                self._held.append(self._unpack(part, given))
+                self._received = part.start + part.count
+                self.backoff.reset()
+            else:
+                parts.append(part)
+            if not part.more:
+                return parts
+
+    def take_held(self) -> list[TokenRows]:
+        """Hands over the parts that were held back."""
+        found, self._held = self._held, []
+        return found
+
+    def take(self, parts: Sequence[wire.Committed]) -> CheckedReply:
+        """Checks a whole reply, which the text then goes on with.
+
+        Raises Lost, and has changed nothing, for one that does not answer the last request.
+        """
+        request, tokens = self._request, parts[-1].tokens
+        whole = [*self._text.settled, *tokens]
+        check(request, parts, self._text, self._received)
+        rows = [self._unpack(part, whole) for part in parts if part.count]
+        self._seq, self._received = request.seq, len(whole) - 1
+        if isinstance(request, wire.Read):
+            self._counts.prompts += 1
+        elif isinstance(request, wire.Verify):
+            self._counts.rounds += 1
+            self._counts.drafted += len(request.tokens)
+            self._counts.accept_lengths.append(len(tokens))
+        if tokens:
+            self.backoff.reset()
+        is_kept = isinstance(request, wire.Read)
+        return CheckedReply(tokens, parts[-1].done, is_kept, [*self.take_held(), *rows])
+
+    async def next_part(self) -> CheckedReply:
+        """The next part of what the target writes alone; it is asked for only once."""
+        begin = time.perf_counter()
+        if self._streaming is None:
+            await self.ask(wire.Stream)
+            self._streaming = -1
+        part = await self.link.receive(wire.Committed, patience=self._options.patience)
+        self._counts.waiting_s += time.perf_counter() - begin
+        reply = stream_part(part, self._request.seq, self._streaming, self._text)
+        self._streaming = part.start
+        if reply.tokens:
+            self.backoff.reset()
+        return reply
