@@ -33,7 +33,8 @@ from infer.split.client.state import AnswerEvent, ClientOptions, Policy
 from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
-from moa_jax.decode.session import bucket, row_of
+from moa_jax.decode.programs import bucket
+from moa_jax.decode.session import row_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target

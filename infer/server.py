@@ -44,7 +44,7 @@ from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import write_whole
 from moa_jax.pretrained import Target
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import Pass, Slots
+from moa_jax.split.slots import PassSize, Slots
 
 USUAL = 16  # nodes, enough for most drafts: a chain of the default lengths
 PING_SECONDS = 20.0  # between pings, and again until the pong must have come
@@ -197,7 +197,7 @@ def _load(
     return server, functools.partial(_compile, slots, later, log)
 
 
-async def _compile(slots: Slots, passes: Sequence[Pass], log: Log) -> None:
+async def _compile(slots: Slots, passes: Sequence[PassSize], log: Log) -> None:
     """Compiles programs for passes that are padded until then; a failure is only logged."""
     for size in passes:
         try:

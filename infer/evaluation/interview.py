@@ -15,7 +15,8 @@ from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
-from moa_jax.decode.session import StopWhen, bucket, row_of
+from moa_jax.decode.programs import bucket
+from moa_jax.decode.session import StopWhen, row_of
 from moa_jax.decode.text import before_stop
 from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target

@@ -22,7 +22,7 @@ import numpy as np
 from infer.split.client.answering import Answering
 from infer.split.network.proxy import Proxy
 from moa_jax.config import Sampling
-from moa_jax.decode.session import bucket
+from moa_jax.decode.programs import bucket
 from moa_jax.model import llama, masks
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target

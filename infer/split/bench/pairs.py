@@ -13,7 +13,8 @@ from infer.split.bench.flags import DRAFTING, named
 from infer.split.client.state import ClientOptions
 from moa_jax import Session
 from moa_jax.config import DraftShape
-from moa_jax.decode.session import Result, bucket
+from moa_jax.decode.programs import bucket
+from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.pretrained import LoadedDrafter, Target
