@@ -127,7 +127,8 @@ def test_the_readmes_python_runs(monkeypatch, tmp_path, capsys):
     path = tmp_path / "code.py"
     path.write_text(code)
     results = runpy.run_path(str(path))["results"]
-    assert [len(result.token_ids) for result in results] == [24, 16]
+    for result, most in zip(results, [24, 16], strict=True):
+        assert 1 < len(result.token_ids) <= most
     assert str(results[0].token_ids) in capsys.readouterr().out
 
 
