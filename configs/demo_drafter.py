@@ -2,7 +2,7 @@
 
     python -m train.distill --config configs/demo_drafter.py
 
-`train.regenerate` makes the data beforehand (README, "The bundled pair").
+`train.regenerate` makes the data beforehand (moa_jax/demo/README.md).
 """
 
 from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig

@@ -1,17 +1,22 @@
-"""What the README shows works as it stands there."""
+"""What the pages show works as it stands there: code, commands, paths and links."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
 import dataclasses
+import functools
+import importlib
+import io
 import re
+import runpy
 import types
+from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
 
 from infer.info import ROOT
 from moa_jax import config
-from moa_jax.config import DraftShape
+from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.drafters import DRAFTERS
 from tests.drafting import (
     assert_changes_nothing,
@@ -24,18 +29,121 @@ from tests.drafting import (
 )
 from tests.train.test_training import small_target  # noqa: F401
 
-FENCED = re.compile(r"```python\n# (\S+)\n(.*?)```", re.DOTALL)
+README = ROOT / "README.md"
+PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md"))]
+PAGES += sorted(
+    page for top in ("moa_jax", "train", "infer") for page in (ROOT / top).rglob("*.md")
+)
+NAME = lambda file: str(file.relative_to(ROOT))  # noqa: E731
+page = pytest.mark.parametrize("page", PAGES, ids=NAME)
+
+FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([\w-]+))?\)")
+PATH = re.compile(r"\b(?:moa_jax|train|infer|configs|tests|reports|\.ci)/[\w./-]*\w")
+COMMAND = re.compile(r"python -m ((?:train|infer)(?:\.\w+)+)( --split)?([^`\n#]*)")
+FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*(?:\.\w+)*)")
+
+
+# ---- pages ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def flags_of(program: str, *first: str) -> frozenset[str]:
+    """The flags that a program's help shows, after those that choose between two command lines."""
+    with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+        importlib.import_module(program).main([*first, "--help"])
+    return frozenset(FLAG.findall(shown.getvalue()))
+
+
+def is_setting(dotted: str) -> bool:
+    """Whether a dotted flag names a field of DistillConfig or of one of its drafters."""
+    name, _, rest = dotted.partition(".")
+    if name == "drafter":
+        kinds = [kind.config for kind in DRAFTERS.values()]
+        return any(rest in kind.__dataclass_fields__ for kind in kinds)
+    found = next((f for f in dataclasses.fields(DistillConfig) if f.name == name), None)
+    part = getattr(config, str(found.type), None) if found else None
+    return found is not None and (not rest or rest in part.__dataclass_fields__)
+
+
+@page
+def test_commands_have_their_flags(page):
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"python -m\s*\n\s*", "python -m ", text)  # a command that a line breaks
+    for program, split, rest in COMMAND.findall(text):
+        known = flags_of(program, *split.split())
+        for flag in FLAG.findall(rest):
+            assert flag in known or "config" in known and is_setting(flag), f"{program} --{flag}"
+
+
+@page
+def test_settings_exist(page):
+    for flag in FLAG.findall(page.read_text(encoding="utf-8")):
+        assert "." not in flag or is_setting(flag), flag
+
+
+@page
+def test_links_lead_somewhere(page):
+    for path, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if path.startswith(("https://", "http://")):
+            continue
+        found = page.parent / path if path else page
+        assert found.exists(), path
+        if anchor:
+            heads = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / ".ci").iterdir())], ids=NAME)
+def test_paths_exist(page):
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))  # code names files that are to be made
+    for path in PATH.findall(text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_tree_names_what_is_there():
+    """All folders and modules that stand directly below moa_jax, and all programs."""
+    text = README.read_text(encoding="utf-8")
+    tree = text[text.index("    moa_jax/  ") : text.index("    reports/  ")]
+    ours = tree[: tree.index("    train/  ")]
+    below = {p for p in (ROOT / "moa_jax").iterdir() if not p.name.startswith("__")}
+    assert set(re.findall(r"^ {6}(\S+)", ours, re.MULTILINE)) == {
+        path.name + "/" * path.is_dir() for path in below
+    }
+    for top in ("train", "infer"):
+        programs = {p.stem for p in (ROOT / top).glob("*.py") if "__main__" in p.read_text()}
+        listed = re.search(rf"^    {top}/ +programs: (.+(?:\n {{20,}}.+)*)", tree, re.MULTILINE)
+        assert programs == set(re.findall(r"\w+", listed[1].partition(";")[0]))
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
+
+
+@pytest.mark.slow
+def test_the_readmes_python_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    (code,) = FENCED.findall(README.read_text(encoding="utf-8"))
+    path = tmp_path / "code.py"
+    path.write_text(code)
+    results = runpy.run_path(str(path))["results"]
+    for result, most in zip(results, [24, 16], strict=True):
+        assert 1 < len(result.token_ids) <= most
+    assert str(results[0].token_ids) in capsys.readouterr().out
+
+
+# ---- the drafter in 60 lines ------------------------------------------------------------------
 
 
 @pytest.fixture
 def last_token(monkeypatch):
-    """The config of the README's drafter, which is registered; not longer than it says."""
-    blocks = dict(FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    """The config of the page's drafter, which is registered; not longer than it says."""
+    text = (ROOT / "moa_jax" / "drafters" / "README.md").read_text(encoding="utf-8")
+    sizes, code, _ = FENCED.findall(text)
     names = {"dataclasses": dataclasses}
-    exec(blocks["moa_jax/config.py"], names)
+    exec(sizes, names)
     monkeypatch.setattr(config, "LastTokenConfig", names["LastTokenConfig"], raising=False)
-    code = blocks["moa_jax/drafters/last_token.py"]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 60
+    assert len([line for line in code.splitlines()[1:] if line.strip()]) <= 60
     module = types.ModuleType("last_token")
     exec(code, module.__dict__)
     monkeypatch.setitem(DRAFTERS, "last-token", module.KIND)
