@@ -36,7 +36,14 @@ from train.run.settings import config_parser, parse_config
 
 
 def distill(config: DistillConfig) -> bool:
-    """Target, data, training, and the finished drafter's folder; False where told to stop."""
+    """Target, data, training, and the finished drafter's folder; False where told to stop.
+
+    Raises InputError for settings that do not go together, before anything is loaded.
+    """
+    if config.run.decode_prompts and jax.process_count() > 1:
+        raise InputError(
+            "run.decode_prompts needs one process: set it to 0 and run infer.evaluate afterwards"
+        )
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
@@ -136,8 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.distill", __doc__)
     cluster.add_flags(parser)
     config, args = parse_config(parser, DistillConfig, arguments)
-    cluster.join(args)
-    distill(config)
+    with cluster.joined(args, parser.prog):
+        distill(config)
 
 
 if __name__ == "__main__":

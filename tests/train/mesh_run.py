@@ -89,13 +89,13 @@ def main() -> None:
     cluster.add_flags(parser)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
-    cluster.join(args)
-    for mesh in args.meshes:
-        cfg = MeshConfig(*map(int, mesh.split(",")))
-        one = mesh == "1,1,1"
-        found = losses(args.steps, cfg, jax.devices()[:1] if one else jax.devices())
-        if jax.process_index() == 0:
-            print("losses", json.dumps(found), flush=True)
+    with cluster.joined(args, parser.prog):
+        for mesh in args.meshes:
+            cfg = MeshConfig(*map(int, mesh.split(",")))
+            one = mesh == "1,1,1"
+            found = losses(args.steps, cfg, jax.devices()[:1] if one else jax.devices())
+            if jax.process_index() == 0:
+                print("losses", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

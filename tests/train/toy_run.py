@@ -140,8 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
         encoding="utf-8",
     )
     config, args = parse_config(parser, PretrainConfig, ["--config", str(settings), *flags])
-    cluster.join(args)
-    fit(toy_job(config, batch=told(placed_batch)), frozen=None)
+    with cluster.joined(args, parser.prog):
+        fit(toy_job(config, batch=told(placed_batch)), frozen=None)
 
 
 if __name__ == "__main__":
