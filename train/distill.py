@@ -27,7 +27,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.training import processes
-from moa_jax.training.distillation import Program, frozen_sharding, make_program, summarise
+from moa_jax.training.distillation import TrainStep, frozen_sharding, make_train_step, summarise
 from moa_jax.training.flops import model_flops_per_token
 from train.run import cluster
 from train.run.decoding import make_decode
@@ -47,7 +47,7 @@ def distill(config: DistillConfig) -> bool:
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
-    program = make_program(config, described.config, mesh)  # refuses before anything is loaded
+    program = make_train_step(config, described.config, mesh)  # refuses before anything is loaded
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
     watch = progress if processes.is_first() else None
@@ -87,7 +87,7 @@ def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
 
 def _job(
     config: DistillConfig,
-    program: Program,
+    program: TrainStep,
     target: Target,
     train: batches.Batches,
     validation: batches.Batches,
@@ -97,6 +97,7 @@ def _job(
     return Job(
         config=config,
         start=lambda: jax.jit(program.init, out_shardings=program.state_sharding)(key),
+        abstract=program.abstract_state(),
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train),
         evaluate=_evaluation(config, program, validation),
@@ -105,7 +106,7 @@ def _job(
     )
 
 
-def _placed(program: Program, source: batches.Batches) -> Callable[[int], Batch]:
+def _placed(program: TrainStep, source: batches.Batches) -> Callable[[int], Batch]:
     """The batch of a step on its devices; every process reads its own rows of it."""
 
     def batch(step: int) -> Batch:
@@ -115,7 +116,7 @@ def _placed(program: Program, source: batches.Batches) -> Callable[[int], Batch]
     return batch
 
 
-def _evaluation(config: DistillConfig, program: Program, validation: batches.Batches) -> Any:
+def _evaluation(config: DistillConfig, program: TrainStep, validation: batches.Batches) -> Any:
     probe, batch = jax.jit(program.probe), _placed(program, validation)
     count = min(config.run.eval_batches, len(validation))
 
