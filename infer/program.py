@@ -108,26 +108,28 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     try:
         code = main(arguments) or 0
         sys.stdout.flush()
-    except InputError as error:
-        code = _refuse(main, str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
         # What is still buffered must go somewhere, or Python complains of it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
-    except OSError as error:
-        if error.filename is None and error.errno not in DISK_FULL:
+    except Exception as error:
+        if (line := refusal_of(error)) is None:
             raise
-        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        code = _refuse(main, f"{where}{error.strerror}: choose a path that can be used")
+        print(f"{_name(main)}: {line}", file=sys.stderr)
+        code = BAD_INPUT
     sys.exit(code)
 
 
-def _refuse(main: Main, text: str) -> int:
-    """Print one line of a program's, and return the code to exit with."""
-    print(f"{_name(main)}: {' '.join(text.split())}", file=sys.stderr)
-    return BAD_INPUT
+def refusal_of(error: BaseException) -> str | None:
+    """The one line for bad input, which a path that the system refuses is; None for a fault."""
+    if isinstance(error, InputError):
+        return " ".join(str(error).split())
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in DISK_FULL):
+        return None
+    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{where}{error.strerror}: choose a path that can be used"
 
 
 def _name(main: Main) -> str:

@@ -31,7 +31,7 @@ from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV
 from moa_jax.model.precision import matmul_precision
-from moa_jax.training.distillation import Program, abstract_frozen, make_program
+from moa_jax.training.distillation import TrainStep, abstract_frozen, make_train_step
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.metrics import peak_flops
 from train.plan import shapes_of
@@ -71,7 +71,7 @@ def _runner(
     with_mesh: bool = True,
 ) -> Runner:
     mesh = sharding.make_mesh(config.mesh if with_mesh else MeshConfig(), devices)
-    program = make_program(config, target_cfg, mesh)
+    program = make_train_step(config, target_cfg, mesh)
     if with_mesh:
         with jax.set_mesh(mesh):
             return _compiled(name, config, target_cfg, program, program.state_sharding)
@@ -79,7 +79,7 @@ def _runner(
 
 
 def _compiled(
-    name: str, config: DistillConfig, target_cfg: TargetConfig, program: Program, places: Any
+    name: str, config: DistillConfig, target_cfg: TargetConfig, program: TrainStep, places: Any
 ) -> Runner:
     on_mesh = places is not None
     frozen_at = program.frozen_sharding if on_mesh else None

@@ -27,7 +27,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.training import processes
-from moa_jax.training.distillation import Program, frozen_sharding, make_program, summarise
+from moa_jax.training.distillation import TrainStep, frozen_sharding, make_train_step, summarise
 from moa_jax.training.flops import model_flops_per_token
 from train.run import cluster
 from train.run.decoding import make_decode
@@ -36,11 +36,18 @@ from train.run.settings import config_parser, parse_config
 
 
 def distill(config: DistillConfig) -> bool:
-    """Target, data, training, and the finished drafter's folder; False where told to stop."""
+    """Target, data, training, and the finished drafter's folder; False where told to stop.
+
+    Raises InputError for settings that do not go together, before anything is loaded.
+    """
+    if config.run.decode_prompts and jax.process_count() > 1:
+        raise InputError(
+            "run.decode_prompts needs one process: set it to 0 and run infer.evaluate afterwards"
+        )
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
-    program = make_program(config, described.config, mesh)  # refuses before anything is loaded
+    program = make_train_step(config, described.config, mesh)  # refuses before anything is loaded
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
     watch = progress if processes.is_first() else None
@@ -80,7 +87,7 @@ def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
 
 def _job(
     config: DistillConfig,
-    program: Program,
+    program: TrainStep,
     target: Target,
     train: batches.Batches,
     validation: batches.Batches,
@@ -90,6 +97,7 @@ def _job(
     return Job(
         config=config,
         start=lambda: jax.jit(program.init, out_shardings=program.state_sharding)(key),
+        abstract=program.abstract_state(),
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train),
         evaluate=_evaluation(config, program, validation),
@@ -98,7 +106,7 @@ def _job(
     )
 
 
-def _placed(program: Program, source: batches.Batches) -> Callable[[int], Batch]:
+def _placed(program: TrainStep, source: batches.Batches) -> Callable[[int], Batch]:
     """The batch of a step on its devices; every process reads its own rows of it."""
 
     def batch(step: int) -> Batch:
@@ -108,7 +116,7 @@ def _placed(program: Program, source: batches.Batches) -> Callable[[int], Batch]
     return batch
 
 
-def _evaluation(config: DistillConfig, program: Program, validation: batches.Batches) -> Any:
+def _evaluation(config: DistillConfig, program: TrainStep, validation: batches.Batches) -> Any:
     probe, batch = jax.jit(program.probe), _placed(program, validation)
     count = min(config.run.eval_batches, len(validation))
 
@@ -136,8 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.distill", __doc__)
     cluster.add_flags(parser)
     config, args = parse_config(parser, DistillConfig, arguments)
-    cluster.join(args)
-    distill(config)
+    with cluster.joined(args, parser.prog):
+        distill(config)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import describe_target
 from moa_jax.training.checkpoint import read_state, steps_of
-from moa_jax.training.distillation import make_program
+from moa_jax.training.distillation import make_train_step
 from moa_jax.training.metrics import read_records
 from train.distill import save, with_vocabulary
 from train.run.settings import config_parser, parse_config
@@ -34,13 +34,8 @@ def export(config: DistillConfig, step: int) -> None:
     target = describe_target(config.target)
     config = with_vocabulary(config, target)
     here = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    program = make_program(config, target.config, here)
-    abstract = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        jax.eval_shape(program.init, jax.random.key(0)),
-        program.state_sharding,
-    )
-    save(config, read_state(config, step, abstract).params, target)
+    program = make_train_step(config, target.config, here)
+    save(config, read_state(config, step, program.abstract_state()).params, target)
 
 
 def step_of(config: DistillConfig, checkpoint: str) -> int:

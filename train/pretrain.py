@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from infer.program import progress, run
 from moa_jax.config import PretrainConfig
@@ -24,7 +25,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import llama, masks
 from moa_jax.pretrained import save_target
 from moa_jax.training.optim import optimizer
-from moa_jax.training.update import init_state, make_update
+from moa_jax.training.update import abstract, init_state, make_update
 from train.run.loop import Job, fit
 from train.run.settings import config_parser, parse_config
 
@@ -39,9 +40,11 @@ def pretrain(config: PretrainConfig) -> None:
     loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)  # noqa: E731
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
+    start = lambda: init_state(llama.init(config.target, key), tx)  # noqa: E731
     job = Job(
         config=config,
-        start=lambda: init_state(llama.init(config.target, key), tx),
+        start=start,
+        abstract=abstract(jax.eval_shape(start), SingleDeviceSharding(jax.devices()[0])),
         batch=train.batch,
         update=jax.jit(update, donate_argnums=0),
         evaluate=_evaluation(config, validation),

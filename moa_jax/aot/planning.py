@@ -36,7 +36,8 @@ from moa_jax.errors import InputError
 from moa_jax.model.precision import matmul_precision
 from moa_jax.model.sharding import make_mesh
 from moa_jax.training import flops
-from moa_jax.training.distillation import Program, abstract_frozen, make_program
+from moa_jax.training.distillation import TrainStep, abstract_frozen, make_train_step
+from moa_jax.training.update import abstract
 
 Plan = dict[str, Any]
 HURRY = {"tpu": {"exec_time_optimization_effort": -1.0}, "cuda": {}}
@@ -146,7 +147,7 @@ def compile_plan(
 ) -> Plan:
     """`plan`, in this process."""
     mesh = make_mesh(config.mesh, machines.devices(machine))
-    program = make_program(config, target_cfg, mesh)
+    program = make_train_step(config, target_cfg, mesh)
     state, frozen, batch = _arguments(program, config, target_cfg)
     update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_sharding, None))
     options = HURRY[machine.chip.compiler] if hurry else {}
@@ -183,19 +184,16 @@ def compile_plan(
 
 
 def _arguments(
-    program: Program, config: DistillConfig, target_cfg: TargetConfig
+    program: TrainStep, config: DistillConfig, target_cfg: TargetConfig
 ) -> tuple[Any, ...]:
     """State, frozen weights and batch as shapes with shardings."""
+    frozen = abstract_frozen(target_cfg, jnp.dtype(config.run.dtype))
     batch = flops.abstract_batch(config.data.rows_per_batch, config.data.row_length)
-    shapes = (
-        jax.eval_shape(program.init, jax.eval_shape(lambda: jax.random.key(0))),
-        abstract_frozen(target_cfg, jnp.dtype(config.run.dtype)),
-        batch,
+    return (
+        program.abstract_state(),
+        abstract(frozen, program.frozen_sharding),
+        abstract(batch, program.rows_sharding),
     )
-    rows = jax.tree.map(lambda _: program.rows_sharding, batch)
-    shardings = (program.state_sharding, program.frozen_sharding, rows)
-    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
-    return jax.tree.map(place, shapes, shardings)
 
 
 def _held(tree: Any) -> int:

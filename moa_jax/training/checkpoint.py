@@ -21,7 +21,7 @@ import os
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,8 +85,8 @@ class Checkpoints:
         finally:
             self._stack.__exit__(*exception)
 
-    def restore(self, start: Callable[[], TrainState]) -> TrainState:
-        """The newest sound state, with the shapes and shardings of `start()`; else `start()`.
+    def restore(self, abstract: TrainState) -> TrainState | None:
+        """The newest sound state, its shapes and shardings those of `abstract`; None without one.
 
         A damaged checkpoint is named on stderr, put aside and passed over. Raises InputError for
         a run with other settings, and where all checkpoints are damaged, which are then left
@@ -97,7 +97,7 @@ class Checkpoints:
             folder = self._folder / str(step)
             faults[step] = on_first(lambda folder=folder: _examined(folder, self._config))
             if not faults[step]:
-                state, faults[step] = self._read(step, start)
+                state, faults[step] = self._read(step, abstract)
             if not faults[step]:
                 self._put_aside({bad: why for bad, why in faults.items() if why}, step)
                 return state
@@ -107,7 +107,7 @@ class Checkpoints:
                 f"{self._folder}: no checkpoint can be read: {told}: put a sound copy there, or "
                 "name another run.directory"
             )
-        return start()
+        return None
 
     def save(self, state: TrainState) -> None:
         """Saves in the background; a step that is already there is left alone.
@@ -143,9 +143,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
         self._writing = None
 
-    def _read(self, step: int, start: Callable[[], TrainState]) -> tuple[Any, str]:
+    def _read(self, step: int, abstract: TrainState) -> tuple[Any, str]:
         """The state of a step, or what is wrong with it."""
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, start())
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         try:
             return self._manager.restore(step, args=items)["state"], ""

@@ -17,7 +17,14 @@ from moa_jax.drafters.api import Drafter, Tapped
 from moa_jax.errors import InputError
 from moa_jax.model import chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer
-from moa_jax.training.update import Loss, Metrics, TrainState, init_state, make_update
+from moa_jax.training.update import (
+    Loss,
+    Metrics,
+    TrainState,
+    abstract,
+    init_state,
+    make_update,
+)
 
 Array = jax.Array
 
@@ -117,7 +124,7 @@ def _next_is_answer(batch: Batch) -> Array:
 # ---- on a mesh ----------------------------------------------------------------------------
 
 
-class Program(NamedTuple):
+class TrainStep(NamedTuple):
     """One training step as pure functions, and where every array of it lives."""
 
     init: Callable[[Array], TrainState]
@@ -127,8 +134,13 @@ class Program(NamedTuple):
     frozen_sharding: Any
     rows_sharding: NamedSharding  # of every array of a batch
 
+    def abstract_state(self) -> TrainState:
+        """The state as shapes with shardings, for compilers and for reading checkpoints."""
+        shapes = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+        return abstract(shapes, self.state_sharding)
 
-def make_program(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) -> Program:
+
+def make_train_step(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) -> TrainStep:
     """What `config` asks for, on `mesh`; one device is a mesh too.
 
     The frozen target and what is trained are cut alike, by `sharding.TRAIN`. Raises InputError
@@ -143,17 +155,17 @@ def make_program(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) ->
         return init_state(drafter.init(key), tx)
 
     of_drafter = sharding.of_table(kind.table(config.drafter, target_cfg), mesh)
-    abstract = jax.eval_shape(init, jax.random.key(0))
-    params = sharding.tree_of(abstract.params, of_drafter)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    params = sharding.tree_of(shapes.params, of_drafter)
     everywhere = sharding.replicated(mesh)
     opt_state = optax.tree.map_params(
         tx,
         lambda _, where: where,
-        abstract.opt_state,
+        shapes.opt_state,
         params,
         transform_non_params=lambda _: everywhere,
     )
-    return Program(
+    return TrainStep(
         init,
         make_update(
             make_loss(target_cfg, drafter, dtype),

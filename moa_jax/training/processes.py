@@ -1,18 +1,32 @@
-"""What the processes of one run must agree on: process 0 finds it out and tells the others."""
+"""What the processes of one run do together: agree on what process 0 finds, and end if one fails.
+
+jax alone lets the others wait: those in a collective for its network's fault, the one that failed
+for all others to be done. Here it leaves word with jax's coordination service, which process 0
+runs, and every other process looks there twice a second.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax._src.distributed import global_state  # no public name leads to the coordination service
 from jax.experimental import multihost_utils
 
 from moa_jax.errors import InputError
 
 T = TypeVar("T")
+
+FAILURE, ENDED = "moa_jax/failure", "moa_jax/ended"  # keys of the coordination service
+SECONDS_BETWEEN_LOOKS = 0.5
+PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
 
 
 def is_first() -> bool:
@@ -21,22 +35,40 @@ def is_first() -> bool:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Calls `function` on process 0; all processes get its result, or raise its InputError.
+    """Calls `function` on process 0; all processes get its result, or raise what it raised.
 
     The result must be made of JSON's types. All processes must call this at the same point.
+    An InputError and an OSError are raised anew, any other exception as a RuntimeError that
+    tells it.
     """
     if jax.process_count() == 1:
         return function()
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     if is_first():
         try:
             found = {"result": function()}
-        except InputError as error:
-            found = {"refused": str(error)}
+        except Exception as error:
+            _told(json.dumps(_packed(error)).encode())
+            raise
     found = json.loads(_told(json.dumps(found).encode()))
-    if "refused" in found:
-        raise InputError(found["refused"])
+    if "result" not in found:
+        raise _unpacked(found)
     return found["result"]
+
+
+def _packed(error: Exception) -> dict[str, Any]:
+    if isinstance(error, InputError):
+        return {"refused": str(error)}
+    if isinstance(error, OSError) and error.errno is not None:
+        name = None if error.filename is None else os.fsdecode(error.filename)
+        return {"system": [error.errno, error.strerror, name]}
+    return {"failed": f"process 0: {type(error).__name__}: {error}"}
+
+
+def _unpacked(found: dict[str, Any]) -> Exception:
+    if "refused" in found:
+        return InputError(found["refused"])
+    return OSError(*found["system"]) if "system" in found else RuntimeError(found["failed"])
 
 
 def gathered(tree: Any) -> Any:
@@ -53,3 +85,72 @@ def _told(data: bytes) -> bytes:
     if is_first():
         buffer[:] = np.frombuffer(data, np.uint8)
     return np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes()
+
+
+# ---- ending -------------------------------------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """Why a run ends."""
+
+    process: int  # the one that failed
+    line: str
+    code: int  # with which all exit
+
+
+@contextlib.contextmanager
+def ending_together(
+    describe: Callable[[BaseException], tuple[str, int]], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Ends every process of a run as soon as one leaves this context by an exception.
+
+    `describe` turns an exception into a line and an exit code. Each process says the line of its
+    own failure or of the first one elsewhere and exits, whatever it is doing. An exception of a
+    process that is alone goes on as usual.
+    """
+    if not jax.distributed.is_initialized() or global_state.num_processes == 1:
+        yield
+        return
+    over = threading.Event()
+    looking = threading.Thread(target=_look, args=(over, say), daemon=True)
+    looking.start()
+    try:
+        yield
+    except BaseException as error:
+        over.set()
+        first = _first_failure()
+        # A collective that breaks because another process ends is no failure of its own.
+        if first is None or isinstance(error, InputError):
+            first = Failure(global_state.process_id, *describe(error))
+        _end(first, say)
+    over.set()
+    looking.join()
+
+
+def _look(over: threading.Event, say: Callable[[str], None]) -> None:
+    while not over.wait(SECONDS_BETWEEN_LOOKS):
+        if (found := _first_failure()) and not over.is_set():
+            _end(found, say)
+
+
+def _first_failure() -> Failure | None:
+    try:
+        return Failure(*json.loads(global_state.client.key_value_try_get(FAILURE)))
+    except jax.errors.JaxRuntimeError:  # there is none, or no service any more
+        return None
+
+
+def _end(failure: Failure, say: Callable[[str], None]) -> None:
+    """Leaves word of the failure, says it, and exits without jax's wait for all processes."""
+    client, me = global_state.client, global_state.process_id
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
+        client.key_value_set(FAILURE, json.dumps(failure))
+    say(failure.line if failure.process == me else f"process {failure.process}: {failure.line}")
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{ENDED}/{me}", "")
+        until = time.monotonic() + PATIENCE
+        while me == 0 and time.monotonic() < until:
+            if len(client.key_value_dir_get(ENDED)) == global_state.num_processes:
+                break
+            time.sleep(0.05)
+    os._exit(failure.code)

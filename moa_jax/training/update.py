@@ -33,6 +33,15 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
+def abstract(tree: Any, sharding: Any) -> Any:
+    """A tree's shapes and dtypes with where they live: one sharding, or a tree of them."""
+    if isinstance(sharding, jax.sharding.Sharding):
+        where = sharding
+        sharding = jax.tree.map(lambda _: where, tree)
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+    return jax.tree.map(place, tree, sharding)
+
+
 def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
     """The state before the first update."""
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))

@@ -24,7 +24,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.model import llama, sharding
-from moa_jax.training.distillation import make_program
+from moa_jax.training.distillation import make_train_step
 from train.run import cluster
 
 ROWS, T = 8, 24
@@ -56,7 +56,7 @@ def batch_of(step: int, rows: slice) -> Batch:
 def losses(steps: int, mesh_cfg: MeshConfig, devices: list) -> list[float]:
     """The losses of so many updates on a mesh of these devices."""
     mesh = sharding.make_mesh(mesh_cfg, devices)
-    program = make_program(config_of(mesh_cfg), TARGET, mesh)
+    program = make_train_step(config_of(mesh_cfg), TARGET, mesh)
 
     def frozen() -> dict:
         params = llama.init(TARGET, jax.random.key(1))
@@ -89,13 +89,13 @@ def main() -> None:
     cluster.add_flags(parser)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
-    cluster.join(args)
-    for mesh in args.meshes:
-        cfg = MeshConfig(*map(int, mesh.split(",")))
-        one = mesh == "1,1,1"
-        found = losses(args.steps, cfg, jax.devices()[:1] if one else jax.devices())
-        if jax.process_index() == 0:
-            print("losses", json.dumps(found), flush=True)
+    with cluster.joined(args, parser.prog):
+        for mesh in args.meshes:
+            cfg = MeshConfig(*map(int, mesh.split(",")))
+            one = mesh == "1,1,1"
+            found = losses(args.steps, cfg, jax.devices()[:1] if one else jax.devices())
+            if jax.process_index() == 0:
+                print("losses", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

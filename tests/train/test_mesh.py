@@ -17,7 +17,7 @@ from moa_jax import InputError
 from moa_jax.config import MeshConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import convert, sharding
-from moa_jax.training.distillation import abstract_frozen, make_program
+from moa_jax.training.distillation import abstract_frozen, make_train_step
 from tests.train import mesh_run
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_unknown_and_colliding_names_raise():
 def test_every_array_of_both_models_has_a_rule():
     """No array is left out, and none is cut in a way that its rules do not say."""
     mesh = sharding.make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
-    program = make_program(mesh_run.config_of(MeshConfig(1, 1, 1)), mesh_run.TARGET, mesh)
+    program = make_train_step(mesh_run.config_of(MeshConfig(1, 1, 1)), mesh_run.TARGET, mesh)
     state = jax.eval_shape(program.init, jax.random.key(0))
     same = lambda arrays, places: jax.tree.structure(arrays) == jax.tree.structure(places)  # noqa: E731
     assert same(state, program.state_sharding)
@@ -176,4 +176,6 @@ def test_meshes_that_do_not_divide_the_model_are_refused(fsdp, tensor, line):
 
 def test_batches_that_do_not_split_are_refused():
     with pytest.raises(InputError, match="choose a multiple of 3"):
-        make_program(mesh_run.config_of(MeshConfig(1, 3, 1)), mesh_run.TARGET, abstract_mesh(3, 1))
+        make_train_step(
+            mesh_run.config_of(MeshConfig(1, 3, 1)), mesh_run.TARGET, abstract_mesh(3, 1)
+        )

@@ -190,6 +190,17 @@ def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
+def test_a_run_is_resumed_without_a_fresh_state(whole, copy):
+    """A fresh state beside the restored one would take the memory of two."""
+
+    def start() -> Any:
+        raise AssertionError("a state was made anew")
+
+    shutil.rmtree(copy / "run" / "checkpoints" / "12")
+    loop.fit(toy_job(toy_config(copy), start=start), None)
+    assert_same_run(copy, whole)
+
+
 def test_a_finished_run_is_left_as_it_is(whole, copy):
     assert loop.fit(toy_job(toy_config(copy)), None) is not None
     assert_same_run(copy, whole)
@@ -279,7 +290,7 @@ def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
     code = (
         "import resource, sys\n"
         "from infer.program import run\n"
-        "from tests import toy_run\n"
+        "from tests.train import toy_run\n"
         "def main(arguments=None):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "    toy_run.main()\n"
@@ -412,15 +423,16 @@ def test_a_state_is_restored_onto_other_devices(whole, tmp_path):
     code = (
         "import sys, jax, numpy as np\n"
         "from jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "from moa_jax.training import update\n"
         "from moa_jax.training.checkpoint import Checkpoints\n"
         "from tests.train.toy_run import toy_config, toy_job\n"
         "mesh = jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))\n"
         "config = toy_config(sys.argv[1])\n"
         "cut = lambda x: NamedSharding(mesh, P(None, 'x') if x.ndim == 2 else P())\n"
-        "put = lambda x: jax.device_put(x, cut(x))\n"
-        "start = lambda: jax.tree.map(put, toy_job(config).start())\n"
+        "abstract = toy_job(config).abstract\n"
+        "abstract = update.abstract(abstract, jax.tree.map(cut, abstract))\n"
         "with Checkpoints(config) as checkpoints:\n"
-        "    state = checkpoints.restore(start)\n"
+        "    state = checkpoints.restore(abstract)\n"
         "assert all(x.sharding == cut(x) for x in jax.tree.leaves(state))\n"
         "assert len(state.params['head'].sharding.device_set) == 4\n"
         "np.savez(sys.argv[2], *jax.device_get(jax.tree.leaves(state)))\n"

@@ -33,7 +33,7 @@ from moa_jax.data.batch import Batch
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.optim import optimizer
-from moa_jax.training.update import init_state, make_update
+from moa_jax.training.update import abstract, init_state, make_update
 from train.run import cluster
 from train.run.loop import Job, fit
 from train.run.settings import config_parser, parse_config
@@ -87,18 +87,23 @@ def toy_job(config: PretrainConfig, **changes: Any) -> Job:
     """The job of `config`, with some of its parts replaced."""
     seed, tx = config.run.seed, optimizer(config.optim)
 
-    def start() -> Any:
-        keys = jax.random.split(jax.random.key(seed))
+    def init(key: Any) -> Any:
+        keys = jax.random.split(key)
         params = {
             "embed": jax.random.normal(keys[0], (VOCAB, WIDTH)),
             "head": jax.random.normal(keys[1], (WIDTH, VOCAB)),
         }
-        return jax.tree.map(lambda x: placed(x, PartitionSpec()), init_state(params, tx))
+        return init_state(params, tx)
+
+    def start() -> Any:
+        return jax.tree.map(lambda x: placed(x, PartitionSpec()), init(jax.random.key(seed)))
 
     def evaluate(params: Any, frozen: Any) -> dict[str, Any]:
         return {"simulated_tau": 2 + jnp.mean(params["head"])}
 
-    job = Job(config, start, placed_batch, toy_update(config.optim, seed), evaluate)
+    shapes = jax.eval_shape(init, jax.random.key(seed))
+    state = abstract(shapes, placed(0, PartitionSpec()).sharding)
+    job = Job(config, start, state, placed_batch, toy_update(config.optim, seed), evaluate)
     return dataclasses.replace(job, **changes)
 
 
@@ -112,7 +117,7 @@ def final_state(folder: Path, config: PretrainConfig | None = None) -> list[np.n
     """The arrays of the newest checkpoint: step, parameters, optimiser state."""
     config = config or toy_config(folder)
     with Checkpoints(config) as checkpoints:
-        return jax.tree.leaves(jax.device_get(checkpoints.restore(toy_job(config).start)))
+        return jax.tree.leaves(jax.device_get(checkpoints.restore(toy_job(config).abstract)))
 
 
 def steps_of(folder: Path) -> list[str]:
@@ -140,8 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
         encoding="utf-8",
     )
     config, args = parse_config(parser, PretrainConfig, ["--config", str(settings), *flags])
-    cluster.join(args)
-    fit(toy_job(config, batch=told(placed_batch)), frozen=None)
+    with cluster.joined(args, parser.prog):
+        fit(toy_job(config, batch=told(placed_batch)), frozen=None)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""The flags with which several processes find each other to train as one."""
+"""The flags with which several processes find each other, train as one and end as one."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
 
 import jax
 
+from infer.program import BAD_INPUT, INTERRUPTED, refusal_of
 from moa_jax.errors import InputError, first_line
+from moa_jax.training.processes import ending_together
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +28,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
 
 
-def join(args: argparse.Namespace) -> None:
-    """Meets the other processes, if there are any; must run before jax looks for devices.
+@contextlib.contextmanager
+def joined(args: argparse.Namespace, program: str) -> Iterator[None]:
+    """Meets the other processes, if there are any, and ends with them if one of them fails.
 
-    Raises InputError for flags that do not say all, and where the others are not found.
+    It must be entered before jax looks for devices. Raises InputError for flags that do not say
+    all, and where the others are not found.
     """
+    _join(args)
+    say = lambda line: print(f"{program}: {line}", file=sys.stderr, flush=True)  # noqa: E731
+    with ending_together(_described, say):
+        yield
+
+
+def _join(args: argparse.Namespace) -> None:
     place = (args.coordinator, args.processes, args.process)
     if place == (None, None, None) and not args.distributed:
         return
@@ -43,3 +58,13 @@ def join(args: argparse.Namespace) -> None:
             f"the other processes were not found ({first_line(error)}): check --coordinator and "
             "that all of them run"
         ) from error
+
+
+def _described(error: BaseException) -> tuple[str, int]:
+    """One line and an exit code; prints the traceback of a fault of ours."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if line := refusal_of(error):
+        return line, BAD_INPUT
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {first_line(error)}", 1

@@ -26,11 +26,9 @@ def make_decode(
 ) -> Callable[[Any], dict[str, float]]:
     """(params) -> tau of greedy chains of the config's horizon on `run.decode_prompts` prompts.
 
-    Decoding wants layers one by one, so the target is held twice. Raises InputError with
-    several processes, which decode nothing together, and without prompts that leave room.
+    Decoding wants layers one by one, so the target is held twice. It takes one process. Raises
+    InputError where no prompt leaves room.
     """
-    if jax.process_count() > 1:
-        raise InputError("run.decode_prompts needs one process: set it to 0, evaluate afterwards")
     room = target.config.max_position_embeddings - MAX_NEW_TOKENS
     fitting = (prompt for prompt in prompts_of(validation) if len(prompt) <= room)
     prompts = list(itertools.islice(fitting, config.run.decode_prompts))

@@ -29,6 +29,7 @@ class Job:
 
     config: PretrainConfig | DistillConfig
     start: Callable[[], TrainState]  # a fresh state, on its devices
+    abstract: TrainState  # its shapes, dtypes and shardings, to read a checkpoint as
     batch: Callable[[int], Batch]  # of a step from 0 on, on its devices
     # Compiled; donates the state. Metrics as those of `moa_jax.training.update.make_update`.
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
@@ -47,7 +48,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
     config, total = job.config, job.config.optim.total_steps
     _check(config)
     with StopRequest() as stop, Checkpoints(config) as checkpoints:
-        state = checkpoints.restore(job.start)
+        state = checkpoints.restore(job.abstract) or job.start()
         done = int(state.step)
         with Watch(config, done, job.flops_per_token) as watch:
             for step, tau in watch.taus.items():
