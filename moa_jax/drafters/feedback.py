@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import BlockConfig, Objective
+from moa_jax.config import BlockConfig, FeedbackConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
 from moa_jax.drafters.api import (
@@ -104,7 +104,7 @@ class Layer(NamedTuple):
     # (params, embedding_BTD, feature before_BTD, turn, mask_BTS, past, start_B)
     # -> (feature_BTD, rows, past with the rows written)
     apply: Callable[..., tuple[Array, KV, KV | None]]
-    # (objective, params, shared, draft of each pass, what its features should be_BTD, progress)
+    # (objective, shared, head, draft of each pass, what its features should be_BTD, progress)
     # -> (loss, metrics)
     loss: Callable[..., tuple[Array, dict[str, Array]]]
     # (params, shared, feature_BTD) -> logits
@@ -236,31 +236,52 @@ def _shifted(ancestor_BWX: Array) -> Array:
 # ---- training -----------------------------------------------------------------------------
 
 
-def passes(
+class Lesson(NamedTuple):
+    """What training feeds a layer, and what it is to give."""
+
+    embedding_BTD: Array
+    feature_BTD: Array  # the target's, as `Layer.fuse` makes them
+    goal_BTD: Array  # the target's final-normed states
+
+
+def lesson(
     layer: Layer,
+    cfg: FeedbackConfig,
     params: Params,
-    embedding_BTD: Array,
-    feature_BTD: Array,
+    shared: Shared,
     batch: Batch,
-    steps: int,
-) -> list[Array]:
+    tapped: Tapped,
+    noise_2BTD: Array | None = None,
+) -> Lesson:
+    """The lesson of a batch, with noise on features and on embeddings."""
+    feature_BTD = layer.fuse(params, tapped)
+    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
+    goal_BTD = tapped.hidden_BTD
+    if noise_2BTD is not None:
+        feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
+        if cfg.noisy_target:
+            goal_BTD = goal_BTD + noise_2BTD[0]
+    return Lesson(embedding_BTD, feature_BTD, goal_BTD)
+
+
+def passes(layer: Layer, params: Params, lesson: Lesson, batch: Batch, steps: int) -> list[Array]:
     """The features (B, T, D) of all tokens, in pass j as the (j + 1)-th draft of a round.
 
-    `feature_BTD` are the target's. Pass 0 is fed with them, each later one with the features of
-    the one before it, whose rows it sees as `masks.fed_back` says.
+    Pass 0 is fed the target's features, each later pass those of the pass before it, whose rows
+    it sees as `masks.fed_back` says.
     """
     B, T = batch.tokens_BT.shape
     turn = rotation(layer.block, batch.position_BT - 1)
     found: list[Array] = []
     past: KV | None = None
     for index in range(steps):
-        fed_BTD = _shift(found[-1] if found else feature_BTD, batch)
+        fed_BTD = _shift(found[-1] if found else lesson.feature_BTD, batch)
         mask_BTS = masks.fed_back(batch.segment_BT, index)
         room = ((0, 0), (0, 0), (0, T), (0, 0))
         if index:
             past = jax.tree.map(lambda a: jnp.pad(a, room), past)  # noqa: B023
         out_BTD, rows, written = layer.apply(
-            params, embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
+            params, lesson.embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
         )
         past = rows if written is None else written
         found.append(out_BTD)
@@ -289,7 +310,8 @@ def loss(
         shape = (2, *tapped.hidden_BTD.shape)
         draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
         noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
-    return loss_of(layer, objective, params, shared, batch, tapped, noise_2BTD, progress)
+    taught = lesson(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
+    return loss_of(layer, objective, params, shared, batch, taught, progress)
 
 
 def loss_of(
@@ -298,22 +320,17 @@ def loss_of(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
-    noise_2BTD: Array | None,
+    lesson: Lesson,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss with given noise, on features and on embeddings."""
-    feature_BTD = layer.fuse(params, tapped)
-    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
-    goal_BTD = tapped.hidden_BTD
-    if noise_2BTD is not None:
-        feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
-        if objective.feedback.noisy_target:
-            goal_BTD = goal_BTD + noise_2BTD[0]
-    steps = objective.feedback.steps
-    found = passes(layer, params, embedding_BTD, feature_BTD, batch, steps)
-    drafts = [learning.Draft(x_BTD, _asked(batch, index)) for index, x_BTD in enumerate(found)]
-    return layer.loss(objective, params, shared, drafts, goal_BTD, progress)
+    """The loss of a lesson; a pass is asked about answers with enough tokens before them."""
+    found = passes(layer, params, lesson, batch, objective.feedback.steps)
+    drafts = [
+        learning.Draft(feature_BTD, batch.response_BT & (batch.position_BT > index))
+        for index, feature_BTD in enumerate(found)
+    ]
+    head = partial(layer.head, params, shared)
+    return layer.loss(objective, shared, head, drafts, lesson.goal_BTD, progress)
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
@@ -323,11 +340,6 @@ def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Arra
     return jax.tree.map(
         lambda *x: sum(w * v for w, v in zip(weights, x, strict=True)) / total, *each
     )
-
-
-def _asked(batch: Batch, index: int) -> Array:
-    """Answer tokens that pass `index` can be asked about: enough tokens stand before them."""
-    return batch.response_BT & (batch.position_BT > index)
 
 
 def teacher_forced(
@@ -340,9 +352,8 @@ def teacher_forced(
     horizon: int,
 ) -> Array:
     """The features of unknown tokens as in decoding from the last known one before them."""
-    feature_BTD = layer.fuse(params, tapped)
-    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
-    found = passes(layer, params, embedding_BTD, feature_BTD, batch, horizon)
+    taught = lesson(layer, FeedbackConfig(), params, shared, batch, tapped)
+    found = passes(layer, params, taught, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
     chosen_BTD = found[0]

@@ -51,7 +51,7 @@ class GlideCache(NamedTuple):
     memory: KV
 
 
-class Trace(NamedTuple):
+class GlideTrace(NamedTuple):
     """Stages of a pass, for the loss and for parity tests."""
 
     self_BTD: Array  # after self-attention and its residual: what asks the memory
@@ -64,6 +64,7 @@ class GlideLayer(nn.Module):
 
     block: BlockConfig
     memory: BlockConfig  # the target's own layer, whose rows are read
+    block_size: int  # in training a token sees the memory of earlier blocks of this many tokens
 
     def setup(self) -> None:
         eps = self.block.rms_norm_eps
@@ -85,7 +86,7 @@ class GlideLayer(nn.Module):
         memory_mask_BTX: Array,
         past: KV | None = None,
         start_B: Array | None = None,
-    ) -> tuple[Trace, KV | None]:
+    ) -> tuple[GlideTrace, KV | None]:
         """Its stages, and the cache with the rows of these tokens written at start."""
         y_BTD, _, past = self.attention(self.input_norm(x_BTD), turn, mask_BTS, past, start_B)
         x_BTD = x_BTD + y_BTD
@@ -94,7 +95,7 @@ class GlideLayer(nn.Module):
         cross_BTD = jnp.where(memory_mask_BTX.any(axis=-1, keepdims=True), cross_BTD, 0.0)
         y_BTD = x_BTD + cross_BTD
         feature_BTD = y_BTD + self.mlp(self.post_attention_norm(y_BTD))
-        return Trace(x_BTD, cross_BTD, feature_BTD), past
+        return GlideTrace(x_BTD, cross_BTD, feature_BTD), past
 
 
 def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
@@ -110,7 +111,7 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
         propose=propose,
         digest=partial(digest, layer),
         go_on=go_on,
-        loss=partial(loss, layer, cfg.block_size, objective or Objective()),
+        loss=partial(loss, layer, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
     )
 
@@ -123,7 +124,7 @@ def layer_of(cfg: GlideConfig, target_cfg: TargetConfig) -> GlideLayer:
         num_kv_heads=cfg.self_attention_num_key_value_heads,
         intermediate_size=cfg.self_attention_intermediate_size,
     )
-    return GlideLayer(block, memory)
+    return GlideLayer(block, memory, cfg.block_size)
 
 
 def init(layer: GlideLayer, key: Array) -> Params:
@@ -205,7 +206,7 @@ def trace(
     batch: Batch,
     tapped: Tapped,
     memory_mask_BTT: Array,
-) -> Trace:
+) -> GlideTrace:
     """The forward over whole conversations, with the memory that a mask lets it see."""
     turn = rotation(layer.block, batch.position_BT)
     found, _ = layer.apply(
@@ -221,7 +222,6 @@ def trace(
 
 def loss(
     layer: GlideLayer,
-    block_size: int,
     objective: Objective,
     params: Params,
     shared: Shared,
@@ -234,7 +234,7 @@ def loss(
 
     References: 2402.02082; authors' train/glide.py, whose first block sees all of the memory.
     """
-    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, block_size)
+    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
     found = trace(layer, params, shared, batch, tapped, mask_BTT)
     draft = learning.Draft(found.feature_BTD, batch.response_BT)
     head = partial(llama.unembed, shared)
