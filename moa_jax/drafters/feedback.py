@@ -1,16 +1,16 @@
 """Drafters that are fed their own features: what EAGLE-1, EAGLE-2 and EAGLE-3 share.
 
-A layer turns a token and the feature of the token before it into the token's own feature,
-which gives the next token and is what the next step is fed. Features of verified tokens come
-from the target:
+A layer turns a token and the feature of the token before it into the token's own feature. The
+head makes the next token's logits of it, and the next step is fed with it. Features of verified
+tokens come from the target:
 
     position          0     1     2    | 3 = length: root   drafts
     token             a     b     c    | d                  e        f
-    feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target, o own
+    feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target's, o its own
     row of the cache  (0)   1     2    | 3                  4        5
 
-Row 0 has no feature before it and is never seen. Rows are turned as if one position earlier,
-as in the authors' code, whose entries stand at the position of their feature.
+Row 0 is never seen, since there is no feature before it. Rotary embeddings count positions from
+one earlier, as in the authors' code, whose rows stand at the position of their feature.
 
 References: EAGLE (2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840); authors'
 train/eagle.py and inference/eagle.py.
@@ -47,9 +47,9 @@ Array = jax.Array
 
 
 class FedLayer(nn.Module):
-    """A decoder layer over the embeddings of tokens and the features before them.
+    """A decoder layer that reads the embeddings of tokens and the features before them.
 
-    A kind says in `entered` what the residual stream starts from and what attention reads.
+    Each kind defines in `entered` where the residual stream starts and what attention reads.
     """
 
     block: BlockConfig
@@ -60,7 +60,7 @@ class FedLayer(nn.Module):
         self.mlp = MLP(self.block)
 
     def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
-        """The start of the residual stream (B, T, D), and what goes into attention."""
+        """The start of the residual stream (B, T, D), and the input of attention."""
         raise NotImplementedError
 
     def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
@@ -77,7 +77,7 @@ class FedLayer(nn.Module):
         past: KV | None = None,
         start_B: Array | None = None,
     ) -> tuple[Array, KV, KV | None]:
-        """Their own features, their rows, and the cache with these rows written at start."""
+        """The tokens' features, their rows, and the cache with these rows written at `start_B`."""
         x_BTD, read_BTX = self.entered(embedding_BTD, feature_BTD)
         y_BTD, rows, past = self.attention(read_BTX, turn, mask_BTS, past, start_B)
         x_BTD = x_BTD + y_BTD
@@ -92,7 +92,7 @@ def init_layer(module: FedLayer, key: Array) -> Params:
 
 
 class Layer(NamedTuple):
-    """What one kind of drafter computes."""
+    """The functions and facts by which one kind of drafter differs from another."""
 
     block: BlockConfig  # of its rows and rotary angles
     taps: Taps
@@ -116,7 +116,12 @@ class Layer(NamedTuple):
 
 
 class FedCache(NamedTuple):
-    """Rows of verified tokens, and the target's features of them."""
+    """Rows of attention, and features of the same tokens; n = length, N = nodes of the round.
+
+    row        0 ......... n-1 | n ........ n+N-1 | n+N ....... S-1
+    rows       verified tokens | root and drafts  | left-overs, never seen
+    features   the target's    | its own          | left-overs, never read
+    """
 
     rows: KV
     feature_B1SD: Array
@@ -161,9 +166,9 @@ def extend(
     length_B: Array,
     feature_BTD: Array,
 ) -> FedCache:
-    """Adds verified tokens: rows of their embeddings and the target's features before them.
+    """Adds verified tokens: rows of their embeddings and of the target's features before them.
 
-    How many of the T tokens count is not known here, so features are kept by row.
+    The features of all T tokens are kept: how many of them were accepted is not known here.
     """
     earlier_BTD = jnp.concatenate([_last_feature(cache, length_B), feature_BTD[:, :-1]], axis=1)
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
@@ -223,7 +228,7 @@ def _last_feature(cache: FedCache, length_B: Array) -> Array:
 
 
 def _shifted(ancestor_BWX: Array) -> Array:
-    """The authors' mask (reference quirk 5): the root twice, and node i in the place of i + 1.
+    """The authors' mask: the root's column twice, and that of node i in the place of node i + 1.
 
     right   root  a  b  c        shifted   root  a  b  c
     a       x     x  .  .        a         x     x  x  .
@@ -289,7 +294,7 @@ def passes(layer: Layer, params: Params, lesson: Lesson, batch: Batch, steps: in
 
 
 def _shift(feature_BTD: Array, batch: Batch) -> Array:
-    """The feature before each token, zeros where a conversation begins."""
+    """The feature before each token; zeros where a conversation begins."""
     before_BTD = jnp.roll(feature_BTD, 1, axis=1)
     return jnp.where((batch.position_BT > 0)[..., None], before_BTD, 0)
 
@@ -304,7 +309,7 @@ def loss(
     key: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The kind's own loss over all passes that `objective.feedback` asks for."""
+    """The loss of the kind, over all passes that `objective.feedback` asks for."""
     noise_2BTD = None
     if objective.feedback.noise:
         shape = (2, *tapped.hidden_BTD.shape)
@@ -334,7 +339,7 @@ def loss_of(
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
-    """The parts of a loss over passes, each counting `decay` times the one before it."""
+    """The mean of each part over passes, each weighted `decay` times the one before it."""
     weights = [decay**index for index in range(len(each))]
     total = sum(weights)
     return jax.tree.map(
@@ -351,7 +356,7 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The features of unknown tokens as in decoding from the last known one before them."""
+    """The features of unknown tokens, as in decoding from the last known one before them."""
     taught = lesson(layer, FeedbackConfig(), params, shared, batch, tapped)
     found = passes(layer, params, taught, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)

@@ -31,8 +31,8 @@ are 6 - i tokens, which then repeat: the j-th that follows is at i + 1 + j % (6 
 
     tokens_BRD       4  5   4  6                 what follows place 3, then what follows place 0
     new_BRD          1  1   0  1                 both begin with 4: it is one node
-    parent_BRD       0  0   0  0                 the 4 of continuation 0 is the parent of both
-    rank_BRD         0  0   0  1                 5 and 6, of which 6 is the second child
+    parent_BRD       0  0   0  0                 the first 4 is the parent of 5 and 6,
+    rank_BRD         0  0   0  1                 and 6 is its second child
 
 For a dynamic tree these are candidates of `grow.Flat`, at place r * D + d. A parent there is 1 +
 its place: the parent of (r, d) is at place parent_BRD * D + d - 1, so it is parent_BRD * D + d:
