@@ -1,8 +1,8 @@
-"""The one interface between decoding or training and a drafter: pure functions and arrays.
+"""The one interface between a drafter and decoding or training: pure functions and arrays.
 
-A drafter sees the target only through what it borrows (weights) and what is tapped for it
-(activations of verified tokens), so the same functions run beside the target, across a
-network, and in training. Everything outside this package knows drafters by this file alone.
+A drafter sees the target only through the weights that it borrows and through the activations
+of verified tokens that are tapped for it. So the same functions run beside the target, across a
+network, and in training. Code outside this package knows drafters only by this file.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Digest = Any
 
 
 class Taps(NamedTuple):
-    """Static: what of a target pass the drafter reads."""
+    """Static: which activations of a target pass the drafter reads."""
 
     rows: bool = False  # keys and values of every layer
     streams: tuple[int, ...] = ()  # residual streams, by the layer they enter
 
 
 class Tapped(NamedTuple):
-    """What was tapped of T tokens; fields that were not asked for are None or ()."""
+    """The activations of T tokens; those that were not asked for are None or ()."""
 
     rows_LBKTE: KV | None
     streams: tuple[Array, ...]  # (B, T, D) each
     hidden_BTD: Array  # after the target's final norm
 
 
-NOTHING = -1  # the token of a node that is not there: no choice of a target equals it
+NOTHING = -1  # the token of a node that is not there: no target ever chooses it
 
 
 class Tree(NamedTuple):
@@ -58,23 +58,23 @@ class Tree(NamedTuple):
     parent_BN: Array  # the root is its own parent
     depth_BN: Array
     ancestor_BNN: Array  # [i, j]: j is i or above it; a first axis of 1 serves all rows
-    draft_BNV: Array | None = None  # sampled drafts: the law that each node's children came from
+    draft_BNV: Array | None = None  # sampled drafts: the law that each node's children come from
 
 
 class Guide(NamedTuple):
     """How a round chooses candidates from a drafter's logits."""
 
-    # (logits_BWU, tokens of the nodes above and of the node itself_BWP) -> log-probabilities_BWU
+    # (logits_BWU, tokens from the root to each node_BWP) -> log-probabilities_BWU
     log_law: Callable[[Array, Array], Array]
     # (nodes of a level, depth of their children, size of the vocabulary) -> Gumbel noise_BWU
     noise: Callable[[int, int, int], Array] | None
-    ids_U: Array | None  # the target's ids of a draft vocabulary
+    ids_U: Array | None  # the target's ids of a draft vocabulary; None: logits are of all ids
     vocab_size: int
-    active_B: Array  # rows that still decode
+    active_B: Array  # which rows still decode
 
 
 def chain(tokens_BN: Array) -> Tree:
-    """The tree whose nodes are a line; a single node is plain decoding."""
+    """The tree in which every node has one child; a single node is plain decoding."""
     B, N = tokens_BN.shape
     index_N = jnp.arange(N, dtype=jnp.int32)
     spread = lambda row_N: jnp.broadcast_to(row_N, (B, N))  # noqa: E731
@@ -85,25 +85,25 @@ def chain(tokens_BN: Array) -> Tree:
 def streams(params: Params, length_B: Array, tapped: Tapped) -> Tapped:
     """The digest of a drafter that reads residual streams as they are.
 
-    One that taps rows of all layers says itself what it makes of them: they are too much to keep.
+    A drafter that taps rows of all layers needs a digest of its own: they are too large to keep.
     """
     return tapped._replace(rows_LBKTE=None)
 
 
 def target_head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
-    """The head of a drafter that has none of its own: the target's."""
+    """The target's head, for a drafter without one."""
     return llama.unembed(shared, feature_BTD)
 
 
 class Drafter(NamedTuple):
     """A drafter for one target, closed over frozen configs.
 
-    `digest` and `extend` take T tokens that the target has just processed, those at positions
-    length .. length + T - 1: after prefill the prompt, after a verification the path. `digest`
-    is the part that needs the target's activations, `extend` writes what comes of it to the
-    cache; between them there may be a network. Rows that turn out unaccepted need no removal,
-    since lengths alone say what is seen. `propose` drafts from the root, which stands at
-    `length` and is in no cache; `go_on` drafts one token and needs no target beyond `known`:
+    `digest` and `extend` take T tokens that the target has just processed, at positions length to
+    length + T - 1: after prefill the prompt, after a verification the accepted path. `digest`
+    reads the target's activations, and `extend` writes what it made of them to the cache; between
+    the two there may be a network. Rows of rejected tokens are not removed, since lengths alone
+    say which rows are seen. `propose` drafts from the root, which stands at `length` and is in no
+    cache. `go_on` drafts one token without the target's activations of tokens from `known` on:
 
         position   0 .. known-1 | known .. length-1 | length
                    verified     | fed to `go_on`    | the token fed now
@@ -123,15 +123,15 @@ class Drafter(NamedTuple):
     # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
     loss: Callable[[Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]]
     # (params, shared, batch, tapped, known_BT, horizon) -> what goes to the head (B, T, D) when the
-    # drafter has target activations of known tokens only, as in decoding; right for tokens at
-    # most `horizon` after the last known one
+    # drafter has the target's activations of known tokens only, as in decoding; correct for
+    # tokens at most `horizon` after the last known one
     teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array, int], Array]
     # (params, shared, what goes to the head_BTD) -> float32 logits_BTU
     head: Callable[[Params, Shared, Array], Array] = target_head
-    own_head: bool = False  # else `head` is the target's, and a draft vocabulary can slice it
+    own_head: bool = False  # if not, `head` is the target's, and a draft vocabulary can slice it
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
     # (params, length_B, tapped) -> what `extend` needs: arrays with B first and T last but one
     digest: Callable[[Params, Array, Tapped], Digest] = streams
-    digest_only: tuple[str, ...] = ()  # parts of the params that nothing but `digest` reads
-    # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: it cannot
+    digest_only: tuple[str, ...] = ()  # parts of the params that only `digest` reads
+    # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: not possible
     go_on: Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None = None

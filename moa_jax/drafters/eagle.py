@@ -12,7 +12,7 @@ whose fc has no bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 
 from moa_jax.config import EagleConfig, Objective, TargetConfig
 from moa_jax.drafters import feedback, learning, losses
-from moa_jax.drafters.api import Drafter, Params, Shared, Taps
+from moa_jax.drafters.api import Drafter, Shared, Taps
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
-from moa_jax.model import convert, llama
+from moa_jax.model import convert
 from moa_jax.model.convert import Table
 from moa_jax.model.layers import Linear, RMSNorm
 
@@ -73,8 +73,8 @@ def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
 
 def loss(
     objective: Objective,
-    params: Params,
     shared: Shared,
+    head: Callable[[Array], Array],
     drafts: Sequence[learning.Draft],
     goal_BTD: Array,
     progress: Array,
@@ -83,7 +83,6 @@ def loss(
 
     References: authors' train/eagle.py (0.1 x cross-entropy + feature distance).
     """
-    head = partial(llama.unembed, shared)
     each = learning.token_losses(objective, shared, head, goal_BTD, drafts)
     for parts, draft in zip(each, drafts, strict=True):
         distance_BT = losses.smooth_l1(draft.feature_BTD, goal_BTD)

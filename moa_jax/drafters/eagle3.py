@@ -15,7 +15,7 @@ t2d. Tensor names and config.json are the official ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
         rows=lambda params, *x: module.apply({"params": params["layer"]}, *x, method="rows"),
         apply=lambda params, *x: module.apply({"params": params["layer"]}, *x),
         head=head,
-        loss=partial(loss, head, cfg.draft_ids or None),
+        loss=partial(loss, cfg.draft_ids or None),
         own_head=True,
         draft_ids=cfg.draft_ids or None,
         fuse_only=("fc",),
@@ -121,18 +121,16 @@ def _num_guesses(cfg: Eagle3Config, target_cfg: TargetConfig) -> int:
 
 
 def loss(
-    head: Any,
     draft_ids: tuple[int, ...] | None,
     objective: Objective,
-    params: Params,
     shared: Shared,
+    head: Callable[[Array], Array],
     drafts: Sequence[learning.Draft],
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """Token loss of every pass over answer tokens whose next token its head can guess."""
-    own_head = partial(head, params, shared)
-    each = learning.token_losses(objective, shared, own_head, goal_BTD, drafts, draft_ids)
+    each = learning.token_losses(objective, shared, head, goal_BTD, drafts, draft_ids)
     parts = feedback.mean_of_passes(each, objective.feedback.decay)
     return learning.weighted(objective.loss, parts, None, progress)
 

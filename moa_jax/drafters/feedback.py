@@ -1,16 +1,16 @@
 """Drafters that are fed their own features: what EAGLE-1, EAGLE-2 and EAGLE-3 share.
 
-A layer turns a token and the feature of the token before it into the token's own feature,
-which gives the next token and is what the next step is fed. Features of verified tokens come
-from the target:
+A layer turns a token and the feature of the token before it into the token's own feature. The
+head makes the next token's logits of it, and the next step is fed with it. Features of verified
+tokens come from the target:
 
     position          0     1     2    | 3 = length: root   drafts
     token             a     b     c    | d                  e        f
-    feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target, o own
+    feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target's, o its own
     row of the cache  (0)   1     2    | 3                  4        5
 
-Row 0 has no feature before it and is never seen. Rows are turned as if one position earlier,
-as in the authors' code, whose entries stand at the position of their feature.
+Row 0 is never seen, since there is no feature before it. Rotary embeddings count positions from
+one earlier, as in the authors' code, whose rows stand at the position of their feature.
 
 References: EAGLE (2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840); authors'
 train/eagle.py and inference/eagle.py.
@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import BlockConfig, Objective
+from moa_jax.config import BlockConfig, FeedbackConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
 from moa_jax.drafters.api import (
@@ -47,9 +47,9 @@ Array = jax.Array
 
 
 class FedLayer(nn.Module):
-    """A decoder layer over the embeddings of tokens and the features before them.
+    """A decoder layer that reads the embeddings of tokens and the features before them.
 
-    A kind says in `entered` what the residual stream starts from and what attention reads.
+    Each kind defines in `entered` where the residual stream starts and what attention reads.
     """
 
     block: BlockConfig
@@ -60,7 +60,7 @@ class FedLayer(nn.Module):
         self.mlp = MLP(self.block)
 
     def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
-        """The start of the residual stream (B, T, D), and what goes into attention."""
+        """The start of the residual stream (B, T, D), and the input of attention."""
         raise NotImplementedError
 
     def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
@@ -77,7 +77,7 @@ class FedLayer(nn.Module):
         past: KV | None = None,
         start_B: Array | None = None,
     ) -> tuple[Array, KV, KV | None]:
-        """Their own features, their rows, and the cache with these rows written at start."""
+        """The tokens' features, their rows, and the cache with these rows written at `start_B`."""
         x_BTD, read_BTX = self.entered(embedding_BTD, feature_BTD)
         y_BTD, rows, past = self.attention(read_BTX, turn, mask_BTS, past, start_B)
         x_BTD = x_BTD + y_BTD
@@ -92,7 +92,7 @@ def init_layer(module: FedLayer, key: Array) -> Params:
 
 
 class Layer(NamedTuple):
-    """What one kind of drafter computes."""
+    """The functions and facts by which one kind of drafter differs from another."""
 
     block: BlockConfig  # of its rows and rotary angles
     taps: Taps
@@ -104,7 +104,7 @@ class Layer(NamedTuple):
     # (params, embedding_BTD, feature before_BTD, turn, mask_BTS, past, start_B)
     # -> (feature_BTD, rows, past with the rows written)
     apply: Callable[..., tuple[Array, KV, KV | None]]
-    # (objective, params, shared, draft of each pass, what its features should be_BTD, progress)
+    # (objective, shared, head, draft of each pass, what its features should be_BTD, progress)
     # -> (loss, metrics)
     loss: Callable[..., tuple[Array, dict[str, Array]]]
     # (params, shared, feature_BTD) -> logits
@@ -116,7 +116,12 @@ class Layer(NamedTuple):
 
 
 class FedCache(NamedTuple):
-    """Rows of verified tokens, and the target's features of them."""
+    """Rows of attention, and features of the same tokens; n = length, N = nodes of the round.
+
+    row        0 ......... n-1 | n ........ n+N-1 | n+N ....... S-1
+    rows       verified tokens | root and drafts  | left-overs, never seen
+    features   the target's    | its own          | left-overs, never read
+    """
 
     rows: KV
     feature_B1SD: Array
@@ -161,9 +166,9 @@ def extend(
     length_B: Array,
     feature_BTD: Array,
 ) -> FedCache:
-    """Adds verified tokens: rows of their embeddings and the target's features before them.
+    """Adds verified tokens: rows of their embeddings and of the target's features before them.
 
-    How many of the T tokens count is not known here, so features are kept by row.
+    The features of all T tokens are kept: how many of them were accepted is not known here.
     """
     earlier_BTD = jnp.concatenate([_last_feature(cache, length_B), feature_BTD[:, :-1]], axis=1)
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
@@ -223,7 +228,7 @@ def _last_feature(cache: FedCache, length_B: Array) -> Array:
 
 
 def _shifted(ancestor_BWX: Array) -> Array:
-    """The authors' mask (reference quirk 5): the root twice, and node i in the place of i + 1.
+    """The authors' mask: the root's column twice, and that of node i in the place of node i + 1.
 
     right   root  a  b  c        shifted   root  a  b  c
     a       x     x  .  .        a         x     x  x  .
@@ -236,31 +241,52 @@ def _shifted(ancestor_BWX: Array) -> Array:
 # ---- training -----------------------------------------------------------------------------
 
 
-def passes(
+class Lesson(NamedTuple):
+    """What training feeds a layer, and what it is to give."""
+
+    embedding_BTD: Array
+    feature_BTD: Array  # the target's, as `Layer.fuse` makes them
+    goal_BTD: Array  # the target's final-normed states
+
+
+def lesson(
     layer: Layer,
+    cfg: FeedbackConfig,
     params: Params,
-    embedding_BTD: Array,
-    feature_BTD: Array,
+    shared: Shared,
     batch: Batch,
-    steps: int,
-) -> list[Array]:
+    tapped: Tapped,
+    noise_2BTD: Array | None = None,
+) -> Lesson:
+    """The lesson of a batch, with noise on features and on embeddings."""
+    feature_BTD = layer.fuse(params, tapped)
+    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
+    goal_BTD = tapped.hidden_BTD
+    if noise_2BTD is not None:
+        feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
+        if cfg.noisy_target:
+            goal_BTD = goal_BTD + noise_2BTD[0]
+    return Lesson(embedding_BTD, feature_BTD, goal_BTD)
+
+
+def passes(layer: Layer, params: Params, lesson: Lesson, batch: Batch, steps: int) -> list[Array]:
     """The features (B, T, D) of all tokens, in pass j as the (j + 1)-th draft of a round.
 
-    `feature_BTD` are the target's. Pass 0 is fed with them, each later one with the features of
-    the one before it, whose rows it sees as `masks.fed_back` says.
+    Pass 0 is fed the target's features, each later pass those of the pass before it, whose rows
+    it sees as `masks.fed_back` says.
     """
     B, T = batch.tokens_BT.shape
     turn = rotation(layer.block, batch.position_BT - 1)
     found: list[Array] = []
     past: KV | None = None
     for index in range(steps):
-        fed_BTD = _shift(found[-1] if found else feature_BTD, batch)
+        fed_BTD = _shift(found[-1] if found else lesson.feature_BTD, batch)
         mask_BTS = masks.fed_back(batch.segment_BT, index)
         room = ((0, 0), (0, 0), (0, T), (0, 0))
         if index:
             past = jax.tree.map(lambda a: jnp.pad(a, room), past)  # noqa: B023
         out_BTD, rows, written = layer.apply(
-            params, embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
+            params, lesson.embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
         )
         past = rows if written is None else written
         found.append(out_BTD)
@@ -268,7 +294,7 @@ def passes(
 
 
 def _shift(feature_BTD: Array, batch: Batch) -> Array:
-    """The feature before each token, zeros where a conversation begins."""
+    """The feature before each token; zeros where a conversation begins."""
     before_BTD = jnp.roll(feature_BTD, 1, axis=1)
     return jnp.where((batch.position_BT > 0)[..., None], before_BTD, 0)
 
@@ -283,13 +309,14 @@ def loss(
     key: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The kind's own loss over all passes that `objective.feedback` asks for."""
+    """The loss of the kind, over all passes that `objective.feedback` asks for."""
     noise_2BTD = None
     if objective.feedback.noise:
         shape = (2, *tapped.hidden_BTD.shape)
         draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
         noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
-    return loss_of(layer, objective, params, shared, batch, tapped, noise_2BTD, progress)
+    taught = lesson(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
+    return loss_of(layer, objective, params, shared, batch, taught, progress)
 
 
 def loss_of(
@@ -298,36 +325,26 @@ def loss_of(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
-    noise_2BTD: Array | None,
+    lesson: Lesson,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss with given noise, on features and on embeddings."""
-    feature_BTD = layer.fuse(params, tapped)
-    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
-    goal_BTD = tapped.hidden_BTD
-    if noise_2BTD is not None:
-        feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
-        if objective.feedback.noisy_target:
-            goal_BTD = goal_BTD + noise_2BTD[0]
-    steps = objective.feedback.steps
-    found = passes(layer, params, embedding_BTD, feature_BTD, batch, steps)
-    drafts = [learning.Draft(x_BTD, _asked(batch, index)) for index, x_BTD in enumerate(found)]
-    return layer.loss(objective, params, shared, drafts, goal_BTD, progress)
+    """The loss of a lesson; a pass is asked about answers with enough tokens before them."""
+    found = passes(layer, params, lesson, batch, objective.feedback.steps)
+    drafts = [
+        learning.Draft(feature_BTD, batch.response_BT & (batch.position_BT > index))
+        for index, feature_BTD in enumerate(found)
+    ]
+    head = partial(layer.head, params, shared)
+    return layer.loss(objective, shared, head, drafts, lesson.goal_BTD, progress)
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
-    """The parts of a loss over passes, each counting `decay` times the one before it."""
+    """The mean of each part over passes, each weighted `decay` times the one before it."""
     weights = [decay**index for index in range(len(each))]
     total = sum(weights)
     return jax.tree.map(
         lambda *x: sum(w * v for w, v in zip(weights, x, strict=True)) / total, *each
     )
-
-
-def _asked(batch: Batch, index: int) -> Array:
-    """Answer tokens that pass `index` can be asked about: enough tokens stand before them."""
-    return batch.response_BT & (batch.position_BT > index)
 
 
 def teacher_forced(
@@ -339,10 +356,9 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The features of unknown tokens as in decoding from the last known one before them."""
-    feature_BTD = layer.fuse(params, tapped)
-    embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
-    found = passes(layer, params, embedding_BTD, feature_BTD, batch, horizon)
+    """The features of unknown tokens, as in decoding from the last known one before them."""
+    taught = lesson(layer, FeedbackConfig(), params, shared, batch, tapped)
+    found = passes(layer, params, taught, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
     chosen_BTD = found[0]

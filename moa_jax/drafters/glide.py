@@ -4,9 +4,9 @@
                                         ^
                     keys and values of the target's last layer, verified tokens only
 
-Cross-attention has a query and an output projection alone: the target's cache is its memory as
-it is. There is no norm before it and none before the head. Files have the names of the MoA
-paper's code (its train/glide.py).
+Cross-attention has only a query and an output projection: its memory is the target's cache, with
+keys rotated once more. There is no norm before it and none before the head. Files have the names
+of the MoA paper's code (its train/glide.py).
 """
 
 from __future__ import annotations
@@ -45,16 +45,21 @@ SELF, CROSS = "self_attention.", "cross_attention."  # how the names of its tens
 
 
 class GlideCache(NamedTuple):
-    """Rows of verified tokens: its own, and the target's last layer's with keys turned again."""
+    """Rows of its own attention, and rows of the target's last layer; n = length.
+
+    row       0 ......... n-1 | n ............ | ....... S-1
+    own       verified tokens | root, drafts   | left-overs, never seen
+    memory    verified tokens | left-overs, never seen
+    """
 
     own: KV
     memory: KV
 
 
-class Trace(NamedTuple):
+class GlideTrace(NamedTuple):
     """Stages of a pass, for the loss and for parity tests."""
 
-    self_BTD: Array  # after self-attention and its residual: what asks the memory
+    self_BTD: Array  # after self-attention and its residual: queries of the memory are made of it
     cross_BTD: Array  # what cross-attention adds
     feature_BTD: Array  # goes to the head
 
@@ -64,12 +69,13 @@ class GlideLayer(nn.Module):
 
     block: BlockConfig
     memory: BlockConfig  # the target's own layer, whose rows are read
+    block_size: int  # in training a token sees the memory of earlier blocks of this many tokens
 
     def setup(self) -> None:
         eps = self.block.rms_norm_eps
         self.input_norm, self.post_attention_norm = RMSNorm(eps), RMSNorm(eps)
         self.attention = Attention(self.block)
-        self.cross_attention = CrossAttention(self.memory)  # of it, queries and output alone
+        self.cross_attention = CrossAttention(self.memory)  # without keys and values of its own
         self.mlp = MLP(self.block)
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
@@ -85,16 +91,16 @@ class GlideLayer(nn.Module):
         memory_mask_BTX: Array,
         past: KV | None = None,
         start_B: Array | None = None,
-    ) -> tuple[Trace, KV | None]:
-        """Its stages, and the cache with the rows of these tokens written at start."""
+    ) -> tuple[GlideTrace, KV | None]:
+        """The stages, and the cache with the rows of these tokens written at `start_B`."""
         y_BTD, _, past = self.attention(self.input_norm(x_BTD), turn, mask_BTS, past, start_B)
         x_BTD = x_BTD + y_BTD
         cross_BTD = self.cross_attention(x_BTD, turn, memory, memory_mask_BTX)
-        # Softmax over nothing visible is a mean over everything, the future too.
+        # Where nothing is visible, softmax would take the mean over everything, the future too.
         cross_BTD = jnp.where(memory_mask_BTX.any(axis=-1, keepdims=True), cross_BTD, 0.0)
         y_BTD = x_BTD + cross_BTD
         feature_BTD = y_BTD + self.mlp(self.post_attention_norm(y_BTD))
-        return Trace(x_BTD, cross_BTD, feature_BTD), past
+        return GlideTrace(x_BTD, cross_BTD, feature_BTD), past
 
 
 def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
@@ -110,20 +116,20 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
         propose=propose,
         digest=partial(digest, layer),
         go_on=go_on,
-        loss=partial(loss, layer, cfg.block_size, objective or Objective()),
+        loss=partial(loss, layer, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
     )
 
 
 def layer_of(cfg: GlideConfig, target_cfg: TargetConfig) -> GlideLayer:
-    """Its layer for a target: of the target's kind but for two sizes."""
+    """Its layer for a target: like the target's layers, except for two sizes."""
     memory = target_cfg.block
     block = dataclasses.replace(
         memory,
         num_kv_heads=cfg.self_attention_num_key_value_heads,
         intermediate_size=cfg.self_attention_intermediate_size,
     )
-    return GlideLayer(block, memory)
+    return GlideLayer(block, memory, cfg.block_size)
 
 
 def init(layer: GlideLayer, key: Array) -> Params:
@@ -135,9 +141,9 @@ def init(layer: GlideLayer, key: Array) -> Params:
 
 
 def memory_of(tapped: Tapped, turn: Rotation) -> KV:
-    """The target's last rows, whose keys are turned by their positions a second time.
+    """The rows of the target's last layer, whose keys are rotated a second time.
 
-    References: authors' train/cross_attention.py, which turns what the target's cache holds.
+    References: authors' train/cross_attention.py, which rotates what the target's cache holds.
     """
     last = jax.tree.map(lambda rows_LBKTE: rows_LBKTE[-1], tapped.rows_LBKTE)
     return last._replace(k_BKSE=rotate(last.k_BKSE.swapaxes(1, 2), turn).swapaxes(1, 2))
@@ -167,7 +173,7 @@ def extend(
     length_B: Array,
     memory: KV,
 ) -> GlideCache:
-    """Adds verified tokens: own rows from embeddings, memory as it comes."""
+    """Adds verified tokens: own rows from embeddings, and rows of the target's last layer."""
     turn = rotation(layer.block, length_B[:, None] + jnp.arange(tokens_BT.shape[1]))
     x_BTD = llama.embed(shared, tokens_BT)
     rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
@@ -205,8 +211,8 @@ def trace(
     batch: Batch,
     tapped: Tapped,
     memory_mask_BTT: Array,
-) -> Trace:
-    """The forward over whole conversations, with the memory that a mask lets it see."""
+) -> GlideTrace:
+    """The forward over whole conversations, with the memory that a mask shows it."""
     turn = rotation(layer.block, batch.position_BT)
     found, _ = layer.apply(
         {"params": params},
@@ -221,7 +227,6 @@ def trace(
 
 def loss(
     layer: GlideLayer,
-    block_size: int,
     objective: Objective,
     params: Params,
     shared: Shared,
@@ -230,11 +235,11 @@ def loss(
     key: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The token loss where memory ends with the block before a token's own.
+    """The token loss, where a token sees the memory of the blocks before its own.
 
-    References: 2402.02082; authors' train/glide.py, whose first block sees all of the memory.
+    References: 2402.02082; authors' train/glide.py, whose first block sees the whole memory.
     """
-    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, block_size)
+    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
     found = trace(layer, params, shared, batch, tapped, mask_BTT)
     draft = learning.Draft(found.feature_BTD, batch.response_BT)
     head = partial(llama.unembed, shared)

@@ -1,11 +1,11 @@
-"""Small models as drafters: they see tokens alone, nothing of the target's activations.
+"""Small models as drafters: they see tokens, and none of the target's activations.
 
-    independent            a whole model of its own, of any width, with the target's vocabulary
+    independent            a whole model, of any width, with the target's vocabulary
     independent-borrowed   the decoder layers and final norm of a model of the target's width,
                            between the target's embedding and the target's head
 
-The first is what "draft model" means elsewhere; the second is the one of the MoA paper's code
-(its train/independent.py). Both are trained as they are run: each token sees all before it.
+The first is what others call a draft model; the second is that of the MoA paper's code (its
+train/independent.py). In training as in decoding, each token sees all tokens before it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from moa_jax.model import convert, llama, masks
 
 Array = jax.Array
 
-OUTER = ("embed", "lm_head")  # what a model has outside of its layers and final norm
+OUTER = ("embed", "lm_head")  # parts of a model besides its layers and final norm
 
 
 class Small(NamedTuple):
-    """A small model, and which weights it runs with."""
+    """A small model, and where its weights come from."""
 
     model: TargetConfig
     # (params, shared) -> a whole model's weights
@@ -49,7 +49,7 @@ class Small(NamedTuple):
 def make_own(
     cfg: IndependentConfig, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
-    """A model of its own; `objective` matters for training only."""
+    """A whole model; `objective` matters for training only."""
     check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size"))
     small = Small(cfg.model, lambda params, shared: params, learns_features=False)
     return _make(small, objective, partial(llama.init, cfg.model), own_head=True)
@@ -90,7 +90,7 @@ def _make(
 
 
 def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Array:
-    """Its own logits or, with borrowed weights, the target's."""
+    """Logits of its own head or, if it borrows, of the target's."""
     return llama.unembed(small.weights(params, shared), feature_BTD)
 
 
@@ -106,7 +106,7 @@ def extend(
     length_B: Array,
     digest: tuple[()],
 ) -> llama.Caches:
-    """Runs the model over verified tokens: what they left while drafting may lie elsewhere."""
+    """Runs the model over verified tokens; in a drafted tree their rows stood elsewhere."""
     T, rows = tokens_BT.shape[1], caches[0].k_BKSE.shape[2]
     return llama.forward(
         small.model,
@@ -163,8 +163,8 @@ def loss(
 ) -> tuple[Array, dict[str, Array]]:
     """The token loss and, where the head is the target's, the distance of features.
 
-    References: authors' train/independent.py, which leaves the final norm of its model, a
-    trained one, as it is; ours starts from nothing and learns it too.
+    References: authors' train/independent.py, which starts from a trained model and leaves its
+    final norm as it is; here the model starts from random weights, and the norm is learnt too.
     """
     feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
     draft = learning.Draft(feature_BTD, batch.response_BT)
@@ -186,7 +186,7 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The training forward: what the target has verified changes nothing for it."""
+    """The training forward, since the drafter never depends on the target's activations."""
     return feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
 
 
@@ -194,7 +194,7 @@ def teacher_forced(
 
 
 def borrowed_table(cfg: BorrowedConfig, target_cfg: TargetConfig) -> convert.Table:
-    """The tensors of a whole model without its embedding and head."""
+    """The tensors of a whole model, except its embedding and head."""
     whole = convert.target_table(cfg.model)
     return {path: packing for path, packing in whole.items() if path[0] not in OUTER}
 
@@ -223,7 +223,7 @@ def read_borrowed(
 def write_own(
     cfg: IndependentConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of the model itself: any program that reads models reads it."""
+    """The config.json of the model itself, which any program that reads models can read."""
     if layout == "speculators":
         raise InputError(f"layout {layout} knows no models of their own: choose vllm or ours")
     return target_config_to_hf(cfg.model)
@@ -232,7 +232,7 @@ def write_own(
 def write_borrowed(
     cfg: BorrowedConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of the model whose layers these are; only our programs know what lacks."""
+    """The config.json of the whole model; only our programs know what its files leave out."""
     if layout != "ours":
         raise InputError(
             f"layout {layout} knows no models that borrow embedding and head: choose ours"

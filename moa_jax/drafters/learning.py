@@ -1,4 +1,4 @@
-"""What drafters are trained for, whatever they are made of: token losses and feature distances."""
+"""What drafters of every kind are trained for: token losses and feature distances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parts = dict[str, Array]
 
 
 class Draft(NamedTuple):
-    """What a pass of the drafter has to say, and where it is asked."""
+    """What a pass of the drafter gives, and which tokens count."""
 
     feature_BTD: Array  # goes to the head
     response_BT: Array  # the answer tokens that count
@@ -33,12 +33,12 @@ def token_losses(
     drafts: Sequence[Draft],
     draft_ids: tuple[int, ...] | None = None,
 ) -> list[Parts]:
-    """The token loss that `objective` names and what one watches beside it, for each of `drafts`.
+    """For each of `drafts`, the token loss that `objective` names and the measures beside it.
 
-    They are means over the answers of a draft. `hidden_BTD` becomes the target's logits through
-    its head in `shared`, once for all drafts, and their features the drafter's through `head`, a
-    chunk of tokens at a time. With `draft_ids` the target's law is taken over these tokens, and
-    where its own choice is none of them nothing is learnt (EAGLE-3, 2503.01840).
+    They are means over the answer tokens of a draft. The target's head, in `shared`, makes logits
+    of `hidden_BTD` once for all drafts, and `head` makes the drafter's of their features, a chunk
+    of tokens at a time. With `draft_ids` the target's law is taken over these ids
+    only, and tokens count only where the target's choice is one of them (EAGLE-3, 2503.01840).
     """
     if draft_ids is not None:
         ids_U = np.array(draft_ids)
@@ -56,7 +56,7 @@ def token_losses(
             each = _each_token(objective.loss, target_BTU, head(feature_BTD))
             return {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
 
-        if len(asked) > 1:  # one draft's logits live at a time
+        if len(asked) > 1:  # hold the logits of one draft at a time
             of_draft = jax.checkpoint(of_draft)
         return [of_draft(target_BTU, x_BTD, share_BT * known_BT) for x_BTD, share_BT in asked]
 
@@ -79,7 +79,7 @@ def _each_token(cfg: LossConfig, target_BTU: Array, draft_BTU: Array) -> Parts:
 def weighted(
     cfg: LossConfig, parts: Parts, feature: Array | None, progress: Array
 ) -> tuple[Array, Parts]:
-    """The loss from its parts, and all of them as metrics; `feature` fades as `cfg` says.
+    """The loss and all its parts, as metrics; the weight of `feature` fades as `cfg` says.
 
     References: paper section 3.4 and authors' train/moa_spec.py for the default weights,
     0.1 x cross-entropy + feature distance.

@@ -1,15 +1,47 @@
-"""Prompt lookup: drafts what followed the last tokens the last time they stood in the text.
+"""Prompt lookup: drafts what followed the last tokens the last time they occurred in the text.
 
-    text        the cat sat . so the cat | sat . so      root: cat, at the end of what is known
-                --- === ............ --- ===             the longest match ends earlier: what
-                        sat . so the                     followed it is drafted
+    text        the cat sat . so the cat | sat . so      root: cat, the last token that is known
+                --- === ............ --- ===             its longest match comes earlier: what
+                        sat . so the                     followed that is drafted
 
 A match is the root with as many tokens before it as possible, from `longest_match` down to
-`shortest_match`; among equally long ones the latest counts. Where what followed runs into the end
-of the text, the draft goes on with its own tokens: a text that repeats is drafted to any depth.
-For trees the continuations of several matches are merged. There are no weights, so there is
-nothing to load and nothing to train, and no probabilities: candidates are never drawn, and a
-shape's confidence leaves nothing out; it only lets the target verify no more than there is.
+`shortest_match`; of equally long matches the latest counts. Where what followed a match runs into
+the end of the text, it goes on with its own tokens, so a text that repeats is drafted to any depth.
+For trees the continuations of several matches are merged. There are no weights, so there is nothing
+to load and nothing to train. There are no probabilities either: candidates are never drawn, and a
+shape's confidence leaves out no candidate, but lets the target verify no more nodes than there are.
+
+An example: a tree of depth D + 1 = 3 from the R = 2 best matches. The root is the token 1 at place
+6, the end of the text; what stands behind it is left over from an earlier round:
+
+    place            0  1  2  3  4  5  6 | 7
+    text_BS          1  4  6  1  4  5  1 | 9
+    count_BS         1  0  0  1  0  0  0   0     places 0 and 3 match, by one token: before them
+                                                 stand nothing and 6, before the root stands 5
+    score_BS         8 -1 -1 11 -1 -1 -1  -1     count * 8 + place: the longest, then the latest
+
+What follows place i is at i + 1, i + 2, ..., as long as this is in the text. The places i + 1 to 6
+are 6 - i tokens, which then repeat: the j-th that follows is at i + 1 + j % (6 - i):
+
+    place 0          1  2                        4 6
+    place 3          4  5                        4 5
+    place 5          6  6                        1 1: only the root follows it, over and over
+
+`merge` puts the continuations into a `Trie`, the best first, and tells which tokens are new nodes:
+
+    tokens_BRD       4  5   4  6                 what follows place 3, then what follows place 0
+    new_BRD          1  1   0  1                 both begin with 4: it is one node
+    parent_BRD       0  0   0  0                 the first 4 is the parent of 5 and 6,
+    rank_BRD         0  0   0  1                 and 6 is its second child
+
+For a dynamic tree these are candidates of `grow.Flat`, at place r * D + d. A parent there is 1 +
+its place: the parent of (r, d) is at place parent_BRD * D + d - 1, so it is parent_BRD * D + d:
+
+    tokens_BX        4  5  4  6
+    worth_BX         0 -1  - -2                  the fewer steps and the better the match, the more
+    parent_BX        0  1  0  1                  0 is the root
+    tokens_BN        1  4  5  6                  the tree of four nodes: 4 follows the root,
+    parent_BN        0  0  1  1                  5 and 6 follow the 4
 
 References: Saxena's prompt lookup decoding; 2304.04487 for drafts copied from text.
 """
@@ -34,23 +66,23 @@ Array = jax.Array
 
 
 class Trie(NamedTuple):
-    """Continuations of D tokens, R of them, with what they begin alike counted once.
+    """R continuations of D tokens as a tree: tokens that begin alike are one node.
 
-    continuations   a b c    tokens   a b c    new   x x x    rank   0 0 0
-                    a d e             a d e          . x x           0 1 0
-                    f b c             f b c          x x x           1 0 0
+    continuations   a b c    new   x x x    parent   0 0 0    rank   0 0 0
+                    a d e          . x x             0 0 1           0 1 0
+                    f b c          x x x             0 2 2           1 0 0
     """
 
-    tokens_BRD: Array  # NOTHING in a row that is not there
-    new_BRD: Array  # whether no continuation before it begins like this
-    parent_BRD: Array  # the first continuation that begins as this one does, without its token
-    rank_BRD: Array  # which child of its parent it is
+    tokens_BRD: Array  # NOTHING in a continuation that is not there
+    new_BRD: Array  # whether no better continuation begins like this, up to and with this token
+    parent_BRD: Array  # the first continuation that begins like this one, up to the token before
+    rank_BRD: Array  # which child of its parent the token is
 
 
 def make(
     cfg: LookupConfig, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
-    """The drafter as pure functions; InputError where one wants to train it."""
+    """The drafter as pure functions. Raises InputError where there is an objective to train for."""
     if objective is not None:
         _untrained()
     return Drafter(
@@ -80,7 +112,7 @@ def extend(
     length_B: Array,
     digest: tuple[()],
 ) -> Array:
-    """The text of each row with tokens written from its length on."""
+    """The text of each row, with these tokens written from its length on."""
     write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
     return write(text_BS, tokens_BT, length_B)
 
@@ -95,32 +127,32 @@ def propose(
     shape: DraftShape,
     guide: Guide,
 ) -> tuple[Tree, Array]:
-    """The tree of `shape`, NOTHING in the nodes for which the text has no continuation."""
+    """The tree of `shape`, with NOTHING in nodes for which the text has no continuation."""
     text_BS = extend(params, shared, text_BS, root_B[:, None], length_B, ())
-    many = shape.breadth if shape.is_dynamic else _leaves(shape)
-    trie = merge(continuations(cfg, text_BS, length_B, many, shape.levels - 1))
-    fill = _likeliest if shape.is_dynamic else _by_rank
-    return fill(root_B, trie, shape), text_BS
-
-
-def _leaves(shape: DraftShape) -> int:
-    """Continuations that a static tree can hold."""
-    above = {path[:-1] for path in shape.tree_paths}
-    return sum(path not in above for path in shape.tree_paths)
+    depth, parents = shape.levels - 1, {path[:-1] for path in shape.tree_paths}
+    num_leaves = sum(path not in parents for path in shape.tree_paths)
+    many = shape.breadth if shape.is_dynamic else num_leaves
+    trie = merge(continuations(cfg, text_BS, length_B, many, depth))
+    if not shape.is_dynamic:
+        return _by_rank(root_B, trie, shape), text_BS
+    found, least_worth = candidates(trie, shape.num_drafted), -float(many + depth)
+    return grow.select(root_B, found, shape, least_worth), text_BS
 
 
 # ---- search -------------------------------------------------------------------------------
 
 
 def match_lengths(cfg: LookupConfig, text_BS: Array, length_B: Array) -> Array:
-    """How many tokens up to each place are those up to the root; 0 for too few, and from the
-    root on."""
+    """For each place before the root, how many tokens that end there equal those at the root.
+
+    At most `longest_match` are compared; fewer than `shortest_match` count as 0.
+    """
     S = text_BS.shape[1]
     index_S, same_BS = jnp.arange(S), True
     count_BS = jnp.zeros(text_BS.shape, jnp.int32)
-    for back in range(cfg.longest_match):
-        last_B1 = jnp.take_along_axis(text_BS, jnp.maximum(length_B[:, None] - back, 0), axis=1)
-        same_BS &= (jnp.roll(text_BS, back, axis=1) == last_B1) & (index_S >= back)
+    for back in range(cfg.longest_match):  # `same_BS`: the last `back` + 1 tokens are the same
+        at_root_B1 = jnp.take_along_axis(text_BS, jnp.maximum(length_B[:, None] - back, 0), axis=1)
+        same_BS &= (jnp.roll(text_BS, back, axis=1) == at_root_B1) & (index_S >= back)
         count_BS += same_BS
     earlier_BS = index_S < length_B[:, None]
     return jnp.where(earlier_BS & (count_BS >= cfg.shortest_match), count_BS, 0)
@@ -132,13 +164,16 @@ def continuations(
     """What followed the best matches, (B, many, depth), no two alike; NOTHING past the last."""
     S = text_BS.shape[1]
     index_S = jnp.arange(S)
+    # 1. What follows each place; the tokens from there to the root repeat.
     period_BS1 = jnp.maximum(length_B[:, None] - index_S, 1)[..., None]
     follows_BSD = index_S[:, None] + 1 + jnp.arange(depth) % period_BS1
     follows_BSD = jnp.minimum(follows_BSD, S - 1).reshape(text_BS.shape[0], -1)
     next_BSD = jnp.take_along_axis(text_BS, follows_BSD, axis=1).reshape(-1, S, depth)
+    # 2. The order of places: the longest match, then the latest.
     count_BS = match_lengths(cfg, text_BS, length_B)
     score_BS = jnp.where(count_BS > 0, count_BS * S + index_S, -1)
 
+    # 3. The best place again and again; all that are followed by the same tokens go with it.
     def best(score_BS: Array, _: None) -> tuple[Array, Array]:
         place_B1 = jnp.argmax(score_BS, axis=1)[:, None]
         found_B1D = jnp.take_along_axis(next_BSD, place_B1[..., None], axis=1)
@@ -156,57 +191,59 @@ def continuations(
 def merge(tokens_BRD: Array) -> Trie:
     """The trie of R continuations, the best first."""
     R = tokens_BRD.shape[1]
+    # 1. Which pairs of continuations are the same up to and with a token, and up to the one before.
     same_BRRD = tokens_BRD[:, :, None] == tokens_BRD[:, None]
-    alike_BRRD = jnp.cumprod(same_BRRD, axis=-1).astype(bool)  # up to and with this token
+    alike_BRRD = jnp.cumprod(same_BRRD, axis=-1).astype(bool)
     above_BRRD = jnp.concatenate([jnp.ones_like(alike_BRRD[..., :1]), alike_BRRD[..., :-1]], -1)
+    # 2. A token is a new node in the first continuation of those that begin alike.
     first_BRD = jnp.argmax(alike_BRRD, axis=2)
     new_BRD = first_BRD == jnp.arange(R)[:, None]
-    before_RR1 = (jnp.arange(R) < jnp.arange(R)[:, None])[..., None]
-    elder_BRRD = above_BRRD & before_RR1 & new_BRD[:, None]
-    # The elder siblings of the first that begins like this are those of all that do.
+    # 3. Its rank is the number of elder siblings: new nodes of better continuations that have the
+    # same parent. A token that is not new has the rank of its node.
+    better_RR1 = (jnp.arange(R) < jnp.arange(R)[:, None])[..., None]
+    elder_BRRD = above_BRRD & better_RR1 & new_BRD[:, None]
     rank_BRD = jnp.take_along_axis(jnp.sum(elder_BRRD, axis=2), first_BRD, axis=1)
     new_BRD &= tokens_BRD != NOTHING
     return Trie(tokens_BRD, new_BRD, jnp.argmax(above_BRRD, axis=2), rank_BRD)
 
 
 def _by_rank(root_B: Array, trie: Trie, shape: DraftShape) -> Tree:
-    """A chain or static tree: each node the child of its rank, if there are as many."""
-    paths = ((), *shape.tree_paths)
-    index = {path: node for node, path in enumerate(paths)}
+    """A chain or static tree: each node takes the child of its rank, where there is one.
+
+    A node of depth d with the path (1, 0) is token d - 1 of the first continuation whose ranks
+    begin with 1 0; its ranks from d on are free.
+    """
+    paths, D = shape.tree_paths, shape.levels - 1
     depth_N = np.array([len(path) for path in paths], np.int32)
-    parent_N = np.array([index[path[:-1]] for path in paths], np.int32)
-    D = shape.levels - 1
-    rank_ND = np.array([path + (0,) * (D - len(path)) for path in paths[1:]])
-    beyond_ND = np.arange(D) >= depth_N[1:, None]
-    fits_BNRD = (trie.rank_BRD[:, None] == rank_ND[:, None]) | beyond_ND[:, None]
+    rank_ND = np.array([path + (0,) * (D - len(path)) for path in paths])
+    free_ND = np.arange(D) >= depth_N[:, None]
+    fits_BNRD = (trie.rank_BRD[:, None] == rank_ND[:, None]) | free_ND[:, None]
     fits_BNR = jnp.all(fits_BNRD, axis=-1)
-    tokens_BNR = trie.tokens_BRD[..., depth_N[1:] - 1].swapaxes(1, 2)
+    tokens_BNR = trie.tokens_BRD[..., depth_N - 1].swapaxes(1, 2)
     first_BN1 = jnp.argmax(fits_BNR, axis=-1)[..., None]
     found_BN = jnp.take_along_axis(tokens_BNR, first_BN1, axis=-1)[..., 0]
     found_BN = jnp.where(fits_BNR.any(axis=-1), found_BN, NOTHING)
-    tokens_BN = jnp.concatenate([root_B[:, None], found_BN], axis=1)
-    spread = lambda row_N: jnp.broadcast_to(jnp.asarray(row_N), tokens_BN.shape)  # noqa: E731
-    ancestor_1NN = grow.ancestors(jnp.asarray(parent_N)[None], shape.levels)
-    return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_1NN)
+    return grow.static_tree(jnp.concatenate([root_B[:, None], found_BN], axis=1), paths)
 
 
-def _likeliest(root_B: Array, trie: Trie, shape: DraftShape) -> Tree:
-    """A dynamic tree: the nodes nearest to the root, of the best matches; then NOTHING."""
+def candidates(trie: Trie, count: int) -> grow.Flat:
+    """The nodes of a trie as candidates of a dynamic tree, at least `count` of them."""
     B, R, D = trie.tokens_BRD.shape
     flat = lambda x_BRD: x_BRD.reshape(B, R * D)  # noqa: E731
+    # 1. A node is worth less the further from the root and the worse its match, in equal steps.
     step_D = jnp.arange(D)
-    # A token is worth less the further from the root and the worse its match: equal steps.
     worth_RD = -(jnp.arange(R)[:, None] + step_D).astype(jnp.float32)
-    score_BX = flat(jnp.where(trie.new_BRD, worth_RD, -jnp.inf))
+    worth_BX = flat(jnp.where(trie.new_BRD, worth_RD, -jnp.inf))
+    # 2. Parents: 1 + the place of (parent, d - 1), or the root where d is 0.
     parent_BX = flat(jnp.where(trie.new_BRD & (step_D > 0), trie.parent_BRD * D + step_D, 0))
-    blank = ((0, 0), (0, max(shape.num_drafted - R * D, 0)))
-    candidates = grow.Flat(
+    # 3. A tree of more nodes than these is filled with NOTHING.
+    blank = ((0, 0), (0, max(count - R * D, 0)))
+    return grow.Flat(
         jnp.pad(flat(trie.tokens_BRD), blank, constant_values=NOTHING),
-        jnp.pad(score_BX, blank, constant_values=-jnp.inf),
+        jnp.pad(worth_BX, blank, constant_values=-jnp.inf),
         jnp.pad(parent_BX, blank).astype(jnp.int32),
         (*range(1, D + 1),) * R + (1,) * blank[1][1],
     )
-    return grow.select(root_B, candidates, shape, bound=-float(R + D))
 
 
 # ---- files: none --------------------------------------------------------------------------
@@ -215,7 +252,7 @@ def _likeliest(root_B: Array, trie: Trie, shape: DraftShape) -> Tree:
 def write_config(
     cfg: LookupConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """Refused: there is nothing to write."""
+    """Always raises InputError: there is nothing to write."""
     raise InputError("prompt lookup has no files: name it as it is, `lookup`")
 
 

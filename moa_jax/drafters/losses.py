@@ -11,7 +11,7 @@ Array = jax.Array
 
 
 def answer_share(response_BT: Array) -> Array:
-    """What each token counts in a mean over the batch's answer tokens; all 0 if it has none.
+    """Each token's weight in a mean over the batch's answer tokens; all 0 if there are none.
 
     The small constant in the divisor is the authors' (train/moa_spec.py).
     """
@@ -19,12 +19,12 @@ def answer_share(response_BT: Array) -> Array:
 
 
 def answer_mean(value_BT: Array, response_BT: Array) -> Array:
-    """Mean over answer tokens of the batch; 0 when it has none."""
+    """Mean over the batch's answer tokens; 0 if there are none."""
     return jnp.sum(value_BT * answer_share(response_BT))
 
 
 def soft_cross_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
-    """- sum_v p(v) log q(v) per token, p the target's distribution and q the drafter's."""
+    """- sum_v p(v) log q(v) per token, where p is the target's distribution, q the drafter's."""
     p = jax.nn.softmax(target_logits_BTV, axis=-1)
     return -jnp.sum(p * jax.nn.log_softmax(draft_logits_BTV, axis=-1), axis=-1)
 
@@ -56,7 +56,7 @@ def smooth_l1(a: Array, b: Array) -> Array:
 
 
 def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, Array]]:
-    """Cross-entropy of the following token in the same conversation, mean over all such tokens.
+    """Mean cross-entropy of the next token, over tokens that have one in their conversation.
 
     Metrics: `loss`, and `accuracy` over the tokens that are answers.
     """
@@ -74,10 +74,10 @@ def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, A
 def agreement_by_distance(
     hit_BT: Array, distance_BT: Array, response_BT: Array, horizon: int
 ) -> tuple[Array, Array]:
-    """How often the drafter's choice is the target's, by steps since the last known token.
+    """How often the drafter chooses the target's token, by steps since the last known token.
 
-    Returns hits and counts, (horizon,) each: entry k - 1 belongs to distance k, where the
-    k-th drafted token of a round is chosen.
+    Returns hits and counts, (horizon,) each: entry k - 1 is of distance k, that is, of the k-th
+    drafted token of a round.
     """
     step_J = jnp.arange(1, horizon + 1)
     at_BTJ = (distance_BT[..., None] == step_J) & response_BT[..., None]
@@ -85,5 +85,5 @@ def agreement_by_distance(
 
 
 def simulated_tau(rate_J: Array) -> Array:
-    """Tokens per verification of a chain if acceptances were independent: 1 + sum of products."""
+    """Tokens per verification of a chain, were acceptances independent: 1 + sum of products."""
     return 1.0 + jnp.sum(jnp.cumprod(rate_J))

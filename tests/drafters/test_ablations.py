@@ -126,9 +126,9 @@ class Pair:
 
     def _traced(self, batch: Batch, tapped, bounded: bool):
         draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
-        found = train.trace(
-            self.moa, self.params, self.shared, batch, tapped, draws, bounded=bounded
-        )
+        objective = Objective() if bounded else UNBOUNDED
+        given = (self.params, self.shared, batch, tapped, draws)
+        found = train.trace(self.moa, objective, *given)
         return unembed(self.shared, found.feature_BTD)
 
 

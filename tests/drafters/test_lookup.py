@@ -18,6 +18,7 @@ from tests.drafting import (
     assert_changes_nothing,
     calm_target,  # noqa: F401
     make,
+    shown,
 )
 from tests.model_folders import refusal
 from tests.pairs import PROMPTS
@@ -135,6 +136,33 @@ def by_definition(text: list[int], shape: DraftShape) -> list[tuple[int, ...]]:
         if length[end] and new not in found:
             found.append(new)
     return found[: shape.breadth]
+
+
+def test_the_example_of_the_docstring():
+    """Its arrays are what the functions give for its text."""
+    docs = lookup.__doc__
+    shown_as = lambda name: [int(x) for x in shown(docs, name)]  # noqa: E731
+    text_BS, length_B = jnp.array([[1, 4, 6, 1, 4, 5, 1, 9]]), jnp.array([6])
+    assert "text_BS          1  4  6  1  4  5  1 | 9" in docs
+    count_S = lookup.match_lengths(LookupConfig(), text_BS, length_B)[0]
+    assert count_S.tolist() == shown_as("count_BS")
+    score_S = [count * 8 + place if count else -1 for place, count in enumerate(count_S.tolist())]
+    assert score_S == shown_as("score_BS")
+    found_BRD = lookup.continuations(LookupConfig(), text_BS, length_B, 2, 2)
+    trie = lookup.merge(found_BRD)
+    for name, value in trie._asdict().items():
+        assert value[0].astype(int).ravel().tolist() == shown_as(name), name
+    flat = lookup.candidates(trie, 3)
+    assert flat.tokens_BX[0].tolist() == shown_as("tokens_BX")
+    assert flat.parent_BX[0].tolist() == shown_as("parent_BX")
+    assert (
+        flat.score_BX[0].tolist() == [0, -1, -np.inf, -2] and "worth_BX         0 -1  - -2" in docs
+    )
+    tree = proposed([text_BS[0, :7].tolist()], DraftShape(3, 2, 3))
+    assert tree.tokens_BN[0].tolist() == shown_as("tokens_BN")
+    assert tree.parent_BN[0].tolist() == shown_as("parent_BN")
+    repeated = lookup.continuations(LookupConfig(), jnp.array([[4, 4, 9]]), jnp.array([1]), 1, 2)
+    assert repeated[0, 0].tolist() == [4, 4], "only the root follows place 0, over and over"
 
 
 # ---- in decoding --------------------------------------------------------------------------

@@ -67,7 +67,8 @@ class Pair:
 
         def trace(batch: Batch, draws: train.Draws):
             tapped = self.tap(batch)
-            found = train.trace(self.moa, self.drafter.params, self.shared, batch, tapped, draws)
+            given = (self.drafter.params, self.shared, batch, tapped, draws)
+            found = train.trace(self.moa, PAPER, *given)
             parts = train.loss_of(found, self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
             return found, unembed(self.shared, found.feature_BTD), parts
 
@@ -97,7 +98,7 @@ class Pair:
 
         def loss(params, frozen, batch, key, progress):
             tapped = self.tap(batch)
-            found = train.trace(self.moa, params, self.shared, batch, tapped, draws)
+            found = train.trace(self.moa, PAPER, params, self.shared, batch, tapped, draws)
             return train.loss_of(found, self.shared, batch, tapped, PAPER, progress)
 
         return loss

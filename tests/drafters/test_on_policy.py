@@ -71,7 +71,8 @@ def exact_logits(moa: Moa, params, shared, batch: Batch, tapped, known_BT):
 @partial(jax.jit, static_argnums=0)
 def reference_logits(moa: Moa, params, shared, batch: Batch, tapped, known_BT):
     draws = train.Draws(known_BT, jnp.zeros(len(known_BT), bool))
-    return unembed(shared, train.trace(moa, params, shared, batch, tapped, draws).feature_BTD)
+    found = train.trace(moa, Objective(), params, shared, batch, tapped, draws)
+    return unembed(shared, found.feature_BTD)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import MaskConfig, Objective
+from moa_jax.config import ChunkConfig, MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
 from moa_jax.drafters.api import Params, Shared, Tapped
@@ -28,7 +28,8 @@ from moa_jax.model.layers import Block, CrossBlock, rotation
 
 Array = jax.Array
 
-EVALUATION_CHUNK = 256  # tokens that go through LSA at a time
+# What decoding computes, from one pass: LSA takes 256 tokens at a time.
+AS_DECODED = Objective(MaskConfig(on_policy_reuse=True), chunks=ChunkConfig(memory=256))
 
 
 class Draws(NamedTuple):
@@ -38,7 +39,7 @@ class Draws(NamedTuple):
     staircase_B: Array  # bool: rows whose SA sees only tokens after the last known one
 
 
-class Trace(NamedTuple):
+class MoaTrace(NamedTuple):
     """Every stage of the training forward, for the loss and for parity tests."""
 
     memory_BTD: Array
@@ -74,24 +75,22 @@ def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Dra
 
 def trace(
     moa: Moa,
+    objective: Objective,
     params: Params,
     shared: Shared,
     batch: Batch,
     tapped: Tapped,
     draws: Draws,
-    on_policy: bool = False,
-    memory_chunk: int = 0,
-    bounded: bool = True,
-) -> Trace:
-    """The training forward, every stage of it; `on_policy` chooses the reused layers' rule.
+) -> MoaTrace:
+    """The training forward, every stage of it.
 
-    `memory_chunk` tokens at a time go through LSA, 0 is all. Not `bounded`, every token knows
-    its whole past, and `draws` only tells prompts from answers.
-
+    `objective.masks` chooses the rule of reused layers, and whether memory is bounded; where it
+    is not, every token knows its whole past, and `draws` only tells prompts from answers.
     References: paper section 3; authors' train/moa_spec.py, `forward`.
     """
     sa, ca, _ = moa.blocks
-    segment_BT = batch.segment_BT
+    segment_BT, bounded = batch.segment_BT, objective.masks.bounded
+    # 1. What each token may know, and who sees whom.
     if bounded:
         start_BT = masks.known_until(draws.known_BT, segment_BT)
     else:
@@ -101,7 +100,8 @@ def trace(
     sa_mask_BTT = jnp.where(draws.staircase_B[:, None, None], stairs_BTT, causal_BTT)
     ca_mask_BTT = masks.bounded_memory(start_BT, segment_BT)
 
-    memory_BTD = moa.memory(params, tapped.rows_LBKTE, memory_chunk)
+    # 2. Memory (LSA), then the stream of drafted tokens: SA, and CA over the memory.
+    memory_BTD = moa.memory(params, tapped.rows_LBKTE, objective.chunks.memory)
     memory_BTD = sharding.constrain(memory_BTD, "rows")
     x_BTD = llama.embed(shared, batch.tokens_BT, memory_BTD.dtype)
     sa_BTD = sharding.constrain(x_BTD, "rows")
@@ -117,14 +117,15 @@ def trace(
         ca_mask_BTT,
         method=CrossBlock.both,
     )
+    # 3. The last N layers of the target, which take known tokens from its own stream.
     entry_BTD, feature_BTD = None, ca_BTD
     if moa.cfg.target_layer_inference:
         entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
-        if on_policy or not bounded:
+        if objective.masks.on_policy_reuse or not bounded:
             feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
         else:
             feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal_BTT)
-    return Trace(memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
+    return MoaTrace(memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
 
 
 def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT: Array) -> Array:
@@ -182,14 +183,12 @@ def loss(
 ) -> tuple[Array, dict[str, Array]]:
     """What `objective` asks for: a token loss and, unless it has faded out, a feature loss."""
     draws = draw(objective.masks, key, batch, progress)
-    on_policy, bounded = objective.masks.on_policy_reuse, objective.masks.bounded
-    memory_chunk = objective.chunks.memory
-    found = trace(moa, params, shared, batch, tapped, draws, on_policy, memory_chunk, bounded)
+    found = trace(moa, objective, params, shared, batch, tapped, draws)
     return loss_of(found, shared, batch, tapped, objective, progress)
 
 
 def loss_of(
-    found: Trace,
+    found: MoaTrace,
     shared: Shared,
     batch: Batch,
     tapped: Tapped,
@@ -228,8 +227,7 @@ def teacher_forced(
     One pass is enough for any `horizon`: nothing of a draft is fed back.
     """
     draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
-    found = trace(moa, params, shared, batch, tapped, draws, True, EVALUATION_CHUNK)
-    return found.feature_BTD
+    return trace(moa, AS_DECODED, params, shared, batch, tapped, draws).feature_BTD
 
 
 def staircase_threshold(progress: Array) -> Array:
