@@ -94,8 +94,13 @@ def loss_and_gradient(
 @pytest.fixture(scope="session")
 def calm_target(tmp_path_factory) -> Target:
     """A random target in which the last token weighs more than all others: drafts may agree."""
-    folder = tmp_path_factory.mktemp("calm") / "target"
-    random_pair.random_target("llama", 21, calm=0.2)[1].save_pretrained(folder)
+    return calm_target_of(3, tmp_path_factory.mktemp("calm") / "target")
+
+
+def calm_target_of(num_layers: int, folder: Path) -> Target:
+    """Such a target; what it costs to compile grows with its layers."""
+    _, model = random_pair.random_target("llama", 21, calm=0.2, num_hidden_layers=num_layers)
+    model.save_pretrained(folder)
     return load_target(folder, jnp.float32)
 
 

@@ -50,9 +50,13 @@ def pair(request, tmp_path_factory) -> Pair:
 
 
 def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
-    """A random pair in a folder."""
+    """A random pair in a folder, with two layers that the drafter does not reuse, or more.
+
+    Programs are traced and compiled layer by layer, which is most of a test's time.
+    """
     calm = 0.5 if family == "qwen2" else 0.2
-    config, model = random_pair.random_target(family, 21, calm)
+    sizes = dict(num_hidden_layers=max(3, num_reused + 2))
+    config, model = random_pair.random_target(family, 21, calm, **sizes)
     sizes = random_pair.draft_sizes(config, num_reused)
     draft = random_pair.random_drafter(config, sizes, 22, calm)
     random_pair.save_pair(folder / "target", folder / "draft", model, draft)
@@ -63,7 +67,7 @@ def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
 def simple_pair(tmp_path_factory) -> Pair:
     """A random pair for tests that any pair serves."""
     folder = tmp_path_factory.mktemp("simple")
-    save_random_pair(folder, "llama", seed=21)
+    save_random_pair(folder, "llama", seed=21, num_hidden_layers=3)
     return Pair(folder, 0)
 
 

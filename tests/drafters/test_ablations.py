@@ -65,7 +65,7 @@ UNBOUNDED = Objective(MaskConfig(bounded=False))
 def whole(tmp_path_factory):
     """A target, and a drafter for it that has every part and agrees now and then."""
     folder = tmp_path_factory.mktemp("pair")
-    config, model = random_pair.random_target("qwen3", 21, 0.2)
+    config, model = random_pair.random_target("qwen3", 21, 0.2, num_hidden_layers=3)
     draft = random_pair.random_drafter(config, random_pair.draft_sizes(config), 22, 0.2)
     random_pair.save_pair(folder / "target", folder / "draft", model, draft)
     target = load_target(folder / "target", jnp.float32)

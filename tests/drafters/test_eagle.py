@@ -1,7 +1,5 @@
 """EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files, decoding."""
 
-# ruff: noqa: F811 (an imported fixture is an argument too)
-
 import dataclasses
 import functools
 import json
@@ -41,7 +39,7 @@ from tests.drafting import (
     assert_changes_nothing,
     assert_drafting_equals_training,
     batch_of,
-    calm_target,  # noqa: F401
+    calm_target_of,
     loss_and_gradient,
     make,
     recorded_training,
@@ -60,6 +58,12 @@ CONFIGS = {
     "eagle3-whole": Eagle3Config(1, 36, tapped_layers=(0, 2, 4)),
 }
 recorded = pytest.mark.parametrize("folder", golden_cases("eagle_", "train.npz"))
+
+
+@pytest.fixture(scope="module")
+def calm_target(tmp_path_factory):
+    """A calm target with layers enough for three that are tapped and some between them."""
+    return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
 
 
 KINDS = [
@@ -264,22 +268,28 @@ def _drafted(target, drafter, prompt, depth):
     functions, verified = make(target, drafter), prompt[:-1]
     shared = functions.borrow(target.params)
     tapped = _tapped(target, drafter, _line(verified))
-    cache = functions.init_cache(1, 16, jnp.float32)
-    zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
-    digest = functions.digest(drafter.params, zero_B, tapped)
-    cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, digest)
-    seen = []
     ids = functions.draft_ids
-    guide = Guide(
-        lambda logits_BWU, _: seen.append(logits_BWU[0, 0]) or logits_BWU,
-        None,
-        None if ids is None else jnp.array(ids),
-        target.config.vocab_size,
-        jnp.ones(1, bool),
-    )
-    root = (jnp.array(prompt[-1:]), jnp.array([len(verified)]), DraftShape(depth), guide)
-    tree, _ = functions.propose(drafter.params, shared, cache, *root)
-    return tree.tokens_BN[0, 1:].tolist(), jnp.stack(seen)
+
+    @jax.jit
+    def drafted(params, shared, tapped):
+        cache = functions.init_cache(1, 16, jnp.float32)
+        zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
+        digest = functions.digest(params, zero_B, tapped)
+        cache = functions.extend(params, shared, cache, tokens_BT, zero_B, digest)
+        seen = []
+        guide = Guide(
+            lambda logits_BWU, _: seen.append(logits_BWU[0, 0]) or logits_BWU,
+            None,
+            None if ids is None else jnp.array(ids),
+            target.config.vocab_size,
+            jnp.ones(1, bool),
+        )
+        root = (jnp.array(prompt[-1:]), jnp.array([len(verified)]), DraftShape(depth), guide)
+        tree, _ = functions.propose(params, shared, cache, *root)
+        return tree.tokens_BN[0, 1:], jnp.stack(seen)
+
+    tokens_N, logits_NU = drafted(drafter.params, shared, tapped)
+    return tokens_N.tolist(), logits_NU
 
 
 @pytest.mark.slow

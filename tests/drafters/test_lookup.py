@@ -16,12 +16,19 @@ from tests.drafting import (
     NUM_NEW,
     TREE,
     assert_changes_nothing,
-    calm_target,  # noqa: F401
+    calm_target_of,
     make,
     shown,
 )
 from tests.model_folders import refusal
 from tests.pairs import PROMPTS
+
+
+@pytest.fixture(scope="module")
+def calm_target(tmp_path_factory):
+    """A calm target of five layers, whose texts soon repeat themselves."""
+    return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
+
 
 STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
 GUIDE = Guide(lambda x, _: x, None, None, 99, jnp.ones(1, bool))
@@ -169,7 +176,7 @@ def test_the_example_of_the_docstring():
 
 
 @pytest.mark.slow
-def test_drafts_change_no_text(calm_target):  # noqa: F811
+def test_drafts_change_no_text(calm_target):
     """Greedy texts of a small model repeat: there it is often right."""
     drafter = load_drafter("lookup", calm_target)
     assert (drafter.method, drafter.config) == ("lookup", LookupConfig())
@@ -177,20 +184,20 @@ def test_drafts_change_no_text(calm_target):  # noqa: F811
     assert all(greedy > 1.5 for greedy, *_ in taus), "hardly a draft was accepted"
 
 
-def test_sampled_candidates_are_the_same_ones(calm_target):  # noqa: F811
+def test_sampled_candidates_are_the_same_ones(calm_target):
     drafter = load_drafter("lookup", calm_target)
     shape = DraftShape(4, sampled=True)
     assert_changes_nothing(calm_target, drafter, (shape,), PROMPTS[::-1])
 
 
 @pytest.mark.slow
-def test_static_trees_and_confidence_change_no_text(calm_target):  # noqa: F811
+def test_static_trees_and_confidence_change_no_text(calm_target):
     drafter = load_drafter("lookup", calm_target)
     shapes = (STATIC, dataclasses.replace(TREE, confidence=0.1))
     assert_changes_nothing(calm_target, drafter, shapes, PROMPTS[::-1])
 
 
-def test_it_drafts_what_repeats(calm_target):  # noqa: F811
+def test_it_drafts_what_repeats(calm_target):
     """The target goes on with its prompt; nothing is drafted before something has repeated."""
     drafter, plain = load_drafter("lookup", calm_target), Session(calm_target)
     session = Session(calm_target, drafter, DraftShape(4))
@@ -205,7 +212,7 @@ def test_it_drafts_what_repeats(calm_target):  # noqa: F811
 # ---- by its name --------------------------------------------------------------------------
 
 
-def test_no_training_files_or_vocabulary(calm_target):  # noqa: F811
+def test_no_training_files_or_vocabulary(calm_target):
     drafter = load_drafter("lookup", calm_target)
     functions = make(calm_target, drafter)
     for train in (

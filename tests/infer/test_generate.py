@@ -32,7 +32,7 @@ RESULT_KEYS = {
 def folders(tmp_path_factory) -> list[str]:
     """The flags that name a random pair, whose target has 300 tokens and a tokenizer."""
     folder = tmp_path_factory.mktemp("pair")
-    save_random_pair(folder, "llama", seed=5, vocab_size=300)
+    save_random_pair(folder, "llama", seed=5, vocab_size=300, num_hidden_layers=3)
     train_tokenizer(iter(["Good morning, how can I help?"] * 9), 290, folder / "tokenizer")
     for file in (folder / "tokenizer").iterdir():
         file.rename(folder / "target" / file.name)
