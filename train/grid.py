@@ -47,7 +47,7 @@ from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records
 from moa_jax.version import __version__
 from train.distill import distill, with_vocabulary
-from train.run.decoding import prompts_of
+from train.run.decoding import fitting_prompts
 from train.run.grid_report import ENDINGS, Tau, figures, render
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
@@ -260,9 +260,7 @@ def _prompts(grid: GridConfig, target: Target) -> list[list[int]]:
     config = dict(grid.cells)[grid.reference].data
     tokenizer = load_tokenizer(target.folder)
     validation, _ = batches.load(config, tokenizer, target.config.vocab_size, "validation", None)
-    room = target.config.max_position_embeddings - grid.max_new_tokens
-    fitting = (prompt for prompt in prompts_of(validation) if len(prompt) <= room)
-    return list(itertools.islice(fitting, grid.prompts))
+    return fitting_prompts(validation, target, grid.max_new_tokens, grid.prompts)
 
 
 def _counts(

@@ -15,7 +15,8 @@ from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
-from moa_jax.decode.session import StopWhen, bucket, row_of
+from moa_jax.decode.room import Room
+from moa_jax.decode.session import StopWhen, row_of
 from moa_jax.decode.text import before_stop
 from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target
@@ -57,11 +58,10 @@ class Interview(NamedTuple):
         return found
 
     def room(self, prompt: list[int]) -> int:
-        """New tokens that fit behind a prompt; 0 where it is too long."""
-        room = self.target.config.max_position_embeddings - len(prompt)
-        if self.cache_rows is not None:
-            rows = self.cache_rows - max(c.session.shape.num_rows for c in self.contenders)
-            room = min(room, rows - len(prompt)) if bucket(len(prompt)) <= rows else 0
+        """How many new tokens every contender can write behind a prompt; 0 where it is too long."""
+        draft_rows = max(contender.session.shape.num_rows for contender in self.contenders)
+        positions = self.target.config.max_position_embeddings
+        room = Room(positions, self.cache_rows, draft_rows).behind(len(prompt))
         return min(room, self.max_new_tokens) if room >= SHORTEST else 0
 
     def first_prompt(self, question: Question) -> list[int]:

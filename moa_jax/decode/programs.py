@@ -11,6 +11,13 @@ import numpy as np
 
 from moa_jax.model.precision import matmul_precision
 
+SMALLEST_BUCKET = 32
+
+
+def bucket(count: int) -> int:
+    """The smallest power of two that holds `count`, and at least 32: few shapes, few compiles."""
+    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
+
 
 def one(value: int) -> np.ndarray:
     """A number for the only row of a batch: (1,) int32."""

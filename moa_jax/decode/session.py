@@ -19,6 +19,8 @@ import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import step
+from moa_jax.decode.programs import bucket
+from moa_jax.decode.room import Room
 from moa_jax.decode.sample import Law
 from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
@@ -31,7 +33,6 @@ GREEDY = Sampling()
 DEFAULT_DEPTH = 5
 NEVER = 2**31 - 1  # rounds until a pause
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
-SMALLEST_BUCKET = 32
 
 
 class Result(NamedTuple):
@@ -221,6 +222,7 @@ class Session:
         """How many tokens each prompt may get; raises InputError as `generate` does."""
         vocab_size = self.target.config.vocab_size
         positions = self.target.config.max_position_embeddings
+        room = Room(positions, self.cache_rows, self.shape.num_rows)
         same = isinstance(max_new_tokens, int)
         wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
         if not prompts:
@@ -238,17 +240,7 @@ class Session:
                     f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
                     f"{vocab_size}: use the target's own tokenizer"
                 )
-            if len(prompt) + wanted > positions:
-                raise InputError(
-                    f"prompt {index} has {len(prompt)} tokens and {wanted} are to follow, "
-                    f"but the target has {positions} positions: shorten one of the two"
-                )
-            needed = max(len(prompt) + wanted, bucket(len(prompt))) + self.shape.num_rows
-            if self.cache_rows is not None and needed > self.cache_rows:
-                raise InputError(
-                    f"a cache of {self.cache_rows} rows is too small: prompt {index} needs "
-                    f"{needed}, {self.shape.num_rows} of them for the draft: make it larger"
-                )
+            room.check(index, len(prompt), wanted)
         return wanted_B
 
     def _compiled(self, function: Any, *arguments: Any, **static: Any) -> Any:
@@ -351,11 +343,6 @@ def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> La
         top_p_B=array("top_p", 1.0),
         min_p_B=array("min_p", 0.0),
     )
-
-
-def bucket(count: int) -> int:
-    """The smallest power of two that holds `count`, and at least 32: few shapes, few compiles."""
-    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
 
 
 def _look(

@@ -13,6 +13,7 @@ from infer.split.bench.flags import DRAFTING, named
 from infer.split.client.ways import Ways
 from moa_jax import Session
 from moa_jax.config import DraftShape
+from moa_jax.decode.room import Room
 from moa_jax.decode.session import Result, bucket
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
@@ -77,9 +78,9 @@ def load(args: argparse.Namespace) -> SplitBench:
         find_folder(path)
     target = open_target(args)
     prompts = _prompts(args, target)
-    most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
-    positions = target.config.max_position_embeddings
-    if most > positions:
+    longest, new = max(map(len, prompts)), max(args.outages, default=0) + args.max_new_tokens
+    most, positions = longest + new, target.config.max_position_embeddings
+    if new > Room(positions).behind(longest):
         raise InputError(
             f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
             "--max-new-tokens or --outages"
