@@ -1,11 +1,11 @@
 """Drafters trained alike and compared: `python -m train.grid --config configs/matched.py`.
 
-Each cell of the grid is a run of train.distill, so the same command goes on where it was cut, and
-cells, learning rates and seeds may be added later; what is finished is not done again, and refused
+Each cell of the grid is trained by train.distill. The same command goes on where it was cut, and
+cells, learning rates and seeds may be added later. A finished run is not done again; it is refused
 where it was made with other settings or data. With `--cells a,b` and `--learning-rates 1e-4`
-several processes can share the work. The report (Markdown and JSON in the grid's directory) has
-what is there so far: tau of greedy decoding on held-out prompts, with the target's own stops, and
-where every answer goes on to the limit.
+several processes share the work. The report, Markdown and JSON in the grid's directory, has what
+is there so far: tau of greedy decoding on held-out prompts, with the target's own stops and with
+answers that all go on to the limit.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished
@@ -78,7 +78,7 @@ def runs_of(grid: GridConfig) -> list[GridRun]:
 def chosen_runs(
     runs: Sequence[GridRun], cells: Sequence[str], rates: Sequence[float]
 ) -> list[GridRun]:
-    """Those of the named cells and rates, nothing named being all, in the order of the names.
+    """The runs of the named cells and rates, in the order of the names; no names mean all.
 
     Raises InputError for a cell or rate that no run has.
     """
@@ -152,7 +152,7 @@ def _num_trained(config: DistillConfig, target: Target) -> int:
 
 
 def train(runs: Sequence[GridRun], target: Target) -> bool:
-    """Trains what is not finished, one run after the other; False where told to stop."""
+    """Train what is not finished, one run after the other; False where a signal stopped it."""
     for each in runs:
         if not is_finished(each, target):
             print(f"{each.config.run.directory}: training", file=sys.stderr)
@@ -166,7 +166,7 @@ def train(runs: Sequence[GridRun], target: Target) -> bool:
 
 
 def is_finished(each: GridRun, target: Target) -> bool:
-    """Whether a run's drafter is there; InputError for one of other settings or data."""
+    """Whether a run's drafter is there; raises InputError for one of other settings or data."""
     if not (Path(each.config.output) / "config.json").is_file():
         return False
     settings, files = _left_by(each.config)
@@ -197,7 +197,7 @@ def _left_by(config: DistillConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def files_of(config: DistillConfig) -> dict[str, Any]:
-    """Facts of the local data files that a run reads, as far as they are at hand."""
+    """Facts of the local data files that a run reads, where they are at hand."""
     found = {}
     for path in (*config.data.train, *config.data.validation):
         with contextlib.suppress(InputError):  # a report needs no data
@@ -223,7 +223,7 @@ def facts(*files: Path) -> dict[str, Any]:
 
 @functools.cache
 def _hash(file: Path, size: int, changed_ns: int) -> str:
-    """Once for a file that nobody changes, though every run of the grid asks."""
+    """The hash of a file, read once unless it changes, though every run of the grid asks."""
     return file_hash(file) or ""
 
 
@@ -235,7 +235,7 @@ class Decoded(NamedTuple):
 
 
 def decode(grid: GridConfig, best: Sequence[GridRun]) -> None:
-    """Real tau of the chosen runs that were not decoded yet."""
+    """Decode with the chosen runs that have no real tau yet, and store it beside them."""
     todo = [each for each in best if not _decoded(grid, each)]
     if not todo:
         return
@@ -315,7 +315,7 @@ def _name_of(shape: DraftShape) -> str:
 
 
 class GridRow(NamedTuple):
-    """What is known of one cell and seed; of several learning rates the best."""
+    """What is known of one cell and seed, at the best of its learning rates."""
 
     best: GridRun
     simulated_tau: float
