@@ -45,7 +45,7 @@ SPLIT = "--split"  # leads to another benchmark, with flags of its own
 
 
 class Bench(NamedTuple):
-    """What is measured: one session a mode, over the same batches of prompts."""
+    """What is measured: a session for each mode, on the same batches of prompts."""
 
     modes: list[Mode]
     sessions: list[Session]
@@ -62,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int | None:
         return split.main([text for text in arguments if text != SPLIT])
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
-    target, drafter = _load(args)
+    args.mode = "plain" if args.modes == ["plain"] else None  # then no drafter is loaded
+    target, drafter = batches.random_pair(args) if args.random_weights else load_pair(args)
     if args.tune and not os.access(drafter.folder, os.W_OK):
         raise InputError(f"--tune writes to {drafter.folder}, which is read-only: copy the drafter")
     modes = modes_of(args, drafter)
@@ -86,13 +87,6 @@ def main(arguments: list[str] | None = None) -> int | None:
     return None
 
 
-def _load(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
-    args.mode = "plain" if args.modes == ["plain"] else None  # load_pair then needs no drafter
-    if args.random_weights:
-        return batches.random_pair(args)
-    return load_pair(args)
-
-
 def _session(
     mode: Mode, target: Target, drafter: LoadedDrafter | None, args: argparse.Namespace
 ) -> Session:
@@ -107,7 +101,7 @@ def _session(
 
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """The whole document; `modes` and `peers` hold one dictionary a row."""
+    """The document that --json prints; `modes` and `peers` hold one dictionary a row."""
     runs = run_in_turns(bench, args.repeats)
     compiled = [session.num_compiled for session in bench.sessions]
     bandwidth = copy_bandwidth()
@@ -121,7 +115,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         simulated = args.simulate_acceptance is not None and mode.name != "plain"
         row |= {"simulated": simulated, "num_compiled": programs}
         if simulated:
-            row["same_as_plain"] = None  # dice write no text
+            row["same_as_plain"] = None  # dice chose the tokens
         if not args.no_phases:
             row |= _costs(bench, session, found, row, bandwidth)
         rows.append(row)
@@ -179,7 +173,7 @@ def _costs(
 
 
 def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same prompts by other software; `plain_over_peer` above 1 says that ours is faster."""
+    """The same prompts in other software; where `plain_over_peer` is above 1, ours is faster."""
     target = bench.sessions[0].target
     stop_ids = target.generation.eos_ids if bench.stop_ids is None else bench.stop_ids
     task = {

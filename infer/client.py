@@ -34,6 +34,7 @@ from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
+from moa_jax.decode.room import Room
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
@@ -207,11 +208,7 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
         raise InputError(f"prompt {index} is empty: give it at least one token")
     if not all(0 <= token < vocab_size for token in prompt):
         raise InputError(f"prompt {index} has an id outside the vocabulary of {vocab_size}")
-    if len(prompt) + new > positions:
-        raise InputError(
-            f"prompt {index} has {len(prompt)} tokens and {new} are to follow, but the target has "
-            f"{positions} positions: shorten one of the two"
-        )
+    Room(positions).check(index, len(prompt), new)
 
 
 def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:

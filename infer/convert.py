@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
     target = describe_target(flags.target)
     dtype = flags.dtype or stored_dtype(flags.draft)
     drafter = load_drafter(flags.draft, target, **drafter_options(flags), dtype=dtype)
-    guesses = hasattr(drafter.config, "target_layer_inference")  # else a notice tells a fact
+    guesses = hasattr(drafter.config, "target_layer_inference")  # other kinds' notices are facts
     if layout in STATING and guesses and drafter.notices:
         raise InputError(
             f"{flags.draft}: {drafter.notices[0]}: layout {layout} would state that as a fact, "
@@ -96,7 +95,7 @@ def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _num_bytes(folder: Path) -> int:
-    """What the weights of a folder take."""
+    """Bytes of a folder's weights."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -126,7 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise InputError(f"--for-client leaves tensors as they are: leave out --{flag}")
     if flags.output.exists() and not flags.overwrite:
         raise InputError(f"{flags.output} exists already: choose another or add --overwrite")
-    done = _way_of(flags)(flags)
+    convert = convert_draft if flags.draft else convert_target
+    done = cut_for_client(flags) if flags.for_client else convert(flags)
     if flags.json:
         print(json.dumps(done, indent=2))
         return
@@ -135,14 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(_line(done))
 
 
-def _way_of(flags: argparse.Namespace) -> Callable[[argparse.Namespace], dict[str, Any]]:
-    if flags.for_client:
-        return cut_for_client
-    return convert_draft if flags.draft else convert_target
-
-
 def _line(done: dict[str, Any]) -> str:
-    """What was done, for people."""
+    """What was done, as one line for people."""
     if "bytes" not in done:
         return f"wrote {done['output']} in {done['dtype']}"
     sizes = (

@@ -9,15 +9,15 @@
 Drafters whose files do not say what they are take options behind the folder, each its own:
 `--draft small=DIR,method=independent --draft moa=DIR,n=3`.
 
-Every question goes through all ways of decoding before the next one comes, another way first
-each time; a second turn follows our own answer to the first. Answers are kept as they come, in
-Spec-Bench's format, and the same command goes on where it was stopped. Then: tau, speedup over
-plain decoding and its spread, acceptance by position, calls of the target, whether every answer
-is plain decoding's, with the paper's figures beside them, as tables, JSON and pictures.
+Every question goes through all ways of decoding before the next one, another way first each
+time; a second turn follows our own answer to the first. Answers are stored as they come, in
+Spec-Bench's format, so the same command goes on where it was stopped. The report has tau, speedup
+over plain decoding with its spread, acceptance by position, calls of the target, and whether every
+answer is plain decoding's. It stands beside the paper's figures, as tables, JSON and pictures.
 
-Answers have up to 512 tokens a turn; 128 for the demo suite and for conversations, whose answers
-are short: on a CPU a cache with many unused rows slows plain decoding and flatters drafts.
-`--conversations` asks a turn of each conversation behind its history, with figures by source.
+Answers have up to 512 tokens a turn. The demo suite and conversations have short answers and get
+128, since on a CPU a cache with many unused rows slows plain decoding down and flatters drafts.
+`--conversations` asks one turn of each conversation after its history; figures are by source.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _questions(args: argparse.Namespace) -> list[suites.Question]:
-    """All that could be asked; of public data the first rows."""
+    """All questions that could be asked; of public data, those in the first rows."""
     rows = args.limit or suites.PUBLIC_ROWS
     if args.conversations is None:
         return suites.load_suite(args.suite, rows)
@@ -145,7 +145,7 @@ def _why_not(interview: Interview, longest: int | None, question: suites.Questio
 def ask_all(
     interview: Interview, kept: answers.AnswerFolder, questions: list[suites.Question]
 ) -> None:
-    """Asks what has no answer yet; each is kept before the next one is asked."""
+    """Ask what has no answer yet; each answer is stored before the next question."""
     done = sum(kept.has(question) for question in questions)
     with progress(len(questions), "questions", initial=done) as bar:
         for index, question in enumerate(questions):
@@ -157,7 +157,7 @@ def ask_all(
 def _settings(
     args: argparse.Namespace, interview: Interview, questions: list[suites.Question]
 ) -> dict[str, Any]:
-    """What makes two runs the same run, as JSON has it."""
+    """What two runs must share to be one run, ready for JSON."""
     sets: dict[str, list[suites.Question]] = {}
     for question in questions:
         sets.setdefault(question.set, []).append(question)
@@ -174,7 +174,7 @@ def _settings(
 
 
 def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
-    """The folder asked for, else one that only runs of the same settings share."""
+    """The folder that --output names, else one that only runs of the same settings share."""
     if args.output is not None:
         return args.output.expanduser()
     sets = [*settings["suite"]]

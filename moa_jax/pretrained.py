@@ -95,10 +95,10 @@ def load_target(
 
 
 def load_borrowed(target: Target, borrow: Callable[[Any], Any], dtype: Any = None) -> Any:
-    """What a drafter borrows of a target, and no other array of it; `dtype` as in `load_target`.
+    """Load only what a drafter borrows of a target; `dtype` as in `load_target`.
 
-    `target` may be one without its weights (`describe_target`), its folder one that holds no
-    more than is borrowed (`save_for_client`). Raises InputError as `load_target`.
+    `target` needs no weights (`describe_target`), and its folder no other tensors
+    (`save_for_client`). Raises InputError as `load_target`.
     """
     table, (places, structure) = convert.target_table(target.config), _borrowed(target, borrow)
     reader = folders.TensorReader(target.folder)
@@ -111,15 +111,15 @@ def load_borrowed(target: Target, borrow: Callable[[Any], Any], dtype: Any = Non
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A leaf of a parameter tree, by where it stands."""
+    """Stands for a leaf of a parameter tree, and says where it is."""
 
     path: convert.Path
 
 
 def _borrowed(target: Target, borrow: Callable[[Any], Any]) -> tuple[list[convert.Path], Any]:
-    """Where a target's tree holds what is borrowed of it, and the structure of that."""
+    """The paths of a target's leaves that are borrowed, and the structure that holds them."""
     table = convert.target_table(target.config)
-    # A tree whose leaves are their own places says it.
+    # Borrowing from a tree whose leaves are their own places shows which ones are taken.
     places = borrow(convert.nest({path: _Place(path) for path in table}))
     leaves, structure = jax.tree.flatten(places)
     return [leaf.path for leaf in leaves], structure
@@ -194,7 +194,7 @@ def load_drafter(
 
 
 def _clients_table(method: str, cfg: Any, target: Target) -> convert.Table:
-    """The table of what drafting reads of a drafter beside the digest."""
+    """The tensors of a drafter that a client reads: all but those that only make the digest."""
     elsewhere = DRAFTERS[method].make(cfg, target.config).digest_only
     table = DRAFTERS[method].table(cfg, target.config)
     return {path: packing for path, packing in table.items() if path[0] not in elsewhere}
@@ -240,10 +240,10 @@ def save_drafter(
 
 
 def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
-    """Write `target` and `draft` with no more of a pair's files than its client reads.
+    """Write the folders `target` and `draft` with only what a client of this pair reads.
 
-    Tensors stay as they are stored, and the rest of the pair is described (moa_jax/files/parts.py).
-    Both folders appear whole or not at all; earlier ones are replaced. A drafter without files
+    Tensors stay as they are stored; the others get a line in parts.json (files/parts.py). Both
+    folders appear whole or not at all, and earlier ones are replaced. A drafter without files
     has no folder. Raises InputError for damaged files.
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
@@ -271,7 +271,7 @@ def _check(
     used: convert.Table,
     extras: Iterable[str],
 ) -> None:
-    """Raise InputError unless a folder holds a table, but for what it leaves out and none uses."""
+    """Raise InputError unless a folder holds the tensors of a table, or leaves out unused ones."""
     rest = parts.left_out(folder)
     if absent := [name for name in convert.stored_shapes(used) if name in rest]:
         raise InputError(
@@ -296,7 +296,7 @@ def _describe(folder: Path) -> Target:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn whatever the values of a file set off into an InputError that names where it lies."""
+    """Turn errors that the values of a file cause into an InputError that names the file."""
     try:
         yield
     except InputError as error:
@@ -347,7 +347,7 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
 
 
 def _fingerprint(target: Target) -> dict[str, Any]:
-    """What a drafter's files say of its target, so that a wrong pairing is refused."""
+    """What a drafter's files say of its target, by which a wrong pairing is refused."""
     tokenizer = folders.file_hash(target.folder / "tokenizer.json")
     return target_sizes(target.config) | {"tokenizer_sha256": tokenizer}
 

@@ -1,11 +1,11 @@
 """Drafters trained alike and compared: `python -m train.grid --config configs/matched.py`.
 
-Each cell of the grid is a run of train.distill, so the same command goes on where it was cut, and
-cells, learning rates and seeds may be added later; what is finished is not done again, and refused
+Each cell of the grid is trained by train.distill. The same command goes on where it was cut, and
+cells, learning rates and seeds may be added later. A finished run is not done again; it is refused
 where it was made with other settings or data. With `--cells a,b` and `--learning-rates 1e-4`
-several processes can share the work. The report (Markdown and JSON in the grid's directory) has
-what is there so far: tau of greedy decoding on held-out prompts, with the target's own stops, and
-where every answer goes on to the limit.
+several processes share the work. The report, Markdown and JSON in the grid's directory, has what
+is there so far: tau of greedy decoding on held-out prompts, with the target's own stops and with
+answers that all go on to the limit.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished
@@ -47,7 +47,7 @@ from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records
 from moa_jax.version import __version__
 from train.distill import distill, with_vocabulary
-from train.run.decoding import prompts_of
+from train.run.decoding import fitting_prompts
 from train.run.grid_report import ENDINGS, Tau, figures, render
 from train.run.settings import check_paths
 
@@ -79,7 +79,7 @@ def runs_of(grid: GridConfig) -> list[GridRun]:
 def chosen_runs(
     runs: Sequence[GridRun], cells: Sequence[str], rates: Sequence[float]
 ) -> list[GridRun]:
-    """Those of the named cells and rates, nothing named being all, in the order of the names.
+    """The runs of the named cells and rates, in the order of the names; no names mean all.
 
     Raises InputError for a cell or rate that no run has.
     """
@@ -153,7 +153,7 @@ def _num_trained(config: DistillConfig, target: Target) -> int:
 
 
 def train(runs: Sequence[GridRun], target: Target) -> bool:
-    """Trains what is not finished, one run after the other; False where told to stop."""
+    """Train what is not finished, one run after the other; False where a signal stopped it."""
     for each in runs:
         if not is_finished(each, target):
             print(f"{each.config.run.directory}: training", file=sys.stderr)
@@ -167,7 +167,7 @@ def train(runs: Sequence[GridRun], target: Target) -> bool:
 
 
 def is_finished(each: GridRun, target: Target) -> bool:
-    """Whether a run's drafter is there; InputError for one of other settings or data."""
+    """Whether a run's drafter is there; raises InputError for one of other settings or data."""
     if not (Path(each.config.output) / "config.json").is_file():
         return False
     settings, files = _left_by(each.config)
@@ -198,7 +198,7 @@ def _left_by(config: DistillConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def files_of(config: DistillConfig) -> dict[str, Any]:
-    """Facts of the local data files that a run reads, as far as they are at hand."""
+    """Facts of the local data files that a run reads, where they are at hand."""
     found = {}
     for path in (*config.data.train, *config.data.validation):
         with contextlib.suppress(InputError):  # a report needs no data
@@ -224,7 +224,7 @@ def facts(*files: Path) -> dict[str, Any]:
 
 @functools.cache
 def _hash(file: Path, size: int, changed_ns: int) -> str:
-    """Once for a file that nobody changes, though every run of the grid asks."""
+    """The hash of a file, read once unless it changes, though every run of the grid asks."""
     return file_hash(file) or ""
 
 
@@ -236,7 +236,7 @@ class Decoded(NamedTuple):
 
 
 def decode(grid: GridConfig, best: Sequence[GridRun]) -> None:
-    """Real tau of the chosen runs that were not decoded yet."""
+    """Decode with the chosen runs that have no real tau yet, and store it beside them."""
     todo = [each for each in best if not _decoded(grid, each)]
     if not todo:
         return
@@ -261,9 +261,7 @@ def _prompts(grid: GridConfig, target: Target) -> list[list[int]]:
     config = dict(grid.cells)[grid.reference].data
     tokenizer = load_tokenizer(target.folder)
     validation, _ = batches.load(config, tokenizer, target.config.vocab_size, "validation", None)
-    room = target.config.max_position_embeddings - grid.max_new_tokens
-    fitting = (prompt for prompt in prompts_of(validation) if len(prompt) <= room)
-    return list(itertools.islice(fitting, grid.prompts))
+    return fitting_prompts(validation, target, grid.max_new_tokens, grid.prompts)
 
 
 def _counts(
@@ -318,7 +316,7 @@ def _name_of(shape: DraftShape) -> str:
 
 
 class GridRow(NamedTuple):
-    """What is known of one cell and seed; of several learning rates the best."""
+    """What is known of one cell and seed, at the best of its learning rates."""
 
     best: GridRun
     simulated_tau: float

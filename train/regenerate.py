@@ -35,6 +35,7 @@ from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.room import Room
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from train.run.partial import Partial
@@ -166,7 +167,7 @@ def _records(args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any] | I
 
 def _check_lengths(args: argparse.Namespace, target: Target) -> None:
     positions = target.config.max_position_embeddings
-    if args.max_prompt + args.max_new_tokens > positions:
+    if args.max_new_tokens > Room(positions).behind(args.max_prompt):
         raise InputError(
             f"--max-prompt {args.max_prompt} and --max-new-tokens {args.max_new_tokens} need more "
             f"than the target's {positions} positions: lower one of the two"

@@ -3,15 +3,14 @@
     {"question_id", "category", "answer_id", "model_id", "choices": [{"index", "turns",
      "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}], "tstamp"}
 
-Lists have one entry a turn, `accept_lengths` one a round of all turns. Beside them stands what
-the report needs: which run wrote the line, tokens, times of prefill, drafted nodes, whether it is
-plain decoding's answer (null: candidates were drawn, so it need not be) and where it left that. A
-first token comes from prefill, so in each turn new_tokens is 1 +
-the sum of its accept_lengths.
+Lists have one entry a turn; `accept_lengths` has one a round, over all turns. The first token of
+a turn comes from prefill, so its new_tokens are 1 + the sum of its accept_lengths. A line also
+has what the report needs: the run that wrote it, tokens, prefill times, drafted nodes, and where
+the answer first differs from plain decoding's. `same_as_plain` is null where candidates were
+drawn, since such an answer may differ.
 
-Lines are added when all ways have answered a question, and put on the disk. Whatever a crash
-leaves behind is sorted out when the folder is opened again: a question that some file lacks, or
-that has half a line, is asked anew; all others are kept.
+The lines of a question are written, and flushed to the disk, when all ways have answered it. After
+a crash, a question that some file lacks or has half a line of is asked again. All others are kept.
 """
 
 from __future__ import annotations
@@ -39,8 +38,10 @@ class Answer(NamedTuple):
     results: list[Result]
     texts: list[str]
     too_long: int | None = None  # the first turn, from 1, that the target had no room for
-    difference: dict[str, Any] | None = None  # the first one from plain decoding's answer
-    comparable: bool = True  # with that; not where candidates were drawn
+    difference: dict[str, Any] | None = (
+        None  # the first one between this and plain decoding's answer
+    )
+    comparable: bool = True  # with plain decoding's answer; not where candidates were drawn
 
     @property
     def same_as_plain(self) -> bool | None:
@@ -64,7 +65,7 @@ class Answer(NamedTuple):
 
 
 class AnswerFolder:
-    """The answers of a run, those on disk and those to come."""
+    """The answers of one run, on disk and in memory."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class AnswerFolder:
         questions: Iterable[Question],
         models: Sequence[str],
     ) -> None:
-        """Opens or makes the folder. Raises InputError if it holds something of another run."""
+        """Open or make the folder; raises InputError if it holds answers of another run."""
         self.folder, self._models = folder, models
         self._run = run_id(settings)
         self._check_settings(settings)
@@ -89,11 +90,11 @@ class AnswerFolder:
         write_whole(self.folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
     def has(self, question: Question) -> bool:
-        """Whether it is answered in every way."""
+        """Whether every model has answered this question."""
         return question.id in self._lines[question.set, self._models[0]]
 
     def add(self, question: Question, answers: Mapping[str, Answer]) -> None:
-        """Keeps the answers of all models to a question; raises OSError where they do not fit."""
+        """Store the answers of all models to a question; raises OSError for a full disk."""
         for model, answer in answers.items():
             line = _line_of(question, model, answer) | {"run": self._run}
             path = self._path(question.set, model)
@@ -105,7 +106,7 @@ class AnswerFolder:
             self._lines[question.set, model][question.id] = line
 
     def answer(self, question: Question, model: str) -> Answer:
-        """One that `has` says is there."""
+        """The stored answer to a question for which `has` is true."""
         return _answer_of(self._lines[question.set, model][question.id])
 
     def _path(self, name: str, model: str) -> Path:
@@ -127,7 +128,7 @@ class AnswerFolder:
             )
 
     def _read(self, path: Path, model: str) -> dict[Any, Line]:
-        """The lines of a file by question; what a crash cut off at its end is left out."""
+        """The lines of a file by question, without a last line that a crash cut off."""
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         found: dict[Any, Line] = {}
         for number, content in enumerate(text.split("\n")[:-1], start=1):
@@ -149,7 +150,7 @@ class AnswerFolder:
         return found
 
     def _drop_unfinished(self, name: str) -> None:
-        """Leaves only questions that all models have answered, in memory and on disk."""
+        """Drop questions that some model has not answered, in memory and on disk."""
         files = {model: self._lines[name, model] for model in self._models}
         finished = set.intersection(*(set(lines) for lines in files.values()))
         for model, lines in files.items():
@@ -162,7 +163,7 @@ class AnswerFolder:
 
 
 def run_id(settings: Mapping[str, Any]) -> str:
-    """A short name that only runs of the same settings share."""
+    """A short name shared only by runs of the same settings."""
     return json_hash(settings)[:12]
 
 

@@ -20,7 +20,6 @@ from infer.flags.pair import (
 )
 from infer.program import names
 from moa_jax import Session
-from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
@@ -52,7 +51,7 @@ def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
     """The target and all ways to decode it, the plain one first.
 
     Raises InputError for models that are missing or not made for each other, for flags that
-    make no draft, and for two contenders of one name.
+    describe no draft, and for two contenders of the same name.
     """
     modes = modes_of(args)
     given = [_given(text) for text in args.draft or [BUNDLED]]
@@ -73,7 +72,7 @@ def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
 
 
 def modes_of(args: argparse.Namespace) -> list[str | None]:
-    """The modes of each drafter; None leaves the choice to --tuned, else it is a chain."""
+    """The modes of each drafter; None is what --tuned says, and a chain without it."""
     if args.modes is None:
         chosen = [args.mode]
     elif args.mode is not None or args.tuned:
@@ -91,7 +90,7 @@ def modes_of(args: argparse.Namespace) -> list[str | None]:
 def describe(
     args: argparse.Namespace, target: Target, contenders: list[Contender]
 ) -> dict[str, Any]:
-    """What decides the answers and their times, but for the questions, as JSON has it."""
+    """What decides the answers and their times, apart from the questions, ready for JSON."""
     drafters = {c.name: c.drafter for c in contenders if c.drafter is not None}
     hashes = {id(d): folders.folder_hash(d.folder) for d in drafters.values()}
     return {
@@ -100,7 +99,9 @@ def describe(
             contender.name: {
                 "method": contender.drafter and contender.drafter.method,
                 "sha256": contender.drafter and hashes[id(contender.drafter)],
-                **_shape(contender.session.shape),
+                "mode": mode_of(contender.session.shape),
+                "levels": contender.session.shape.levels,
+                **dataclasses.asdict(contender.session.shape),
             }
             for contender in contenders
         },
@@ -112,7 +113,7 @@ def describe(
 
 
 def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[LoadedDrafter]]:
-    """The target and all drafters; what a drafter's own text says goes before the flags."""
+    """The target and all drafters; the options within one --draft override the flags."""
     common = drafter_options(args)
     args.draft = None if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
@@ -127,9 +128,10 @@ def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[Lo
 def _narrowed(
     args: argparse.Namespace, target: Target, labels: list[str], drafters: list[LoadedDrafter]
 ) -> list[bool]:
-    """Which drafters get --draft-vocabulary: not those with a head of their own beside others.
+    """Which drafters get --draft-vocabulary.
 
-    Alone they do, and opening their session refuses it.
+    Those with a head of their own are passed over where others can use it. Where none can, all
+    get it, and opening their session refuses it.
     """
     if args.draft_vocabulary is None:
         return [False] * len(drafters)
@@ -147,7 +149,7 @@ def _narrowed(
 def _flags_of(
     args: argparse.Namespace, mode: str | None, modes: list[str | None]
 ) -> argparse.Namespace:
-    """The flags for one of several modes: a chain is not told what describes the trees."""
+    """The flags for one of several modes, without those that describe only the others."""
     flags = argparse.Namespace(**vars(args))
     flags.mode = mode
     if mode == "chain" and "tree" in modes:
@@ -158,9 +160,9 @@ def _flags_of(
 
 
 def _given(text: str) -> Given:
-    """The parts of [NAME=]DIR[,method=KIND][,n=N]; a name is also part of a file's name.
+    """Split [NAME=]DIR[,method=KIND][,n=N]; the name becomes part of a file's name.
 
-    Options need no quotes in a shell, have no slash, and stand behind what is no folder as it is.
+    A text that is a folder as it stands has neither name nor options.
     """
     if Path(text).is_dir():
         return Given(None, text, {})
@@ -191,7 +193,3 @@ def _public(folder: Path) -> str:
     if folder.parent == DEMO:
         return BUNDLED
     return folders.public_name(folder).rpartition("/")[2]
-
-
-def _shape(shape: DraftShape) -> dict[str, Any]:
-    return {"mode": mode_of(shape), "levels": shape.levels, **dataclasses.asdict(shape)}

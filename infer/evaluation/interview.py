@@ -1,5 +1,4 @@
-"""A question put to all contenders: turn by turn, in an order that changes, timed apart from
-compiling."""
+"""A question put to all contenders, turn by turn; compiling is never part of a time."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
-from moa_jax.decode.programs import bucket
+from moa_jax.decode.room import Room
 from moa_jax.decode.session import StopWhen, row_of
 from moa_jax.decode.text import before_stop
 from moa_jax.measure.turns import rotated
@@ -36,13 +35,13 @@ class Interview(NamedTuple):
     stop_ids: list[int] | None
     stop_when: StopWhen | None
     cache_rows: int | None
-    comparable: bool  # whether drafts may change nothing, not even a sampled text
+    comparable: bool  # drafts may change no text, not even a sampled one
 
     def ask(self, question: Question, index: int) -> dict[str, Answer]:
-        """Answers by contender; another one begins at each index, so that drift hits all alike.
+        """Answers by contender; another contender begins at each index (measure/turns.py).
 
-        An answer that differs from plain decoding's says where, and by which margin. Drawn
-        candidates change a sampled answer but not its law: such answers are not compared.
+        An answer that differs from plain decoding's says where and by which margin. Drawn
+        candidates change a sampled answer but not its distribution, so these are not compared.
         """
         sampling = row_of(self.sampling, index)
         found = {
@@ -58,11 +57,10 @@ class Interview(NamedTuple):
         return found
 
     def room(self, prompt: list[int]) -> int:
-        """New tokens that fit behind a prompt; 0 where it is too long."""
-        room = self.target.config.max_position_embeddings - len(prompt)
-        if self.cache_rows is not None:
-            rows = self.cache_rows - max(c.session.shape.num_rows for c in self.contenders)
-            room = min(room, rows - len(prompt)) if bucket(len(prompt)) <= rows else 0
+        """How many new tokens every contender can write behind a prompt; 0 where it is too long."""
+        draft_rows = max(contender.session.shape.num_rows for contender in self.contenders)
+        positions = self.target.config.max_position_embeddings
+        room = Room(positions, self.cache_rows, draft_rows).behind(len(prompt))
         return min(room, self.max_new_tokens) if room >= SHORTEST else 0
 
     def first_prompt(self, question: Question) -> list[int]:
@@ -85,7 +83,7 @@ class Interview(NamedTuple):
         return Answer(results, texts)
 
     def _decode(self, session: Session, prompt: list[int], room: int, sampling: Sampling) -> Result:
-        """One turn; a program's first run is a warm-up and is done again."""
+        """The answer to one turn; where a program was compiled for it, the second time counts."""
         compiled = session.num_compiled
         settings = {"stop_ids": self.stop_ids, "stop_when": self.stop_when}
         (result,) = session.generate([prompt], room, sampling=sampling, **settings)
@@ -110,7 +108,7 @@ class Interview(NamedTuple):
 def interview_of(
     args: argparse.Namespace, target: Target, tokenizer: Any, contenders: list[Contender]
 ) -> Interview:
-    """The interview that the flags ask for; InputError for a stop that no answer can hold."""
+    """The interview that the flags ask for; raises InputError for a stop that can never come."""
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     return Interview(
         target,
@@ -127,7 +125,7 @@ def interview_of(
 
 
 def law_of_answers(interview: Interview) -> dict[str, Any]:
-    """How answers are chosen and where they end, as JSON has it."""
+    """How answers are chosen and where they end, ready for JSON."""
     return {
         "max_new_tokens": interview.max_new_tokens,
         "stop": interview.stop,

@@ -69,11 +69,12 @@ def document_of(
         for model, answer in found.items()
         if answer.difference
     ]
+    papers = {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
     return {
         "rows": rows,
         "skipped": skipped,
         "differences": differences,
-        "paper": _papers_figures() if _is_papers(rows) else {},
+        "paper": papers if _is_papers(rows) else {},
         "settings": dict(settings),
     }
 
@@ -192,10 +193,6 @@ def _papers_cell(method: str, name: str, rows: list[Row]) -> str:
     if name == ALL and not {row["set"] for row in rows} >= set(PAPER):
         return "-"
     return paper.cell(method, name)
-
-
-def _papers_figures() -> dict[str, Any]:
-    return {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
 
 
 def _is_papers(rows: list[Row]) -> bool:

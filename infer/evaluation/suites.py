@@ -76,9 +76,9 @@ def choose(
     limit: int | None,
     why_not: Callable[[Question], str | None],
 ) -> tuple[list[Question], dict[Question, str]]:
-    """The first questions of each set that nothing speaks against, at most `limit`.
+    """The first questions of each set, at most `limit`, without those that are left out.
 
-    Those that `why_not` gives a reason against come second, with it.
+    Second come the questions left out, each with the reason that `why_not` gives.
     """
     count: Counter[str] = Counter()
     chosen, left_out = [], {}
@@ -95,7 +95,7 @@ def choose(
 
 
 def digest(questions: Iterable[Question]) -> str:
-    """sha256 of all that is asked."""
+    """The sha256 of all that is asked."""
     return json_hash(list(questions))
 
 
@@ -156,9 +156,9 @@ def _question(name: str, record: dict[str, Any], place: str) -> Question:
 
 
 def _from_public(record: dict[str, Any], number: int) -> dict[str, Any]:
-    """A record of CNN/DailyMail, Natural Questions, GSM8K or alike as a line of a question file.
+    """A record of CNN/DailyMail, Natural Questions, GSM8K or the like as a line of a question file.
 
-    What cannot be asked has no turns, and is refused as such a line is.
+    A record that asks nothing becomes a line without turns, which is refused like any other.
     """
     asked = record.get("question")
     asked = asked.get("text") if isinstance(asked, dict) else asked
@@ -171,5 +171,5 @@ def _from_public(record: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _sentence(text: str) -> str:
-    """Natural Questions are as people type them; the paper's set writes them like this."""
+    """A question as the paper's set writes it; Natural Questions has them as people typed them."""
     return text if text[-1] in ".?!" else f"{text[0].upper()}{text[1:]}?"

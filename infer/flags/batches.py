@@ -1,4 +1,4 @@
-"""What infer.bench decodes: batches of prompts, and pairs that no file holds."""
+"""What infer.bench decodes: batches of prompts, and pairs with random weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Where prompts come from, how many, and how many side by side."""
+    """Add the flags that choose prompts, how many there are, and how many are decoded at once."""
     group = parser.add_argument_group("prompts (default: a few short questions)")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
@@ -47,7 +47,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--sources", default="", help="of --conversations: names with commas")
     group.add_argument(
-        "--max-prompt", type=positive, default=256, help="of --conversations: longer ones are left"
+        "--max-prompt", type=positive, default=256, help="of --conversations: leave out longer ones"
     )
     group.add_argument(
         "--limit",
@@ -58,7 +58,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise InputError for text that random weights cannot read."""
+    """Raise InputError where random weights would need a tokenizer."""
     if args.random_weights and args.conversations:
         raise InputError("--random-weights has no tokenizer: use --prompt-length or prompt_ids")
 
@@ -89,11 +89,11 @@ def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]
     return batches
 
 
-# ---- pairs without files ------------------------------------------------------------------
+# ---- pairs with random weights ------------------------------------------------------------------
 
 
 def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
-    """The pair whose shapes `--random-weights` names; a config of a target alone has no drafter."""
+    """Random weights in the shapes of a config; one of a target alone has no drafter."""
     path = args.random_weights
     config = read_config(path, DistillConfig, PretrainConfig)
     if args.threads is not None:
@@ -109,5 +109,5 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
 
 
 def shapes_of(name: str) -> TargetConfig:
-    """The sizes of a target that a config names: known ones, else those of its folder."""
+    """The sizes of the target that a config names: a known model's, else those in its folder."""
     return SHAPES[name] if name in SHAPES else describe_target(name).config

@@ -1,4 +1,4 @@
-"""The flags of infer.bench, what they may not say together, and the modes that they ask for."""
+"""The flags of infer.bench, which of them contradict each other, and the modes that they name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TUNE_DEPTHS, TUNE_TREES = (2, 3, 4, 5, 6, 8), ((3, 2, 6), (4, 4, 12), (5, 4, 24)
 
 
 class Mode(NamedTuple):
-    """One row of the results."""
+    """A way to decode that is measured: one row of the results."""
 
     name: str
     shape: DraftShape
@@ -46,7 +46,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         "--simulate-acceptance",
         type=_probability,
         metavar="P",
-        help="accept each drafted position with this probability: times a round, not a drafter",
+        help="accept drafts with this probability, to time rounds without a trained drafter",
     )
     group = parser.add_argument_group("modes")
     group.add_argument("--modes", type=names, default="plain,chain,tree", help="which, in order")
@@ -91,13 +91,18 @@ def check(args: argparse.Namespace) -> None:
     simulated = args.simulate_acceptance is not None
     made_up = args.random_weights or simulated
     if args.tune and (made_up or args.modes == ["plain"]):
-        raise InputError("--tune measures a trained pair that drafts: leave out what prevents it")
+        raise InputError(
+            "--tune measures how a trained pair drafts: leave out --random-weights and "
+            "--simulate-acceptance, and name chain or tree in --modes"
+        )
     if args.tune:
         check_folder("--tune", args.draft)
     if args.tune and (args.confidence or args.draft_vocabulary):
-        raise InputError("--tune stores sizes alone: leave out --confidence, --draft-vocabulary")
+        raise InputError("--tune stores sizes alone: leave out --confidence and --draft-vocabulary")
     if (args.tune or args.plot or args.compare) and "plain" not in args.modes:
-        raise InputError("--modes lacks plain, beside which --tune, --plot, --compare measure")
+        raise InputError(
+            "--modes lacks plain, to which --tune, --plot and --compare relate: add it"
+        )
     if args.random_weights and (args.target or args.draft):
         raise InputError("--random-weights needs no files: leave out --target and --draft")
     if args.compare:
@@ -112,7 +117,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def modes_of(args: argparse.Namespace, drafter: LoadedDrafter | None) -> list[Mode]:
-    """The modes that the flags ask for, each shape once; InputError for one that cannot be."""
+    """The modes that the flags ask for, each once; raises InputError for an impossible draft."""
     asked = getattr(args, "num_speculative_tokens", None)
     depth = args.chain_depth or (asked and asked + 1) or (drafter and drafter.depth)
     depths = [depth or DEFAULT_DEPTH, *(args.sweep_depth or (SWEEP_DEPTHS if args.plot else ()))]

@@ -37,7 +37,7 @@ _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type
 
 
 def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """--target, --draft and what describes them; with `several` a list of drafters."""
+    """Add --target, --draft and the flags that describe them; `several` lets --draft repeat."""
     add_model_flags(parser, several).add_argument(
         "--speculative-config",
         type=_json_object,
@@ -47,7 +47,7 @@ def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> No
 
 
 def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> Any:
-    """The same in our own words alone; returns the group that holds them."""
+    """Add the same flags without vLLM's JSON; returns their group."""
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
     more = {"action": "append", "metavar": "[NAME=]DIR_OR_HUB_ID"} if several else {}
@@ -68,13 +68,13 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
     group.add_argument(
         "--threads",
         type=positive,
-        help="CPU cores to use; one is best for small models, whose products are soon done",
+        help="CPU cores to use; small models are fastest on one, since their products are short",
     )
     return group
 
 
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
-    """--mode and the shape of a draft."""
+    """Add --mode and the flags of a draft's shape."""
     group = parser.add_argument_group("drafting")
     group.add_argument("--mode", choices=MODES, help="how to decode; default: chain")
     depth = group.add_mutually_exclusive_group()
@@ -122,7 +122,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_flag(parser: argparse.ArgumentParser) -> None:
-    """--cache-rows, for `Session`."""
+    """Add --cache-rows, which `Session` takes."""
     parser.add_argument_group("memory").add_argument(
         "--cache-rows",
         type=positive,
@@ -199,7 +199,7 @@ def use_cores(count: int) -> None:
 
 
 def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
-    """The draft that the flags ask for, else the drafter's own; InputError if impossible."""
+    """The draft that the flags ask for, else the drafter's own; raises InputError if impossible."""
     tokens = args.num_speculative_tokens
     depth = args.depth if tokens is None else tokens + 1
     rest = {"confidence": args.confidence, "sampled": args.sampled_drafts}
@@ -211,7 +211,9 @@ def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
         return DraftShape(depth or own_depth or DEFAULT_DEPTH, **rest)
     if args.paths is not None:
         if (depth, args.breadth, args.total_tokens) != (None, None, None):
-            raise InputError("--paths says all of a tree: leave out its depth, breadth and total")
+            raise InputError(
+                "--paths describes a whole tree: leave out --depth, --breadth and --total-tokens"
+            )
         return DraftShape.static(_read_paths(args.paths), **rest)
     breadth = args.breadth or DEFAULT_TREE.breadth
     total = args.total_tokens or DEFAULT_TREE.total_tokens
@@ -228,7 +230,7 @@ def mode_of(shape: DraftShape) -> str:
 def tuned_shape(
     args: argparse.Namespace, target: Target, drafter: LoadedDrafter, batch: int
 ) -> DraftShape:
-    """The draft that was fastest on this device; InputError where none was looked for."""
+    """The draft that --tune found fastest on this device; raises InputError where it never ran."""
     kind, dtype = jax.devices()[0].device_kind, str(target.params["embed"].dtype)
     shape = load_tuned(drafter.folder, kind, dtype, batch)
     if shape is None:
@@ -241,7 +243,7 @@ def tuned_shape(
 
 
 def check_folder(flag: str, draft: str | None) -> None:
-    """Raise InputError for a drafter that a flag cannot keep a file beside."""
+    """Raise InputError unless the drafter lies in a folder, beside which a flag keeps its file."""
     if draft is not None and not Path(draft).is_dir():
         raise InputError(f"{flag} needs a drafter in a folder: {draft} is none, copy it to one")
 
@@ -254,7 +256,7 @@ def open_session(
     batch: int = 1,
     cache_rows: int | None = None,
 ) -> Session:
-    """The session that the flags ask for; `batch` is that of --tuned."""
+    """The session that the flags ask for; --tuned takes what was fastest for `batch` prompts."""
     if args.tuned and drafter:
         shape = tuned_shape(args, target, drafter, batch)
     else:
@@ -279,7 +281,7 @@ def _read_paths(path: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path} is no JSON list of paths ({error}): [[0], [1], [0, 0]]"
+            f"{path} is no JSON list of paths ({error}): write it like [[0], [1], [0, 0]]"
         ) from error
 
 

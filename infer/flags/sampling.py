@@ -14,17 +14,23 @@ from moa_jax.errors import InputError
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Temperature and the cuts of the law, penalties, stops, and the longest answer."""
+    """Add temperature, cuts of the distribution, penalties, stops and the longest answer."""
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
     group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
     group.add_argument(
-        "--min-p", type=float, default=0.0, help="keep what is this likely beside the likeliest"
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="keep what is at least this likely, relative to the likeliest",
     )
     group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="above 1: less of what was seen"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1 makes what was seen less likely",
     )
     group.add_argument(
         "--logit-bias", metavar="ID:BIAS,...", type=_biases, default=(), help="added to logits"
@@ -39,7 +45,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The settings of the first prompt; InputError for values that make no law."""
+    """The settings of the first prompt; raises InputError for values out of range."""
     return Sampling(
         temperature=args.temperature,
         top_k=args.top_k,

@@ -19,6 +19,7 @@ import numpy as np
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import step
 from moa_jax.decode.programs import Programs, bucket, cache_rows_for
+from moa_jax.decode.room import Room
 from moa_jax.decode.sample import Law, is_id, law_of
 from moa_jax.decode.step import NEVER, DecodeState, Limits, Setup, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
@@ -215,6 +216,7 @@ class Session:
         """How many tokens each prompt may get; raises InputError as `generate` does."""
         vocab_size = self.target.config.vocab_size
         positions = self.target.config.max_position_embeddings
+        room = Room(positions, self.cache_rows, self.shape.num_rows)
         same = isinstance(max_new_tokens, int)
         wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
         if not prompts:
@@ -232,17 +234,7 @@ class Session:
                     f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
                     f"{vocab_size}: use the target's own tokenizer"
                 )
-            if len(prompt) + wanted > positions:
-                raise InputError(
-                    f"prompt {index} has {len(prompt)} tokens and {wanted} are to follow, "
-                    f"but the target has {positions} positions: shorten one of the two"
-                )
-            needed = max(len(prompt) + wanted, bucket(len(prompt))) + self.shape.num_rows
-            if self.cache_rows is not None and needed > self.cache_rows:
-                raise InputError(
-                    f"a cache of {self.cache_rows} rows is too small: prompt {index} needs "
-                    f"{needed}, {self.shape.num_rows} of them for the draft: make it larger"
-                )
+            room.check(index, len(prompt), wanted)
         return wanted_B
 
     def _results(

@@ -46,7 +46,7 @@ _PICKLES = "pytorch_model*.bin"
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
-    """Return a local folder as it is, or that of a hub id after fetching what is not cached."""
+    """A local folder as it is, or the cached folder of a hub id after fetching what it lacks."""
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
@@ -86,7 +86,7 @@ def _is_pickled_on_the_hub(name: str) -> bool:
 
 
 def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
-    """The refusal of weights that are pickles, and how they become safetensors."""
+    """The refusal of pickled weights, which says how they become safetensors."""
     return InputError(
         f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read: "
         f"run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that is there as a whole or not at all, over one of its name.
+    """Write a file as a whole or not at all, over an earlier one of its name.
 
     Raises OSError where it cannot, and leaves what was there.
     """
@@ -194,7 +194,7 @@ class TensorReader:
         return self._files[self.file_of[name]].get_tensor(name)
 
     def num_bytes(self, name: str) -> int:
-        """What a tensor takes in its file."""
+        """Bytes of a tensor in its file."""
         bits = re.search(r"\d+", self._stored(name))
         return math.prod(self.shapes[name]) * (int(bits[0]) // 8 if bits else 1)  # BOOL: a byte
 
@@ -265,13 +265,14 @@ def _write_files(
 
 @contextlib.contextmanager
 def replacing(folder: Path, mark: str = "config.json") -> Iterator[Path]:
-    """Give an empty folder that becomes `folder` if the block ends well, and vanishes if not.
+    """Yield an empty folder that becomes `folder` if the block ends well, and vanishes if not.
 
     An existing folder is replaced if it is empty or holds the file `mark`; raises InputError for
     others.
     """
     folder = folder.absolute()
-    if folder.exists() and not (folder.is_dir() and _is_replaceable(folder, mark)):
+    replaceable = folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
+    if folder.exists() and not replaceable:
         what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
         raise InputError(f"{folder} exists and is not {what}: choose another output")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -295,10 +296,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
-
-
-def _is_replaceable(folder: Path, mark: str) -> bool:
-    return (folder / mark).is_file() or not any(folder.iterdir())
 
 
 def _weight_files(folder: Path) -> list[Path]:

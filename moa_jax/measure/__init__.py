@@ -1,9 +1,12 @@
-"""What decoding costs: figures of runs, time and bytes of each phase, pairs without files.
+"""What decoding costs: statistics of runs, time and bytes of each phase, and how they are shown.
 
+turns.py        several ways to do the same work, measured side by side
 figures.py      statistics of measured runs; no arrays
 phases.py       each phase of a round in a loop of its own, timed on real state
 traffic.py      bytes that a phase reads, and how fast this device copies
 simulate.py     a choice of tokens that accepts drafts with a given probability
 random_pair.py  targets and drafters of any shape with random weights
 tuned.py        the fastest draft found for a device, stored beside its drafter
+tables.py       tables in Markdown        report.py    the results of infer.bench
+plot.py         speedup as a picture
 """

@@ -1,4 +1,4 @@
-"""Statistics of measured runs: what is a median of what, stated once.
+"""Statistics of measured runs.
 
 A run is one batch of prompts decoded once; its rate is the tokens of all its rows after their
 first, which comes from prefill, over the seconds from prefill's end to the last row's end.

@@ -13,7 +13,7 @@ AXES = (("chain", "depth", "depth of a chain"), ("tree", "total_tokens", "drafte
 
 
 def check_plots(path: Path, flag: str = "--plot") -> None:
-    """Raise InputError where the optional extra is missing or no picture can be put."""
+    """Raise InputError where matplotlib is missing, or the path is no place for a picture."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():

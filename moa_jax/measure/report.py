@@ -1,4 +1,4 @@
-"""The results of infer.bench in Markdown, and a peer's runs as a row beside ours."""
+"""The results of infer.bench in Markdown, and the runs of other software as a row beside ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peer_row(peer: dict[str, Any], plain: list[Run]) -> dict[str, Any]:
 
 
 def render(document: dict[str, Any]) -> str:
-    """All of a document that a reader wants to see."""
+    """The tables of a document, with what they rest on."""
     modes, machine, settings = (document[key] for key in ("modes", "machine", "settings"))
     gigabytes = machine["bandwidth_bytes_per_s"] / 1e9
     parts = [

@@ -1,10 +1,10 @@
-"""`tuned.json` beside a drafter: the fastest way of drafting on each device it was tried on.
+"""`tuned.json` beside a drafter: the fastest way to draft on each device that was measured.
 
     {"tuned": [{"device_kind": "NVIDIA H200", "dtype": "bfloat16", "batch": 1,
                 "mode": "chain", "depth": 4, "breadth": 1, "total_tokens": null,
                 "tokens_per_s": 400.0, "speedup": 2.1}]}
 
-One entry a device kind, dtype and batch; what was found on one says nothing of another.
+It has one entry for each device kind, dtype and batch; none of them says anything of another.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_tree_flags(tmp_path):
     assert shape("--paths", str(tmp_path / "tree.json"), "--confidence", "0.1") == static
     (tmp_path / "tree.json").write_text("[[0")
     assert "is no JSON list of paths" in refusal(shape, "--paths", str(tmp_path / "tree.json"))
-    assert "leave out its depth" in refusal(shape, "--paths", "x", "--depth", "3")
+    assert "leave out --depth" in refusal(shape, "--paths", "x", "--depth", "3")
     chain = lambda *flags: pair.shape_of(parse(*flags), 4)  # noqa: E731
     assert "use it with --mode tree" in refusal(chain, "--breadth", "3")
 

@@ -13,6 +13,7 @@ import numpy as np
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
+from moa_jax.decode.room import Room
 from moa_jax.decode.session import Session
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
@@ -29,9 +30,7 @@ def make_decode(
     Decoding wants layers one by one, so the target is held twice. It takes one process. Raises
     InputError where no prompt leaves room.
     """
-    room = target.config.max_position_embeddings - MAX_NEW_TOKENS
-    fitting = (prompt for prompt in prompts_of(validation) if len(prompt) <= room)
-    prompts = list(itertools.islice(fitting, config.run.decode_prompts))
+    prompts = fitting_prompts(validation, target, MAX_NEW_TOKENS, config.run.decode_prompts)
     if not prompts:
         raise InputError(
             f"run.decode_prompts: no validation prompt leaves {MAX_NEW_TOKENS} of the target's "
@@ -56,6 +55,15 @@ def make_decode(
         return {"tau": sum(sum(result.accept_lengths) for result in found) / max(rounds, 1)}
 
     return decode
+
+
+def fitting_prompts(
+    validation: Batches, target: Target, max_new_tokens: int, most: int
+) -> list[list[int]]:
+    """The first prompts of the validation data, at most `most`, that leave room for an answer."""
+    room = Room(target.config.max_position_embeddings)
+    fitting = (p for p in prompts_of(validation) if room.behind(len(p)) >= max_new_tokens)
+    return list(itertools.islice(fitting, most))
 
 
 def prompts_of(validation: Batches) -> Iterator[list[int]]:

@@ -82,10 +82,11 @@ def render(document: Document) -> str:
     for index, shape in enumerate(document["shapes"]):
         lines = [[row["cell"], row["seed"], *_taus(row["decoded"], index)] for row in rows]
         parts += [f"## {shape.capitalize()}", table(columns, lines)]
+    files = [[name, f"{f['bytes']:,}", f["sha256"]] for name, f in document["files"].items()]
     parts += [
         _meaning(document),
         "## Files",
-        table(["file", "bytes", "SHA-256"], _files(document)),
+        table(["file", "bytes", "SHA-256"], files),
     ]
     return "\n\n".join([*parts, f"Versions: {_pairs(document['versions'])}."])
 
@@ -135,10 +136,6 @@ def _with_interval(value: float, bounds: tuple[float, float] | None, digits: int
         return f"{value:.2f}"
     low, high = (f"{bound:.{digits}f}" for bound in bounds)
     return f"{value:.2f} ({low} to {high})"
-
-
-def _files(document: Document) -> list[list[str]]:
-    return [[n, f"{f['bytes']:,}", f["sha256"]] for n, f in document["files"].items()]
 
 
 def _pairs(values: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from moa_jax.errors import InputError
 
 
 class CrowdAnswer(NamedTuple):
-    """One answer of one client, on the clock of all."""
+    """One answer of one client; its times are on the clock that all clients share."""
 
     begin: float
     first: float
@@ -27,14 +27,14 @@ class CrowdAnswer(NamedTuple):
 
 
 class CrowdQuestion(NamedTuple):
-    """A prompt, and the most tokens of the session with its answer."""
+    """A prompt, and the most tokens that it and its answer may have together."""
 
     prompt: Sequence[int]
     total: int
 
 
 def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
-    """When each client comes, in seconds: the first at once, `rate` of them a second."""
+    """When each client comes, in seconds: the first at once, then `rate` a second on average."""
     law = random.Random(seed)
     times = [0.0]
     while len(times) < count:
@@ -49,7 +49,7 @@ async def gather(
     asks: int,
     stop_ids: Sequence[int],
 ) -> tuple[list[CrowdAnswer], int]:
-    """The answers of all clients, each of which asks `asks` questions; and how many failed."""
+    """The answers of all clients, who ask `asks` questions each, and how many answers failed."""
     found: list[CrowdAnswer] = []
     failed = 0
 
@@ -80,7 +80,7 @@ async def _ask(
 
 
 def summary(found: Sequence[CrowdAnswer], failed: int) -> dict[str, Any]:
-    """Throughput from the first question to the last answer, and waiting times."""
+    """Tokens/s from the first question to the last answer, and waiting times in seconds."""
     if not found:
         return {"answers": 0, "failed": failed}
     span = max(one.end for one in found) - min(one.begin for one in found)

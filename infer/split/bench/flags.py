@@ -1,4 +1,4 @@
-"""The flags of `infer.bench --split`, and what they may not say together."""
+"""The flags of `infer.bench --split`, and which of them contradict each other."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _add_more(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise InputError for flags that cannot be, before anything is loaded."""
+    """Raise InputError for values and combinations that cannot be, before anything is loaded."""
     for flag, given, known in (("modes", args.modes, MODES), ("profiles", args.profiles, PROFILES)):
         if not given or set(given) - set(known):
             raise InputError(f"--{flag} {','.join(given)}: choose from {', '.join(known)}")

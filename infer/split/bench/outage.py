@@ -1,12 +1,11 @@
-"""What is written after the link died, beside what the target would have written.
+"""What a drafter writes after its link died, beside what the target would have written.
 
-    prompt | answered with the target, token by token | the link is cut | the drafter alone
-                                              `after` tokens            to the end (policy keep)
+    prompt | the target's answer, `after` tokens | link cut | the drafter alone (policy keep)
 
-Two measures of the part that was written alone. Agreement: the share of its tokens that stand at
-the same place in the target's own answer, and the place of the first that does not. Quality: the
-target's mean log-likelihood of a token, beside that of its own continuation. The second is kinder
-to a text that says the same in other words.
+The part that was written alone is measured in two ways. Agreement is the share of its tokens that
+stand at the same place in the target's own answer, with the place of the first that does not.
+Quality is the target's mean log-likelihood of its tokens, beside that of the target's own
+continuation; it is kinder to a text that says the same in other words.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from moa_jax.pretrained import Target
 
 
 class Judgement(NamedTuple):
-    """What the target thinks of tokens that follow a text."""
+    """How likely the target finds tokens that follow a text."""
 
     log_likelihood: float  # a token's, on average
     chosen: float  # share of them that it would have chosen itself, given those before
 
 
 def judge(loaded: Target, text: Sequence[int], tokens: Sequence[int]) -> Judgement:
-    """The target's view of `tokens` behind `text`; there is at least one of each."""
+    """The target's judgement of `tokens` after `text`; neither may be empty."""
     whole = [*text, *tokens]
     padded_1T = np.zeros((1, bucket(len(whole))), np.int32)
     padded_1T[0, : len(whole)] = whole
@@ -49,7 +48,7 @@ def judge(loaded: Target, text: Sequence[int], tokens: Sequence[int]) -> Judgeme
 
 @functools.partial(jax.jit, static_argnums=0)
 def _view(cfg: Any, params: Any, tokens_1T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each token the log-probability of the one behind it, and the likeliest one."""
+    """For each token (T,): the log-probability of the next one, and the likeliest next one."""
     T = tokens_1T.shape[1]
     found = llama.forward(cfg, params, tokens_1T, jnp.arange(T)[None], masks.line(T))
     log_p_TV = jax.nn.log_softmax(llama.unembed(params, found.hidden_BTD)[0])
@@ -60,7 +59,7 @@ def _view(cfg: Any, params: Any, tokens_1T: jax.Array) -> tuple[jax.Array, jax.A
 async def cut_after(
     answering: Answering, proxy: Proxy, prompt: Sequence[int], after: int, total: int
 ) -> list[int]:
-    """The whole answer of a client that asks token by token until its link is cut for good."""
+    """The answer of a client that asks token by token until its link is cut for good."""
     is_cut = False
     try:
         async for event in answering.answer(prompt, total, [], Sampling()):
@@ -75,7 +74,7 @@ async def cut_after(
 def compare(
     loaded: Target, prompt: Sequence[int], own: Sequence[int], found: Sequence[int], after: int
 ) -> dict[str, Any]:
-    """One answer beside the target's own; `after` of its tokens came before the cut."""
+    """One answer beside the target's own; its first `after` tokens came before the cut."""
     ours, theirs = found[after:], own[after : len(found)]
     same = [a == b for a, b in zip(ours, theirs, strict=True)]
     if not same:

@@ -1,4 +1,4 @@
-"""What `infer.bench --split` measures: drafters with their halves, ways of answering, questions."""
+"""What `infer.bench --split` measures: drafters, ways of answering, prompts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from infer.split.client.state import ClientOptions
 from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
+from moa_jax.decode.room import Room
 from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
@@ -25,7 +26,7 @@ NO_STOP: list[int] = []
 
 
 class Pair(NamedTuple):
-    """A drafter with its half of the work, and the flags of its server."""
+    """A drafter with the client's half of decoding, and the flags of its server."""
 
     name: str
     drafter: LoadedDrafter
@@ -43,7 +44,7 @@ class Way(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is called; stream and plain are the same with any drafter."""
+        """The name in tables; stream and plain are the same with any drafter."""
         return f"{self.pair.name} {self.mode}" if self.mode in (*DRAFTING, "offline") else self.mode
 
     @property
@@ -60,7 +61,7 @@ class Way(NamedTuple):
 
 
 class SplitBench(NamedTuple):
-    """What is measured, and what the target alone answers."""
+    """What is measured, and the target's own answers."""
 
     args: argparse.Namespace
     target: Target
@@ -73,14 +74,14 @@ class SplitBench(NamedTuple):
 
 
 def load(args: argparse.Namespace) -> SplitBench:
-    """Target, drafters, prompts, and what the target alone makes of them."""
-    for _, path in named(args):  # before the target, which takes its time
+    """Load target, drafters and prompts, compile the clients' halves, and decode plainly."""
+    for _, path in named(args):  # a wrong path is refused before the target is loaded
         find_folder(path)
     target = open_target(args)
     prompts = _prompts(args, target)
-    most = max(map(len, prompts)) + max(args.outages, default=0) + args.max_new_tokens
-    positions = target.config.max_position_embeddings
-    if most > positions:
+    longest, new = max(map(len, prompts)), max(args.outages, default=0) + args.max_new_tokens
+    most, positions = longest + new, target.config.max_position_embeddings
+    if new > Room(positions).behind(longest):
         raise InputError(
             f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
             "--max-new-tokens or --outages"
@@ -104,7 +105,7 @@ def load(args: argparse.Namespace) -> SplitBench:
 
 
 def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
-    """First turns of questions from all parts of the suite."""
+    """First turns of questions, spread evenly over the suite."""
     questions, tokenizer = load_suite(args.suite), tokenizer_of(target.folder)
     count = min(args.prompts, len(questions))
     chosen = [questions[i * len(questions) // count] for i in range(count)]
@@ -114,7 +115,7 @@ def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
 def own_answers(
     target: Target, prompts: Sequence[list[int]], new: int, stop_ids: list[int]
 ) -> list[Result]:
-    """Local plain decoding of each prompt, the second time that it is done."""
+    """Local plain decoding of each prompt, after a first time that compiles."""
     session = Session(target, cache_rows=bucket(max(map(len, prompts)) + new) + CHUNK)
     session.generate(prompts[:1], new, stop_ids)
     return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
@@ -149,7 +150,7 @@ def _pair(
 
 
 def _warm(half: DraftHalf, ways: Iterable[ClientOptions], prompts: Sequence[list[int]]) -> None:
-    """Compiles all that the client's half will need."""
+    """Compile what the client's half will need."""
     ways = list(ways)
     replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))
     counts = [*replies, *(min(len(prompt), CHUNK) for prompt in prompts)]

@@ -5,14 +5,14 @@
     python -m infer.bench --split --profiles 4g --clients 1,8,32 --rate 2
     python -m infer.bench --split --profiles loopback --modes stream --outages 0,16,64
 
-Each drafter has its own infer.server, a process behind the network: as root between two network
-namespaces, where TCP loses real packets; else behind a TCP proxy, which is too kind to what is sent
-in bulk and gets lost. All ways answer a question before the next one comes, another one first each
-time; greedily, and every text is compared with local plain decoding (1 is the exit code where one
-differs in float32).
+Each drafter has an infer.server of its own, in a process behind the network. As root, the network
+lies between two namespaces, where TCP loses real packets; else it is a TCP proxy, which is too kind
+to bulk data that gets lost. Every question is answered in all ways before the next one, another
+way first each time. Answers are greedy and compared with local plain decoding; where one differs
+in float32, the exit code is 1.
 
-stream is the target that writes alone and sends each token, as an API does; plain a client that
-asks for one token after the other; offline the drafter alone, without a network.
+In the way `stream` the target writes alone and sends each token, as an API does; in `plain` a
+client asks for one token after the other; in `offline` the drafter writes without a network.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shared_programs() -> Iterator[None]:
-    """Servers that start one after the other compile once; a cache that is set stays."""
+    """Let servers share compiled programs, in a cache of their own unless one is set."""
     name, least = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
     if name in os.environ:
         yield
@@ -142,7 +142,7 @@ def _profile(
 async def _answers_of(
     bench: SplitBench, stage: Stage, ways: Sequence[Way], bar: Progress
 ) -> list[list[dict[str, Any]]]:
-    """What each way made of each prompt."""
+    """The answers of each way to each prompt, taken in turns."""
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
     with ThreadPoolExecutor(1, "drafter") as worker:
         answerings = [
@@ -150,7 +150,7 @@ async def _answers_of(
             for way in ways
         ]
         try:
-            for answering in answerings:  # connect, which is not measured
+            for answering in answerings:  # connecting is not measured
                 await _answer(bench, answering, 0, 3)
             for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
                 answer = await _answer(bench, answerings[turn.way], turn.question)
@@ -165,7 +165,7 @@ async def _answers_of(
 async def _answer(
     bench: SplitBench, answering: Answering, index: int, new: int | None = None
 ) -> dict[str, Any]:
-    """One answer, what it took and what it cost."""
+    """One answer with its times and costs."""
     prompt = bench.prompts[index]
     total = len(prompt) + (new or bench.args.max_new_tokens)
     begin, first = time.perf_counter(), 0.0
@@ -223,7 +223,7 @@ def _ratios(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) ->
 
 
 def _best_n(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The N of the fastest MoA drafter over each network, where several are given."""
+    """The N of the fastest MoA drafter over each network, where drafters of several N compete."""
     found = {}
     for profile in profiles:
         rows = [row for row in profile["ways"] if row["method"] == "moa"]
@@ -234,7 +234,7 @@ def _best_n(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
-    """The drafter alone: how fast it writes, and what the target thinks of it."""
+    """The drafter alone: how fast it writes, and how likely the target finds its text."""
 
     async def answers() -> list[dict[str, Any]]:
         with ThreadPoolExecutor(1, "drafter") as worker:
@@ -302,7 +302,7 @@ def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
 def _clients(
     pair: Pair, server: ServerAddress, ways: ClientOptions, count: int
 ) -> Iterator[list[Callable[[], Answering]]]:
-    """Makers of clients, each with caches and a thread of its own."""
+    """Functions that make clients, each with caches and a thread of its own."""
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(ThreadPoolExecutor(1, "drafter")) for _ in range(count)]
         yield [
@@ -312,7 +312,7 @@ def _clients(
 
 
 def _outages(bench: SplitBench) -> list[dict[str, Any]]:
-    """Each drafter going on alone, from each of the places where its link died."""
+    """Each drafter going on alone, after links that were cut at each of several places."""
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
     own = [one.token_ids for one in own_answers(bench.target, bench.prompts, longest, NO_STOP)]

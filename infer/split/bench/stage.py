@@ -1,4 +1,4 @@
-"""Servers as processes at one end of a link, and a loop at its other end, for measurements."""
+"""Servers as processes at one end of a link, and an event loop for clients at the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
     namespace: str | None = None  # of the network that clients must be in
 
     def play(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What a coroutine at the client's end gives, in a loop and a thread of its own."""
+        """Run a coroutine at the client's end, in a thread and event loop of its own."""
         found: list[Any] = []
 
         def playing() -> None:
@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 
 
 def kind_of(profile: Profile) -> Kind:
-    """How a profile is played on this machine."""
+    """How this machine can imitate a network."""
     if not (profile.delay_ms or profile.jitter_ms or profile.loss or profile.rate_mbit):
         return "direct"
     return "proxy" if can_emulate() else "namespaces"
@@ -66,9 +66,9 @@ def kind_of(profile: Profile) -> Kind:
 def staged(
     profile: Profile, servers: Mapping[str, Sequence[str]], seed: int = 0
 ) -> Iterator[Stage]:
-    """Starts infer.server once for each name, with its flags, behind a link like the profile.
+    """Start an infer.server for each name, with its flags, behind a link like the profile.
 
-    Raises InputError with the last words of a server that does not start.
+    Raises InputError with the last line of a server that does not start.
     """
     kind = kind_of(profile)
     with contextlib.ExitStack() as stack:
@@ -113,7 +113,7 @@ class _Starting:
             self._process.wait()
 
     def port(self) -> int:
-        """Waits until clients can come."""
+        """The port, once the server takes clients."""
         end = time.monotonic() + READY_SECONDS
         while not self._ready.exists():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -124,7 +124,7 @@ class _Starting:
 
 
 def _enter(namespace: str) -> None:
-    """Moves the calling thread, and no other one, into a network namespace."""
+    """Move the calling thread alone into a network namespace."""
     with (NAMESPACES / namespace).open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):  # Python 3.12 has os.setns
             number = ctypes.get_errno()

@@ -50,11 +50,11 @@ def _ways(profile: dict[str, Any]) -> Iterator[dict[str, str]]:
     """A line for each way of answering over one network, which the first line names."""
     for index, row in enumerate(profile["ways"]):
         drops = f", {row['drops']} drops" if row["drops"] else ""
+        quartiles = " to ".join(map(short, row["tokens_per_s_quartiles"] or [])) or "-"
         yield {
             "network": "" if index else profile["profile"],
             "way": row["way"],
-            "tokens/s, median (quartiles)": f"{short(row['tokens_per_s'])} "
-            f"({_span(row['tokens_per_s_quartiles'])})",
+            "tokens/s, median (quartiles)": f"{short(row['tokens_per_s'])} ({quartiles})",
             "over API": short(row["speedup_over_stream"]),
             "over round trips": short(row["speedup_over_plain"]),
             "first token ms": short(row["first_token_ms"]),
@@ -110,10 +110,6 @@ def _outage(row: dict[str, Any]) -> dict[str, Any]:
         "log-likelihood": short(row["log_likelihood"]),
         "target's own": short(row["own_log_likelihood"]),
     }
-
-
-def _span(quartiles: Sequence[float] | None) -> str:
-    return " to ".join(map(short, quartiles)) if quartiles else "-"
 
 
 # ---- the picture --------------------------------------------------------------------------
