@@ -90,16 +90,12 @@ def row_starts(text: str, columns: int) -> list[int]:
             starts.append(index + 1)
             column = 0
             continue
-        width = _width(character)
+        if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+            width = 0
+        else:
+            width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
         if column + width > columns:
             starts.append(index)
             column = 0
         column += width
     return starts
-
-
-def _width(character: str) -> int:
-    """Number of columns that a character takes."""
-    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

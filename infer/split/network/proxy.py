@@ -38,9 +38,7 @@ class Proxy:
         seed: int = 0,
     ) -> None:
         self.host, self.port = "127.0.0.1", 0  # the port is known once it has started
-        self.carried: dict[Direction, int] = {
-            direction: 0 for direction in DIRECTIONS
-        }  # bytes delivered
+        self.carried: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)  # bytes delivered
         self.accepted = 0
         self._target = target_host, target_port
         self._held = 2 * profile.round_trip_ms / 1e3

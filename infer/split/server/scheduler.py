@@ -284,7 +284,12 @@ class Scheduler:
         self.metrics.batch.observe(len(batch))
         self.metrics.verify_seconds.observe(time.perf_counter() - began)
         for (session, draft), result in zip(batch, results, strict=True):
-            self._note_draft(session, draft, result)
+            drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
+            session.length += len(result.tokens)
+            session.finished = result.done
+            for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
+                session.counts[name] += count
+            self.metrics.count_draft(drafted, accepted, len(result.tokens))
             if not session.streaming:
                 self._publish(session, result, last=True)
                 continue
@@ -352,15 +357,6 @@ class Scheduler:
             result = result._replace(tokens=[], done="")
         self._publish(session, without_known(result, session.request.known), last)
         return True
-
-    def _note_draft(self, session: SplitSession, draft: wire.Verify, result: Reply) -> None:
-        """Counts a verified draft."""
-        drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
-        session.length += len(result.tokens)
-        session.finished = result.done
-        for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
-            session.counts[name] += count
-        self.metrics.count_draft(drafted, accepted, len(result.tokens))
 
     # ---- on the worker --------------------------------------------------------------------
 
