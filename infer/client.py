@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     if not prompts:
         raise InputError("there is no prompt: give --prompt, --prompt-ids or --prompts")
     for index, prompt in enumerate(prompts):
-        _check_prompt(prompt, index, args.max_new_tokens, target)
+        _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
     half = DraftHalf(target, drafter, max_tokens=bucket(most))
     _check_drafter(args, half)
@@ -231,8 +231,8 @@ def load_client_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter]:
     return target, drafter
 
 
-def _check_prompt(prompt: list[int], index: int, new: int, target: Target) -> None:
-    """Raises InputError for a prompt that no session can hold."""
+def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
+    """Raise InputError for a prompt that no session can hold."""
     positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
     if not prompt:
         raise InputError(f"prompt {index} is empty: give it at least one token")
