@@ -1,12 +1,12 @@
-"""Answers prompts with the drafter here and the target on a server; goes on alone without it.
+"""Answers prompts with the drafter here and the target on a server; writes on when the link dies.
 
 python -m infer.client --connect ws://127.0.0.1:8765/v1/split --prompt "I need a hotel."
 python -m infer.client --connect wss://HOST:8765/v1/split --token-file TOKEN --tls-ca CA.pem
-python -m infer.client --offline --prompt "Hello"      the drafter alone, no server at all
-python -m infer.client ... --policy keep               what was written alone stays (or: verify)
+python -m infer.client --offline --prompt "Hello"      the drafter alone, without a server
+python -m infer.client ... --policy keep               keeps what was written without a link
 
-Nothing of the target is loaded but what the drafter borrows of it. Unverified text is dim on a
-terminal; what the server said of the link goes to stderr.
+Of the target only those weights are loaded that the drafter borrows. On a terminal unverified text
+is dim. News of the link goes to stderr.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def main(arguments: list[str] | None = None) -> int | None:
             args.timeout,
         )
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
-    asked = ClientRun(args, writer, prompts, list(stops), sampling)
+    job = ClientJob(args, writer, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:
         answering = Answering(half, server, options, worker)
         try:
-            return asyncio.run(_answer_all(answering, asked))
+            return asyncio.run(_answer_all(answering, job))
         except Lost as error:
             start = "" if isinstance(error, Busy) else "start infer.server there, or "
             raise InputError(
@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int | None:
             ) from error
 
 
-class ClientRun(NamedTuple):
-    """What all prompts of one run share."""
+class ClientJob(NamedTuple):
+    """The prompts of one run, and what they share."""
 
     args: argparse.Namespace
     writer: Writer
@@ -108,33 +108,33 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--offline", action="store_true", help="no server: the drafter alone")
     group = parser.add_argument_group("connection")
     group.add_argument("--token-file", metavar="FILE", help="with the server's token")
-    group.add_argument("--tls-ca", metavar="FILE.pem", help="what a wss:// server's is signed by")
+    group.add_argument("--tls-ca", metavar="FILE.pem", help="certificates to trust for wss://")
     group.add_argument(
         "--codec",
         choices=get_args(Codec),
         default="bfloat16",
-        help="how rows of verified tokens travel; it changes what is accepted, never the text",
+        help="how rows of verified tokens are sent; it changes what is accepted, never the text",
     )
-    group.add_argument("--compress", action="store_true", help="rows through zlib, too")
+    group.add_argument("--compress", action="store_true", help="also compress rows with zlib")
     group.add_argument(
         "--timeout",
         type=above_zero,
         default=5.0,
         metavar="S",
-        help="until a silent link counts as lost",
+        help="seconds until a silent link counts as lost",
     )
     group.add_argument(
         "--policy",
         choices=get_args(Policy),
         default="verify",
-        help="with what was written alone: keep it, or have it verified and rewritten",
+        help="for text written without a link: keep it, or have it verified and rewritten",
     )
     group.add_argument(
         "--reconnect-seconds",
         type=above_zero,
         default=120.0,
         metavar="S",
-        help="to wait for a link once an answer was written alone (verify)",
+        help="seconds that a finished but unverified answer waits for a link (verify)",
     )
     add_model_flags(parser)
     add_prompt_flags(parser)
@@ -146,20 +146,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
-    """How a client drafts."""
+    """Flags that say how a client drafts."""
     group = parser.add_argument_group("drafting")
     group.add_argument(
         "--mode",
         choices=MODES,
         default="chain",
-        help="plain asks for one token at a time, stream has the target write as an API does",
+        help="plain drafts nothing; stream has the target write alone, as an API does",
     )
     group.add_argument(
         "--lengths",
         type=_lengths,
         default=ClientOptions().lengths,
         metavar="K,K",
-        help="tokens of a chain to choose from, by what is measured; one number fixes it",
+        help="lengths of a chain to choose from by measured speed; one number fixes it",
     )
     tree = DEFAULT_TREE
     group.add_argument("--depth", type=positive, help=f"levels of a tree; default: {tree.depth}")
@@ -173,12 +173,12 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         default=1.0,
         metavar="X",
-        help="drafting takes this many times as long, to play a slower device",
+        help="make drafting take this many times as long, to play a slower device",
     )
 
 
 def options_of(args: argparse.Namespace) -> ClientOptions:
-    """The flags as `ClientOptions`; InputError for those that do not go together."""
+    """The flags as `ClientOptions`; InputError for flags that contradict each other."""
     tree = (args.depth, args.breadth, args.total_tokens)
     if args.mode != "tree" and any(tree):
         raise InputError("--depth, --breadth and --total-tokens describe a tree: add --mode tree")
@@ -212,18 +212,18 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
 
 
 def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
-    """Raise InputError for what this drafter cannot do."""
+    """Raises InputError for a mode that this drafter cannot serve."""
     if args.offline and args.mode == "stream":
-        raise InputError("--mode stream has the target write, which --offline leaves out")
+        raise InputError("--mode stream needs the target, which --offline leaves out")
     if half.functions.go_on is None and (args.offline or args.mode == "chain"):
-        asked = "--offline" if args.offline else "--mode chain"
+        flag = "--offline" if args.offline else "--mode chain"
         raise InputError(
-            f"{asked}: this drafter cannot write token by token: use --connect and --mode tree"
+            f"{flag}: this drafter cannot write token by token: use --connect and --mode tree"
         )
 
 
 def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
-    """How a wss:// server is known; InputError for files that are no certificates."""
+    """TLS settings for a wss:// server; InputError for a file that holds no certificate."""
     secure = (args.connect or "").startswith("wss://")
     if args.tls_ca is not None and not secure:
         raise InputError("--tls-ca is for wss:// servers: change --connect, or leave it out")
@@ -232,7 +232,7 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     context = ssl.create_default_context()
     if args.tls_ca is not None:
         try:
-            Path(args.tls_ca).open("rb").close()  # OSError names the file, the next line does not
+            Path(args.tls_ca).open("rb").close()  # whose OSError names the file
             context.load_verify_locations(args.tls_ca)
         except ssl.SSLError as error:
             raise InputError(f"{args.tls_ca} holds no certificate: give a PEM file") from error
@@ -246,26 +246,26 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-async def _answer_all(answering: Answering, asked: ClientRun) -> None:
-    show = _JsonOutput() if asked.args.json else _TextOutput(asked.writer, asked.args.stop)
+async def _answer_all(answering: Answering, job: ClientJob) -> None:
+    show = _JsonOutput() if job.args.json else _TextOutput(job.writer, job.args.stop)
     try:
-        await answering.connect()  # before programs are compiled, which takes its time
+        await answering.connect()  # before programs are compiled, which takes a while
         if answering.welcome is not None:
-            _check_lent(asked, answering.welcome)
-        await answering.warm(map(len, asked.prompts))
-        for index, prompt in enumerate(asked.prompts):
+            _check_lengths(job, answering.welcome)
+        await answering.warm(map(len, job.prompts))
+        for index, prompt in enumerate(job.prompts):
             show.start()
-            figures = await _answer(answering, asked, index, prompt, show)
-            show.end(figures, asked)
+            figures = await _answer(answering, job, index, prompt, show)
+            show.end(figures, job)
     finally:
         await answering.close()
-        show.close(asked)  # with the answers that are there, should a later one fail
+        show.close(job)  # even if an answer failed: those before it are shown
 
 
-def _check_lent(asked: ClientRun, welcome: Welcome) -> None:
-    """Raise InputError for a prompt that is too long for this server, before any is answered."""
-    new = asked.args.max_new_tokens
-    for index, prompt in enumerate(asked.prompts):
+def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
+    """Raises InputError for a prompt that is too long for this server."""
+    new = job.args.max_new_tokens
+    for index, prompt in enumerate(job.prompts):
         count = len(prompt)
         if count > welcome.max_prompt:
             raise InputError(
@@ -281,16 +281,16 @@ def _check_lent(asked: ClientRun, welcome: Welcome) -> None:
 
 async def _answer(
     answering: Answering,
-    asked: ClientRun,
+    job: ClientJob,
     index: int,
     prompt: list[int],
     show: _JsonOutput | _TextOutput,
 ) -> dict[str, Any]:
-    """One answer from its prompt to its end, or to the first stop text."""
-    stop_when = stopper(asked.writer.tokenizer, asked.args.stop)
+    """Answers one prompt, up to the end or the first stop text; returns its figures."""
+    stop_when = stopper(job.writer.tokenizer, job.args.stop)
     begin, first = time.perf_counter(), 0.0
-    total = len(prompt) + asked.args.max_new_tokens
-    events = answering.answer(prompt, total, asked.stop_ids, row_of(asked.sampling, index))
+    total = len(prompt) + job.args.max_new_tokens
+    events = answering.answer(prompt, total, job.stop_ids, row_of(job.sampling, index))
     async with contextlib.aclosing(events):
         async for event in events:
             first = first or time.perf_counter()
@@ -304,30 +304,30 @@ async def _answer(
 
 
 class _JsonOutput:
-    """Collects answers for one document."""
+    """Collects answers for one JSON document."""
 
     def __init__(self) -> None:
         self._results: list[dict[str, Any]] = []
         self._bytes = (0, 0)
 
     def start(self) -> None:
-        """Nothing is shown while an answer grows."""
+        """Shows nothing: an answer is shown as a whole."""
 
     def take(self, event: AnswerEvent, answering: Answering) -> None:
-        """Only the link's own news."""
+        """Shows only news of the link."""
         self._bytes = (answering.traffic.bytes_up, answering.traffic.bytes_down)
         _notice(event)
 
-    def end(self, figures: dict[str, Any], asked: ClientRun) -> None:
-        """One answer is whole."""
-        text = before_stop(asked.writer.text(figures["token_ids"]), asked.args.stop)
+    def end(self, figures: dict[str, Any], job: ClientJob) -> None:
+        """Adds a whole answer."""
+        text = before_stop(job.writer.text(figures["token_ids"]), job.args.stop)
         self._results.append(figures | {"text": text})
 
-    def close(self, asked: ClientRun) -> None:
-        """Print the document, if there is any answer in it."""
+    def close(self, job: ClientJob) -> None:
+        """Prints the document if it holds any answer."""
         if not self._results:
             return
-        args = asked.args
+        args = job.args
         settings = {
             "target": str(args.target or "bundled"),
             "draft": str(args.draft or "bundled"),
@@ -343,20 +343,20 @@ class _JsonOutput:
 
 
 class _TextOutput:
-    """Writes an answer as it grows; on a terminal unverified text is dim until it is verified."""
+    """Writes an answer as it grows; on a terminal, text is dim until it is verified."""
 
     def __init__(self, writer: Writer, stops: list[str]) -> None:
         self._writer, self._stops = writer, stops
         self._screen = Screen(sys.stdout) if sys.stdout.isatty() else None
 
     def start(self) -> None:
-        """A new answer."""
-        self._shown = ""  # verified text, where this is no terminal
+        """Begins an answer."""
+        self._shown = ""  # verified text, if this is not a terminal
         if self._screen is not None:
             self._screen.begin()
 
     def take(self, event: AnswerEvent, answering: Answering) -> None:
-        """Show what is new; off a terminal, verified text alone, which is never taken back."""
+        """Shows what is new; without a terminal only verified text, which is never taken back."""
         verified = self._text(answering.text.answer[: event.verified])
         if self._screen is not None:
             self._screen.show(verified, self._text(answering.text.answer)[len(verified) :])
@@ -368,8 +368,8 @@ class _TextOutput:
             self._shown = verified
         _notice(event)
 
-    def end(self, figures: dict[str, Any], asked: ClientRun) -> None:
-        """The rest of the text, what was never verified included, and a line of figures."""
+    def end(self, figures: dict[str, Any], job: ClientJob) -> None:
+        """Shows the rest of the text, even if unverified, and a line of figures."""
         whole = self._text(figures["token_ids"])
         if self._screen is not None:
             self._screen.end(whole)
@@ -377,8 +377,8 @@ class _TextOutput:
             print(whole[len(self._shown) :], flush=True)
         print(_line(figures), file=sys.stderr)
 
-    def close(self, asked: ClientRun) -> None:
-        """Nothing is left to show."""
+    def close(self, job: ClientJob) -> None:
+        """Has nothing left to show."""
 
     def _text(self, tokens: list[int]) -> str:
         text = self._writer.text(tokens)

@@ -196,7 +196,7 @@ def check_url(url: str) -> None:
     """Raises InputError for a URL that is not the address of a server."""
     try:
         parsed = parse_uri(url)
-        parsed.host.encode("idna")  # as looking it up will
+        parsed.host.encode("idna")  # which a name lookup does, too
     except (websockets.InvalidURI, ValueError) as error:
         raise InputError(f"--connect {url}: give ws://HOST:PORT/v1/split, or wss://") from error
 

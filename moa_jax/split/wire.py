@@ -163,7 +163,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, float]:
     Raises InputError for settings that have no field.
     """
     if sampling.logit_bias:
-        raise InputError("logit_bias does not travel to a server: leave it out, or decode locally")
+        raise InputError("logit_bias cannot be sent to a server: leave it out, or decode locally")
     return {name: kind(getattr(sampling, name)) for name, kind in SAMPLING_TYPES.items()}
 
 

@@ -210,18 +210,18 @@ def rest_until_linked(half: ToyHalf, answering: Answering, most: int = 24) -> No
     half.may_draft = lambda: is_linked(answering) or len(answering.text.tail) < most
 
 
-def hurry(server: ServerAddress, ways: ClientOptions, seconds: float = 0.5) -> None:
+def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:
     """A client gives up on a message after this long from now on.
 
     Its start may take longer: there is no second server to try, and a machine may be busy.
     """
     object.__setattr__(server, "timeout", seconds)
-    object.__setattr__(ways, "patience", seconds)
+    object.__setattr__(options, "patience", seconds)
 
 
 def run_client(
     server: ServerAddress | None,
-    ways: ClientOptions,
+    options: ClientOptions,
     work: Callable[[Answering], Any],
     half: Any = None,
 ) -> Any:
@@ -229,7 +229,7 @@ def run_client(
 
     async def working() -> Any:
         with ThreadPoolExecutor(1) as worker:
-            answering = Answering(half or ToyHalf(), server, ways, worker)
+            answering = Answering(half or ToyHalf(), server, options, worker)
             try:
                 found = await work(answering)
             finally:
@@ -242,34 +242,34 @@ def run_client(
 
 def ask(
     server: ServerAddress | None,
-    ways: ClientOptions,
+    options: ClientOptions,
     prompt: Sequence[int],
     new: int,
     half: Any = None,
-    **options,
+    **given,
 ) -> Found:
     """One answer of a client of its own."""
-    work = lambda answering: answered(answering, prompt, new, **options)  # noqa: E731
-    return run_client(server, ways, work, half)
+    work = lambda answering: answered(answering, prompt, new, **given)  # noqa: E731
+    return run_client(server, options, work, half)
 
 
 def ask_in_haste(
     server: ServerAddress,
-    ways: ClientOptions,
+    options: ClientOptions,
     prompt: Sequence[int],
     new: int,
     seconds: float = 0.5,
-    **options,
+    **given,
 ) -> Found:
     """As `ask`, by a client that hurries once the answer has begun."""
-    server, ways = dataclasses.replace(server), dataclasses.replace(ways)  # its own to change
-    act = options.pop("act", lambda index, answering: None)
+    server, options = dataclasses.replace(server), dataclasses.replace(options)  # its own to change
+    act = given.pop("act", lambda index, answering: None)
 
     def acting(index: int, answering: Answering) -> None:
-        hurry(server, ways, seconds)
+        hurry(server, options, seconds)
         act(index, answering)
 
-    return ask(server, ways, prompt, new, act=acting, **options)
+    return ask(server, options, prompt, new, act=acting, **given)
 
 
 # What comes down at a place in the talk, changed: what is sent on instead of one message.
@@ -350,14 +350,14 @@ async def relay(port: int, spoil: Spoil, token: str = "", tls: Any = None) -> An
 
 
 @contextlib.contextmanager
-def relayed(port: int, spoil: Spoil, **options: Any) -> Iterator[int]:
+def relayed(port: int, spoil: Spoil, **given: Any) -> Iterator[int]:
     """`relay` in a thread of its own; gives its port."""
     ready, ports = threading.Event(), []
 
     async def main() -> None:
         nonlocal stop, loop
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with relay(port, spoil, **options) as own:
+        async with relay(port, spoil, **given) as own:
             ports.append(own)
             ready.set()
             await stop.wait()

@@ -122,7 +122,7 @@ AT_ONCE = {  # flags, and what the one line says; nothing is loaded for most of 
     "--connect ws://127.0.0.1:1/ --tls-ca {junk}": "--tls-ca is for wss:// servers",
     "--connect wss://127.0.0.1:1/ --tls-ca {junk}": "holds no certificate",
     "--connect wss://127.0.0.1:1/ --tls-ca {absent}": "No such file",
-    "--connect ws://127.0.0.1:1/ --logit-bias 3:1": "logit_bias does not travel",
+    "--connect ws://127.0.0.1:1/ --logit-bias 3:1": "logit_bias cannot be sent",
     "--offline --timeout 0": "not a number above 0",
     "--offline --timeout nan": "not a number above 0",
     "--offline --reconnect-seconds inf": "not a number above 0",

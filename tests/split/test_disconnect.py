@@ -110,7 +110,7 @@ def fault(proxy: Proxy, chance: random.Random) -> None:
         proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
 
 
-def with_faults(seed: int, server, ways: ClientOptions, every: int = 4, **options):
+def with_faults(seed: int, server, options: ClientOptions, every: int = 4, **given):
     """An answer with a fault every few events."""
     chance = random.Random(seed)
     with linked(server.port) as proxy:
@@ -122,7 +122,7 @@ def with_faults(seed: int, server, ways: ClientOptions, every: int = 4, **option
                 time.sleep(chance.uniform(0, 0.02))
 
         prompt = [chance.randrange(97) for _ in range(chance.choice([1, 5, 20, 40]))]
-        found = ask_in_haste(server_at(proxy.port), ways, prompt, NEW, act=act, **options)
+        found = ask_in_haste(server_at(proxy.port), options, prompt, NEW, act=act, **given)
         proxy.heal()
     return found
 
@@ -143,9 +143,9 @@ def test_disconnect_verified_text_is_the_targets(server, name, seed):
 
 @pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
 def test_disconnect_kept_text_stays_and_the_target_goes_on(server, name, seed):
-    ways = dataclasses.replace(OPTIONS[name], policy="keep")
+    options = dataclasses.replace(OPTIONS[name], policy="keep")
     with nothing_left():
-        found = with_faults(seed, server, ways)
+        found = with_faults(seed, server, options)
     found.check("keep")
     assert len(found.tokens) == NEW and found.done == "length"
 
@@ -178,7 +178,7 @@ def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
 def test_disconnect_while_the_prompt_is_read(server, policy, seed):
     """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
     prompt = [seed * 7 % 97, *range(60)]
-    ways = dataclasses.replace(CHAIN, policy=policy)
+    options = dataclasses.replace(CHAIN, policy=policy)
     with linked(server.port) as proxy:
 
         async def work(answering):
@@ -186,7 +186,7 @@ def test_disconnect_while_the_prompt_is_read(server, policy, seed):
             proxy.reset_after(random.Random(seed).randrange(2500), "down")
             return await answered(answering, prompt, NEW)
 
-        found = run_client(server_at(proxy.port), ways, work)
+        found = run_client(server_at(proxy.port), options, work)
     found.check(policy)
     assert found.done == "length"
     if policy == "verify":
@@ -195,10 +195,10 @@ def test_disconnect_while_the_prompt_is_read(server, policy, seed):
 
 def test_disconnect_for_good_ends_alone(server):
     for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
-        ways = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
+        options = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
         with linked(server.port) as proxy, nothing_left():
             refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None  # noqa: E731
-            found = ask(server_at(proxy.port), ways, PROMPT, NEW, act=refuse)
+            found = ask(server_at(proxy.port), options, PROMPT, NEW, act=refuse)
         assert found.done == "length" and found.kept[-1] and not found.kept[0]
         found.check("keep")
 
@@ -206,19 +206,19 @@ def test_disconnect_for_good_ends_alone(server):
 def test_disconnect_for_good_without_a_drafter_to_go_on(server):
     """A drafter that only makes trees waits for a link, and gives up in time."""
     with linked(server.port) as proxy:
-        half, ways = ToyHalf(can_go_on=False), dataclasses.replace(TREE, reconnect_seconds=0.3)
+        half, options = ToyHalf(can_go_on=False), dataclasses.replace(TREE, reconnect_seconds=0.3)
         refuse = lambda index, _: proxy.refuse() if index == 5 else None  # noqa: E731
-        found = ask(server_at(proxy.port), ways, PROMPT, NEW, half, act=refuse)
+        found = ask(server_at(proxy.port), options, PROMPT, NEW, half, act=refuse)
         assert found.done == "lost" and not any(found.kept)
         proxy.heal()
-        ways = dataclasses.replace(TREE, reconnect_seconds=30)
+        options = dataclasses.replace(TREE, reconnect_seconds=30)
 
         def blink(index, _):
             if index == 5:
                 proxy.refuse()
                 proxy.heal()
 
-        found = ask(server_at(proxy.port), ways, PROMPT, NEW, half, act=blink)
+        found = ask(server_at(proxy.port), options, PROMPT, NEW, half, act=blink)
         assert found.tokens == plain(PROMPT, NEW) and found.counts.drops == 1
 
 
@@ -226,7 +226,7 @@ def test_disconnect_stop_id_in_what_was_written_alone(server):
     """A stop of the drafter's ends the answer if it is kept; else only if it is the target's."""
     wanted = plain(PROMPT, NEW)
     for policy in ("verify", "keep"):
-        ways = dataclasses.replace(CHAIN, policy=policy)
+        options = dataclasses.replace(CHAIN, policy=policy)
         for stop in range(0, 97, 6):
             with linked(server.port) as proxy:
 
@@ -236,7 +236,7 @@ def test_disconnect_stop_id_in_what_was_written_alone(server):
                     if index == 9 or answering.text.is_written:
                         proxy.heal()
 
-                found = ask(server_at(proxy.port), ways, PROMPT, NEW, stop_ids=[stop], act=act)
+                found = ask(server_at(proxy.port), options, PROMPT, NEW, stop_ids=[stop], act=act)
             found.check(policy)
             assert stop not in found.tokens[:-1]
             if policy == "verify":
@@ -247,7 +247,7 @@ def test_disconnect_stop_id_in_what_was_written_alone(server):
 def test_disconnect_session_that_is_gone_is_replayed(server):
     """The slot was given away, or the server is another one: all tokens start it again."""
     for policy in ("verify", "keep"):
-        ways = dataclasses.replace(CHAIN, policy=policy)
+        options = dataclasses.replace(CHAIN, policy=policy)
         half, gone = ToyHalf(), []
         with linked(server.port) as proxy:
 
@@ -265,7 +265,7 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
                 server.wait(lambda: not sessions)
                 proxy.heal()
 
-            found = ask(server_at(proxy.port), ways, PROMPT, 200, half, act=act)
+            found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
         assert len(gone) == 2 and found.counts.prompts >= 3
         found.check(policy)
         if policy == "verify":
@@ -372,14 +372,14 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
     """The reader of an answer goes away at any event, with a link and without."""
     for last in (1, 3, 6, 8):
         with nothing_left(), linked(server.port) as proxy:
-            client, ways = server_at(proxy.port), dataclasses.replace(CHAIN)
+            client, options = server_at(proxy.port), dataclasses.replace(CHAIN)
 
-            async def work(answering, last=last, proxy=proxy, client=client, ways=ways):
+            async def work(answering, last=last, proxy=proxy, client=client, options=options):
                 events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
                 async with contextlib.aclosing(events):
                     count = 0
                     async for _ in events:
-                        hurry(client, ways, 0.3)
+                        hurry(client, options, 0.3)
                         count += 1
                         if count == 4:
                             await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
@@ -388,25 +388,25 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
                             break
                 return answering.text.answer
 
-            found = run_client(client, ways, work)
+            found = run_client(client, options, work)
             assert found == plain(PROMPT, NEW)[:2][: len(found)]
 
 
 # A server that says what it should not
 
 
-def relays(server, spoil, ways: ClientOptions = CHAIN, **options):
+def relays(server, spoil, options: ClientOptions = CHAIN, **given):
     """An answer of a client that hurries once the server has opened a session."""
-    ways = dataclasses.replace(ways)
+    options = dataclasses.replace(options)
 
     def spoil_in_haste(message, seen):
         if len(seen) > 1:
-            hurry(client, ways)
+            hurry(client, options)
         return spoil(message, seen)
 
     with relayed(server.port, spoil_in_haste) as port, nothing_left():
         client = server_at(port)
-        return ask(client, ways, PROMPT, NEW, **options)
+        return ask(client, options, PROMPT, NEW, **given)
 
 
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 80))]
@@ -435,8 +435,8 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
 
     half = ToyHalf()
     half.absorb = lambda start, tokens, rows: half._put(start, "target", tokens)
-    ways = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
-    found = relays(server, spoil, ways, half=half)
+    options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
+    found = relays(server, spoil, options, half=half)
     assert found.done and len(found.tokens) <= NEW
 
 
@@ -503,8 +503,8 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy)
             return [wire.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
         return [message]
 
-    ways = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
-    found = relays(server, spoil, ways)
+    options = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
+    found = relays(server, spoil, options)
     found.check("keep")
     assert found.done == "length" and found.counts.drops
 
@@ -523,9 +523,9 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
             return [message]
         return {"flood": [seen[0]] * 2000, "denied": [fault]}.get(then, [then])
 
-    ways = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
+    options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
-        found = ask_in_haste(server_at(port), ways, PROMPT, NEW, seconds=0.3)
+        found = ask_in_haste(server_at(port), options, PROMPT, NEW, seconds=0.3)
     assert found.done == "length"
     found.check("keep")
     if kind == "Opened":  # it is not needed to resume
@@ -534,7 +534,7 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 
 def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
     """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
-    ways = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
+    options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
     half = ToyHalf()
     with linked(server.port) as proxy:
 
@@ -545,7 +545,7 @@ def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
             if len(answering.text.tail) > 20:
                 proxy.heal()
 
-        found = ask(server_at(proxy.port), ways, PROMPT, 200, half, act=act)
+        found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
     assert found.counts.prompts == 2
     found.check("keep")
     assert 20 < sum(found.kept) < 190 and not found.kept[-1]
@@ -601,8 +601,8 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
         return tree(text, shape)
 
     half.chain, half.tree = slow, slow_tree
-    ways = dataclasses.replace(OPTIONS[name], lengths=(3,))
-    found = ask(server_at(server.port), ways, PROMPT, 8, half)
+    options = dataclasses.replace(OPTIONS[name], lengths=(3,))
+    found = ask(server_at(server.port), options, PROMPT, 8, half)
     assert found.tokens == plain(PROMPT, 8)
     assert found.counts.round_trips_s[0] < 0.9  # a reply's time, not a token's
     drafts = found.counts.rounds if name == "chain" else 0

@@ -102,8 +102,8 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
     drops = 0
     for seed in range(6):
         with linked(server.port) as proxy:
-            options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
-            work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
+            given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
+            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)  # noqa: E731
             found = run_client(at(proxy.port, facts), OPTIONS[name], work, half)
             proxy.heal()
         assert found.tokens == plain.token_ids and found.done == "length"
@@ -114,12 +114,12 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
 @pytest.mark.parametrize("law", LAWS)
 def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, half, law):
     """Behind each kept part stands what the target writes after exactly that text."""
-    ways = dataclasses.replace(OPTIONS["chain"], policy="keep")
+    options = dataclasses.replace(OPTIONS["chain"], policy="keep")
     for seed in range(6):
         with linked(server.port) as proxy:
-            options = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
-            work = lambda a, options=options: answered(a, PROMPT, NEW, **options)  # noqa: E731
-            found = run_client(at(proxy.port, facts), ways, work, half)
+            given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
+            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)  # noqa: E731
+            found = run_client(at(proxy.port, facts), options, work, half)
             proxy.heal()
         assert len(found.tokens) == NEW
         place = 0
@@ -246,8 +246,8 @@ def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
                 found.append(await answered(answering, prompt, 32, act=act, seconds=500))
             return found
 
-        ways = dataclasses.replace(DEMO_OPTIONS, patience=20)  # what never comes costs as much
-        answers = run_client(at(proxy.port, facts, 20), ways, work, half)
+        options = dataclasses.replace(DEMO_OPTIONS, patience=20)  # what never comes costs as much
+        answers = run_client(at(proxy.port, facts, 20), options, work, half)
         proxy.heal()
     for prompt, found in zip(prompts, answers, strict=True):
         (plain,) = session.generate([prompt], 32, NO_STOP)

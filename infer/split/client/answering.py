@@ -95,7 +95,12 @@ class Answering:
                         yield event
                 continue
             try:
-                await (self._streamed() if self.options.stream else self._round())
+                if self.options.stream:
+                    reply = await self._session.next_part()
+                    self.text.settle(reply.tokens)
+                    self.done = reply.done
+                else:
+                    await self._round()
             except (Lost, Gone, Denied) as error:
                 yield self.text.event(self._session.drop(error))
             else:
@@ -151,12 +156,6 @@ class Answering:
         self.counts.ahead += plan.ahead
         self.counts.round_trips_s.append(seconds)
         self._drafter.saw_reply(plan, committed, seconds)
-
-    async def _streamed(self) -> None:
-        """Takes in the next part of what the target writes alone."""
-        reply = await self._session.next_part()
-        self.text.settle(reply.tokens)
-        self.done = reply.done
 
     async def _take(self, parts: Sequence[wire.Committed]) -> list[int]:
         """Takes a whole reply into text and caches; returns its tokens.
@@ -231,7 +230,10 @@ class Answering:
         if missed:
             self._replace_tail(await self._take(missed))
         while self.text.tail and not self.done:
-            await (self._commit_tail() if keeps else self._verify_tail())
+            if keeps:
+                await self._session.ask(wire.Read, list(self.text.tail))
+            else:
+                await self._verify_tail()
             self._replace_tail(await self._take(await self._session.reply()))
 
     def _replace_tail(self, tokens: Sequence[int]) -> None:
@@ -244,7 +246,3 @@ class Answering:
         """Sends the tail as a draft."""
         plan = chain_of(self.text.tail[: self._session.room])
         await self._session.ask(wire.Verify, plan.tokens, plan.parents)
-
-    async def _commit_tail(self) -> None:
-        """Has the server read the tail as it is."""
-        await self._session.ask(wire.Read, list(self.text.tail))

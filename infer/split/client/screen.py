@@ -1,8 +1,8 @@
-"""An answer on a terminal: verified text, and behind it dim text that may be taken back.
+"""An answer on a terminal: verified text, and after it dim text that may be taken back.
 
-No position is remembered, for it moves with a screen that scrolls. What can change begins with
-the row on which the verified text ends; how far below it the cursor is follows from the widths
-of characters, and each time that row is written again.
+Positions are not remembered, because they move when the screen scrolls. Everything that can change
+is on or below the row where the verified text ends. The widths of characters tell how far below
+that row the cursor is, and each update writes the row again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ CLEAR = "\r\033[J"  # from the start of the row to the end of the screen
 
 
 class Screen:
-    """Where one answer is written; nothing else writes there but `aside`."""
+    """Writes one answer; others may write to the terminal only inside `aside`."""
 
     def __init__(
         self, out: TextIO, size: Callable[[], tuple[int, int]] = shutil.get_terminal_size
     ) -> None:
-        """`size` tells columns and rows, which may change."""
+        """`size` returns columns and rows, which may change."""
         self._out, self._size = out, size
         self.begin()
 
     def begin(self) -> None:
-        """The cursor is at the start of an empty row, for a new answer."""
-        self._verified = self._row = self._dim = ""  # all of it, and of it the last row
+        """Begins an answer; the cursor is at the start of an empty row."""
+        self._verified = self._row = self._dim = ""  # all verified text; its last row; the dim text
 
     def show(self, verified: str, dim: str) -> None:
-        """Text that stays, which begins with what was shown of it before, and what may not."""
+        """Shows verified text, which continues the verified text before, and new dim text."""
         verified, dim = visible(verified), visible(dim)
         new = verified[len(self._verified) :]
         if not new and dim == self._dim:
@@ -42,7 +42,7 @@ class Screen:
         text = self._row + new
         self._out.write(text)
         self._verified, self._row = verified, text[row_starts(text, columns)[-1] :]
-        # What would scroll away could not be taken back: it waits.
+        # Dim text that scrolls away could not be taken back, so it waits.
         starts = row_starts(self._row + dim, columns)
         if len(starts) > max(rows - 1, 1):
             dim = dim[: max(starts[max(rows - 1, 1)] - len(self._row), 0)].rstrip("\n")
@@ -51,7 +51,7 @@ class Screen:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """For whole lines of others, which come to stand above the row in work."""
+        """A context in which others write whole lines, which appear above the last row."""
         self._take_back()
         self._out.flush()
         yield
@@ -59,13 +59,13 @@ class Screen:
         self._write_dim()
 
     def end(self, text: str) -> None:
-        """All of the answer, which is not touched any more."""
+        """Shows the whole answer and leaves it."""
         self.show(text, "")
         self._out.write("\n")
         self._out.flush()
 
     def _take_back(self) -> None:
-        """Clears the last row of the verified text and what is below it."""
+        """Clears the last row of the verified text and everything below it."""
         below = len(row_starts(self._row + self._dim, self._size()[0])) - 1
         up = f"\033[{below}A" if below else ""
         if self._row or self._dim:
@@ -77,29 +77,25 @@ class Screen:
 
 
 def visible(text: str) -> str:
-    """Text without what would move the cursor, but for the ends of lines."""
+    """Text without characters that would move the cursor, except line ends."""
     text = text.replace("\t", "    ")
     return "".join(c for c in text if c == "\n" or unicodedata.category(c) != "Cc")
 
 
 def row_starts(text: str, columns: int) -> list[int]:
-    """Where rows of a screen begin in a text that is written from the start of one."""
+    """Indices at which screen rows begin in a text that starts at the first column."""
     starts, column = [0], 0
     for index, character in enumerate(text):
         if character == "\n":
             starts.append(index + 1)
             column = 0
             continue
-        width = _width(character)
+        if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+            width = 0
+        else:
+            width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
         if column + width > columns:
             starts.append(index)
             column = 0
         column += width
     return starts
-
-
-def _width(character: str) -> int:
-    """Columns that it takes."""
-    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

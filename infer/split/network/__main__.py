@@ -1,10 +1,11 @@
-"""Put a slow or lossy link between a client and a server on this machine, and pull its plug.
+"""Puts a slow or lossy link between a client and a server on this machine, and cuts it.
 
-As root: two network namespaces, in which to start them. With --proxy: a port that leads to a
-server, for which no rights are needed. Then type commands; the end of stdin ends the link:
+As root it makes two network namespaces, in which client and server are started. With --proxy it
+opens a port that leads to a server, and needs no rights. It obeys commands on stdin; the end of
+stdin ends the link:
 
-    cut     nothing passes, and nobody is told       heal    all is well again
-    stats   what has passed                          refuse  close and refuse (--proxy only)
+    cut     lets nothing pass, silently              heal    ends all faults
+    stats   shows what has passed                    refuse  closes and refuses (--proxy only)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def obey(commands: Commands) -> None:
-    """Do what stdin says until it ends, and show what each command gives."""
+    """Runs the commands on stdin until it ends, and prints their results."""
     for line in sys.stdin:
         word = line.strip()
         if act := commands.get(word):
@@ -44,9 +45,9 @@ def obey(commands: Commands) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("infer.split.network", __doc__)
-    parser.add_argument("--profile", choices=PROFILES, default="4g", help="the network to be")
-    parser.add_argument("--seed", type=int, default=0, help="of its losses and delays")
-    parser.add_argument("--proxy", metavar="HOST:PORT", type=address, help="where a server is")
+    parser.add_argument("--profile", choices=PROFILES, default="4g", help="the network to emulate")
+    parser.add_argument("--seed", type=int, default=0, help="of losses and delays")
+    parser.add_argument("--proxy", metavar="HOST:PORT", type=address, help="address of a server")
     flags = parser.parse_args(arguments)
     profile = PROFILES[flags.profile]
     if flags.proxy:

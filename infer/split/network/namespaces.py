@@ -1,4 +1,4 @@
-"""A link between two network namespaces, with delay, loss and a rate, that can be cut."""
+"""A link between two network namespaces: it has delay, loss and a rate, and can be cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def can_emulate() -> str | None:
-    """Why `emulate` cannot work here and what would help, in one line; None where it can."""
+    """Why `emulate` cannot work here and what to do, in one line; None if it can."""
     instead = "or use the TCP proxy"
     if not sys.platform.startswith("linux"):
         return f"network emulation: only Linux has network namespaces: use Linux {instead}"
@@ -36,7 +36,7 @@ def can_emulate() -> str | None:
         ip("netns", "add", name)
         ip("netns", "del", name)
     except OSError as error:
-        return f"network emulation: {TUN}: {error.strerror}: let this machine have it {instead}"
+        return f"network emulation: {TUN}: {error.strerror}: give this machine access {instead}"
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.split())
         return f"network emulation: no network namespace ({said}): allow it {instead}"
@@ -44,7 +44,7 @@ def can_emulate() -> str | None:
 
 
 class Emulation:
-    """A link that is up: how to run programs at its ends, and its plug. Safe for threads."""
+    """A link that is up; any thread may use it."""
 
     address = ADDRESSES["server"]  # of the server, as the client sees it
 
@@ -54,24 +54,26 @@ class Emulation:
         self.namespaces: dict[Side, str] = self._answer()
 
     def prefix(self, side: Side) -> list[str]:
-        """What to put before a command so that it runs at one end of the link."""
+        """The words before a command that make it run at one end of the link."""
         return ["ip", "netns", "exec", self.namespaces[side]]
 
     def cut(self) -> dict[Direction, dict[str, int]]:
-        """Lose all packets, those under way too, both ways; returns as `stats` does."""
+        """Loses all packets both ways, also those under way; returns `stats`."""
         return self._ask("cut")
 
     def heal(self) -> dict[Direction, dict[str, int]]:
-        """Carry packets again; returns as `stats` does."""
+        """Carries packets again; returns `stats`."""
         return self._ask("heal")
 
     def stats(self) -> dict[Direction, dict[str, int]]:
-        """Each way: packets and bytes that came through; packets lost, overflowed and cut."""
+        """For each direction: packets and bytes delivered; packets lost, overflowed and cut."""
         return self._ask("stats")
 
     def _ask(self, command: str) -> dict[Direction, dict[str, int]]:
         with self._turn:
-            with contextlib.suppress(BrokenPipeError):  # the answer that is missing says it all
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # then `_answer` finds that the process has ended
                 print(command, file=self._process.stdin, flush=True)
             return self._answer()
 
@@ -84,10 +86,10 @@ class Emulation:
 
 @contextlib.contextmanager
 def emulate(profile: Profile, seed: int = 0) -> Iterator[Emulation]:
-    """A link as the profile describes it, in a process that ends with this one.
+    """A link with this profile, in a process that ends with this one.
 
-    Raises InputError where `can_emulate` gives a reason. The losses and delays of a seed are the
-    same for the same packets, whose number and times the kernel chooses.
+    A seed gives the same losses and delays for the same packets, but the kernel chooses their
+    number and times. Raises InputError with the reason that `can_emulate` gives.
     """
     if reason := can_emulate():
         raise InputError(reason)
@@ -96,8 +98,8 @@ def emulate(profile: Profile, seed: int = 0) -> Iterator[Emulation]:
     command = [sys.executable, "-m", "infer.split.network.tun", settings, str(seed)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     try:
-        # A session of its own: Ctrl-C ends the programs at the ends first, and then the link.
+        # In a session of its own, so that Ctrl-C ends client and server before the link.
         with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
             yield Emulation(process)
     finally:
-        remove_stale()  # if somebody killed it
+        remove_stale()  # in case the process was killed

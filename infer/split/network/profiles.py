@@ -8,39 +8,40 @@ from typing import Literal
 
 Direction = Literal["up", "down"]  # from client to server, and back
 DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
-QUEUE_S = 0.4  # what the bottleneck holds at its rate: a packet that finds more is dropped
+QUEUE_S = 0.4  # seconds of traffic that the bottleneck's queue holds; it drops later packets
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A link that is the same in both directions.
+    """A link with the same properties in both directions.
 
-    Delay and jitter are those of one way, as `tc netem` counts them: jitter is the standard
-    deviation of a normal law that is cut at 0. Loss is the probability that a packet is lost.
+    Delay and jitter are those of one direction, as in `tc netem`: a packet's delay is drawn from a
+    normal distribution whose standard deviation is the jitter, and is at least 0. `loss` is the
+    probability that a packet is lost.
     """
 
     name: str
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
     loss: float = 0.0
-    rate_mbit: float | None = None  # None: as fast as the machine
+    rate_mbit: float | None = None  # None: as fast as this machine
     note: str = ""
 
     def __post_init__(self) -> None:
         if min(self.delay_ms, self.jitter_ms) < 0 or not 0 <= self.loss <= 1:
-            raise ValueError(f"{self}: no delay is below 0, and loss lies between 0 and 1")
+            raise ValueError(f"{self}: delays must be at least 0, and loss between 0 and 1")
         if self.rate_mbit is not None and self.rate_mbit <= 0:
-            raise ValueError(f"{self}: a rate is above 0, or None for no limit")
+            raise ValueError(f"{self}: a rate must be above 0, or None for no limit")
 
     @property
     def round_trip_ms(self) -> float:
-        """What a ping of this link says, without jitter and queues."""
+        """The time of a ping, without jitter and queues."""
         return 2 * self.delay_ms
 
 
-# The paper's 4G, 5G and wired network and a bad one. It gives a ping for the wired network, which
-# is a round trip: half of it is the delay. Its other figures are a mean and a deviation, which are
-# one way here: so 4G has a ping of 42 ms, which phones do measure.
+# The paper's 4G, 5G and wired networks, and a bad one. For the wired network the paper gives a
+# ping, which is a round trip, so the delay is half of it. For the others it gives a mean and a
+# deviation, which we take as those of one direction: so 4G has a ping of 42 ms, as phones measure.
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -54,11 +55,11 @@ PROFILES = {
 
 
 class Lane:
-    """One direction of a link: all its packets share one queue, and none overtakes another."""
+    """One direction of a link: its packets share one queue and keep their order."""
 
-    def __init__(self, profile: Profile, seed: int, way: Direction) -> None:
+    def __init__(self, profile: Profile, seed: int, direction: Direction) -> None:
         self._profile = profile
-        self._random = random.Random(f"{seed} {way}")
+        self._random = random.Random(f"{seed} {direction}")
         self._free_at = self._last_due = 0.0  # seconds, on the caller's clock
 
     def loses(self) -> bool:
@@ -70,7 +71,10 @@ class Lane:
         return self._free_at - now > QUEUE_S
 
     def due(self, now: float, size: int, held: float = 0.0) -> float:
-        """When a packet of `size` bytes that enters now comes out; `held` seconds later still."""
+        """The time at which a packet of `size` bytes that enters now comes out.
+
+        The packet is held for `held` more seconds. All times are on the caller's clock.
+        """
         profile = self._profile
         sending = 0.0 if profile.rate_mbit is None else size * 8e-6 / profile.rate_mbit
         self._free_at = max(self._free_at, now) + sending

@@ -1,4 +1,4 @@
-"""A TCP proxy that is late, falls silent, refuses and resets; it needs no rights."""
+"""A TCP proxy that delays, hangs, refuses and resets connections; it needs no rights."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Self
 
 from infer.split.network.profiles import DIRECTIONS, PROFILES, Direction, Lane, Profile
 
-SEGMENT = 1448  # bytes of a TCP packet on Ethernet: what is lost, delayed and paced as one
-QUEUED = 1024  # segments under way on one connection, one way; then its sender has to wait
+SEGMENT = 1448  # bytes of a TCP packet on Ethernet, which is lost or delayed as one
+QUEUED = 1024  # segments under way in one direction of a connection; beyond that its sender waits
 
 Segments = asyncio.Queue[tuple[float, bytes | None]]  # b"" is the end, None a reset
 
 
 class Proxy:
-    """Connections to (host, port) go on to a target, by a link that can be made to fail.
+    """Connects clients of (host, port) to a target over an emulated link that can fail.
 
-    A TCP proxy cannot lose a packet: what would be lost is held for two round trips, after which
-    TCP would send it again (RFC 8985's tail probe), and what follows it waits. All connections
-    share the link. Start it by `async with`, or by `in_thread`; every method that makes or mends
-    a fault may be called from any thread, and has worked when it returns.
+    A TCP proxy cannot lose a packet. Instead it holds a lost packet, and those after it, for two
+    round trips, after which TCP would send it again (tail loss probe, RFC 8985). All connections
+    share the link. Start it with `async with` or `in_thread`. Methods that make or end a fault may
+    be called from any thread, and take effect before they return.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Proxy:
         seed: int = 0,
     ) -> None:
         self.host, self.port = "127.0.0.1", 0  # the port is known once it has started
-        self.carried: dict[Direction, int] = {way: 0 for way in DIRECTIONS}  # bytes handed on
+        self.carried: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)  # bytes delivered
         self.accepted = 0
         self._target = target_host, target_port
         self._held = 2 * profile.round_trip_ms / 1e3
-        self._lanes = {way: Lane(profile, seed, way) for way in DIRECTIONS}
+        self._lanes = {direction: Lane(profile, seed, direction) for direction in DIRECTIONS}
         self._until_reset: dict[Direction, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -60,27 +60,27 @@ class Proxy:
         await asyncio.gather(*connections, return_exceptions=True)
 
     def cut(self) -> None:
-        """Carry nothing more, and say nothing of it: connections hang, new ones too."""
+        """Stops all traffic silently: connections hang, new ones too."""
         self._now(self._whole.clear)
 
     def refuse(self) -> None:
-        """Close all connections and refuse new ones, as a machine without the server does."""
+        """Closes all connections and refuses new ones, like a machine without a server."""
         self._now(self._refuse)
 
-    def reset_after(self, n_bytes: int, way: Direction) -> None:
-        """Carry n more bytes one way, all connections counted, and reset the one of the last.
+    def reset_after(self, n_bytes: int, direction: Direction) -> None:
+        """Resets one connection, at both ends, after so many bytes in one direction.
 
-        Both its ends are reset. It happens once; with 0 it is the connection of the next byte,
-        which does not pass.
+        Bytes of all connections count, and the one that carries the last byte is reset. With 0 it
+        is the connection of the next byte, which does not pass. This happens once.
         """
-        self._now(lambda: self._until_reset.update({way: n_bytes}))
+        self._now(lambda: self._until_reset.update({direction: n_bytes}))
 
     def heal(self) -> None:
-        """End all faults: what was held by a cut is carried, new connections are taken."""
+        """Ends all faults: delivers what a cut held back, and accepts new connections."""
         self._now(self._heal)
 
     def _now(self, act: Callable[[], None]) -> None:
-        """Act in the loop's thread, and return when it is done."""
+        """Calls `act` in the loop's thread, and returns when it has ended."""
         if threading.get_ident() == self._thread:
             return act()
 
@@ -112,16 +112,16 @@ class Proxy:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the client has thought better of it
+        except (BlockingIOError, ConnectionAbortedError):  # the client has given up
             return
         self.accepted += 1
         connection = self._loop.create_task(self._connect(client))
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)
-        connection.add_done_callback(lambda _: client.close())  # also if it never began
+        connection.add_done_callback(lambda _: client.close())  # even if the task never ran
 
     async def _connect(self, client: socket.socket) -> None:
-        """One connection, from its acceptance until both ways have ended or one is reset."""
+        """Carries one connection until both directions have ended or one is reset."""
         with socket.socket() as server:
             try:
                 for end in (client, server):
@@ -130,26 +130,29 @@ class Proxy:
                 await self._whole.wait()
                 await self._loop.sock_connect(server, self._target)
                 async with asyncio.TaskGroup() as tasks:
-                    for way, source, sink in (("up", client, server), ("down", server, client)):
+                    for direction, source, sink in (
+                        ("up", client, server),
+                        ("down", server, client),
+                    ):
                         segments = Segments(QUEUED)
-                        tasks.create_task(self._read(way, source, segments))
-                        tasks.create_task(self._write(way, sink, segments))
+                        tasks.create_task(self._read(direction, source, segments))
+                        tasks.create_task(self._write(direction, sink, segments))
             except* OSError:
                 for end in (client, server):
-                    # Linger for 0 seconds: closing sends a reset.
+                    # With a linger time of 0, closing sends a reset.
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    async def _read(self, way: Direction, source: socket.socket, segments: Segments) -> None:
-        lane, data = self._lanes[way], b"more"
+    async def _read(self, direction: Direction, source: socket.socket, segments: Segments) -> None:
+        lane, data = self._lanes[direction], b"more"
         while data:
             try:
                 data = await self._loop.sock_recv(source, SEGMENT)
             except ConnectionResetError:
-                data = None  # it travels as data does, and not while the link is cut
+                data = None  # a reset is carried like data, and not while the link is cut
             held = self._held if lane.loses() else 0.0
             await segments.put((lane.due(self._loop.time(), len(data or b""), held), data))
 
-    async def _write(self, way: Direction, sink: socket.socket, segments: Segments) -> None:
+    async def _write(self, direction: Direction, sink: socket.socket, segments: Segments) -> None:
         while True:
             due, data = await segments.get()
             await asyncio.sleep(due - self._loop.time())
@@ -158,25 +161,25 @@ class Proxy:
                 raise ConnectionResetError
             if not data:
                 return sink.shutdown(socket.SHUT_WR)
-            part, is_last = self._before_reset(way, data)
+            part, is_last = self._before_reset(direction, data)
             await self._loop.sock_sendall(sink, part)
-            self.carried[way] += len(part)
+            self.carried[direction] += len(part)
             if is_last:
                 await _taken(sink)
                 raise ConnectionResetError
 
-    def _before_reset(self, way: Direction, data: bytes) -> tuple[bytes, bool]:
-        """What of the data may pass, and whether its connection is reset then."""
-        if way not in self._until_reset:
+    def _before_reset(self, direction: Direction, data: bytes) -> tuple[bytes, bool]:
+        """The data that may pass, and whether its connection is reset after it."""
+        if direction not in self._until_reset:
             return data, False
-        left = self._until_reset.pop(way)
+        left = self._until_reset.pop(direction)
         if left > len(data):
-            self._until_reset[way] = left - len(data)
+            self._until_reset[direction] = left - len(data)
         return data[:left], left <= len(data)
 
 
 async def _taken(sink: socket.socket) -> None:
-    """Wait until the peer's kernel has everything, for a reset throws away what it has not."""
+    """Waits until the peer's kernel has all data, because a reset discards the rest."""
     queued = bytearray(4)
     while True:
         fcntl.ioctl(sink, termios.TIOCOUTQ, queued)
@@ -187,7 +190,7 @@ async def _taken(sink: socket.socket) -> None:
 
 @contextlib.contextmanager
 def in_thread(proxy: Proxy) -> Iterator[Proxy]:
-    """Run a proxy in a thread of its own."""
+    """Runs a proxy in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxy", daemon=True)
     thread.start()

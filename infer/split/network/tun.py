@@ -1,11 +1,11 @@
-"""Join two network namespaces by packets that come late, get lost and queue.
+"""Joins two network namespaces by a link that delays, loses and queues packets.
 
     python -m infer.split.network.tun PROFILE_AS_JSON SEED
 
-The kernel's own TCP runs at both ends, so loss and delay do to it what a real network does. Where
-Linux has `tc netem` it does the same; many kernels are built without. A line of JSON tells the
-names of the namespaces; each line on stdin (cut, heal, stats) is answered by the counts so far.
-The namespaces go with this process, which ends with its stdin or by SIGTERM, SIGINT or SIGHUP.
+The kernel's own TCP runs at both ends, so loss and delay affect it as in a real network. `tc netem`
+does the same, but many kernels are built without it. The first line of output holds the names of
+the namespaces, as JSON. Each line on stdin (cut, heal, stats) is answered by the counts so far. The
+process ends with its stdin or by SIGTERM, SIGINT or SIGHUP, and removes the namespaces.
 """
 
 from __future__ import annotations
@@ -34,42 +34,44 @@ TUN = Path("/dev/net/tun")
 NAMESPACES = Path("/run/netns")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 MTU = 1500
-BURST = 64  # packets read before others are written
+BURST = 64  # packets that are read before others are written
 COMMANDS = ("cut", "heal", "stats")
 
 
 def ip(*arguments: str) -> None:
-    """Run iproute2's `ip`; CalledProcessError with its stderr where that fails."""
+    """Runs iproute2's `ip`; raises CalledProcessError, which holds its stderr."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 def namespace(suffix: str) -> str:
-    """A name that tells which process owns it: by its id, and its start as ids come again."""
+    """A name that tells its owner: the process id, and the start time because ids are reused."""
     return f"moa-{os.getpid()}-{_start_of(os.getpid())}-{suffix}"
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None if there is none."""
+    """The time at which a process started, in the kernel's ticks; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    state, *fields = stat.rpartition(")")[
+        2
+    ].split()  # the program's name before it may hold anything
     return None if state in "ZX" else fields[18]
 
 
 def remove_stale() -> None:
-    """Remove the namespaces of processes that died without doing so."""
+    """Removes the namespaces of processes that died without doing so."""
     for path in NAMESPACES.glob("moa-*"):
         owner = re.fullmatch(r"moa-(\d+)-(\d+)-\w+", path.name)
         if owner and _start_of(int(owner[1])) != owner[2]:
-            with contextlib.suppress(subprocess.CalledProcessError):  # another was faster
+            with contextlib.suppress(subprocess.CalledProcessError):  # another process was faster
                 ip("netns", "del", path.name)
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[tuple[dict[Side, str], dict[Side, int]]]:
-    """Two namespaces with a TUN device each: their names, and what reads and writes packets."""
+    """Two namespaces with a TUN device each: their names, and the devices' file descriptors."""
     names: dict[Side, str] = {side: namespace(side) for side in ADDRESSES}
     devices: dict[Side, int] = {}
     try:
@@ -82,12 +84,12 @@ def joined() -> Iterator[tuple[dict[Side, str], dict[Side, int]]]:
         for device in devices.values():
             os.close(device)
         for name in names.values():
-            with contextlib.suppress(subprocess.CalledProcessError):  # not made yet
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
                 ip("netns", "del", name)
 
 
 def _device(name: str, side: Side) -> int:
-    """A TUN device, made here and then moved to a namespace: this end of it stays with us."""
+    """Makes a TUN device and moves it to a namespace; this process keeps its file descriptor."""
     interface = f"moa{os.getpid()}{side[0]}"
     device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", interface.encode(), IFF_TUN | IFF_NO_PI))
@@ -98,7 +100,7 @@ def _device(name: str, side: Side) -> int:
 
 
 class Carrier:
-    """One direction: packets that leave one device and reach the other when they are due."""
+    """Carries packets in one direction, from one device to the other, when they are due."""
 
     def __init__(self, source: int, sink: int, lane: Lane) -> None:
         self.source = source
@@ -108,13 +110,13 @@ class Carrier:
         self._waiting: deque[tuple[float, bytes]] = deque()
 
     def take(self, is_cut: bool) -> None:
-        """Read what has come, at most BURST packets."""
+        """Reads the packets that have come, at most BURST."""
         for _ in range(BURST):
             try:
                 packet = os.read(self.source, 2 * MTU)
             except BlockingIOError:
                 return
-            if packet[0] >> 4 != 4:  # IPv6 looks for its neighbours; nobody here speaks it
+            if packet[0] >> 4 != 4:  # IPv6 looks for neighbours; only IPv4 is used
                 continue
             now = time.monotonic()
             if is_cut:
@@ -127,7 +129,7 @@ class Carrier:
                 self._waiting.append((self._lane.due(now, len(packet)), packet))
 
     def deliver(self) -> float | None:
-        """Write what is due; the seconds until more will be, None if nothing waits."""
+        """Writes the packets that are due; the seconds until the next, or None."""
         while self._waiting:
             due, packet = self._waiting[0]
             if (seconds := due - time.monotonic()) > 0:
@@ -139,13 +141,13 @@ class Carrier:
         return None
 
     def drop(self) -> None:
-        """Lose what is under way."""
+        """Loses the packets under way."""
         self.counts["cut"] += len(self._waiting)
         self._waiting.clear()
 
 
 def carry(carriers: Sequence[Carrier]) -> None:
-    """Carry packets and obey stdin until it ends."""
+    """Carries packets and obeys stdin until it ends."""
     commands, is_cut = sys.stdin.fileno(), False
     sources = [carrier.source for carrier in carriers]
     while True:
@@ -170,7 +172,7 @@ def carry(carriers: Sequence[Carrier]) -> None:
 
 def _end(number: int, _: object) -> None:
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # a second one would stop the removal
+        signal.signal(each, signal.SIG_IGN)  # a second signal would stop the removal
     sys.exit(128 + number)
 
 
@@ -178,7 +180,7 @@ def main() -> None:
     profile, seed = Profile(**json.loads(sys.argv[1])), int(sys.argv[2])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _end)
-    os.setpriority(os.PRIO_PROCESS, 0, -10)  # a busy machine should not look like jitter
+    os.setpriority(os.PRIO_PROCESS, 0, -10)  # so that a busy machine does not look like jitter
     with joined() as (names, devices):
         print(json.dumps(names), flush=True)
         client, server = devices["client"], devices["server"]

@@ -97,7 +97,7 @@ class SplitServer:
         while self.scheduler.num_connected and time.monotonic() < end:
             await asyncio.sleep(0.05)
         for connection in list(self.connections):
-            connection.end(Refused("draining", "the server is going down"))
+            connection.end(Refused("draining", "the server is shutting down"))
         while self.connections and time.monotonic() < end + 1:
             await asyncio.sleep(0.05)
 

@@ -33,8 +33,14 @@ class EventLog:
         """Logs one event with its time; facts that are None are left out."""
         if self._lost:
             facts["lost_events"] = self._lost
+        now = time.time()
+        stamp = (
+            time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+        )
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        line = json.dumps({"time": stamp, "event": event} | known) + "\n"
         try:
-            self._lines.put_nowait(_as_line(event, facts))
+            self._lines.put_nowait(line)
             self._lost = 0
         except queue.Full:
             self._lost += 1
@@ -54,13 +60,6 @@ class EventLog:
         while (line := self._lines.get()) is not None:
             self._stream.write(line)
             self._stream.flush()
-
-
-def _as_line(event: str, facts: dict[str, Any]) -> str:
-    now = time.time()
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-    known = {name: fact for name, fact in facts.items() if fact is not None}
-    return json.dumps({"time": stamp, "event": event} | known) + "\n"
 
 
 def place_of(error: BaseException) -> str:

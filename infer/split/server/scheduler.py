@@ -43,7 +43,7 @@ from moa_jax.split import wire
 from moa_jax.split.slots import Reply, Request, Slots
 
 MOST_UNREAD = 64  # parts of a stream that wait to be sent, before the target pauses it
-MOST_PADDING = 4  # how many times its own nodes a draft may be padded to in a batch
+MOST_PADDING = 4  # a batch pads a draft to at most so many times its own nodes
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
@@ -152,9 +152,9 @@ class Scheduler:
         """
         session = self._sessions.get(request.session)
         if session is None:
-            raise Refused("gone", "this session is over or was never here: replay its tokens")
+            raise Refused("gone", "this session has ended or never existed: replay its tokens")
         if session.encoding != encoding:
-            raise Refused("gone", "this session's rows travel in another codec: replay its tokens")
+            raise Refused("gone", "this session's rows have another codec: replay its tokens")
         if request.seq > session.reply.seq:
             raise Refused("state", f"the last reply is {session.reply.seq}, not {request.seq}")
         if session.owner is not None:
@@ -174,10 +174,10 @@ class Scheduler:
         if request.seq == session.reply.seq:
             return session.reply
         if session.closed:
-            raise Refused("gone", "this session is over: replay its tokens")
+            raise Refused("gone", "this session has ended: replay its tokens")
         if request.seq != session.reply.seq + 1:
             expected = session.reply.seq + 1
-            raise Refused("state", f"request {request.seq} came where {expected} is the next")
+            raise Refused("state", f"request {request.seq} came where {expected} was expected")
         if not session.reply.complete:
             raise Refused("state", f"request {request.seq} came before the reply to the last one")
         if session.finished:
@@ -216,7 +216,7 @@ class Scheduler:
         session.closed, session.draft, session.reading = True, None, None
         del self._sessions[session.id]
         if not session.reply.complete:
-            session.reply.refuse(Refused("gone", f"this session is over ({reason}): replay it"))
+            session.reply.refuse(Refused("gone", f"this session has ended ({reason}): replay it"))
         # The worker keeps the order of its work: it closes the slot before it opens it again.
         self._on_worker(self._close_slot, session).add_done_callback(self._note_failure)
         self.metrics.sessions.set(len(self._sessions))
@@ -235,7 +235,7 @@ class Scheduler:
                 if session.owner is None and session.lost_at <= oldest:
                     self._log("expire", session=session.id[:8])
                     self.close(session, "expired")
-            if self._queue.num_waiting:  # perhaps a connection was lost while others wait
+            if self._queue.num_waiting:  # a connection may have been lost meanwhile
                 self._evict()
 
     def _evict(self) -> bool:
@@ -260,8 +260,10 @@ class Scheduler:
                 await self._wake.wait()
 
     async def _spoilt(self) -> list[SplitSession]:
-        """The sessions that an exception of `Slots` ended: all that have rows if the caches are
-        gone, otherwise those at work."""
+        """The sessions that an exception of `Slots` ended.
+
+        These are all that have rows if the caches are lost, otherwise those at work.
+        """
         try:
             lost = await self._on_worker(self._slots.recover)
         except Exception as error:  # no memory for new caches, perhaps: the next pass tries again
@@ -284,7 +286,12 @@ class Scheduler:
         self.metrics.batch.observe(len(batch))
         self.metrics.verify_seconds.observe(time.perf_counter() - began)
         for (session, draft), result in zip(batch, results, strict=True):
-            self._note_draft(session, draft, result)
+            drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
+            session.length += len(result.tokens)
+            session.finished = result.done
+            for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
+                session.counts[name] += count
+            self.metrics.count_draft(drafted, accepted, len(result.tokens))
             if not session.streaming:
                 self._publish(session, result, last=True)
                 continue
@@ -352,15 +359,6 @@ class Scheduler:
             result = result._replace(tokens=[], done="")
         self._publish(session, without_known(result, session.request.known), last)
         return True
-
-    def _note_draft(self, session: SplitSession, draft: wire.Verify, result: Reply) -> None:
-        """Counts a verified draft."""
-        drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
-        session.length += len(result.tokens)
-        session.finished = result.done
-        for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
-            session.counts[name] += count
-        self.metrics.count_draft(drafted, accepted, len(result.tokens))
 
     # ---- on the worker --------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ class SlotQueue:
 
 
 def _draining() -> Refused:
-    return Refused("draining", "the server is going down: no new sessions, try another or later")
+    return Refused("draining", "the server is shutting down: try another one, or try again later")
 
 
 def encoded(seq: int, result: Reply, encoding: Encoding, more: bool) -> bytes:
