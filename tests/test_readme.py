@@ -50,8 +50,11 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*(?:\.\w+)*)")
 @functools.cache
 def flags_of(program: str, *first: str) -> frozenset[str]:
     """The flags that a program's help shows, after those that choose between two command lines."""
+    module = importlib.import_module(program)
+    if not hasattr(module, "main"):  # a folder that runs as a program
+        module = importlib.import_module(f"{program}.__main__")
     with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
-        importlib.import_module(program).main([*first, "--help"])
+        module.main([*first, "--help"])
     return frozenset(FLAG.findall(shown.getvalue()))
 
 
