@@ -191,7 +191,7 @@ def test_split_requests_come_one_at_a_time_and_in_order():
             work.slots.hold.clear()
             answer = work.scheduler.submit(session, wire.Verify(1, [], []))
             assert work.scheduler.submit(session, wire.Verify(1, [], [])) is answer
-            for seq, text in ((2, "before the reply"), (0, "next"), (7, "next")):
+            for seq, text in ((2, "before the reply"), (0, "was expected"), (7, "was expected")):
                 with pytest.raises(Refused, match=text) as error:
                     work.scheduler.submit(session, wire.Verify(seq, [], []))
                 assert error.value.code == "state"
