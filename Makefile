@@ -11,9 +11,6 @@ WORKERS ?= 2
 PY := $(VENV)/bin/python
 PROMPT ?= Hello! Could you help me to find a cheap restaurant?
 
-export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-
 # The environment's own Python, else the first that runs: a name on PATH may be a version
 # manager's empty shell. FOUND holds version and name, or nothing.
 CHOICES := $(or $(PYTHON),$(PY) python3.12 python3.11 python3 python3.13)
