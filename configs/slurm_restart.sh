@@ -10,6 +10,9 @@ settings=("${@:2}")
 run=${RUN:-runs/$(basename "$config" .py)}
 python=${PYTHON:-.venv/bin/python}
 
+# A job that is started again does not compile again. Process 0 fills the folder, all read it.
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR-$run/compiled}
+
 newest_checkpoint() {
     find "$run/checkpoints" -mindepth 1 -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' \
         2>/dev/null | sort -n | tail -1

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from infer import compile_cache
 from infer.flags.pair import DEMO
 from infer.program import Parser, run
 from moa_jax.data.corpora import locate
@@ -51,7 +52,8 @@ def collect(target: Path = DEMO / "target", draft: Path = DEMO / "draft") -> dic
         "versions": _versions(),
         "host": _host(),
         **_devices(),
-        "folders": _folders(),
+        "folders": (folders := _folders()),
+        "compile_cache": _compile_cache(folders["compile_cache"]),
         "pair": {"target": _model(target), "draft": _model(draft)},
     }
 
@@ -92,12 +94,26 @@ def _folders() -> dict[str, str | None]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = {
-        "compile_cache": jax.config.jax_compilation_cache_dir,
+        "compile_cache": jax.config.jax_enable_compilation_cache
+        and jax.config.jax_compilation_cache_dir,
         "hub_cache": HF_HUB_CACHE,
         "goldens": golden_folder(),
         "data": data_folder(),
     }
-    return {name: folder and str(folder) for name, folder in folders.items()}
+    return {name: str(folder) if folder else None for name, folder in folders.items()}
+
+
+def _compile_cache(folder: str | None) -> dict[str, int | None] | None:
+    """How much the cache of compiled programs holds, and how much it may."""
+    import jax
+
+    if folder is None:
+        return None
+    most = jax.config.jax_compilation_cache_max_size
+    return {
+        "bytes": compile_cache.num_bytes(Path(folder)),
+        "max_bytes": most if most >= 0 else None,
+    }
 
 
 def _model(folder: Path) -> dict[str, Any]:
@@ -119,7 +135,7 @@ def render(report: dict[str, Any]) -> str:
     if report["device_error"]:
         rows += [("device", f"none: {report['device_error']}")]
     rows += [
-        ("compile cache", folders["compile_cache"] or "off: set JAX_COMPILATION_CACHE_DIR"),
+        ("compile cache", _cache_line(folders["compile_cache"], report["compile_cache"])),
         ("hub cache", folders["hub_cache"]),
         ("goldens", folders["goldens"] or "none: set MOA_GOLDENS"),
         ("data", folders["data"] or "none: set MOA_DATA"),
@@ -127,6 +143,13 @@ def render(report: dict[str, Any]) -> str:
     rows += [(name, _model_line(model)) for name, model in report["pair"].items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {fact}" for name, fact in rows)
+
+
+def _cache_line(folder: str | None, size: dict[str, int | None] | None) -> str:
+    if size is None:
+        return f"off: set {compile_cache.FOLDER} to a folder, or unset it for the default one"
+    most = "no bound" if size["max_bytes"] is None else f"at most {_gib(size['max_bytes'])}"
+    return f"{folder}, {_mib(size['bytes'])}, {most}; {compile_cache.FOLDER}= turns it off"
 
 
 def _device_line(device: dict[str, Any]) -> str:
@@ -140,7 +163,11 @@ def _model_line(model: dict[str, Any]) -> str:
     if not model["found"]:
         return f"absent: no folder {model['folder']}"
     fields = ", ".join(f"{name} {model[name]}" for name in MODEL_FIELDS if name in model)
-    return f"{model['folder']}, {model['weights_bytes'] / 2**20:.1f} MiB, {fields}"
+    return f"{model['folder']}, {_mib(model['weights_bytes'])}, {fields}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _gib(size: int) -> str:

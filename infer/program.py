@@ -14,6 +14,7 @@ from typing import NoReturn, Self
 
 from tqdm import tqdm
 
+from infer import compile_cache
 from moa_jax.errors import InputError
 from moa_jax.version import __version__
 
@@ -100,10 +101,11 @@ def keep_to_cpu_without_devices() -> None:
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Run a program and exit with its code, or with 2 after one line for bad input.
 
-    A path that the system refuses and a full disk count as bad input.
-    Ctrl-C exits with 130 and a closed pipe (`| head`) with 141, both without a word; any
-    other exception is a fault of ours and keeps its traceback.
+    A path that the system refuses and a full disk count as bad input. Ctrl-C exits with 130 and
+    a closed pipe (`| head`) with 141, both without a word. Any other exception is a fault of ours
+    and keeps its traceback. What jax compiles is kept for the next start (`compile_cache`).
     """
+    compile_cache.use()
     keep_to_cpu_without_devices()
     try:
         code = main(arguments) or 0

@@ -24,7 +24,7 @@ DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
 LIBRARY = LOADER | DECODE | {"training", "split", "measure", "moa_jax", "version"}
-SHARED = {"infer.program", "infer.flags.config_file"}  # by all programs
+SHARED = {"infer.program", "infer.compile_cache", "infer.flags.config_file"}  # by all programs
 
 TABLE: dict[str, set[str]] = {
     "errors": set(),
@@ -43,7 +43,8 @@ TABLE: dict[str, set[str]] = {
     "aot": DECODE | {"training"},
     "moa_jax": LOADER | {"decode", "version"},
     "configs": {"config"},
-    "infer.program": {"errors", "version"},
+    "infer.compile_cache": set(),
+    "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 LARGE = 2 * 1024**2  # bytes
 
-MOVES = {"copy", "slice", "dynamic-slice", "concatenate", "transpose"}
+MOVES = {"copy", "slice", "dynamic-slice", "concatenate", "transpose", "pad"}
 # A value is the same memory, or as much of it in another type, before and after these.
 SEEN_THROUGH = {"bitcast", "reshape", "convert", "dynamic-update-slice"}
 FOLLOWED = {"while", "conditional", "call", "async-start", "fusion-start"}
@@ -111,11 +111,11 @@ class Move(NamedTuple):
 
 
 def large_moves(hlo: str, at_least_bytes: int = LARGE) -> list[Move]:
-    """Copies, slices, concatenations and transpositions in loops that give an array so large.
+    """Every instruction of MOVES in a loop that gives an array of `at_least_bytes` or more.
 
-    A fusion counts if that is what it gives in the end; moves whose result is used up within
-    it are never stored. Updates in place do not count, what they are made to update does.
-    Raises ValueError for a program without a loop.
+    A fusion counts if a move is the last thing that it does. A move in the middle of a fusion is
+    never stored. An update in place does not count, but a copy made for it does. Raises
+    ValueError for a program without a loop.
     """
     computations = parse(hlo)
     found = []

@@ -1,8 +1,8 @@
 """The decode program compiled for a GPU that is not there, and what it moves in memory.
 
 A round of decoding reads every weight once and waits for little else. A weight or a cache that
-is copied within the loop is written and read a second time, so nothing large may be: no copy,
-slice, concatenation or transposition. `moa_jax.aot.hlo` reads that off the optimised program.
+is copied within the loop is written and read a second time. So nothing large may be copied, cut,
+joined, transposed or padded there. `moa_jax.aot.hlo` reads that off the optimised program.
 
 Compiling needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no CUDA library.
 """
@@ -26,7 +26,7 @@ from moa_jax.model import llama
 GREEDY = Law()
 
 
-class Program(NamedTuple):
+class HloModule(NamedTuple):
     """What XLA made of a function."""
 
     hlo: str  # the optimised module
@@ -36,7 +36,7 @@ class Program(NamedTuple):
 
 def compile_for(
     device: Any, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
-) -> Program:
+) -> HloModule:
     """Compiles for a device that need not be there, from the arguments' shapes alone."""
     sharding = SingleDeviceSharding(device)
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
@@ -44,7 +44,7 @@ def compile_for(
     begin = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - begin
-    return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds)
+    return HloModule(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds)
 
 
 def abstract_weights(setup: Setup, dtype: jnp.dtype = jnp.bfloat16) -> Weights:
@@ -62,7 +62,7 @@ def compile_decode(
     cache_rows: int,
     batch: int = 1,
     law: Law = GREEDY,
-) -> Program:
+) -> HloModule:
     """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session."""
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     limits = Limits(integers(batch), integers(batch, 8), integers())

@@ -16,10 +16,11 @@ from jax import lax
 
 from configs.moa_llama3_8b import config as PAPER
 from configs.shapes import SHAPES
-from moa_jax.aot.hlo import LARGE, Move, large_moves, launches
-from moa_jax.aot.lowering import Program, abstract_weights, compile_decode, compile_for, num_bytes
+from moa_jax.aot.hlo import LARGE, MOVES, Move, large_moves, launches
+from moa_jax.aot.lowering import HloModule, abstract_weights, compile_decode, compile_for, num_bytes
 from moa_jax.aot.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
+from moa_jax.decode.session import bucket
 from moa_jax.decode.step import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import llama, masks
@@ -72,7 +73,7 @@ def opcodes(*args: str) -> list[str]:
     return [move.opcode for move in large_moves(module(*args))]
 
 
-@pytest.mark.parametrize("opcode", ["copy", "slice", "dynamic-slice", "concatenate", "transpose"])
+@pytest.mark.parametrize("opcode", sorted(MOVES))
 def test_a_move_counts(opcode):
     line = f'%x = {BIG} {opcode}(%w, %i), metadata={{op_name="jit(f)/while/body/draft/moved"}}'
     assert large_moves(module(line)) == [Move("x", opcode, LARGE, "jit(f)/while/body/draft/moved")]
@@ -122,6 +123,7 @@ def test_moves_are_found_where_the_loop_leads(line, found):
     "fused, found",
     [
         (f"ROOT %x = {BIG} transpose(%p.0)", ["transpose"]),
+        (f"%x = bf16[1023,1024] bitcast(%p.0)\n  ROOT %y = {BIG} pad(%x, %p.2)", ["pad"]),
         (f"%x = {BIG} dynamic-slice(%p.0, %p.2)\n  ROOT %y = {BIG} bitcast(%x)", ["dynamic-slice"]),
         (f"%x = {BIG} slice(%p.0)\n  ROOT %y = f32[1024,1024]{{1,0}} convert(%x)", ["slice"]),
         (f"%x = {BIG} slice(%p.0)\n  ROOT %y = ({BIG}, {BIG}) tuple(%x, %x)", ["slice", "slice"]),
@@ -159,20 +161,27 @@ def test_launches_are_what_runs():
 # ---- the program --------------------------------------------------------------------------
 
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]
-CACHE_ROWS = 2048
 DRAFTS = {1: DraftShape(1), 8: DraftShape(8), 63: DraftShape(7, 8, 62)}
+PROMPT, ANSWER = 1000, 1000  # tokens
+UNEVEN = 2047  # rows
 
 
-def decode_program(num_nodes: int) -> tuple[Program, int]:
+def session_rows(num_nodes: int) -> int:
+    """The rows of the caches that `Session` makes: as many as it needs, in tiles of 128."""
+    needed = bucket(PROMPT) + bucket(ANSWER) + num_nodes
+    return -(-needed // 128) * 128
+
+
+def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     """Llama-3-8B with the paper's drafter in bfloat16, and the bytes of its weights."""
     shape = DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(PAPER.drafter, LLAMA) if shape.num_drafted else None
     setup = Setup(LLAMA, drafter, shape)
     weights = abstract_weights(setup)
-    return compile_decode(devices(H200)[0], setup, weights, CACHE_ROWS), num_bytes(weights)
+    return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
 
-def stacked_program(num_layers: int = 2) -> tuple[Program, int]:
+def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
     """The control: layers as one stack, which `scan` cuts a copy of each weight from."""
     cfg = dataclasses.replace(LLAMA, num_layers=num_layers, vocab_size=512)
     setup = Setup(cfg, None, DraftShape(1))
@@ -194,8 +203,12 @@ def stacked_program(num_layers: int = 2) -> tuple[Program, int]:
 
 
 def report(name: str) -> None:
-    """Prints what a program moves and holds; in a process of its own, for compilers may crash."""
-    program, weights = stacked_program() if name == "stacked" else decode_program(int(name))
+    """Prints what a program moves and holds; in a process of its own, for compilers may crash.
+
+    The name is `stacked`, or numbers of nodes and cache rows as in `8x2176`.
+    """
+    sizes = [] if name == "stacked" else [int(size) for size in name.split("x")]
+    program, weights = decode_program(*sizes) if sizes else stacked_program()
     facts = {
         "moves": [list(move) for move in large_moves(program.hlo)],
         "launches": launches(program.hlo),
@@ -232,10 +245,18 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize("num_nodes", DRAFTS)
 def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     """Nothing of 2 MiB is moved; temporary memory is under 5 % of the weights."""
-    facts = reported(str(num_nodes))
+    facts = reported(f"{num_nodes}x{session_rows(num_nodes)}")
     assert facts["moves"] == []
     assert facts["temp"] < 0.05 * facts["weights"]
     assert facts["launches"]["matrix product"] > 4 * LLAMA.num_layers  # a whole round was read
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_caches_of_uneven_rows_are_padded():
+    """The control for `pad`: every layer writes its values again, each round."""
+    moves = reported(f"1x{UNEVEN}")["moves"]
+    assert [opcode for _, opcode, _, _ in moves] == ["pad"] * LLAMA.num_layers
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ JOBSET = yaml.safe_load((CONFIGS / "jobset_tpu_v5e_4x4.yaml").read_text(encoding
 SLICE = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
 POD = SLICE["template"]["spec"]
 CONTAINER = POD["containers"][0]
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 STOPPED, BAD_INPUT, UNFINISHED = 0, 2, 75
 
 
@@ -112,6 +113,7 @@ def test_the_jobset_restarts_all_but_bad_input():
 # Stands for `python -m train.distill ...`: WISH says how it ends.
 TRAINER = r"""
 echo "$@" > "$RUN.seen"
+echo "$JAX_COMPILATION_CACHE_DIR" > "$RUN.cache"
 case "$WISH" in
 finish) mkdir -p "$RUN/final"; touch "$RUN/final/config.json" ;;
 save) mkdir -p "$RUN/checkpoints/40" ;;
@@ -138,7 +140,8 @@ def environment(folder: Path, wish: str) -> dict[str, str]:
     executable(tools / "scontrol", 'echo "$@" > "$RUN.scontrol"')
     run = folder / "run"
     (run / "checkpoints" / "20").mkdir(parents=True)
-    return os.environ | {
+    ours = {key: value for key, value in os.environ.items() if key != CACHE}
+    return ours | {
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHON": "python",
         "RUN": str(run),
@@ -172,6 +175,20 @@ def test_slurm_starts_again_while_a_run_gets_on(tmp_path, name, wish, code, agai
         assert re.search(r"--processes 2 --process 1 --coordinator \S+:20007 ", seen)
     else:
         assert "--distributed" in shlex.split(seen)
+
+
+@pytest.mark.parametrize("given", [None, "", "/scratch/compiled"])
+@pytest.mark.parametrize("name", SLURM)
+def test_slurm_jobs_keep_what_they_compile(tmp_path, name, given):
+    variables = environment(tmp_path, "finish") | ({} if given is None else {CACHE: given})
+    subprocess.run(["bash", CONFIGS / name, "configs/tiny.py"], env=variables, check=True)
+    told = (tmp_path / "run.cache").read_text(encoding="utf-8").strip()
+    assert told == (f"{tmp_path}/run/compiled" if given is None else given)
+
+
+def test_pods_keep_what_they_compile():
+    (folder,) = (each["value"] for each in CONTAINER["env"] if each["name"] == CACHE)
+    assert any(folder.startswith(mount["mountPath"]) for mount in CONTAINER["volumeMounts"])
 
 
 def pod(folder: Path, wish: str, index: int = 0) -> subprocess.Popen[str]:

@@ -1,0 +1,154 @@
+"""The cache of compiled programs: by default on, bounded and silent; a word turns it off."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from infer import compile_cache, info
+from infer.info import ROOT
+
+# Compiles as many programs as it is told and prints how many of them the cache gave.
+PROGRAM = """
+import json, sys
+from infer.program import run
+
+def main(arguments=None):
+    import jax
+    hits = []
+    jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+    for size in range(1, 1 + int(sys.argv[1])):
+        jax.jit(lambda x: (x @ x).sum() + x)(jax.numpy.ones((size, size)))
+    found = {"hits": hits.count("/jax/compilation_cache/cache_hits")}
+    print(json.dumps(found | {"folder": jax.config.jax_compilation_cache_dir}))
+
+run(main)
+"""
+OURS = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATION_CACHE", "XDG_")
+
+
+def start(programs: int, **variables: str) -> dict:
+    """What one start of the program says; it must say nothing on stderr."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    command = [sys.executable, "-c", PROGRAM, str(programs)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=kept | variables, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def entries(folder: Path) -> set[Path]:
+    return set(folder.rglob("*-cache"))
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    cold = start(2, XDG_CACHE_HOME=str(tmp_path))
+    there = entries(tmp_path)
+    assert cold["hits"] == 0 and there
+    assert Path(cold["folder"]) == next(iter(there)).parent
+    assert Path(cold["folder"]).parent == tmp_path / "moa-jax" / "compiled"
+    warm = start(2, XDG_CACHE_HOME=str(tmp_path))
+    assert warm["hits"] == len(there) and entries(tmp_path) == there
+
+
+def test_the_cache_is_bounded(tmp_path):
+    start(1, XDG_CACHE_HOME=str(tmp_path))
+    one = max(path.stat().st_size for path in entries(tmp_path))
+    most = 3 * one
+    start(8, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_MAX_SIZE=str(most))
+    assert 0 < sum(path.stat().st_size for path in entries(tmp_path)) <= most
+
+
+def test_the_user_decides_where_it_is(tmp_path):
+    own = tmp_path / "own"
+    start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(own))
+    assert entries(own) and entries(own) == entries(tmp_path)
+    start(1, XDG_CACHE_HOME=str(tmp_path / "none"), JAX_COMPILATION_CACHE_DIR="")
+    assert not (tmp_path / "none").exists()
+
+
+def test_without_a_folder_to_write_there_is_no_cache(tmp_path):
+    (tmp_path / "file").touch()
+    assert start(1, XDG_CACHE_HOME=str(tmp_path / "file")) == {"hits": 0, "folder": None}
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path) -> Path:
+    """No variable is set, and what the module sets is undone; gives the user's cache folder."""
+    set_of_jax = []
+    monkeypatch.setattr(jax.config, "update", lambda *setting: set_of_jax.append(setting))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    monkeypatch.setattr(os, "environ", environment | {"XDG_CACHE_HOME": str(tmp_path)})
+    return tmp_path
+
+
+def test_what_a_kill_left_behind_is_removed(fresh):
+    folder = compile_cache.default_folder()
+    folder.mkdir(parents=True)
+    for name in ("whole-cache", "whole-atime", "cut-cache"):
+        (folder / name).touch()
+    compile_cache.use()
+    assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime"}
+    assert os.environ[compile_cache.FOLDER] == str(folder)
+
+
+def test_a_folder_that_is_read_only_is_left_alone(fresh, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    compile_cache.use()
+    assert compile_cache.FOLDER not in os.environ
+
+
+def test_other_cpus_have_other_folders(fresh, monkeypatch):
+    here = compile_cache.default_folder()
+    assert here == compile_cache.default_folder()
+    monkeypatch.setattr(platform, "processor", lambda: "another")
+    assert compile_cache.default_folder() != here
+
+
+def test_a_cache_home_must_be_a_whole_path(fresh, monkeypatch):
+    monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/someone"))
+    assert Path("/home/someone/.cache/moa-jax") in compile_cache.default_folder().parents
+
+
+def test_it_needs_no_jax(tmp_path):
+    code = "import sys; from infer import compile_cache as c; c.use(); print('jax' in sys.modules)"
+    variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def test_info_names_it(monkeypatch, tmp_path, capsys):
+    (tmp_path / "one-cache").write_bytes(bytes(3 * 2**20))
+    held = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_max_size": compile_cache.MAX_BYTES,
+    }
+    before = {name: getattr(jax.config, name) for name in held}
+    try:
+        for name, value in held.items():
+            jax.config.update(name, value)
+        info.main([])
+        shown = capsys.readouterr().out
+        jax.config.update("jax_enable_compilation_cache", False)
+        info.main([])
+        off = capsys.readouterr().out
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    line, off = (
+        next(x for x in text.splitlines() if "compile cache" in x) for text in (shown, off)
+    )
+    assert f"{tmp_path}, 3.0 MiB, at most 2.0 GiB" in line
+    assert line.endswith("JAX_COMPILATION_CACHE_DIR= turns it off")
+    assert off.split(maxsplit=2)[2].startswith("off: set JAX_COMPILATION_CACHE_DIR to a folder")
