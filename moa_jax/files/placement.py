@@ -1,4 +1,4 @@
-"""Arrays on their way between tensor files and devices, one at a time."""
+"""Moves arrays between tensor files and devices, one at a time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_params(
 ) -> None:
     """Write every array of a parameter tree under its stored names, a few at a time.
 
-    `constants` are integer or boolean tensors that stand beside them.
+    `constants` are integer or boolean tensors to be written beside them.
     """
     constants = constants or {}
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
@@ -68,7 +68,7 @@ def write_params(
 
 
 def _place(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    """Put a host array where it lives, and wait, so that host arrays do not pile up."""
+    """Copy a host array to its devices, and wait, so that host arrays do not pile up."""
     if sharding is None:
         return jax.device_put(array).block_until_ready()
     placed = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -1,13 +1,13 @@
 """Files of Mixture-of-Attentions drafters: the authors' tensor names, four kinds of config.json.
 
-    authors      the target's config with architectures ["MOASpec"]; sizes and N not stored
-    vllm         that of the authors' vLLM fork: model_type "moa_spec" and the six sizes
-    speculators  the target's config nested, as the speculators library does, sizes and N beside
-    ours         sizes and N, and the sizes of the target that the drafter belongs to
+    authors      the target's config with architectures ["MOASpec"], without sizes and N
+    vllm         of the authors' vLLM fork: model_type "moa_spec" and the six sizes
+    speculators  sizes, N and the target's config nested, as in the speculators library
+    ours         sizes, N, and the sizes of the target that the drafter belongs to
 
-Tensors are the same in all, so sizes are read off shapes and stated ones are checked. The
-last two also say what an ablation leaves out; the sizes of that are kept as they were given.
-References: paper section 3.1; names and what is stored, authors' train/moa_spec.py.
+Tensors are the same in all four, so sizes are read off shapes, and stated sizes are checked. The
+last two also say which parts an ablation leaves out, and keep the sizes that those would have.
+References: paper section 3.1; for names and stored tensors, authors' train/moa_spec.py.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def read_config(
 def write_config(
     cfg: MoaConfig, target: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of a drafter; raises InputError where the layout cannot say it."""
+    """The config.json of a drafter; InputError where the layout cannot express it."""
     whole, sizes = target_config_to_hf(target), dataclasses.asdict(cfg)
     if layout in ("authors", "vllm") and None in block_configs(cfg, target):
         raise InputError(
