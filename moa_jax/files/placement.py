@@ -42,8 +42,8 @@ def read_params(
             continue
         if row == 0:
             leaves[path] = jnp.zeros(shape, dtype, device=where)
-        packed_row = _place(packed, where and _without_rows(where))
-        leaves[path] = _set_row(leaves[path], packed_row, np.int32(row), where)
+        each = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+        leaves[path] = _set_row(leaves[path], _place(packed, each), np.int32(row), where)
     return convert.nest(leaves)
 
 
@@ -81,7 +81,3 @@ def _set_row(
 ) -> jax.Array:
     stack = jax.lax.dynamic_update_index_in_dim(stack, row, index, axis=0)
     return stack if sharding is None else jax.lax.with_sharding_constraint(stack, sharding)
-
-
-def _without_rows(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

@@ -117,7 +117,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def local_rows(sharding: NamedSharding, shape: convert.Shape) -> slice:
     """The rows of an array of this shape that the devices of this process hold together."""
-    held = [index[0].indices(shape[0]) for index in _addressable(sharding, shape)]
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    held = [index[0].indices(shape[0]) for index in indices]
     return slice(min(start for start, *_ in held), max(stop for _, stop, _ in held))
 
 
@@ -133,10 +134,6 @@ def place_rows(read: Callable[[slice], Any], sharding: NamedSharding, shape: con
         return jax.make_array_from_callback((shape[0], *array.shape[1:]), sharding, part)
 
     return jax.tree.map(put, read(mine))
-
-
-def _addressable(sharding: NamedSharding, shape: convert.Shape) -> list[tuple[slice, ...]]:
-    return list(sharding.addressable_devices_indices_map(shape).values())
 
 
 def _checked(sharding: NamedSharding, shape: convert.Shape, name: str) -> NamedSharding:

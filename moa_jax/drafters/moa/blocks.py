@@ -72,8 +72,8 @@ def _over_layers(cfg: MoaConfig, target_cfg: TargetConfig, plain: BlockConfig) -
     if size % 2 or not size:
         raise InputError(
             f"layer self-attention would split a memory of width {width} into {heads} heads of "
-            f"odd size {size}, and rotary embeddings turn pairs: this target cannot have a MoA "
-            "drafter with its own number of heads, but one of layer_mixing mean or last"
+            f"odd size {size}, but rotary embeddings turn pairs: for this target choose "
+            "layer_mixing mean or last"
         )
     return dataclasses.replace(
         plain,

@@ -24,7 +24,12 @@ Array = jax.Array
 
 
 class MoaCache(NamedTuple):
-    """Rows in SA, in CA and, with N > 0, in the drafter's copy of the last N target layers."""
+    """Rows of SA, of CA and, with N > 0, of the last N target layers; n = length.
+
+    row           0 ......... n-1 | n ............ | ....... S-1
+    SA, reused    verified tokens | root, drafts   | left-overs, never seen
+    CA            verified tokens | left-overs, never seen
+    """
 
     self_attention: KV | None  # None: a drafter without SA
     cross_attention: KV

@@ -90,7 +90,7 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 def read_config(
     files: Files, target: TargetConfig, target_layer_inference: int | None
 ) -> tuple[MoaConfig, tuple[str, ...]]:
-    """Read a drafter's sizes off its shapes and N from its config or the caller.
+    """Read a drafter's sizes from its tensors, and N from its config or the caller.
 
     Raises InputError where the files contradict themselves, the target or the caller.
     """
@@ -166,7 +166,7 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
 def _check_target(
     config: dict[str, Any], shapes: Mapping[str, Shape], target: TargetConfig
 ) -> None:
-    """Compare whatever config and shapes tell of the target; the fork reuses some of its keys."""
+    """Check all that config and shapes say of the target; the fork uses some keys for itself."""
     stated = config.get("transformer_layer_config", config)
     if stated.get("model_type") == "moa_spec":
         stated = {key: stated.get(key) for key in ("hidden_size", "vocab_size")}
@@ -197,7 +197,7 @@ def _reused_layers(
 
 
 def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
-    """Refuse what the vLLM fork cannot run: it knows plain Llama layers and one cache shape."""
+    """Refuse what the vLLM fork cannot run; it has plain Llama layers and one shape of cache."""
     bare = dataclasses.replace(
         target.block, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
     )
@@ -226,7 +226,7 @@ def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) ->
 
 
 def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that a part which was left out would have had."""
+    """The sizes of a part that an ablation leaves out, as its config.json states them."""
     keys = [f"{part}_{size}" for size in SIZES]
     for key in keys:
         if key not in config:
