@@ -54,8 +54,8 @@ def stored(target: Target, drafter: LoadedDrafter, params: Any) -> dict[str, np.
 
 
 def shown(docstring: str, name: str) -> list[float]:
-    """The numbers that a docstring shows behind the name of an array."""
-    (found,) = re.findall(rf"^ *{name} +((?:-?[\d.]+ *)+)", docstring, re.MULTILINE)
+    """The numbers that a docstring shows behind the name of an array; a wider gap ends them."""
+    (found,) = re.findall(rf"^ *{name} +((?:-?[\d.]+ {{0,7}})+)", docstring, re.MULTILINE)
     return [float(number) for number in found.split()]
 
 

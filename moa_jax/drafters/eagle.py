@@ -4,10 +4,10 @@
                              +--> fc --> decoder layer --> feature --> target's head
     feature before it -------+
 
-A feature resembles the target's final-normed state. The two versions differ in how trees are
-drawn, which is the shape of a draft here, not the drafter's. Two layouts of files: the official
-one, and that of the MoA paper's code (its train/eagle.py), whose layer has an input norm and
-whose fc has no bias.
+A feature is trained to resemble the target's final-normed state. EAGLE-1 and EAGLE-2 differ only
+in the trees that they draft, and those are set by a `DraftShape`, not by the drafter. Files have
+one of two layouts: the official one, or that of the MoA paper's code (its train/eagle.py), whose
+layer has an input norm and whose fc has no bias.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFIXES = {"official": ("fc", "layers.0."), "authors": ("spec_model_fc", "spec_
 
 
 class EagleLayer(feedback.FedLayer):
-    """fc and a pre-norm decoder layer, with or without its first norm."""
+    """fc, then a decoder layer with or without its input norm."""
 
     input_norm_there: bool
     fc_bias: bool
@@ -79,7 +79,7 @@ def loss(
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """Token loss and distance of features, over answer tokens that follow another token.
+    """The token loss and the distance of features, over answer tokens that follow another token.
 
     References: authors' train/eagle.py (0.1 x cross-entropy + feature distance).
     """
@@ -118,7 +118,7 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 def read_config(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[EagleConfig, tuple[str, ...]]:
-    """Read sizes and layout off the tensors, heads and RoPE off config.json.
+    """Read sizes and layout from the tensors, heads and RoPE from config.json.
 
     Raises InputError where the files contradict the target.
     """
@@ -137,7 +137,7 @@ def read_config(
 def write_config(
     cfg: EagleConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of a drafter; its tensors have the names that `cfg` says in any layout."""
+    """The config.json of a drafter; in every layout its tensors have the names that `cfg` says."""
     config = write_sizes(cfg, target_cfg, layout, "eagle")
     if layout == "ours":
         config["shifted_mask"] = cfg.shifted_mask

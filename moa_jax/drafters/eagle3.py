@@ -8,9 +8,9 @@
     feature before --> norm --+                  |                      |
           +--------------------------------------+                      +--> norm --> own head
 
-The feature is trained through tokens alone, over several passes that are fed with their own
-features (training-time test). The head scores a draft vocabulary; files hold its map as d2t and
-t2d. Tensor names and config.json are the official ones.
+Only the token loss trains the feature, over several passes that are fed with their own features
+(training-time test). The head scores a draft vocabulary, and files hold its map as d2t and t2d.
+Tensor names and config.json are the official ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(feedback.FedLayer):
-    """A decoder layer whose attention reads embedding and feature, each with a norm."""
+    """A decoder layer whose attention reads embedding and feature, each with its own norm."""
 
     def setup(self) -> None:
         super().setup()
@@ -54,7 +54,10 @@ class Eagle3Layer(feedback.FedLayer):
 
 
 def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...]:
-    """The streams it is fed with, by the layer they enter; as official files were trained."""
+    """The streams that it reads, by the layer they enter; by default those of official files.
+
+    Raises InputError for other than three layers of the target.
+    """
     layers = target_cfg.num_layers
     chosen = cfg.tapped_layers or _usual_layers(target_cfg)
     if len(chosen) != 3 or not all(0 <= i < layers for i in chosen):
@@ -129,7 +132,7 @@ def loss(
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """Token loss of every pass over answer tokens whose next token its head can guess."""
+    """The token loss of every pass, over answer tokens whose next token its head can score."""
     each = learning.token_losses(objective, shared, head, goal_BTD, drafts, draft_ids)
     parts = feedback.mean_of_passes(each, objective.feedback.decay)
     return learning.weighted(objective.loss, parts, None, progress)
@@ -159,7 +162,7 @@ def table(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
 
 
 def constants(cfg: Eagle3Config, target_cfg: TargetConfig) -> dict[str, np.ndarray]:
-    """The map of its head: target id = draft id + d2t, and which target ids there are."""
+    """The map of its head: target id = draft id + d2t, and t2d: which target ids it has."""
     ids_U = np.array(cfg.draft_ids or range(target_cfg.vocab_size), np.int64)
     t2d_V = np.zeros(target_cfg.vocab_size, bool)
     t2d_V[ids_U] = True
@@ -175,7 +178,7 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 def read_config(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[Eagle3Config, tuple[str, ...]]:
-    """Read sizes off the tensors, the head's map off d2t.
+    """Read sizes from the tensors, the head's map from d2t.
 
     Raises InputError where the files contradict themselves or the target.
     """
@@ -186,7 +189,7 @@ def read_config(
     usual, stated = _usual_layers(target_cfg), _stated_layers(files.config)
     layers = () if stated == usual else stated
     cfg = Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=layers)
-    tapped_layers(cfg, target_cfg)  # refuses what this target has not
+    tapped_layers(cfg, target_cfg)  # refuses layers that the target does not have
     if not layers or "method" in files.config:
         return cfg, ()
     notice = f"the drafter reads what enters layers {list(layers)}, not {list(usual)} as is usual"
@@ -196,9 +199,9 @@ def read_config(
 def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
     """The streams that a config.json names, by the layer they enter; () where it names none.
 
-    vLLM and speculators name at the top what enters layers; SpecForge and SGLang name in
-    `eagle_config` what comes out of layers. We once wrote there what enters them, which
-    `method` beside it tells.
+    vLLM and speculators name at the top level the layers that streams enter. SpecForge and SGLang
+    name in `eagle_config` the layers that streams come out of. Early files of ours, which have
+    a `method` beside it, name there the layers that streams enter.
     """
     top, nested = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     ids = top or nested or []
@@ -232,7 +235,7 @@ def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
 def write_config(
     cfg: Eagle3Config, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json that serving engines read."""
+    """The config.json, as serving engines read it."""
     config = write_sizes(cfg, target_cfg, layout, "eagle3", plain=True)
     layers = list(tapped_layers(cfg, target_cfg))
     return config | {

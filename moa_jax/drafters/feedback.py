@@ -241,15 +241,15 @@ def _shifted(ancestor_BWX: Array) -> Array:
 # ---- training -----------------------------------------------------------------------------
 
 
-class Lesson(NamedTuple):
-    """What training feeds a layer, and what it is to give."""
+class FedInputs(NamedTuple):
+    """What training feeds a layer of this family, and what should come out."""
 
     embedding_BTD: Array
     feature_BTD: Array  # the target's, as `Layer.fuse` makes them
     goal_BTD: Array  # the target's final-normed states
 
 
-def lesson(
+def fed_inputs(
     layer: Layer,
     cfg: FeedbackConfig,
     params: Params,
@@ -257,8 +257,8 @@ def lesson(
     batch: Batch,
     tapped: Tapped,
     noise_2BTD: Array | None = None,
-) -> Lesson:
-    """The lesson of a batch, with noise on features and on embeddings."""
+) -> FedInputs:
+    """What a batch gives, with noise on features and on embeddings where there is any."""
     feature_BTD = layer.fuse(params, tapped)
     embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     goal_BTD = tapped.hidden_BTD
@@ -266,10 +266,12 @@ def lesson(
         feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
         if cfg.noisy_target:
             goal_BTD = goal_BTD + noise_2BTD[0]
-    return Lesson(embedding_BTD, feature_BTD, goal_BTD)
+    return FedInputs(embedding_BTD, feature_BTD, goal_BTD)
 
 
-def passes(layer: Layer, params: Params, lesson: Lesson, batch: Batch, steps: int) -> list[Array]:
+def passes(
+    layer: Layer, params: Params, inputs: FedInputs, batch: Batch, steps: int
+) -> list[Array]:
     """The features (B, T, D) of all tokens, in pass j as the (j + 1)-th draft of a round.
 
     Pass 0 is fed the target's features, each later pass those of the pass before it, whose rows
@@ -277,26 +279,22 @@ def passes(layer: Layer, params: Params, lesson: Lesson, batch: Batch, steps: in
     """
     B, T = batch.tokens_BT.shape
     turn = rotation(layer.block, batch.position_BT - 1)
+    follows_BT1 = (batch.position_BT > 0)[..., None]  # whether a token has a feature before it
     found: list[Array] = []
     past: KV | None = None
     for index in range(steps):
-        fed_BTD = _shift(found[-1] if found else lesson.feature_BTD, batch)
+        before_BTD = jnp.roll(found[-1] if found else inputs.feature_BTD, 1, axis=1)
+        fed_BTD = jnp.where(follows_BT1, before_BTD, 0)
         mask_BTS = masks.fed_back(batch.segment_BT, index)
         room = ((0, 0), (0, 0), (0, T), (0, 0))
         if index:
             past = jax.tree.map(lambda a: jnp.pad(a, room), past)  # noqa: B023
         out_BTD, rows, written = layer.apply(
-            params, lesson.embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
+            params, inputs.embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
         )
         past = rows if written is None else written
         found.append(out_BTD)
     return found
-
-
-def _shift(feature_BTD: Array, batch: Batch) -> Array:
-    """The feature before each token; zeros where a conversation begins."""
-    before_BTD = jnp.roll(feature_BTD, 1, axis=1)
-    return jnp.where((batch.position_BT > 0)[..., None], before_BTD, 0)
 
 
 def loss(
@@ -309,14 +307,14 @@ def loss(
     key: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss of the kind, over all passes that `objective.feedback` asks for."""
+    """The loss of this kind, with the noise that `objective.feedback` asks for."""
     noise_2BTD = None
     if objective.feedback.noise:
         shape = (2, *tapped.hidden_BTD.shape)
         draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
         noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
-    taught = lesson(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
-    return loss_of(layer, objective, params, shared, batch, taught, progress)
+    inputs = fed_inputs(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
+    return loss_of(layer, objective, params, shared, batch, inputs, progress)
 
 
 def loss_of(
@@ -325,17 +323,17 @@ def loss_of(
     params: Params,
     shared: Shared,
     batch: Batch,
-    lesson: Lesson,
+    inputs: FedInputs,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a lesson; a pass is asked about answers with enough tokens before them."""
-    found = passes(layer, params, lesson, batch, objective.feedback.steps)
+    """The loss over all passes; pass j counts answer tokens with more than j tokens before them."""
+    found = passes(layer, params, inputs, batch, objective.feedback.steps)
     drafts = [
         learning.Draft(feature_BTD, batch.response_BT & (batch.position_BT > index))
         for index, feature_BTD in enumerate(found)
     ]
     head = partial(layer.head, params, shared)
-    return layer.loss(objective, shared, head, drafts, lesson.goal_BTD, progress)
+    return layer.loss(objective, shared, head, drafts, inputs.goal_BTD, progress)
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
@@ -357,8 +355,8 @@ def teacher_forced(
     horizon: int,
 ) -> Array:
     """The features of unknown tokens, as in decoding from the last known one before them."""
-    taught = lesson(layer, FeedbackConfig(), params, shared, batch, tapped)
-    found = passes(layer, params, taught, batch, horizon)
+    inputs = fed_inputs(layer, FeedbackConfig(), params, shared, batch, tapped)
+    found = passes(layer, params, inputs, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
     chosen_BTD = found[0]

@@ -287,7 +287,7 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 def read_config(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[GlideConfig, tuple[str, ...]]:
-    """Read sizes off the tensors; InputError where they contradict the target."""
+    """Read sizes from the tensors; InputError where they contradict the target."""
     keys, up = f"{SELF}self_attn.k_proj.weight", f"{SELF}mlp.up_proj.weight"
     for name in (keys, up):
         if name not in files.shapes:

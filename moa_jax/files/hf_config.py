@@ -1,7 +1,7 @@
-"""Hugging Face `config.json` of a target, read in either spelling and written back.
+"""Reads and writes the Hugging Face `config.json` of a target.
 
-transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one block
-`rope_parameters`. We write the older spelling, which both read.
+transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one block `rope_parameters`.
+Both spellings are read; the older one is written, which both versions read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES = {
 
 
 def target_config_from_hf(config: dict[str, Any], where: str = "config.json") -> TargetConfig:
-    """Read a target's config; raises InputError, naming `where`, for what we cannot run."""
+    """Read a target's config; raises InputError, naming `where`, for models that cannot be run."""
     family = config.get("model_type")
     if family not in ARCHITECTURES:
         raise InputError(
@@ -55,7 +55,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
 
 
 def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
-    """Write a target's config; raises InputError where its family has no word for a choice."""
+    """Write a target's config; raises InputError where its family cannot express it."""
     block = cfg.block
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[cfg.family]],
@@ -114,7 +114,7 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
 
 
 def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling of either spelling; an absent base means 10000, as there."""
+    """Rotary base and scaling in either spelling; a missing base is 10000."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -1,4 +1,4 @@
-"""What the project must know of a kind of drafter to load, save and run it."""
+"""What a kind of drafter must say of itself, so that it can be loaded, saved and run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class DrafterKind(NamedTuple):
     table: Callable[[Any, TargetConfig], Table]  # which stored tensors make its parameters
     write_config: Callable[[Any, TargetConfig, FileLayout], dict[str, Any]]
     make: Callable[..., Any]  # (config, target config, objective or None) -> api.Drafter
-    # tensors beside the parameters, written as they are; `extras` may be in the files unread
+    # tensors besides the parameters, written as they are; `extras` are tensors that go unread
     constants: Callable[[Any, TargetConfig], dict[str, np.ndarray]] = lambda cfg, target: {}
     extras: tuple[str, ...] = ()
-    without_files: Any = None  # the config of a kind that has none: its name stands for it
+    without_files: Any = None  # the config of a kind without files, which is named instead
 
 
 def target_sizes(target: TargetConfig) -> dict[str, int]:
@@ -51,9 +51,9 @@ def target_sizes(target: TargetConfig) -> dict[str, int]:
 
 
 def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> None:
-    """Raise InputError for the first value that a drafter's files state and its target denies.
+    """Raise InputError for the first value of a drafter's files that contradicts its target.
 
-    What either side does not know, or holds as None, is passed over.
+    Values that either side leaves out, or has as None, are skipped.
     """
     for key, actual in of_target.items():
         if None not in (stated.get(key), actual) and stated[key] != actual:
@@ -61,7 +61,7 @@ def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> No
 
 
 def mispaired(what: str, drafter: Any, target: Any) -> InputError:
-    """The refusal of a drafter that was trained for another target."""
+    """The error for a drafter that was trained for another target."""
     return InputError(
         f"this drafter belongs to another target: {what} is {drafter} in its files and {target} "
         "in the target: give the target it was trained for"

@@ -1,4 +1,4 @@
-"""config.json of drafters that are one decoder layer beside a target: read and written alike."""
+"""Reads and writes the config.json of drafters that are one decoder layer beside a target."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moa_jax.errors import InputError
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
 
-_SHARED = ("vocab_size", "hidden_size")  # with the target, whatever the layer's own heads are
+_SHARED = ("vocab_size", "hidden_size")  # a drafter has these of its target, whatever its heads are
 
 
 class LayerSizes(Protocol):
-    """What the configs of such drafters have in common."""
+    """The fields that the configs of such drafters share."""
 
     num_key_value_heads: int
     intermediate_size: int
@@ -22,7 +22,7 @@ class LayerSizes(Protocol):
 
 
 def block_of(cfg: LayerSizes, target: TargetConfig, plain: bool = False) -> BlockConfig:
-    """Its layer: its own where the files state one, else the target's in its own sizes.
+    """The drafter's layer: the one of its config, else the target's with the drafter's sizes.
 
     `plain` leaves out the biases and norms of other families than Llama.
     """
@@ -38,10 +38,10 @@ def _resized(block: BlockConfig, kv_heads: int, intermediate: int, plain: bool) 
 def read_sizes(
     files: Files, target: TargetConfig, prefix: str, plain: bool = False
 ) -> dict[str, Any]:
-    """The fields of `LayerSizes`: two sizes off the tensors, heads and RoPE off config.json.
+    """The fields of `LayerSizes`: two sizes from the tensors, heads and RoPE from config.json.
 
-    `block` is None where it is the target's kind of layer. Raises InputError for files of
-    another target and for tensors that are not there.
+    `block` is None where the layer is of the target's kind. Raises InputError for files of
+    another target and for missing tensors.
     """
     sizes = target_sizes(target)
     check_pairing(files.config, {key: sizes[key] for key in _SHARED})
@@ -66,7 +66,7 @@ def read_sizes(
 def write_sizes(
     cfg: LayerSizes, target: TargetConfig, layout: FileLayout, method: str, plain: bool = False
 ) -> dict[str, Any]:
-    """The config.json of a model with this one layer; InputError for layouts there are not."""
+    """The config.json of a model with this one layer; InputError for a layout without them."""
     if layout not in ("ours", "authors"):
         raise InputError(
             f"drafters of kind {method} have no layout {layout}: choose ours or authors"

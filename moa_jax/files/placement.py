@@ -1,4 +1,4 @@
-"""Arrays on their way between tensor files and devices, one at a time."""
+"""Moves arrays between tensor files and devices, one at a time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def read_params(
             continue
         if row == 0:
             leaves[path] = jnp.zeros(shape, dtype, device=where)
-        packed_row = _place(packed, where and _without_rows(where))
-        leaves[path] = _set_row(leaves[path], packed_row, np.int32(row), where)
+        each = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+        leaves[path] = _set_row(leaves[path], _place(packed, each), np.int32(row), where)
     return convert.nest(leaves)
 
 
@@ -56,7 +56,7 @@ def write_params(
 ) -> None:
     """Write every array of a parameter tree under its stored names, a few at a time.
 
-    `constants` are integer or boolean tensors that stand beside them.
+    `constants` are integer or boolean tensors to be written beside them.
     """
     constants = constants or {}
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
@@ -68,7 +68,7 @@ def write_params(
 
 
 def _place(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    """Put a host array where it lives, and wait, so that host arrays do not pile up."""
+    """Copy a host array to its devices, and wait, so that host arrays do not pile up."""
     if sharding is None:
         return jax.device_put(array).block_until_ready()
     placed = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
@@ -81,7 +81,3 @@ def _set_row(
 ) -> jax.Array:
     stack = jax.lax.dynamic_update_index_in_dim(stack, row, index, axis=0)
     return stack if sharding is None else jax.lax.with_sharding_constraint(stack, sharding)
-
-
-def _without_rows(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

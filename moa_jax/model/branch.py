@@ -1,4 +1,4 @@
-"""A branch that leaves caches where they are."""
+"""A branch that does not copy caches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Carry = TypeVar("Carry")
 
 
 def when(wanted: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """`function(carry)` if `wanted`, else `carry` as it is.
+    """`function(carry)` if `wanted`, else `carry` itself.
 
-    A loop of no or one turn: XLA updates what a loop carries in place, and copies what the
-    branches of a conditional share.
+    It is a loop of at most one turn: XLA updates what a loop carries in place, but copies what
+    the branches of a conditional share.
     """
 
     def once(pair: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:

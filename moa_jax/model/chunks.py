@@ -1,6 +1,6 @@
-"""Work along the token axis done a piece at a time and computed again in the backward pass.
+"""Work along the token axis, a piece at a time; the backward pass computes each piece again.
 
-T tokens     | C | C | C | rest |      one piece's intermediate arrays live at a time
+T tokens     | C | C | C | rest |      intermediate arrays of one piece live at a time
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Array = jax.Array
 def sum_over(function: Callable[[Any], Any], arrays: Any, size: int, axis: int = 1) -> Any:
     """The sum of `function(piece)` over pieces of `size` tokens of arrays along `axis`.
 
-    `size` 0 takes all tokens at once. Neither direction keeps more than one piece's
-    intermediate arrays.
+    `size` 0 takes all tokens at once. Forward and backward pass keep the intermediate arrays of
+    one piece at a time.
     """
     T = jax.tree.leaves(arrays)[0].shape[axis]
     if not 0 < size < T:
@@ -52,7 +52,7 @@ def map_over(function: Callable[[Any], Array], arrays: Any, size: int, axis: int
 
 
 def _again(function: Callable[[Any], Any], arrays: Any, axis: int) -> Callable[..., Any]:
-    """`function` of one piece, which the backward pass computes again."""
+    """`function` of one piece, to be computed again in the backward pass."""
 
     def piece(start: Array | int, size: int) -> Any:
         cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis)  # noqa: E731

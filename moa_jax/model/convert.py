@@ -1,8 +1,8 @@
 """Hugging Face names and shapes on one side, our configs and parameter trees on the other.
 
-A `Table` says, for each array of a parameter tree, which stored tensors it is packed
-from. It is the only place that knows their names; loading, saving, and the checks for
-missing or misshapen tensors all walk the same table. No files are touched here.
+A `Table` says, for each array of a parameter tree, which stored tensors it is packed from. Only
+the table knows their names: loading, saving, and the checks for missing or misshapen tensors all
+walk it. This module touches no files.
 
     stored (out, in)                           ours (in, out), parts joined on axis -2
     q_proj (K*G*E, D)   turn, split      -->   +---------------------+-----+-----+
@@ -31,7 +31,7 @@ Axes = tuple[str | None, ...]  # logical names of an array's axes, see moa_jax/m
 
 
 class Packing(NamedTuple):
-    """One of our arrays as parts, each of them one stored tensor."""
+    """An array of our parameter tree as parts, each of which is one stored tensor."""
 
     axes: Axes
     names: tuple[str, ...]
@@ -63,13 +63,13 @@ def vector(axes: Axes, names: tuple[str, ...], *parts: Shape) -> Packing:
 
 
 def embedding(name: str, rows: int, width: int) -> Packing:
-    """A table of vectors, stored as we keep it."""
+    """A table of vectors, which is stored as it is here."""
     shape = (rows, width)
     return Packing(("table", None), (name,), (shape,), (shape,), turned=False)
 
 
 def pack(packing: Packing, tensors: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
-    """Pack stored tensors, taken one at a time, into a new array of `packing.shape`."""
+    """Pack stored tensors, read one at a time, into a new array of `packing.shape`."""
     packed = np.empty(packing.shape, dtype)
     for tensor, part, place in zip(tensors, packing.parts, _places(packing), strict=True):
         if packing.turned and tensor.ndim == 2:
@@ -80,7 +80,7 @@ def pack(packing: Packing, tensors: Iterable[np.ndarray], dtype: Any) -> np.ndar
 
 
 def _turn(source: np.ndarray, turned: np.ndarray) -> None:
-    """Move the last axis to the front, a few rows at a time: plain numpy takes 3x as long."""
+    """Move the last axis to the front, 64 rows at a time: plain numpy takes 3 times as long."""
     for index in np.ndindex(*source.shape[:-2]):
         for start in range(0, source.shape[-2], 64):
             rows = slice(start, start + 64)
@@ -89,7 +89,7 @@ def _turn(source: np.ndarray, turned: np.ndarray) -> None:
 
 
 def unpack(packing: Packing, packed: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each stored tensor's name and value, as contiguous arrays; inverse of `pack`."""
+    """Yield the name and the contiguous value of each stored tensor; the inverse of `pack`."""
     for name, stored, place in zip(packing.names, packing.stored, _places(packing), strict=True):
         part = packed[place]
         tensor = part.reshape(stored[::-1]).T if packing.turned else part
@@ -171,12 +171,12 @@ def block_table(cfg: BlockConfig, prefix: str) -> Table:
 
 
 def under(path: Path, table: Table) -> Table:
-    """The same table one room deeper in the parameter tree."""
+    """The same table, one level deeper in the parameter tree."""
     return {path + leaf: packing for leaf, packing in table.items()}
 
 
 def target_table(cfg: TargetConfig) -> Table:
-    """A whole target, one array a layer: paths are ("layers", i, ...)."""
+    """A whole target, with an array for each layer: paths are ("layers", i, ...)."""
     width = cfg.block.hidden_size
     table = {("embed",): embedding("model.embed_tokens.weight", cfg.vocab_size, width)}
     for i in range(cfg.num_layers):

@@ -1,9 +1,9 @@
 """The parts of a decoder layer: RMSNorm, rotary embeddings, grouped attention, SwiGLU, block.
 
 The modules hold shapes only; weights are a plain dict of arrays that goes through `apply`.
-Norms, rotary angles and softmax are float32 whatever the weights are: their sums lose more
-in bfloat16 than they save. Queries, keys and values are packed per key-value head, gate and
-up side by side, so that one product reads each weight once and a mesh can split heads.
+Norms, rotary angles and softmax are float32 whatever the weights are: in bfloat16 they would
+lose more than they save. Queries, keys and values are packed by key-value head, gate and up side
+by side, so that one product reads each weight once and a mesh can split the heads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rotation(cfg: BlockConfig, position_BT: Array) -> Rotation:
 
 
 def rotate(x: Array, turn: Rotation) -> Array:
-    """`x` (B, T, heads..., E) turned by its token's angles: first half pairs with second."""
+    """`x` (B, T, heads..., E) rotated by its token's angles; the two halves of E are the pairs."""
     spread = (slice(None), slice(None), *(None,) * (x.ndim - 3))
     cos, sin = turn.cos_BTE[spread], turn.sin_BTE[spread]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -73,7 +73,7 @@ def attend(q_BTKGE: Array, kv: KV, mask_BTS: Array) -> Array:
     The queries of a group join the token axis, so that both products are plain batched
     matrix products and the scores, the largest array here, are never transposed.
     """
-    if q_BTKGE.shape[1] > QUERY_CHUNK:  # or the scores of long rows take more than all weights
+    if q_BTKGE.shape[1] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
         part = lambda piece: _attend(piece[0], kv, piece[1])  # noqa: E731
         mask_BTS = jnp.broadcast_to(mask_BTS, (q_BTKGE.shape[0], *mask_BTS.shape[1:]))
         return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
@@ -183,7 +183,7 @@ class Block(nn.Module):
         self.mlp = MLP(self.cfg)
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
-        """Only the cache rows that these tokens leave: no attention, no feed-forward."""
+        """The cache rows of these tokens alone: no attention, no feed-forward."""
         return self.attention.project(self.input_norm(x_BTD), turn)[1]
 
     def __call__(
@@ -194,7 +194,7 @@ class Block(nn.Module):
         past: KV | None = None,
         start_B: Array | None = None,
     ) -> tuple[Array, KV, KV | None]:
-        """The block's output, its new rows, and the cache with these rows written at start.
+        """The block's output, its new rows, and the cache with these rows written at `start_B`.
 
         Without a cache, tokens attend to each other only and S is T.
         """
@@ -220,7 +220,7 @@ class CrossBlock(nn.Module):
         self.mlp = MLP(cfg)
 
     def rows(self, memory_BTD: Array, turn: Rotation) -> KV:
-        """The cache rows of memory vectors, keys turned at their own tokens' positions."""
+        """The cache rows of memory vectors, with keys rotated by the positions of their tokens."""
         return self.attention.rows(self.input_norm(memory_BTD), turn)
 
     def __call__(self, x_BTD: Array, turn: Rotation, memory: KV, mask_BTS: Array) -> Array:
@@ -229,7 +229,7 @@ class CrossBlock(nn.Module):
         return x_BTD + self.mlp(self.post_attention_norm(x_BTD))
 
     def both(self, x_BTD: Array, memory_BTD: Array, turn: Rotation, mask_BTT: Array) -> Array:
-        """Queries and memory of the same tokens at once, as in training (and for `init`)."""
+        """The block's output where queries and memory are of the same tokens, as in training."""
         return self(x_BTD, turn, self.rows(memory_BTD, turn), mask_BTT)
 
 

@@ -4,10 +4,10 @@ Weights are a plain dict:
 
     embed (V, D)    layers    final_norm.scale (D,)    lm_head (D, V), absent when tied
 
-`layers` is either a list of L blocks, run one after the other (decoding: each weight and
-each cache is an array of its own, so nothing is copied), or one block whose leaves carry a
-leading L axis, run by `scan` (training: one compile for any depth). One pass serves
-prefill, plain decoding, chains and trees: they differ in positions and masks only.
+For decoding, `layers` is a list of L blocks, run one after the other: each weight and each cache
+is an array of its own, so that nothing is copied. For training it is one block whose leaves have
+a leading L axis, run by `scan`: it compiles in the same time for any depth. The same pass serves
+prefill, plain decoding, chains and trees, which differ only in positions and masks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> A
 
 
 def unembed(params: Params, hidden_BTD: Array) -> Array:
-    """Float32 logits (B, T, V) of final-normed states; tied weights when there is no head."""
+    """Float32 logits (B, T, V) of final-normed states; without a head the embedding serves."""
     dtype = hidden_BTD.dtype
     if "lm_head" in params:
         head = params["lm_head"].astype(dtype)
@@ -95,9 +95,9 @@ def forward(
 ) -> Pass:
     """One pass over T new tokens.
 
-    Without caches tokens attend to each other (S is T); with caches their rows are first
-    written at `start_B` and they attend to the whole cache through the mask. `tap` names
-    residual streams: i is the one that enters layer i, so 0 is the embedding.
+    Without caches tokens attend to each other, and S is T. With caches their rows are written at
+    `start_B`, then they attend to the whole cache through the mask. `tap` names residual streams
+    by the layer they enter, so 0 is the embedding.
     """
     x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
     turn = rotation(cfg.block, position_BT)
@@ -122,7 +122,7 @@ def apply_blocks(
     start_B: Array | None = None,
     tap: Sequence[int] = (),
 ) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
-    """Runs a list of layers one by one, or stacked layers (no caches) by `scan`."""
+    """Runs a list of layers one by one, or stacked layers, which take no caches, by `scan`."""
     block = Block(cfg)
     if isinstance(layers, list):
         streams, rows, written = [], [], []

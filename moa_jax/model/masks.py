@@ -27,8 +27,8 @@ def causal(segment_BT: Array) -> Array:
 def known_until(known_BT: Array, segment_BT: Array) -> Array:
     """Index of the last known token at or before each token, in its segment; (B, T) int32.
 
-    Known tokens are those whose target activations decoding would have. A segment without
-    one counts its first token as known.
+    Known tokens are those whose target activations a drafter would have in decoding. In a
+    segment without any, the first token counts as known.
 
         known  1 1 0 0 0 1 0 0
         start  0 1 1 1 1 5 5 5
@@ -45,8 +45,8 @@ def known_until(known_BT: Array, segment_BT: Array) -> Array:
 def known_past(segment_BT: Array) -> Array:
     """`known_until` where everything before a token counts as known; (B, T) int32.
 
-    Each token stands as the first one of a round does: its own activations are not there yet.
-    The first of a segment has nothing before it and sees itself. With `bounded_memory`:
+    Every token is treated as the first of a round, whose own activations are not there yet. The
+    first token of a segment has nothing before it, and sees itself. With `bounded_memory`:
 
         segment 1 1 1 1 2 2
         start   0 0 1 2 4 4
@@ -58,17 +58,17 @@ def known_past(segment_BT: Array) -> Array:
               2 . . . . x .
               2 . . . . x .
 
-    References: paper section 3, what training without the T-step bound would be.
+    References: paper section 3, training without the T-step bound.
     """
     first_BT = known_until(jnp.zeros(segment_BT.shape, bool), segment_BT)
     return jnp.maximum(first_BT, jnp.arange(segment_BT.shape[1], dtype=jnp.int32) - 1)
 
 
 def bounded_memory(start_BT: Array, segment_BT: Array) -> Array:
-    """Cross-attention sees the memory of known tokens only; (B, T, T), never the future.
+    """Cross-attention sees the memory of known tokens, never of the future; (B, T, T).
 
-    A query drafted 1, 2, 3 steps after the last known token sees the same memory, as it will
-    in decoding, where the target has verified nothing newer.
+    Queries 1, 2 and 3 steps after the last known token see the same memory, as in decoding,
+    where the target has verified nothing newer.
 
         known  1 1 0 0 1 0
              1 x . . . . .
@@ -85,7 +85,7 @@ def bounded_memory(start_BT: Array, segment_BT: Array) -> Array:
 
 
 def staircase(start_BT: Array, segment_BT: Array) -> Array:
-    """Self-attention that sees only tokens after the last known one, and itself; (B, T, T).
+    """Self-attention sees only tokens after the last known one, and itself; (B, T, T).
 
         known  1 1 0 0 1 0
              1 x . . . . .
@@ -106,9 +106,9 @@ def staircase(start_BT: Array, segment_BT: Array) -> Array:
 def on_policy(start_BT: Array, segment_BT: Array) -> Array:
     """Reused layers see the target's rows up to the last known token, drafts after; (B, T, 2T).
 
-    The first T rows are the target's own keys and values of the tokens, the other T those of
-    the drafter's stream. A token drafted 1, 2, 3 steps after the last known one sees the same
-    rows of the target and the drafts since then, as a chain does in decoding.
+    The first T rows are the target's keys and values of the tokens, the other T those of the
+    drafter's stream. Tokens 1, 2 and 3 steps after the last known one see the same rows of the
+    target, and the drafts since then, as a chain does in decoding.
 
         known      target's     drafts'
              1 x . . . . . | . . . . . .
@@ -127,12 +127,12 @@ def on_policy(start_BT: Array, segment_BT: Array) -> Array:
 
 
 def fed_back(segment_BT: Array, step: int) -> Array:
-    """What a drafter sees that is fed its own features, in pass `step`; (B, T, (step + 1) T).
+    """Drafters fed their own features: what a token sees in pass `step`; (B, T, (step + 1) T).
 
-    In pass j each token is drafted as the (j + 1)-th after the last known one: it sees the rows
-    of the first pass, made of true features, up to j tokens before itself, and of each later
-    pass i the one row on its path. Pass 2, one segment (0 is its first token, which has no
-    feature before it and is seen by itself alone):
+    In pass j each token is the (j + 1)-th after the last known one. Of the first pass, whose
+    features are the target's, it sees the rows up to j tokens before itself; of each later pass i
+    it sees the one row on its path. Pass 2 of one segment, whose first token 0 has no feature
+    before it and is seen by itself alone:
 
              pass 0         pass 1         pass 2
         0    . . . . .    | . . . . .    | x . . . .
@@ -158,9 +158,9 @@ def fed_back(segment_BT: Array, step: int) -> Array:
 def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Array:
     """Cross-attention sees whole blocks of `size` tokens before a token's own; (B, T, T).
 
-    Blocks count from the start of each conversation. In decoding memory ends where the target
-    last verified, here at the last block: its tokens are drafted 1 to `size` steps after it.
-    Those of the first block see nothing. With a size of 2:
+    Blocks are counted from the start of each conversation. In decoding memory ends with the last
+    verified token; here it ends with the block before, 1 to `size` tokens back. Tokens of the
+    first block see nothing. With a size of 2:
 
         block 0 0 1 1 2 0
             0 . . . . . .
@@ -177,18 +177,18 @@ def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Array:
 
 
 def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
-    """New nodes see all verified rows of the cache and, among what follows, their ancestors.
+    """New nodes see all verified rows of the cache and, of the rows after them, their ancestors.
 
-    Shape (B, N, rows). X nodes stand in the cache at rows length .. length + X - 1, the N that
-    ask last among them; rows after them are left-overs and stay hidden. A prompt, a chain and
-    a single token are lines: their ancestor matrix is a lower triangle.
+    Shape (B, N, rows). X nodes stand in the cache at rows length to length + X - 1; the N that
+    attend are the last of them. Rows behind them are left-overs and stay hidden. A prompt, a
+    chain and a single token have a lower triangle as ancestor matrix, see `line`.
 
         rows      0 1 2 | 3 4 5 | 6 7     length 3, N 3: a root with two children
         root      x x x | x . . | . .
         child a   x x x | x x . | . .
         child b   x x x | x . x | . .
 
-    `ancestor_BNX` holds the node itself; a first axis of 1 serves every row of a batch.
+    A node is among its own ancestors; a first axis of 1 serves every row of a batch.
     """
     B, shape = length_B.shape[0], ancestor_BNX.shape[1:]
     ancestor_BNX = jnp.broadcast_to(ancestor_BNX, (B, *shape))
@@ -199,5 +199,10 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
 
 
 def line(num_nodes: int) -> Array:
-    """The ancestor matrix of a chain, (1, N, N): each node descends from all before it."""
+    """The ancestor matrix of a chain, (1, N, N): each node descends from all nodes before it.
+
+    root      x . .
+    child     x x .
+    its child x x x
+    """
     return jnp.tril(jnp.ones((1, num_nodes, num_nodes), bool))

@@ -1,13 +1,13 @@
-"""Which part of every array a device holds: logical names of axes, and one table of rules a mode.
+"""Which part of each array a device holds: logical names of axes, and rules for them.
 
     mesh    data     rows of a batch; weights are copied
-            fsdp     rows of a batch; weights are cut, and gathered layer by layer when used
+            fsdp     rows of a batch; weights are split, and gathered layer by layer when used
             tensor   heads, feed-forwards and vocabulary of every layer
 
     (D, K, G+2, E)  "embed", "kv_heads", None, None  --TRAIN-->  P("fsdp", "tensor", None, None)
 
-Names stand beside shapes in the tables of `convert.py`. Unknown names, and two axes of one array
-on the same mesh axis, raise: silence would copy weights to every device.
+The tables of `convert.py` hold the names beside the shapes. An unknown name is an error, and so
+are two axes of one array on the same mesh axis: else weights would silently be copied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAIN: Rules = {
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """The mesh of `devices`; InputError where their number does not come out."""
+    """The mesh of `devices`; InputError where its sizes do not multiply to their number."""
     sizes = [cfg.data, cfg.fsdp, cfg.tensor]
     given = math.prod(size for size in sizes if size > 0)
     sizes = [len(devices) // given if size == -1 else size for size in sizes]
@@ -58,9 +58,9 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def spec(axes: convert.Axes, rules: Rules = TRAIN) -> PartitionSpec:
-    """The mesh axes of an array with these logical axes; None is an axis that is never cut.
+    """The mesh axes of an array with these logical axes; None is an axis that is never split.
 
-    Raises KeyError for a name without a rule, ValueError where one mesh axis would cut twice.
+    Raises KeyError for a name without a rule, ValueError where one mesh axis would split two.
     """
     parts = [None if name is None else rules[name] for name in axes]
     used = [axis for part in parts for axis in ((part,) if isinstance(part, str) else part or ())]
@@ -109,20 +109,21 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """`x` with its leading axes cut as the training rules say; as it is where no mesh is set."""
+    """`x` with its leading axes split as the training rules say; unchanged where no mesh is set."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes, TRAIN))
 
 
 def local_rows(sharding: NamedSharding, shape: convert.Shape) -> slice:
-    """The rows of an array of this shape that this process's devices hold between them."""
-    held = [index[0].indices(shape[0]) for index in _addressable(sharding, shape)]
+    """The rows of an array of this shape that the devices of this process hold together."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    held = [index[0].indices(shape[0]) for index in indices]
     return slice(min(start for start, *_ in held), max(stop for _, stop, _ in held))
 
 
 def place_rows(read: Callable[[slice], Any], sharding: NamedSharding, shape: convert.Shape) -> Any:
-    """A tree of arrays (rows, ...) on its devices; `read` gives this process's rows of it."""
+    """A tree of arrays (rows, ...) on devices; `read` gives the rows of this process."""
     mine = local_rows(sharding, shape)
 
     def put(array: np.ndarray) -> jax.Array:
@@ -133,10 +134,6 @@ def place_rows(read: Callable[[slice], Any], sharding: NamedSharding, shape: con
         return jax.make_array_from_callback((shape[0], *array.shape[1:]), sharding, part)
 
     return jax.tree.map(put, read(mine))
-
-
-def _addressable(sharding: NamedSharding, shape: convert.Shape) -> list[tuple[slice, ...]]:
-    return list(sharding.addressable_devices_indices_map(shape).values())
 
 
 def _checked(sharding: NamedSharding, shape: convert.Shape, name: str) -> NamedSharding:

@@ -9,6 +9,7 @@ import pytest
 
 from configs import demo_target, tiny
 from infer.flags.config_file import read_config
+from moa_jax import config
 from moa_jax.config import MAX_DEPTH, DistillConfig, DraftShape, PretrainConfig
 from moa_jax.training.optim import schedule
 from tests.model_folders import refusal
@@ -58,6 +59,13 @@ def test_a_schedule_without_warm_up_or_decay_is_constant():
 def test_a_chain_has_an_end():
     assert DraftShape(MAX_DEPTH).num_drafted == MAX_DEPTH - 1
     assert f"choose at most {MAX_DEPTH}" in refusal(DraftShape, MAX_DEPTH + 1)
+
+
+@pytest.mark.parametrize("module", [config.model, config.draft, config.train])
+def test_the_package_has_the_classes_of_its_modules(module):
+    """Whoever adds a config to one of them adds its name to moa_jax/config/__init__.py."""
+    classes = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    assert classes and all(getattr(config, x.__name__) is x for x in classes)
 
 
 # ---- config files -------------------------------------------------------------------------

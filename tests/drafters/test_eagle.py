@@ -103,8 +103,8 @@ def test_draft_loss_and_gradients(folder, noise):
             tapped = tap(target.config, functions, target.params, batch, jnp.float32)
             shared = functions.borrow(target.params)
             given = (params, shared, batch)
-            lesson = feedback.lesson(layer, objective.feedback, *given, tapped, noise_2BTD)
-            return feedback.loss_of(layer, objective, *given, lesson, jnp.float32(0))
+            inputs = feedback.fed_inputs(layer, objective.feedback, *given, tapped, noise_2BTD)
+            return feedback.loss_of(layer, objective, *given, inputs, jnp.float32(0))
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -131,8 +131,8 @@ def test_draft_features(folder):
     def features(batch):
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         embedding_BTD = target.params["embed"][batch.tokens_BT]
-        lesson = feedback.Lesson(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
-        return feedback.passes(layer, drafter.params, lesson, batch, 1)[0]
+        inputs = feedback.FedInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
+        return feedback.passes(layer, drafter.params, inputs, batch, 1)[0]
 
     real_BT = np.asarray(batch.segment_BT[:, 1:] > 0)
     ours, theirs = features(batch)[:, 1:], arrays["noise0/feature"][:, :-1]

@@ -6,11 +6,11 @@
                                           |
                                           +-> [last N target layers, final norm] -> head
 
-N is `target_layer_inference`. With N = 0 the output of CA goes to the head as it is: it is
+N is `target_layer_inference`. With N = 0 the output of CA goes to the head directly: it is
 trained to resemble the target's final-normed state.
 
-Two ablations leave parts out: `layer_mixing` mean or last puts the mean over layers, or the
-last layer, in the place of LSA, and without `has_self_attention` embeddings go to CA.
+Two ablations leave parts out: `layer_mixing` "mean" or "last" replaces LSA by the mean over
+layers or by the last layer, and without `has_self_attention` embeddings go straight to CA.
 
     blocks.py   shapes, weights, memory      train.py   known tokens, training forward, loss
     decode.py   caches, extend, step         files.py   the names in its files

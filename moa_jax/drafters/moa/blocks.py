@@ -3,8 +3,8 @@
     target's keys and values of all L layers, one verified token
         -> LSA (attention over the layer axis) -> mean -> Ekv2E  = one memory vector
 
-Memory is computed once per verified token: drafting needs no activation of the target
-(T-step bounded). Without LSA it is made of the plain mean, or of the last layer.
+Memory is computed once per verified token, so that drafting needs no activation of the target
+(T-step bounded). Without LSA it is the plain mean over layers, or the last layer, projected.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Array = jax.Array
 
 
 class Blocks(NamedTuple):
-    """The shapes of the attention blocks, as authors' train/moa_spec.py builds them.
+    """The shapes of the attention blocks, as in the authors' train/moa_spec.py.
 
-    None stands for a block that an ablation leaves out.
+    None is a block that an ablation leaves out.
     """
 
     self_attention: BlockConfig | None  # the target's kind, with its RoPE scaling, biases, norms
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 
 
 def block_configs(cfg: MoaConfig, target_cfg: TargetConfig) -> Blocks:
-    """Sizes of SA, CA and LSA for a target; InputError when LSA's heads come out odd."""
+    """Sizes of SA, CA and LSA for a target; InputError where LSA would get heads of odd size."""
     block = target_cfg.block
     if not 0 <= cfg.target_layer_inference <= target_cfg.num_layers:
         raise InputError(
@@ -72,8 +72,8 @@ def _over_layers(cfg: MoaConfig, target_cfg: TargetConfig, plain: BlockConfig) -
     if size % 2 or not size:
         raise InputError(
             f"layer self-attention would split a memory of width {width} into {heads} heads of "
-            f"odd size {size}, and rotary embeddings turn pairs: this target cannot have a MoA "
-            "drafter with its own number of heads, but one of layer_mixing mean or last"
+            f"odd size {size}, but rotary embeddings turn pairs: for this target choose "
+            "layer_mixing mean or last"
         )
     return dataclasses.replace(
         plain,
@@ -87,7 +87,7 @@ def _over_layers(cfg: MoaConfig, target_cfg: TargetConfig, plain: BlockConfig) -
 
 @dataclasses.dataclass(frozen=True)
 class Moa:
-    """One drafter for one target; holds shapes only."""
+    """One drafter for one target: shapes, without weights."""
 
     cfg: MoaConfig
     target_cfg: TargetConfig
@@ -128,9 +128,9 @@ class Moa:
         return Linear((self.target_cfg.block.hidden_size,), bias=True)
 
     def memory(self, params: Params, rows_LBKTE: KV, chunk: int = 0) -> Array:
-        """One vector (B, T, D) a token from its keys and values in all layers.
+        """One vector (B, T, D) for each token, from its keys and values in all layers.
 
-        Tokens do not see each other here, so `chunk` of them can be worked on at a time.
+        Tokens do not see each other here, so `chunk` of them can be computed at a time; 0 is all.
         References: paper section 3.1; authors' train/moa_spec.py (per head: key, then value).
         """
         if self.cfg.layer_mixing == "last":

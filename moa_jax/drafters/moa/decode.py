@@ -24,7 +24,12 @@ Array = jax.Array
 
 
 class MoaCache(NamedTuple):
-    """Rows of verified tokens in SA, CA and (N > 0) the drafter's copy of the last N layers."""
+    """Rows of SA, of CA and, with N > 0, of the last N target layers; n = length.
+
+    row           0 ......... n-1 | n ............ | ....... S-1
+    SA, reused    verified tokens | root, drafts   | left-overs, never seen
+    CA            verified tokens | left-overs, never seen
+    """
 
     self_attention: KV | None  # None: a drafter without SA
     cross_attention: KV
@@ -50,7 +55,7 @@ def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
 
 
 def digest(moa: Moa, params: Params, length_B: Array, tapped: Tapped) -> MoaDigest:
-    """Memory of verified tokens as CA's keys and values, and the last N layers' rows."""
+    """CA's keys and values of the tokens' memory, and rows of the target's last N layers."""
     _, ca, _ = moa.blocks
     memory_BTM = moa.memory(params, tapped.rows_LBKTE)
     position_BT = length_B[:, None] + jnp.arange(memory_BTM.shape[1])
@@ -71,7 +76,7 @@ def extend(
     length_B: Array,
     digest: MoaDigest,
 ) -> MoaCache:
-    """Adds verified tokens: SA rows from embeddings, the others as they come."""
+    """Adds verified tokens: SA rows from embeddings, all others from the digest."""
     sa, _, _ = moa.blocks
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1])
     sa_cache = cache.self_attention

@@ -1,13 +1,13 @@
 """Files of Mixture-of-Attentions drafters: the authors' tensor names, four kinds of config.json.
 
-    authors      the target's config with architectures ["MOASpec"]; sizes and N not stored
-    vllm         that of the authors' vLLM fork: model_type "moa_spec" and the six sizes
-    speculators  the target's config nested, as the speculators library does, sizes and N beside
-    ours         sizes and N, and the sizes of the target that the drafter belongs to
+    authors      the target's config with architectures ["MOASpec"], without sizes and N
+    vllm         of the authors' vLLM fork: model_type "moa_spec" and the six sizes
+    speculators  sizes, N and the target's config nested, as in the speculators library
+    ours         sizes, N, and the sizes of the target that the drafter belongs to
 
-Tensors are the same in all, so sizes are read off shapes and stated ones are checked. The
-last two also say what an ablation leaves out; the sizes of that are kept as they were given.
-References: paper section 3.1; names and what is stored, authors' train/moa_spec.py.
+Tensors are the same in all four, so sizes are read off shapes, and stated sizes are checked. The
+last two also say which parts an ablation leaves out, and keep the sizes that those would have.
+References: paper section 3.1; for names and stored tensors, authors' train/moa_spec.py.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 def read_config(
     files: Files, target: TargetConfig, target_layer_inference: int | None
 ) -> tuple[MoaConfig, tuple[str, ...]]:
-    """Read a drafter's sizes off its shapes and N from its config or the caller.
+    """Read a drafter's sizes from its tensors, and N from its config or the caller.
 
     Raises InputError where the files contradict themselves, the target or the caller.
     """
@@ -123,7 +123,7 @@ def read_config(
 def write_config(
     cfg: MoaConfig, target: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of a drafter; raises InputError where the layout cannot say it."""
+    """The config.json of a drafter; InputError where the layout cannot express it."""
     whole, sizes = target_config_to_hf(target), dataclasses.asdict(cfg)
     if layout in ("authors", "vllm") and None in block_configs(cfg, target):
         raise InputError(
@@ -166,7 +166,7 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
 def _check_target(
     config: dict[str, Any], shapes: Mapping[str, Shape], target: TargetConfig
 ) -> None:
-    """Compare whatever config and shapes tell of the target; the fork reuses some of its keys."""
+    """Check all that config and shapes say of the target; the fork uses some keys for itself."""
     stated = config.get("transformer_layer_config", config)
     if stated.get("model_type") == "moa_spec":
         stated = {key: stated.get(key) for key in ("hidden_size", "vocab_size")}
@@ -197,7 +197,7 @@ def _reused_layers(
 
 
 def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
-    """Refuse what the vLLM fork cannot run: it knows plain Llama layers and one cache shape."""
+    """Refuse what the vLLM fork cannot run; it has plain Llama layers and one shape of cache."""
     bare = dataclasses.replace(
         target.block, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
     )
@@ -226,7 +226,7 @@ def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) ->
 
 
 def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that a part which was left out would have had."""
+    """The sizes of a part that an ablation leaves out, as its config.json states them."""
     keys = [f"{part}_{size}" for size in SIZES]
     for key in keys:
         if key not in config:

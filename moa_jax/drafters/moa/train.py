@@ -1,13 +1,13 @@
 """Training a MoA drafter: which tokens count as known, the forward, the loss.
 
-One pass drafts at every position at once. What stands for "the target has verified this far"
-is the last known token: cross-attention sees memory up to it and no further, and reused
-layers get the target's own stream up to it and the drafter's after it. The reference's rule
-for reused layers only comes close to that, `MaskConfig.on_policy_reuse` is exact.
+One pass drafts at every position at once. For each token, the last known token before it stands
+for the end of what the target has verified: cross-attention sees memory up to it and no further,
+and reused layers get the target's own stream up to it and the drafter's stream after it. The
+reference's rule for reused layers is only close to that; `MaskConfig.on_policy_reuse` is exact.
 
-`MaskConfig.bounded` False is standard training, an ablation: the whole past of every token
-counts as known (`masks.known_past`), as if each were the first one of a round. Reused layers
-then follow the exact rule, since no other has one token both drafted and known.
+With `MaskConfig.bounded` False, an ablation, training is the standard one: every token knows its
+whole past (`masks.known_past`), as if it were the first token of a round. Reused layers then
+follow the exact rule, the only one under which a token can be both drafted and known.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ class MoaTrace(NamedTuple):
 def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Draws:
     """Which answer tokens count as known, and which rows use the staircase.
 
-    Known are all prompt tokens and, with variable future length, one token in every period
-    (drawn for each row, counted from the start of a conversation). A row uses the
-    staircase with a probability that falls from 1 to 0 over the first half of the run. In
-    standard training both are off: no token stands far from the last known one, and a
-    staircase would leave it alone.
+    All prompt tokens are known and, with variable future length, one token in every period; the
+    period is drawn for each row and counted from the start of a conversation. A row uses the
+    staircase with a probability that falls from 1 to 0 over the first half of the run. Standard
+    training uses neither, since there each token directly follows its last known one.
     References: paper section 3.3; the authors step the probability once an epoch.
     """
     period_key, stair_key = jax.random.split(key)
@@ -129,10 +128,10 @@ def trace(
 
 
 def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT: Array) -> Array:
-    """TLI by the reference's rule: one stream, true where known, under one causal mask.
+    """TLI by the reference's rule: one causal stream, which is the target's at known tokens.
 
-    A draft then sees the drafter's states of all unknown tokens before it. Decoding would
-    have verified those before the last known one, which itself is computed from them here.
+    A draft then sees the drafter's states of all unknown tokens before it. In decoding the target
+    would have verified those before the last known token.
     """
     block = moa.target_cfg.block
     turn = rotation(block, batch.position_BT)
@@ -145,9 +144,11 @@ def _reuse_on_policy(
 ) -> Array:
     """TLI as in decoding: the target's own rows up to the last known token, drafts after it.
 
-    Each layer's cache holds the target's T rows, already tapped, and room for the T of the
-    drafter's stream: `masks.on_policy` says who sees which. So the true stream is not run
-    again, and known tokens, which see only true rows, end in the target's own output.
+        rows of each layer   0 ........ T-1 | T ............ 2T-1
+                             the target's   | the drafter's stream
+
+    The target's rows were tapped, so its stream is not run again; `masks.on_policy` says which
+    rows a token sees. Known tokens see only the target's, and so give the target's own output.
     """
     block, reused = moa.target_cfg.block, moa.cfg.target_layer_inference
     B, T = batch.tokens_BT.shape
@@ -181,7 +182,7 @@ def loss(
     key: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """What `objective` asks for: a token loss and, unless it has faded out, a feature loss."""
+    """The loss that `objective` asks for: of tokens and, unless it has faded out, of features."""
     draws = draw(objective.masks, key, batch, progress)
     found = trace(moa, objective, params, shared, batch, tapped, draws)
     return loss_of(found, shared, batch, tapped, objective, progress)
@@ -195,10 +196,11 @@ def loss_of(
     objective: Objective,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss and its parts for a training forward, means over answer tokens.
+    """The loss of a training forward and its parts, means over answer tokens.
 
-    The feature distance is that of what goes to the head; with TLI, half of it is that of what
-    enters the reused layers. References: paper section 3.4; authors' train/moa_spec.py.
+    The feature loss is the distance of what goes to the head from the target's; with TLI, half of
+    it is the distance of what enters the reused layers.
+    References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
     head = partial(llama.unembed, shared)
@@ -222,14 +224,14 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The features of unknown tokens, exactly those of decoding from the last known one.
+    """The features of unknown tokens, exactly as in decoding from the last known one.
 
-    One pass is enough for any `horizon`: nothing of a draft is fed back.
+    One pass is right for any `horizon`, since no feature of a draft is fed back.
     """
     draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
     return trace(moa, AS_DECODED, params, shared, batch, tapped, draws).feature_BTD
 
 
 def staircase_threshold(progress: Array) -> Array:
-    """A row's uniform draw at or above this uses the staircase: 0 at first, 1 from half time."""
+    """Rows that draw at least this from [0, 1) use the staircase: 0 at first, 1 from half time."""
     return jnp.minimum(2.0 * progress, 1.0)
