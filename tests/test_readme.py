@@ -22,7 +22,6 @@ from tests.drafting import (
     loss_and_gradient,
     untrained,
 )
-from tests.train.test_training import small_target  # noqa: F401
 
 FENCED = re.compile(r"```python\n# (\S+)\n(.*?)```", re.DOTALL)
 

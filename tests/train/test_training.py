@@ -36,7 +36,7 @@ from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.metrics import read_records
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
-from train import distill, export, pretrain
+from train import distill, export
 from train.run.settings import load_config
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
@@ -76,14 +76,6 @@ def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillCo
         output=str(folder / "draft"),
         horizon=3,
     )
-
-
-@pytest.fixture(scope="module")
-def small_target(tmp_path_factory) -> Path:
-    """The folder of a target trained for a dozen steps."""
-    folder = tmp_path_factory.mktemp("pretrain")
-    pretrain.pretrain(pretrain_config(folder))
-    return folder / "target"
 
 
 def metrics(folder: Path, kind: str) -> list[dict]:
