@@ -27,7 +27,6 @@ from tests.drafting import (
     loss_and_gradient,
     untrained,
 )
-from tests.train.test_training import small_target  # noqa: F401
 
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md"))]

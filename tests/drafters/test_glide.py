@@ -27,7 +27,6 @@ from tests.drafting import (
     untrained,
 )
 from tests.model_folders import assert_same_tensors, edit_json, refusal
-from tests.train.test_training import small_target  # noqa: F401
 
 CONFIG = GlideConfig(2, 44, 3)
 recorded = pytest.mark.parametrize("folder", golden_cases("glide_", "train.npz"))
@@ -178,5 +177,5 @@ def test_saved_as_it_is_loaded_and_for_its_target_alone(calm_target, tmp_path): 
 
 
 @pytest.mark.slow
-def test_a_trained_one_decodes(small_target, tmp_path):  # noqa: F811
+def test_a_trained_one_decodes(small_target, tmp_path):
     assert_training_makes_a_drafter(small_target, tmp_path, GlideConfig(1, 24, 4))

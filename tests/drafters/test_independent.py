@@ -28,7 +28,6 @@ from tests.drafting import (
     untrained,
 )
 from tests.model_folders import refusal, tensors_of
-from tests.train.test_training import small_target  # noqa: F401
 
 BORROWED = "independent-borrowed"
 AUTHORS = "spec_model."  # before the names of recorded gradients
@@ -211,6 +210,6 @@ def test_a_draft_vocabulary_or_layout_that_does_not_fit_is_refused(calm_target, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [BorrowedConfig, IndependentConfig])
-def test_trained_ones_decode(small_target, tmp_path, kind):  # noqa: F811
+def test_trained_ones_decode(small_target, tmp_path, kind):
     model = first_layer(load_target(small_target), intermediate_size=24)
     assert_training_makes_a_drafter(small_target, tmp_path, kind(model))

@@ -236,7 +236,7 @@ def test_split_client_of_another_version_is_told_so(ask, server):
 
 def test_split_client_with_another_drafter_is_told_so(ask, capsys, tmp_path):
     """The same sizes, other weights; another N."""
-    save_random_pair(tmp_path, "llama", seed=77, num_reused=1)
+    save_random_pair(tmp_path, "llama", seed=77, num_reused=1, num_hidden_layers=3)
     capsys.readouterr()
     said = refused(ask(*IDS, draft=tmp_path / "draft"))
     assert "not the same pair: the drafter's files" in said

@@ -20,7 +20,7 @@ from moa_jax.files.folders import write_json
 from moa_jax.pretrained import describe_target
 from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
-from tests.train.test_training import CONVERSATIONS, distill_config, small_target  # noqa: F401
+from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
 from train.run.grid_report import DRAWS, Tau, interval, render
 

@@ -39,7 +39,7 @@ from moa_jax.training.metrics import read_records
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
-from train import distill, export, plot, pretrain, regenerate, vocabulary
+from train import distill, export, plot, regenerate, vocabulary
 from train.run.settings import check_paths, load_config
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
@@ -79,14 +79,6 @@ def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillCo
         output=str(folder / "draft"),
         horizon=3,
     )
-
-
-@pytest.fixture(scope="module")
-def small_target(tmp_path_factory) -> Path:
-    """The folder of a target trained for a dozen steps."""
-    folder = tmp_path_factory.mktemp("pretrain")
-    pretrain.pretrain(pretrain_config(folder))
-    return folder / "target"
 
 
 def metrics(folder: Path, kind: str) -> list[dict]:
