@@ -1,4 +1,4 @@
-"""What became of the records of one split: counted while they pass, told in one line."""
+"""What became of the records of one split: counted as they pass, reported in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moa_jax.data.chat import Example
 from moa_jax.data.encode import Coder, Outcome
 from moa_jax.errors import InputError
 
-MOST_REASONS = 5  # that the line has room for
+MOST_REASONS = 5  # in the line
 SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows")
 
 
@@ -60,12 +60,12 @@ def total(reports: Sequence[Report]) -> Report:
 
 
 def refusal(place: str, why: str) -> InputError:
-    """What to raise for a record that cannot be used where none may be left out."""
+    """The error for a record that cannot be used, where none may be left out."""
     return InputError(f"{place}: {why} (or set data.bad_records to skip)")
 
 
 class Tally:
-    """Counts what passes through it; `report` tells when all has passed."""
+    """Counts the records that pass through it; `report` is complete when all have passed."""
 
     def __init__(self, paths: Sequence[str], coder: Coder) -> None:
         self._where = ", ".join(paths) or "an empty list of paths"
