@@ -158,13 +158,11 @@ def _given(fused: Computation) -> list[Instruction]:
     """The instructions that made the results of a fusion, whatever cast or reshaped them since."""
     root = _root(fused)
     values = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return [_origin(fused, value) for value in values]
-
-
-def _origin(fused: Computation, value: Instruction) -> Instruction:
-    while value.opcode in SEEN_THROUGH:
-        value = fused[value.operands[0]]
-    return value
+    for index, value in enumerate(values):
+        while value.opcode in SEEN_THROUGH:
+            value = fused[value.operands[0]]
+        values[index] = value
+    return values
 
 
 def _kind(instruction: Instruction) -> str:

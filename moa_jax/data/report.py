@@ -30,7 +30,10 @@ class Report:
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # why -> the first such place
 
     def __str__(self) -> str:
-        reasons = [self._reason(why) for why in list(self.dropped)[:MOST_REASONS]]
+        reasons = []
+        for why in list(self.dropped)[:MOST_REASONS]:
+            place = f" (first: {self.first[why]})" if why in self.first else ""
+            reasons.append(f"{self.dropped[why]} x {why}{place}")
         others = len(self.dropped) - len(reasons)
         told = "; ".join([*reasons, f"{others} other reasons"] if others else reasons)
         return (
@@ -43,10 +46,6 @@ class Report:
     def fill(self) -> float:
         """Share of the rows' places that hold tokens, 0 to 1."""
         return self.tokens / (self.rows * self.row_length)
-
-    def _reason(self, why: str) -> str:
-        place = f" (first: {self.first[why]})" if why in self.first else ""
-        return f"{self.dropped[why]} x {why}{place}"
 
 
 def total(reports: Sequence[Report]) -> Report:

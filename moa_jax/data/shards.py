@@ -35,7 +35,7 @@ from moa_jax.errors import InputError, first_line
 
 FORMAT = 1  # raise it when the same input makes other rows
 MANIFEST = "manifest.json"
-ABANDONED_S = 3600.0  # a build that wrote nothing for so long was interrupted
+ABANDONED_S = 3600.0  # a build at work writes more often than this
 OPEN_FILES = 256  # mapped at a time; each costs a file descriptor
 
 Build = Callable[[], tuple[Iterable[Batch], Callable[[], Report]]]
@@ -127,7 +127,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
-    _sweep(folder)
+    for scratch in folder.parent.glob(f"{folder.name}.*.tmp"):  # of interrupted builds
+        if time.time() - scratch.stat().st_mtime > ABANDONED_S:
+            shutil.rmtree(scratch, ignore_errors=True)
     scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     scratch.mkdir()
     try:
@@ -143,13 +145,6 @@ def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what interrupted builds left behind: one at work writes more often than that."""
-    for scratch in folder.parent.glob(f"{folder.name}.*.tmp"):
-        if time.time() - scratch.stat().st_mtime > ABANDONED_S:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write(folder: Path, number: int, rows: Batch) -> dict[str, Any]:

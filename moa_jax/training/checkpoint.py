@@ -156,7 +156,9 @@ class Checkpoints:
     def _put_aside(self, faults: dict[int, str], good: int) -> None:
         def move() -> None:
             for step, why in faults.items():
-                aside = _free_name(self._folder / f"{step}.damaged")
+                ends = itertools.chain([""], (f".{n}" for n in itertools.count(1)))
+                names = (self._folder / f"{step}.damaged{end}" for end in ends)
+                aside = next(path for path in names if not path.exists())
                 (self._folder / str(step)).rename(aside)
                 print(
                     f"checkpoint {step} is damaged ({why}): put aside as {aside}; "
@@ -347,8 +349,3 @@ def _disk_fault(error: BaseException) -> int | None:
 def _shortened(error: BaseException) -> str:
     text = first_line(error)
     return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
-    return next(name for name in names if not name.exists())

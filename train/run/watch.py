@@ -101,7 +101,8 @@ class Watch:
             self.taus[step] = float(tau)
         if self._log is not None:
             record = self._log.write(step, kind, figures)
-            self._bar.line(f"step {step} {kind}: {_brief(record)}")
+            shown = (f"{n} {x:.4g}" for n, x in record.items() if isinstance(x, float))
+            self._bar.line(f"step {step} {kind}: {', '.join(shown)}")
         self._meter.pause()
 
     def ended(self, step: int, stopped: str) -> None:
@@ -225,8 +226,3 @@ def _shown(speed: Record) -> dict[str, str]:
     if "peak_bytes" in speed:
         shown["memory"] = f"{speed['peak_bytes'] / GIGA:.1f} GB"
     return shown
-
-
-def _brief(record: Record) -> str:
-    shown = {k: v for k, v in record.items() if isinstance(v, float)}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
