@@ -48,24 +48,20 @@ def collect(target: Path = DEMO / "target", draft: Path = DEMO / "draft") -> dic
 
     Raises InputError for a given folder without a readable config.json.
     """
+    ours = {"moa-jax": __version__, "python": platform.python_version()}
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "versions": _versions(),
-        "host": _host(),
+        "versions": ours | {name: metadata.version(name) for name in PACKAGES},
+        "host": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "memory_bytes": pages,
+        },
         **_devices(),
         "folders": (folders := _folders()),
         "compile_cache": _compile_cache(folders["compile_cache"]),
         "pair": {"target": _model(target), "draft": _model(draft)},
     }
-
-
-def _versions() -> dict[str, str]:
-    ours = {"moa-jax": __version__, "python": platform.python_version()}
-    return ours | {name: metadata.version(name) for name in PACKAGES}
-
-
-def _host() -> dict[str, Any]:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"system": platform.platform(), "cores": os.cpu_count(), "memory_bytes": pages}
 
 
 def _devices() -> dict[str, Any]:

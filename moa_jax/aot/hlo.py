@@ -13,7 +13,7 @@ from typing import NamedTuple
 LARGE = 2 * 1024**2  # bytes
 
 MOVES = {"copy", "slice", "dynamic-slice", "concatenate", "transpose", "pad"}
-# A value is the same memory, or as much of it in another type, before and after these.
+# These give the same array back, perhaps as another type or shape.
 SEEN_THROUGH = {"bitcast", "reshape", "convert", "dynamic-update-slice"}
 FOLLOWED = {"while", "conditional", "call", "async-start", "fusion-start"}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
@@ -155,16 +155,14 @@ def _looped(computations: dict[str, Computation]) -> Iterator[Instruction]:
 
 
 def _given(fused: Computation) -> list[Instruction]:
-    """What made the results of a fusion: its roots, seen through what leaves arrays as they are."""
+    """The instructions that made the results of a fusion, whatever cast or reshaped them since."""
     root = _root(fused)
     values = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return [_origin(fused, value) for value in values]
-
-
-def _origin(fused: Computation, value: Instruction) -> Instruction:
-    while value.opcode in SEEN_THROUGH:
-        value = fused[value.operands[0]]
-    return value
+    for index, value in enumerate(values):
+        while value.opcode in SEEN_THROUGH:
+            value = fused[value.operands[0]]
+        values[index] = value
+    return values
 
 
 def _kind(instruction: Instruction) -> str:
@@ -186,8 +184,9 @@ class Traffic(NamedTuple):
 def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
     """Collectives by kind, loops counted in full, and the number of loops of unknown length.
 
-    Those loops count once. Where XLA overlaps a collective with other work, pieces of it stand in
-    several fusions, also of inner loops; they share a channel, and the outermost one counts.
+    A loop of unknown length counts once. Where XLA overlaps a collective with other work, pieces
+    of it stand in several fusions, some in inner loops. They share a channel, and only the
+    outermost piece counts.
     """
     computations = parse(hlo)
     channels: dict[str, tuple[str, int, int]] = {}  # kind, times, bytes received each time

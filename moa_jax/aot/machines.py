@@ -23,9 +23,9 @@ GIB = 1024**3
 GPUS_PER_HOST = 8
 PLANE, CUBE = 16, 4  # sides of the pod of v5e and v6e, and of the block that v5p is built of
 
-# What a process that compiles ahead of time needs: no plugin looks for its chip, libtpu neither
-# asks the cloud where it is nor locks out a second compiler, optimisations are on whatever tests
-# ask for, and nothing goes to the compilation cache, which could not be read back.
+# For a process that compiles ahead of time: no plugin looks for its chip, libtpu neither asks the
+# cloud where it runs nor locks out a second compiler, and optimisation is on even in tests. The
+# compilation cache is off, because its entries could not be read back.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",

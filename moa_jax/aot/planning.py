@@ -5,10 +5,10 @@
 Nothing is measured. Memory and collectives are those of the compiled program, FLOPs those of the
 traced one, and the time is a roofline bound: no step can be faster. Compiling happens in a
 process of its own, since compilers crash. The evaluation between steps is compiled too: it takes
-the whole batch at once, also where the step takes it in parts.
+the whole batch at once, even where the step takes it in parts.
 
-Optimising for a TPU as a run does takes minutes. Told to hurry, libtpu is six times as fast and
-comes out within some percent of the memory, so a verdict that is not close needs no more.
+Full optimisation for a TPU takes minutes. With little, libtpu is six times as fast and its figure
+of memory is right within some percent. That is enough for a verdict that is not close.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CompilerCrash(RuntimeError):
 
 
 def plain(config: DistillConfig) -> DistillConfig:
-    """The same step without chunks and what they compute again."""
+    """The same step without chunks, so that nothing is computed twice."""
     return dataclasses.replace(config, chunks=ChunkConfig(head=0, memory=0))
 
 
@@ -104,7 +104,7 @@ def _crash(code: int) -> str:
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest number that fits, 0 if 1 does not; few calls where `guess` is close."""
+    """The largest number that fits, 0 if 1 does not; a good `guess` saves calls."""
     low, high, stride = 0, None, 1
     while high is None or high - low > 1:
         if fits(guess):
@@ -122,7 +122,7 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def expected_rows(found: Plan) -> int:
-    """The largest batch that should fit, were temporary memory in proportion to its rows."""
+    """The largest batch that should fit if temporary memory grows in proportion to its rows."""
     memory, unit = found["memory"], found["rows_unit"]
     if memory["peak"] is None:
         return unit
@@ -216,7 +216,7 @@ def _compiled(function: Any, options: dict[str, float], *arguments: Any) -> Comp
 
 
 def _used(complaint: str) -> int | None:
-    """Bytes that a program would need at least, from libtpu's words on why it does not fit."""
+    """Bytes that a program needs at least, from libtpu's message that it does not fit."""
     found = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", complaint)
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else None
 
@@ -224,7 +224,7 @@ def _used(complaint: str) -> int | None:
 def _memory(
     held: dict[str, int], step: Compiled, evaluation: Compiled, limit: int
 ) -> dict[str, int | None]:
-    """Bytes on one chip by part; temporary is what the peak holds beside arguments."""
+    """Bytes on one chip by part; `temporary` is the part of the peak that is no argument."""
     fixed, waiting = sum(held.values()), held["optimizer"]  # which is no argument of evaluations
     temporary = None if step.peak is None else step.peak - fixed
     evaluated = None if evaluation.peak is None else evaluation.peak + waiting - fixed

@@ -39,15 +39,15 @@ def read(path: str, sources: Sequence[str] = ()) -> Iterator[dict]:
 
 
 def read_numbered(path: str, sources: Sequence[str] = ()) -> Records:
-    """The records of `read`, each behind its place for messages: `FILE line N` or `record N`."""
+    """The records of `read`, each with its place for messages: `FILE line N` or `record N`."""
     return (found for found in _sound(read_all(path)) if is_from(found[1], sources))
 
 
 def read_all(path: str) -> Found:
-    """Records of all sources with their places; in place of one that cannot be read, the fault.
+    """Records of all sources with their places; an InputError stands for one that is unreadable.
 
-    A fault does not name its place, so that equal ones can be counted. Raises InputError as
-    `read` for all that concerns more than one record.
+    It does not name the place, so that equal faults can be counted. Faults that concern more than
+    one record are raised, as by `read`.
     """
     kind, name = _kind(path)
     if kind == "hub":
@@ -64,7 +64,7 @@ def is_from(record: dict, sources: Sequence[str]) -> bool:
 
 
 def count(path: str) -> int | None:
-    """How many records `read_all` will give, where that is quickly known."""
+    """How many records `read_all` will give, None where that is not quickly known."""
     kind, name = _kind(path)
     if kind == "hub":
         return _count_hub(name)
@@ -74,7 +74,7 @@ def count(path: str) -> int | None:
 
 
 def files_of(path: str) -> list[Path]:
-    """The local files behind a path, in the order of reading; none of a hub id or tfds name."""
+    """The local files of a path, in the order of reading; none for a hub id or tfds name."""
     kind, name = _kind(path)
     if kind == "tfds":
         return []
@@ -122,7 +122,7 @@ def _open_hub(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_retries() -> Iterator[None]:
-    """The hub's client tells of each retry; what our one line says is enough."""
+    """Silences the hub's client, which reports each retry: our one line is enough."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Records into examples: what each record makes, here or in many processes."""
+"""Records into examples, in this process or in many."""
 
 from __future__ import annotations
 

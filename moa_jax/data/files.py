@@ -1,6 +1,6 @@
 """Records from files: JSON Lines, JSON and Parquet, read in a stream and counted.
 
-A record that cannot be read does not end the stream: the fault stands in its place.
+A record that cannot be read does not end the stream: an InputError takes its place.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Found = Iterator[tuple[str, dict | InputError]]  # a place, `FILE line N`, and w
 
 
 class Kind(NamedTuple):
-    """How files of one ending are read, and how their records are counted."""
+    """How files with one ending are read, and how their records are counted."""
 
     read: Callable[[Path], Found]
     count: Callable[[Path], int]
 
 
 def kind_of(file: Path) -> Kind:
-    """By a file's ending; InputError for one that no reader knows."""
+    """The reader for a file's ending; InputError for one that no reader knows."""
     kind = next((kind for end, kind in KINDS.items() if file.name.endswith(end)), None)
     if kind is None:
         raise InputError(f"{file} is of no known kind: use {', '.join(KINDS)}")
@@ -35,7 +35,7 @@ def kind_of(file: Path) -> Kind:
 
 
 def below(path: Path) -> list[Path]:
-    """A file itself, or the data files of a folder in the order of names; InputError if none."""
+    """A file itself, or a folder's data files in the order of names; InputError if it has none."""
     if path.is_file():
         return [path]
     endings = tuple(KINDS)
@@ -75,7 +75,7 @@ def numbered(place: str, records: Iterable[dict | InputError]) -> Found:
 
 
 def missing(error: ImportError, path: str) -> InputError:
-    """What to say where a package is not installed."""
+    """The error for a package that is not installed."""
     return InputError(f"{path} needs the package {error.name}: pip install {error.name}")
 
 

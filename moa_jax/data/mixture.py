@@ -1,8 +1,8 @@
 """Rows of several sources in fixed shares, dealt as statelessly as those of one.
 
 Source p with share w_p gives its k-th row at time (k + 1/2) / w_p, and all rows are dealt in the
-order of their times. So among the first n rows of a run every source has n w_p of them, but for
-a few rows however long the run is, and any batch is found without those before it.
+order of their times. So of the first n rows of a run source p has given n w_p, within a few rows
+however long the run is, and any batch is found without those before it.
 
     shares 1/2, 1/4, 1/4      a b c a  a b c a  a b c a ...
 """
@@ -33,7 +33,7 @@ class Mixture:
         self._order = functools.lru_cache(2 * len(sources))(functools.partial(_order, seed))
 
     def __len__(self) -> int:
-        """Batches that deal as many rows as the sources hold together."""
+        """As many batches as it takes to deal the number of rows that all sources hold."""
         return max(1, sum(len(rows.tokens_BT) for rows in self.sources) // self.rows_per_batch)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
@@ -55,7 +55,7 @@ class Mixture:
 
 
 def deal(shares_P: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows first .. first + count - 1 of a run: their sources, and their numbers in them."""
+    """Rows first .. first + count - 1 of a run: the source of each, and its number there."""
     num_sources = len(shares_P)
     # By time t a source has given t w_p rows to within 1/2, so row n comes at n -+ num_sources.
     begin_P = np.floor((first - num_sources) * shares_P - 0.5).clip(0).astype(np.int64)

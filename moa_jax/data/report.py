@@ -1,4 +1,4 @@
-"""What became of the records of one split: counted while they pass, told in one line."""
+"""What became of the records of one split: counted as they pass, reported in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moa_jax.data.chat import Example
 from moa_jax.data.encode import Coder, Outcome
 from moa_jax.errors import InputError
 
-MOST_REASONS = 5  # that the line has room for
+MOST_REASONS = 5  # in the line
 SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows")
 
 
@@ -30,7 +30,10 @@ class Report:
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # why -> the first such place
 
     def __str__(self) -> str:
-        reasons = [self._reason(why) for why in list(self.dropped)[:MOST_REASONS]]
+        reasons = []
+        for why in list(self.dropped)[:MOST_REASONS]:
+            place = f" (first: {self.first[why]})" if why in self.first else ""
+            reasons.append(f"{self.dropped[why]} x {why}{place}")
         others = len(self.dropped) - len(reasons)
         told = "; ".join([*reasons, f"{others} other reasons"] if others else reasons)
         return (
@@ -44,10 +47,6 @@ class Report:
         """Share of the rows' places that hold tokens, 0 to 1."""
         return self.tokens / (self.rows * self.row_length)
 
-    def _reason(self, why: str) -> str:
-        place = f" (first: {self.first[why]})" if why in self.first else ""
-        return f"{self.dropped[why]} x {why}{place}"
-
 
 def total(reports: Sequence[Report]) -> Report:
     """One report for several paths with rows of one length."""
@@ -60,12 +59,12 @@ def total(reports: Sequence[Report]) -> Report:
 
 
 def refusal(place: str, why: str) -> InputError:
-    """What to raise for a record that cannot be used where none may be left out."""
+    """The error for a record that cannot be used, where none may be left out."""
     return InputError(f"{place}: {why} (or set data.bad_records to skip)")
 
 
 class Tally:
-    """Counts what passes through it; `report` tells when all has passed."""
+    """Counts the records that pass through it; `report` is complete when all have passed."""
 
     def __init__(self, paths: Sequence[str], coder: Coder) -> None:
         self._where = ", ".join(paths) or "an empty list of paths"

@@ -3,10 +3,10 @@
     CACHE/1f0c.../manifest.json     what made the rows, the report, the shards with their sizes
     CACHE/1f0c.../rows-00000.npy    (R, T) of a struct: the arrays of a batch
     CACHE/1f0c....lock              held by the process that builds them
-    CACHE/1f0c....9d2e.tmp/         the rows of a build at work, or of one that was cut
+    CACHE/1f0c....9d2e.tmp/         a build that is at work or was interrupted
 
-The folder's name is a fingerprint of all that decides the rows. It appears with its last shard
-in place, so whatever bears the name is whole.
+The folder's name is a fingerprint of all that decides the rows. It appears when its last shard is
+in place, so a folder of that name is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moa_jax.errors import InputError, first_line
 
 FORMAT = 1  # raise it when the same input makes other rows
 MANIFEST = "manifest.json"
-ABANDONED_S = 3600.0  # a build that wrote nothing for so long was cut
+ABANDONED_S = 3600.0  # a build at work writes more often than this
 OPEN_FILES = 256  # mapped at a time; each costs a file descriptor
 
 Build = Callable[[], tuple[Iterable[Batch], Callable[[], Report]]]
@@ -71,8 +71,8 @@ class Column:
 def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
     """All that decides the rows of these paths.
 
-    Of datasets that other packages keep only the name is known: after a new version of one,
-    remove the cache.
+    Of a dataset that another package keeps only the name is known: remove the cache after a new
+    version of it.
     """
     config, tokenizer, vocab_size = coder
     settings = ("max_length", "row_length", "pack", "answers", "sources")
@@ -92,8 +92,8 @@ def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
 def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, Report]:
     """The rows that `made_from` decides, as columns on disk; built if no run has done so.
 
-    Of processes that want the same rows one builds and the others wait. Raises InputError for a
-    folder that cannot be written and for shards that are damaged.
+    One process builds; others that want the same rows wait. Raises InputError for a folder that
+    cannot be written and for shards that are damaged.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache).expanduser() / key
@@ -117,7 +117,7 @@ def _facts(file: Path) -> list[Any]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other process holds the lock; one that is killed holds it no longer."""
+    """Waits until no other process holds the lock; a process that is killed frees it."""
     with path.open("a") as file:
         with contextlib.suppress(ImportError, OSError):  # without locks, two may build the same
             import fcntl
@@ -127,7 +127,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
-    _sweep(folder)
+    for scratch in folder.parent.glob(f"{folder.name}.*.tmp"):  # of interrupted builds
+        if time.time() - scratch.stat().st_mtime > ABANDONED_S:
+            shutil.rmtree(scratch, ignore_errors=True)
     scratch = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     scratch.mkdir()
     try:
@@ -139,17 +141,10 @@ def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
         try:
             os.rename(scratch, folder)
         except OSError:
-            if not folder.exists():  # else another process was faster, and its rows are the same
+            if not folder.exists():  # else another process was faster; its rows are the same
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what builds that were cut left behind; one at work writes more often than that."""
-    for scratch in folder.parent.glob(f"{folder.name}.*.tmp"):
-        if time.time() - scratch.stat().st_mtime > ABANDONED_S:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write(folder: Path, number: int, rows: Batch) -> dict[str, Any]:

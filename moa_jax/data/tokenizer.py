@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
     """Train a byte-level BPE of at most `vocab_size` tokens and save it as a Hugging Face folder.
 
     Special tokens have the ids 0 to 5, bytes follow, then merges; each digit is its own token.
-    Raises InputError for a vocabulary below 262, a folder that exists, and where no text comes.
+    Raises InputError for a vocabulary below 262, for a folder that exists, and without text.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise InputError(
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a Hugging Face folder or hub id; InputError if there is none."""
-    # Without torch, transformers advises on stderr to install it, as it is imported.
+    # transformers advises on stderr to install torch when it is imported without it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 

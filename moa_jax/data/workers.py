@@ -2,8 +2,8 @@
 
     items --> process 0 .. process n --> results, in the order of the items
 
-Processes are spawned, so that none inherits the threads or devices of this one. Few items are
-on their way at a time, so memory does not grow with their number.
+Processes are spawned, so that none inherits the threads or devices of this one. Only a few items
+are in flight at a time, so memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from moa_jax.errors import InputError
 
 Item, Shared, Result = TypeVar("Item"), TypeVar("Shared"), TypeVar("Result")
-AHEAD = 4  # items on their way for each process
+AHEAD = 4  # items in flight for each process
 
 
 def ordered_map(
@@ -32,8 +32,8 @@ def ordered_map(
 ) -> Iterator[Result]:
     """`function(item, shared)` of each item; `shared` travels once to each process.
 
-    `function` is found by its name, so it stands at the top of a module. Raises what it raises,
-    and InputError where processes are killed or cannot start.
+    `function` is found by its name, so it must stand at the top of a module. Raises what it
+    raises, and InputError where processes are killed or cannot start.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(shared,))
@@ -73,7 +73,7 @@ def _start(shared: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot say goodbye."""
+    """Ends this process when its parent is gone: a killed parent cannot tell it."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -1,6 +1,6 @@
 """Training checkpoints through Orbax: state and settings, never the target.
 
-RUN/lock                   held while a process works on RUN; freed by its death
+RUN/lock                   held while a process works on RUN; free as soon as that process ends
 RUN/checkpoints/STEP/      complete or absent: Orbax renames it into place when all is written
     files.json             size and CRC-32 of every file, as Orbax itself checks sizes only
     meta/                  the settings of the run
@@ -38,14 +38,14 @@ FILES = "files.json"
 PIECE = 1 << 20  # bytes read at a time
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 ROOM = 1 << 20  # bytes that a checkpoint takes beside its arrays
-LONGEST_FAULT = 200  # characters told of a fault that another library words
+LONGEST_FAULT = 200  # characters shown of another library's message
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, which no other process may use meanwhile.
+    """The checkpoints of one run directory, which no other run may use meanwhile.
 
-    All processes of a run make and call it alike; each writes its part of every array, process 0
-    all else. Raises InputError where another run has the directory.
+    Every process of a run makes one and makes the same calls. Each writes its part of every array,
+    and process 0 writes everything else. Raises InputError where another run has the directory.
     """
 
     def __init__(self, config: PretrainConfig | DistillConfig) -> None:
@@ -61,8 +61,8 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=_NewestAndBest(run.keep_checkpoints, self._taus),
                     cleanup_tmp_directories=True,  # what a kill during a save left behind
-                    # Folders are made before the save is in the background, as a disk without
-                    # room for them would else be waited for by threads.
+                    # Folders are made before the save goes to the background: its threads would
+                    # wait for them where the disk has no room.
                     async_options=ocp.AsyncOptions(
                         post_finalization_callback=self._seal,
                         create_directories_asynchronously=False,
@@ -129,7 +129,7 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def rate(self, step: int, tau: float) -> None:
-        """Tells how good the state of a step is: its checkpoint stays while none is better."""
+        """Notes the tau of a step: the checkpoint with the best one is kept."""
         self._taus[step] = tau
 
     def check(self) -> None:
@@ -156,7 +156,9 @@ class Checkpoints:
     def _put_aside(self, faults: dict[int, str], good: int) -> None:
         def move() -> None:
             for step, why in faults.items():
-                aside = _free_name(self._folder / f"{step}.damaged")
+                ends = itertools.chain([""], (f".{n}" for n in itertools.count(1)))
+                names = (self._folder / f"{step}.damaged{end}" for end in ends)
+                aside = next(path for path in names if not path.exists())
                 (self._folder / str(step)).rename(aside)
                 print(
                     f"checkpoint {step} is damaged ({why}): put aside as {aside}; "
@@ -175,10 +177,10 @@ class Checkpoints:
             raise self._unwritten(f"the disk has no room for {needed / 1e6:.0f} MB")
 
     def _seal(self) -> None:
-        """Writes the list of files, after the last of them and before the rename."""
+        """Writes the list of files, when all are written and before the folder is renamed."""
         if is_first():
             (folder,) = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
-            # What stands beside the items is Orbax's own bookkeeping, and written again later.
+            # Files beside the items are Orbax's own bookkeeping, which it writes again later.
             files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
             found = {str(path.relative_to(folder)): _size_and_crc(path) for path in files}
             (folder / FILES).write_text(json.dumps(found), encoding="utf-8")
@@ -284,9 +286,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the pages in which Orbax words a failed write, which we tell in one line.
+    """Silences the pages that Orbax prints about a failed write, which we tell in one line.
 
-    After a fault it stays so, as threads of that write may speak until the process ends.
+    After a fault they stay silenced, as threads of that write may print until the process ends.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
     levels = [logger.level for logger in loggers]
@@ -305,7 +307,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _mute() -> None:
-    """Lets nothing more through to stderr; Python drops its hooks before those threads end."""
+    """Closes stderr for good: Python drops its hooks before the threads of a failed write end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -337,7 +339,7 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
 
 
 def _disk_fault(error: BaseException) -> int | None:
-    """The code of a write that the disk refused; libraries pass it on as an OSError or as text."""
+    """The system's code for a failed write; libraries pass it on as an OSError or as text."""
     for code in DISK_FAULTS:
         if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
             return code
@@ -347,8 +349,3 @@ def _disk_fault(error: BaseException) -> int | None:
 def _shortened(error: BaseException) -> str:
     text = first_line(error)
     return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
-    return next(name for name in names if not name.exists())

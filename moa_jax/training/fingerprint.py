@@ -1,7 +1,7 @@
-"""What makes two runs the same run: their settings, but for bookkeeping and for how it is computed.
+"""What makes two runs the same run: the settings that decide its result.
 
-A run may be resumed with other values of the free settings. A setting that a run was saved without
-is younger than the run, and counts as its default.
+Bookkeeping and the way of computing are free: a run may be resumed with other values of these. A
+setting that a saved run lacks was added later, and counts as its default.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from moa_jax.config import DistillConfig, PretrainConfig
 
 Settings = dict[str, Any]  # dotted names -> values as JSON gives them back
 
-# Each with all below it.
+# Each stands for all settings below it.
 FREE = ("output", "run", "mesh", "chunks", "data.cache", "data.workers", "data.bad_records")
-DECISIVE = ("run.seed", "run.dtype")  # though below a free one
-FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names that first versions saved
+DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
+FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
 MOST_SHOWN = 6
 
 
@@ -56,7 +56,7 @@ def _flat(tree: dict[str, Any], above: str = "") -> Settings:
 
 
 def _defaults(config: Any, above: str = "") -> Settings:
-    """The settings that need not be given, as they are when they are not."""
+    """Every setting that has a default, with its default."""
     found: Settings = {}
     for field in dataclasses.fields(config):
         value = field.default

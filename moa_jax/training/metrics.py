@@ -1,7 +1,7 @@
 """What a run writes down: JSON lines, TensorBoard beside them, and shares of a device's peak.
 
-metrics.jsonl   what the run computed; on a CPU the same, bit for bit, however often it was cut
-speed.jsonl     how fast this machine was at it
+metrics.jsonl   what the run computed; on a CPU bit for bit the same, however often it was resumed
+speed.jsonl     how fast this machine computed it
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class MetricsLog:
-    """Appends to a JSONL file; opened at step s it drops what an earlier run wrote after s.
+    """Appends to a JSONL file; opened at step s, it drops what an earlier run wrote after s.
 
     `kept` holds the records up to s. Raises InputError where the disk takes no more.
     """
@@ -63,7 +63,7 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> Record:
-        """Writes one line and returns it as plain Python numbers; None is one not finite."""
+        """Writes one line and returns it as plain Python numbers, None for those not finite."""
         record = {"step": step, "kind": kind} | {k: _plain(v) for k, v in values.items()}
         with self._telling_faults():
             self._file.write(_line(record))
@@ -92,7 +92,7 @@ class MetricsLog:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a log; one that was cut short, and what follows it, is left out."""
+    """The lines of a log, up to the first that was cut short."""
     found: list[Record] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.split("\n")[:-1]:

@@ -1,7 +1,7 @@
 """One optimiser update, for any loss: accumulate, average, clip, step. No files, no loops.
 
-An update whose loss or gradient is not finite changes nothing but the step count; what follows
-from that is for the caller to say.
+An update whose loss or gradient is not finite changes nothing but the step count. The caller
+decides what follows.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def make_update(
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]:
     """A pure `update(state, frozen, batch) -> (state, metrics)`.
 
-    The rows of a batch are split into `accumulate` micro-batches of neighbouring rows; each
-    has its own mean over answer tokens and the means are averaged, as the authors do. Beside the
-    loss's own metrics there are `loss`, `grad_norm` before clipping, `tokens` of the batch
-    (int32, padding left out) and `finite`: whether parameters and optimiser state were updated.
+    The rows of a batch are split into `accumulate` micro-batches of neighbouring rows. Each has
+    its own mean over answer tokens, and the means are averaged, as the authors do. Besides the
+    loss's own metrics it returns `loss`, `grad_norm` before clipping, `tokens` of the batch
+    (int32, without padding) and `finite`: whether parameters and optimiser state were updated.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 
@@ -71,7 +71,7 @@ def make_update(
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         found = (optax.apply_updates(state.params, updates), opt_state)
-        # Decided here, so that nobody waits for the host; the compiler joins it to the update.
+        # Decided on the device, which then never waits; the compiler fuses it with the update.
         kept = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), found, (state.params, state.opt_state)
         )

@@ -291,6 +291,7 @@ def test_runs_as_a_module():
     command = [sys.executable, "-m", "infer.generate", "--target", "no-such-folder"]
     command += ["--mode", "plain", "--prompt-ids", "1"]
     environment = {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    environment["JAX_COMPILATION_CACHE_DIR"] = ""  # the user's cache is not for tests
     found = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
     )

@@ -25,7 +25,7 @@ Figures = dict[str, Any]  # numbers and lists of numbers, the same whenever they
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What sets one trainer apart from another. Every process of a run calls all of it alike."""
+    """What sets one trainer apart from another. Every process of a run makes the same calls."""
 
     config: PretrainConfig | DistillConfig
     start: Callable[[], TrainState]  # a fresh state, on its devices
@@ -34,7 +34,7 @@ class Job:
     # Compiled; donates the state. Metrics as those of `moa_jax.training.update.make_update`.
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
     evaluate: Callable[[Params, Any], Figures]  # (params, frozen) -> with `simulated_tau`, if any
-    decode: Callable[[Params], Figures] | None = None  # with `tau`, at checkpoints
+    decode: Callable[[Params], Figures] | None = None  # at checkpoints; with `tau`
     flops_per_token: float | None = None  # of an update, recomputation left out
 
 

@@ -23,7 +23,7 @@ class Answered(Protocol):
 class Partial:
     """The growing output: a line for the flags that decide its text, then a line for each batch.
 
-    A cut leaves whole batches and at most half a line, which is cut off.
+    A process that is killed leaves whole batches and at most part of a line, which is removed.
     """
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:

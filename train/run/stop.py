@@ -13,11 +13,11 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Notes the wish to stop, so that it is met between two updates.
+    """Notes a request to stop, which the loop obeys between two updates.
 
-    Of several processes each hears of the wish and all stop after the same update, as jax's
-    preemption service settles it; that service listens to SIGTERM itself, and Ctrl-C is passed on
-    to it. In one process a second Ctrl-C interrupts at once.
+    Several processes stop after the same update, whichever of them was told: jax's preemption
+    service chooses it. That service listens to SIGTERM itself, and Ctrl-C is passed on to it. In
+    one process a second Ctrl-C interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StopRequest:
         self._before = {}
 
     def reached(self, step: int) -> str:
-        """Why to stop after this many updates, "" to go on; asked after each by every process."""
+        """Why to stop after this many updates, "" to go on; every process asks after each."""
         if jax.process_count() > 1:
             return "a preemption" if multihost_utils.reached_preemption_sync_point(step) else ""
         return self._name

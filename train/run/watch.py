@@ -1,6 +1,6 @@
 """What a user watches: the progress line, metrics.jsonl, speed.jsonl, TensorBoard, the summary.
 
-Metrics are read one update late, while the device is at the next one.
+Metrics are read one update late, while the device computes the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moa_jax.training.metrics import MetricsLog, Record, peak_flops, tensorboard
 from moa_jax.training.processes import gathered, is_first, on_first
 from moa_jax.training.update import Metrics
 
-MOST_BATCHES = 16  # recorded of those that were skipped; their steps are recorded all
+MOST_BATCHES = 16  # kept of skipped updates; all of their steps are logged
 GIGA, TERA = 1e9, 1e12
 
 
@@ -46,7 +46,7 @@ class Watch:
         self.taus = dict(taus)  # simulated, by step
 
     def _history(self, step: int) -> tuple[list[tuple[int, float]], list[str], int]:
-        """What was recorded before: taus, the kinds of the step at hand, updates skipped."""
+        """What an earlier process recorded: taus, kinds of record of this step, updates skipped."""
         kept = self._log.kept
         taus = [(r["step"], r["simulated_tau"]) for r in kept if "simulated_tau" in r]
         kinds = [record["kind"] for record in kept]
@@ -101,7 +101,8 @@ class Watch:
             self.taus[step] = float(tau)
         if self._log is not None:
             record = self._log.write(step, kind, figures)
-            self._bar.line(f"step {step} {kind}: {_brief(record)}")
+            shown = (f"{n} {x:.4g}" for n, x in record.items() if isinstance(x, float))
+            self._bar.line(f"step {step} {kind}: {', '.join(shown)}")
         self._meter.pause()
 
     def ended(self, step: int, stopped: str) -> None:
@@ -180,7 +181,7 @@ class _Meter:
         self._tokens, self._since = 0, None
 
     def pause(self) -> None:
-        """Starts anew with the end of the next update."""
+        """Starts again when the next update ends."""
         self._tokens, self._since = 0, None
 
     def count(self, tokens: int) -> None:
@@ -190,7 +191,7 @@ class _Meter:
             self._tokens += tokens
 
     def read(self) -> Record:
-        """What can be told: tokens/s, FLOP/s, their share of the devices' peak, memory."""
+        """What is known of tokens/s, FLOP/s, their share of the devices' peak, and memory."""
         if not self._tokens:
             return {}
         found: Record = {"tokens_per_s": self._tokens / (time.perf_counter() - self._since)}
@@ -225,8 +226,3 @@ def _shown(speed: Record) -> dict[str, str]:
     if "peak_bytes" in speed:
         shown["memory"] = f"{speed['peak_bytes'] / GIGA:.1f} GB"
     return shown
-
-
-def _brief(record: Record) -> str:
-    shown = {k: v for k, v in record.items() if isinstance(v, float)}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
