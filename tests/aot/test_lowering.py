@@ -168,8 +168,7 @@ UNEVEN = 2047  # rows
 
 def session_rows(num_nodes: int) -> int:
     """The rows of the caches that `Session` makes: as many as it needs, in tiles of 128."""
-    needed = bucket(PROMPT) + bucket(ANSWER) + num_nodes
-    return -(-needed // 128) * 128
+    return cache_rows_for(bucket(PROMPT) + bucket(ANSWER) + num_nodes)
 
 
 def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
