@@ -20,7 +20,7 @@ from moa_jax.aot.hlo import LARGE, MOVES, Move, large_moves, launches
 from moa_jax.aot.lowering import HloModule, abstract_weights, compile_decode, compile_for, num_bytes
 from moa_jax.aot.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
-from moa_jax.decode.session import bucket
+from moa_jax.decode.programs import bucket, cache_rows_for
 from moa_jax.decode.step import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import llama, masks
