@@ -31,7 +31,7 @@ How level 3 came about: the b best candidates of level 2, which are at places 2 
                             node that was fed and the 1st, whose ancestors and path they take on
     place_BW     5    3     best + 1 + 2, since 2 candidates came earlier: their children's parent
 
-What `select` makes of it, where node 0 is the root and so node i + 1 is the i-th chosen place:
+What `select` makes of it. Node 0 is the root, so the i-th chosen place, from 0 on, is node i + 1:
 
     chosen_BN    0    1    4    6        the M best places, sorted, so that parents come first
     wanted_BN    0    0    2    5        their parents, as in `Flat`

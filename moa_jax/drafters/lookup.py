@@ -21,7 +21,7 @@ An example: a tree of depth D + 1 = 3 from the R = 2 best matches. The root is t
     score_BS         8 -1 -1 11 -1 -1 -1  -1     count * 8 + place: the longest, then the latest
 
 What follows place i is at i + 1, i + 2, ..., as long as this is in the text. The places i + 1 to 6
-are 6 - i tokens, which then repeat: the j-th that follows is at i + 1 + j % (6 - i):
+are 6 - i tokens, which then repeat: token j, from 0 on, is the one at i + 1 + j % (6 - i):
 
     place 0          1  2                        4 6
     place 3          4  5                        4 5
@@ -38,7 +38,7 @@ For a dynamic tree these are candidates of `grow.Flat`, at place r * D + d. A pa
 its place: the parent of (r, d) is at place parent_BRD * D + d - 1, so it is parent_BRD * D + d:
 
     tokens_BX        4  5  4  6
-    worth_BX         0 -1  - -2                  the fewer steps and the better the match, the more
+    worth_BX         0 -1  - -2                  -(r + d), for tokens that are new nodes
     parent_BX        0  1  0  1                  0 is the root
     tokens_BN        1  4  5  6                  the tree of four nodes: 4 follows the root,
     parent_BN        0  0  1  1                  5 and 6 follow the 4
@@ -145,7 +145,7 @@ def propose(
 def match_lengths(cfg: LookupConfig, text_BS: Array, length_B: Array) -> Array:
     """For each place before the root, how many tokens that end there equal those at the root.
 
-    At most `longest_match` are compared; fewer than `shortest_match` count as 0.
+    At most `longest_match` are counted; fewer than `shortest_match` are 0.
     """
     S = text_BS.shape[1]
     index_S, same_BS = jnp.arange(S), True
