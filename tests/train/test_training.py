@@ -232,8 +232,9 @@ def test_accumulation_averages_micro_batches():
     ones_BT, index_BT = np.ones_like(tokens_BT), np.tile(np.arange(6, dtype=np.int32), (4, 1))
     batch = Batch(tokens_BT, ones_BT, index_BT, ones_BT > 0)
     halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(2), slice(2, 4))]
-    gradients = [jax.grad(lambda p, h=h: loss(p, 0, h, 0, 0)[0])(params)["w"] for h in halves]
-    update = make_update(loss, tx, seed=0, total_steps=4, accumulate=2)
+    gradient = jax.jit(jax.grad(lambda p, half: loss(p, 0, half, 0, 0)[0]))
+    gradients = [gradient(params, half)["w"] for half in halves]
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=4, accumulate=2))
     _, found = update(init_state(params, tx), None, batch)
     expected = np.linalg.norm((gradients[0] + gradients[1]) / 2)
     assert float(found["grad_norm"]) == pytest.approx(expected, rel=1e-5)
