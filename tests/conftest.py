@@ -36,6 +36,26 @@ NO_GOLDENS = "no golden data: set MOA_GOLDENS to its folder, or put it at ../sha
 NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
 
 
+# The files that take longest, most of it in slow tests. Workers take files in this order, so that
+# none is left alone with one of them at the end.
+LONGEST = (
+    "split/test_disconnect_pairs.py",
+    "aot/test_plan.py",
+    "aot/test_lowering.py",
+    "decode/test_spec.py",
+    "decode/test_trees.py",
+    "train/test_training.py",
+    "drafters/test_ablations.py",
+    "train/test_mesh.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; xdist keeps this order when told `--no-loadscope-reorder`."""
+    rank = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
 def pytest_collection_finish() -> None:
     """What imports have made stays: from now on a search for garbage passes over it.
 

@@ -104,11 +104,16 @@ def calm_target_of(num_layers: int, folder: Path) -> Target:
     return load_target(folder, jnp.float32)
 
 
+_STARTED: dict[Any, Any] = {}  # parameters of drafters, by what they are made of
+
+
 def untrained(target: Target, method: str, config: Any, seed: int = 1) -> LoadedDrafter:
     """A drafter as training would start it."""
-    init = jax.jit(DRAFTERS[method].make(config, target.config).init)
-    params = init(jax.random.key(seed))
-    return LoadedDrafter(method, config, params, (), Path(method), None)
+    key = (target.config, method, config, seed)
+    if key not in _STARTED:
+        init = jax.jit(DRAFTERS[method].make(config, target.config).init)
+        _STARTED[key] = init(jax.random.key(seed))
+    return LoadedDrafter(method, config, _STARTED[key], (), Path(method), None)
 
 
 def assert_drafting_equals_training(

@@ -81,6 +81,14 @@ def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillCo
     )
 
 
+@pytest.fixture(scope="module")
+def distilled(small_target, tmp_path_factory) -> Path:
+    """The folder of a run that nothing interrupted; to be read, not changed."""
+    folder = tmp_path_factory.mktemp("distilled")
+    distill.distill(distill_config(folder, small_target))
+    return folder
+
+
 def metrics(folder: Path, kind: str) -> list[dict]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
@@ -104,9 +112,12 @@ def test_pretraining_lowers_the_loss(small_target):
 
 
 @pytest.mark.parametrize("num_reused", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
-    distill.distill(distill_config(tmp_path, small_target, num_reused))
-    train, evaluations = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
+def test_distilled_drafter_decodes(small_target, distilled, tmp_path, num_reused):
+    folder = distilled
+    if num_reused:
+        folder = tmp_path
+        distill.distill(distill_config(folder, small_target, num_reused))
+    train, evaluations = metrics(folder, "train"), metrics(folder, "eval")
     assert train[-1]["kl"] < 0.9 * train[0]["kl"]
     for record in evaluations:
         assert len(record["agreement"]) == 3
@@ -114,7 +125,7 @@ def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
         assert record["simulated_tau"] == pytest.approx(expected, abs=1e-5)
         assert 0 <= record["kl"] < record["cross_entropy"]
     target = load_target(small_target, jnp.float32)
-    drafter = load_drafter(tmp_path / "draft", target)
+    drafter = load_drafter(folder / "draft", target)
     assert drafter.config.target_layer_inference == num_reused
     prompt = [0, 1, 40, 41, 4, 2]
     (drafted,) = Session(target, drafter, DraftShape(4)).generate([prompt], 16, [])
@@ -122,14 +133,13 @@ def test_distilled_drafter_decodes(small_target, tmp_path, num_reused):
     assert drafted.token_ids == plain.token_ids
 
 
-def test_resume_is_exact(small_target, tmp_path, monkeypatch):
+def test_resume_is_exact(small_target, distilled, tmp_path, monkeypatch):
     """Cut after a checkpoint and run again: the same drafter, bit for bit, and whole metrics."""
-    distill.distill(distill_config(tmp_path / "whole", small_target))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut_at(patch, step=8)
         distill.distill(distill_config(tmp_path / "cut", small_target))
     distill.distill(distill_config(tmp_path / "cut", small_target))
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(distilled, tmp_path / "cut")
     steps = [record["step"] for record in metrics(tmp_path / "cut", "train")]
     assert steps == [2, 4, 6, 8, 10, 12]
 
@@ -140,9 +150,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_is_exact(small_target, tmp_path):
+def test_killed_at_random_moments_it_is_exact(small_target, distilled, tmp_path):
     """The trainer as a program, ended by SIGKILL three times."""
-    distill.distill(distill_config(tmp_path / "whole", small_target))
     settings = tmp_path / "settings.py"
     settings.write_text(
         "from pathlib import Path\n"
@@ -161,7 +170,7 @@ def test_killed_at_random_moments_it_is_exact(small_target, tmp_path):
         codes.append(process.returncode)
     assert -signal.SIGKILL in codes
     distill.distill(distill_config(tmp_path / "cut", small_target))
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(distilled, tmp_path / "cut")
 
 
 def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsys):
@@ -226,8 +235,9 @@ def test_accumulation_averages_micro_batches():
     ones_BT, index_BT = np.ones_like(tokens_BT), np.tile(np.arange(6, dtype=np.int32), (4, 1))
     batch = Batch(tokens_BT, ones_BT, index_BT, ones_BT > 0)
     halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(2), slice(2, 4))]
-    gradients = [jax.grad(lambda p, h=h: loss(p, 0, h, 0, 0)[0])(params)["w"] for h in halves]
-    update = make_update(loss, tx, seed=0, total_steps=4, accumulate=2)
+    gradient = jax.jit(jax.grad(lambda p, half: loss(p, 0, half, 0, 0)[0]))
+    gradients = [gradient(params, half)["w"] for half in halves]
+    update = jax.jit(make_update(loss, tx, seed=0, total_steps=4, accumulate=2))
     _, found = update(init_state(params, tx), None, batch)
     expected = np.linalg.norm((gradients[0] + gradients[1]) / 2)
     assert float(found["grad_norm"]) == pytest.approx(expected, rel=1e-5)
