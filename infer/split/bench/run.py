@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,9 +53,7 @@ PATIENCE = 600.0  # seconds that a client of a crowd waits for its slot
 def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
-    with _shared_programs():
-        bench = load(args)
-        document = measure(bench)
+    document = measure(load(args))
     if args.plot:
         tables.plot(document, Path(args.plot))
     text = json.dumps(document)
@@ -65,21 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(text if args.json else tables.render(document))
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
     return DIFFERENT if differs else 0
-
-
-@contextlib.contextmanager
-def _shared_programs() -> Iterator[None]:
-    """Let servers share compiled programs, in a cache of their own unless one is set."""
-    name, least = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-    if name in os.environ:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="moa-programs-") as folder:
-        os.environ |= {name: folder, least: "0"}
-        try:
-            yield
-        finally:
-            del os.environ[name], os.environ[least]
 
 
 # ---- measuring ----------------------------------------------------------------------------
