@@ -55,14 +55,9 @@ def pretrain(config: PretrainConfig) -> None:
 
 
 def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
-    found = llama.forward(
-        config.target,
-        params,
-        batch.tokens_BT,
-        batch.position_BT,
-        masks.causal(batch.segment_BT),
-        dtype=jnp.dtype(config.run.dtype),
-    )
+    context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
+    dtype = jnp.dtype(config.run.dtype)
+    found = llama.forward(config.target, params, batch.tokens_BT, context, dtype=dtype)
     return next_token_loss(llama.unembed(params, found.hidden_BTD), batch)
 
 

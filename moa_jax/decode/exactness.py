@@ -68,7 +68,8 @@ def scores_after(loaded: Target, tokens: Sequence[int], sampling: Sampling) -> n
 @functools.partial(jax.jit, static_argnums=0)
 def _scores(cfg, params, tokens_1T, length, law) -> jax.Array:
     T = tokens_1T.shape[1]
-    found = llama.forward(cfg, params, tokens_1T, jnp.arange(T)[None], masks.line(T))
+    context = llama.Context(jnp.arange(T)[None], masks.line(T))
+    found = llama.forward(cfg, params, tokens_1T, context)
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
     blank_1V = sample.nothing_seen(law, 1, cfg.vocab_size)

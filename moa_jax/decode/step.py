@@ -213,17 +213,11 @@ def target_pass(
     setup: Setup, weights: Weights, tree: Tree, caches: llama.Caches, length_B: Array
 ) -> llama.Pass:
     """The target over all nodes at once; their rows are written behind the verified ones."""
-    rows = caches[0].k_BKSE.shape[2]
-    return llama.forward(
-        setup.target,
-        weights.target,
-        tree.tokens_BN,
-        length_B[:, None] + tree.depth_BN,
-        masks.cached(tree.ancestor_BNN, length_B, rows),
-        caches,
-        length_B,
-        tap=setup.drafter.taps.streams if setup.drafter else (),
-    )
+    position_BN = length_B[:, None] + tree.depth_BN
+    mask_BNS = masks.cached(tree.ancestor_BNN, length_B, caches[0].k_BKSE.shape[2])
+    context = llama.Context(position_BN, mask_BNS, caches, length_B)
+    tap = setup.drafter.taps.streams if setup.drafter else ()
+    return llama.forward(setup.target, weights.target, tree.tokens_BN, context, tap)
 
 
 # ---- propose and extend -------------------------------------------------------------------

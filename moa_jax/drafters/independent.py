@@ -108,31 +108,20 @@ def extend(
 ) -> llama.Caches:
     """Runs the model over verified tokens; in a drafted tree their rows stood elsewhere."""
     T, rows = tokens_BT.shape[1], caches[0].k_BKSE.shape[2]
-    return llama.forward(
-        small.model,
-        small.weights(params, shared),
-        tokens_BT,
-        length_B[:, None] + jnp.arange(T),
-        masks.cached(masks.line(T), length_B, rows),
-        caches,
-        length_B,
-    ).caches
+    position_BT = length_B[:, None] + jnp.arange(T)
+    mask_BTS = masks.cached(masks.line(T), length_B, rows)
+    context = llama.Context(position_BT, mask_BTS, caches, length_B)
+    weights = small.weights(params, shared)
+    return llama.forward(small.model, weights, tokens_BT, context).caches
 
 
 def step(
     small: Small, params: Params, shared: Shared, caches: llama.Caches, nodes: Nodes
 ) -> tuple[Array, llama.Caches]:
     """Logits after some nodes, which see all rows before the root and their ancestors."""
-    weights = small.weights(params, shared)
-    found = llama.forward(
-        small.model,
-        weights,
-        nodes.tokens_BW,
-        nodes.position_BW,
-        nodes.seen(caches[0].k_BKSE.shape[2]),
-        caches,
-        nodes.start_B,
-    )
+    weights, seen_BWS = small.weights(params, shared), nodes.seen(caches[0].k_BKSE.shape[2])
+    context = llama.Context(nodes.position_BW, seen_BWS, caches, nodes.start_B)
+    found = llama.forward(small.model, weights, nodes.tokens_BW, context)
     return llama.unembed(weights, found.hidden_BTD), found.caches
 
 
@@ -141,14 +130,9 @@ def step(
 
 def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: Any) -> Array:
     """What goes to the head (B, T, D) over whole conversations."""
-    return llama.forward(
-        small.model,
-        small.weights(params, shared),
-        batch.tokens_BT,
-        batch.position_BT,
-        masks.causal(batch.segment_BT),
-        dtype=dtype,
-    ).hidden_BTD
+    weights = small.weights(params, shared)
+    context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
+    return llama.forward(small.model, weights, batch.tokens_BT, context, dtype=dtype).hidden_BTD
 
 
 def loss(

@@ -22,12 +22,25 @@ from jax import lax
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.model import cache, masks, sharding
 from moa_jax.model.cache import KV
-from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, Rotation, rotation
+from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, rotation
 
 Array = jax.Array
 Params = dict[str, Any]
 Caches = tuple[KV, ...]
 Rows = tuple[KV, ...] | KV  # one a layer, or stacked (L, B, K, T, E) where layers are
+
+
+class Context(NamedTuple):
+    """Where the T tokens of a pass stand, and what they attend to.
+
+    Without caches they attend to each other, and S is T. With caches their rows are written from
+    `start_B` on, and then they attend to the whole cache of S rows.
+    """
+
+    position_BT: Array
+    mask_BTS: Array
+    caches: Caches | None = None
+    start_B: Array | None = None
 
 
 class Pass(NamedTuple):
@@ -86,24 +99,16 @@ def forward(
     cfg: TargetConfig,
     params: Params,
     tokens_BT: Array,
-    position_BT: Array,
-    mask_BTS: Array,
-    caches: Caches | None = None,
-    start_B: Array | None = None,
+    context: Context,
     tap: Sequence[int] = (),
     dtype: jnp.dtype | None = None,
 ) -> Pass:
     """One pass over T new tokens.
 
-    Without caches tokens attend to each other, and S is T. With caches their rows are written at
-    `start_B`, then they attend to the whole cache through the mask. `tap` names residual streams
-    by the layer they enter, so 0 is the embedding.
+    `tap` names residual streams by the layer they enter, so 0 is the embedding.
     """
     x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
-    turn = rotation(cfg.block, position_BT)
-    x_BTD, rows, tapped, caches = apply_blocks(
-        cfg.block, params["layers"], x_BTD, turn, mask_BTS, caches, start_B, tap
-    )
+    x_BTD, rows, tapped, caches = apply_blocks(cfg.block, params["layers"], x_BTD, context, tap)
     return Pass(final_norm(cfg.block, params, x_BTD), rows, tapped, caches)
 
 
@@ -116,14 +121,12 @@ def apply_blocks(
     cfg: BlockConfig,
     layers: list[Params] | Params,
     x_BTD: Array,
-    turn: Rotation,
-    mask_BTS: Array,
-    caches: Caches | None = None,
-    start_B: Array | None = None,
+    context: Context,
     tap: Sequence[int] = (),
 ) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
     """Runs a list of layers one by one, or stacked layers, which take no caches, by `scan`."""
-    block = Block(cfg)
+    block, turn = Block(cfg), rotation(cfg, context.position_BT)
+    mask_BTS, caches, start_B = context.mask_BTS, context.caches, context.start_B
     if isinstance(layers, list):
         streams, rows, written = [], [], []
         for index, layer in enumerate(layers):

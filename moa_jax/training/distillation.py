@@ -34,15 +34,8 @@ Probe = Callable[[Any, Any, Batch], dict[str, Array]]
 
 def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: Any) -> Tapped:
     """One pass of the frozen target over whole conversations, kept apart by their segments."""
-    found = llama.forward(
-        cfg,
-        params,
-        batch.tokens_BT,
-        batch.position_BT,
-        masks.causal(batch.segment_BT),
-        tap=drafter.taps.streams,
-        dtype=dtype,
-    )
+    context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
+    found = llama.forward(cfg, params, batch.tokens_BT, context, drafter.taps.streams, dtype)
     tapped = Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
     return jax.tree.map(jax.lax.stop_gradient, tapped)
 

@@ -191,7 +191,8 @@ def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
     def decode(params, root_11, count):
         def one(carry):
             done, token_11 = carry
-            found = llama.forward(cfg, params, token_11, token_11 * 0, masks.line(1))
+            context = llama.Context(token_11 * 0, masks.line(1))
+            found = llama.forward(cfg, params, token_11, context)
             logits_11V = llama.unembed(params, found.hidden_BTD)
             return done + 1, jnp.argmax(logits_11V, axis=-1).astype(jnp.int32)
 

@@ -50,14 +50,10 @@ def run(loaded, tokens_BT):
     B, T = tokens_BT.shape
 
     def run(params, tokens_BT):
-        return llama.forward(
-            loaded.config,
-            params,
-            tokens_BT,
-            jnp.broadcast_to(jnp.arange(T), (B, T)),
-            masks.causal(jnp.ones((B, T), jnp.int32)),
-            tap=range(loaded.config.num_layers),
-        )
+        position_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+        context = llama.Context(position_BT, masks.causal(jnp.ones((B, T), jnp.int32)))
+        tap = range(loaded.config.num_layers)
+        return llama.forward(loaded.config, params, tokens_BT, context, tap)
 
     return jax.jit(run)(loaded.params, tokens_BT)
 
@@ -102,7 +98,7 @@ def test_cached_pass_equals_whole_pass(saved):
         index_BT = length_B[:, None] + jnp.arange(count)
         new_BT = jnp.take_along_axis(tokens_BT, index_BT, axis=1)
         mask = masks.cached(masks.line(count), length_B, rows)
-        found = forward(params, new_BT, index_BT, mask, caches, length_B)
+        found = forward(params, new_BT, llama.Context(index_BT, mask, caches, length_B))
         hidden_BWD = np.asarray(found.hidden_BTD)
         for b, advance in enumerate(advance_B):
             start = int(length_B[b])
@@ -117,12 +113,11 @@ def test_causality_by_gradient():
     cfg = target_config_from_hf(config.to_dict(), "test")
     params = jax.jit(functools.partial(llama.init, cfg))(jax.random.key(0))
     segment_BT = jnp.array([[1, 1, 1, 2, 2, 2]])
-    turn = llama.rotation(cfg.block, jnp.array([[0, 1, 2, 0, 1, 2]]))
+    position_BT = jnp.array([[0, 1, 2, 0, 1, 2]])
 
     def state(x_BTD, token):
-        x_BTD, *_ = llama.apply_blocks(
-            cfg.block, params["layers"], x_BTD, turn, masks.causal(segment_BT)
-        )
+        context = llama.Context(position_BT, masks.causal(segment_BT))
+        x_BTD, *_ = llama.apply_blocks(cfg.block, params["layers"], x_BTD, context)
         return x_BTD[0, token].sum()
 
     x_BTD = jax.random.normal(jax.random.key(1), (1, 6, cfg.block.hidden_size))
@@ -157,7 +152,10 @@ def test_shapes_of_real_llama3(size):
     tokens_BT = jax.ShapeDtypeStruct((2, 128), jnp.int32)
     logits = jax.eval_shape(
         lambda p, t: llama.unembed(
-            p, llama.forward(cfg, p, t, t, masks.causal(t), dtype=jnp.bfloat16).hidden_BTD
+            p,
+            llama.forward(
+                cfg, p, t, llama.Context(t, masks.causal(t)), dtype=jnp.bfloat16
+            ).hidden_BTD,
         ),
         stacked,
         tokens_BT,

@@ -137,8 +137,8 @@ def likeliest(target, tokens_BT) -> np.ndarray:
     def run(params, tokens_BT):
         segment_BT = jnp.ones_like(tokens_BT)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        mask_BTT = masks.causal(segment_BT)
-        found = llama.forward(target.config, params, tokens_BT, position_BT, mask_BTT)
+        context = llama.Context(position_BT, masks.causal(segment_BT))
+        found = llama.forward(target.config, params, tokens_BT, context)
         return llama.unembed(params, found.hidden_BTD).argmax(axis=-1)
 
     return np.asarray(run(target.params, tokens_BT))

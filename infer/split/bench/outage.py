@@ -50,7 +50,8 @@ def judge(loaded: Target, text: Sequence[int], tokens: Sequence[int]) -> Judgeme
 def _view(cfg: Any, params: Any, tokens_1T: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each token (T,): the log-probability of the next one, and the likeliest next one."""
     T = tokens_1T.shape[1]
-    found = llama.forward(cfg, params, tokens_1T, jnp.arange(T)[None], masks.line(T))
+    context = llama.Context(jnp.arange(T)[None], masks.line(T))
+    found = llama.forward(cfg, params, tokens_1T, context)
     log_p_TV = jax.nn.log_softmax(llama.unembed(params, found.hidden_BTD)[0])
     next_T1 = jnp.roll(tokens_1T[0], -1)[:, None]
     return jnp.take_along_axis(log_p_TV, next_T1, axis=1)[:, 0], jnp.argmax(log_p_TV, axis=1)

@@ -126,10 +126,8 @@ def step(
     reused = cache.reused
     if reused:
         block = moa.target_cfg.block
-        turn = rotation(block, position_BW)
-        x_BWD, _, _, reused = llama.apply_blocks(
-            block, shared["layers"], x_BWD, turn, seen_BWS, reused, start_B
-        )
+        context = llama.Context(position_BW, seen_BWS, reused, start_B)
+        x_BWD, _, _, reused = llama.apply_blocks(block, shared["layers"], x_BWD, context)
         x_BWD = llama.final_norm(block, shared, x_BWD)
     cache = MoaCache(sa_cache, cache.cross_attention, reused)
     return llama.unembed(shared, x_BWD), cache

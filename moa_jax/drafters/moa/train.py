@@ -134,8 +134,8 @@ def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT:
     would have verified those before the last known token.
     """
     block = moa.target_cfg.block
-    turn = rotation(block, batch.position_BT)
-    x_BTD, *_ = llama.apply_blocks(block, shared["layers"], entry_BTD, turn, causal_BTT)
+    context = llama.Context(batch.position_BT, causal_BTT)
+    x_BTD, *_ = llama.apply_blocks(block, shared["layers"], entry_BTD, context)
     return llama.final_norm(block, shared, x_BTD)
 
 
@@ -160,15 +160,9 @@ def _reuse_on_policy(
         jax.tree.map(lambda a, i=i: jnp.pad(a[i - reused], room), tapped.rows_LBKTE)
         for i in range(reused)
     ]
-    x_BTD, *_ = llama.apply_blocks(
-        block,
-        layers,
-        entry_BTD,
-        rotation(block, batch.position_BT),
-        masks.on_policy(start_BT, batch.segment_BT),
-        tuple(true_rows),
-        jnp.full(B, T),
-    )
+    mask_BTS = masks.on_policy(start_BT, batch.segment_BT)
+    context = llama.Context(batch.position_BT, mask_BTS, tuple(true_rows), jnp.full(B, T))
+    x_BTD, *_ = llama.apply_blocks(block, layers, entry_BTD, context)
     return llama.final_norm(block, shared, x_BTD)
 
 
