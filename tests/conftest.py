@@ -8,7 +8,6 @@ Where a folder is missing, the tests that need it are skipped with one line that
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from importlib.metadata import version
@@ -54,15 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; xdist keeps this order when told `--no-loadscope-reorder`."""
     rank = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
-
-
-def pytest_collection_finish() -> None:
-    """What imports have made stays: from now on a search for garbage passes over it.
-
-    A whole search took half a second of each test that looks for files and threads left open.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def golden_cases(prefix: str = "", needs: str | None = None) -> list:
