@@ -61,8 +61,9 @@ demo: $(SMALL)
 	@echo "It is asked: $(PROMPT)"
 	@$(PY) -m infer.generate --prompt "$(PROMPT)" --compare
 
+# Whole files go to the workers, in the order that tests/conftest.py gives them.
 test: env
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: env
 	$(PY) -m ruff check .
