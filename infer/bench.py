@@ -1,4 +1,4 @@
-"""Plain, chain and tree decoding side by side, measured honestly: speed, acceptance, cost.
+"""Measures plain, chain and tree decoding side by side: speed, acceptance, cost.
 
     python -m infer.bench
     python -m infer.bench --conversations data:chat/validation.jsonl --limit 30 --json

@@ -80,12 +80,14 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=positive, default=1, help="prompts side by side, with --json"
     )
     group.add_argument(
-        "--compare", action="store_true", help="decode plainly too: same tokens? how much faster?"
+        "--compare",
+        action="store_true",
+        help="decode plainly too, and say whether the tokens are the same and how much is gained",
     )
     group.add_argument(
         "--check",
         action="store_true",
-        help="decode plainly too; the first difference with its margin; in float32 it is an error",
+        help="decode plainly too and show the first difference; in float32 it means exit code 1",
     )
     return parser
 
@@ -229,7 +231,7 @@ def _figures(result: Result, num_drafted: int) -> str:
 
 
 def _comparison(ask: Asking, streamed: Result, index: int) -> str:
-    """Both ways on the device from first to last token, in turns; medians of five runs each."""
+    """Decodes plainly and drafted in turns, whole answers at a time; medians of five runs each."""
     ways = {"plain": ask.plain, "drafted": ask.session}
     runs: dict[str, list[Result]] = {name: [] for name in ways}
     for turn in in_turns(len(ways), 1, repeats=5):

@@ -43,7 +43,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
     """Keeps the lines of a description and shows those defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False or action.default == ""
+        value = action.default
+        if isinstance(value, list | tuple) and value:  # as a user types it
+            return f"{action.help} (default: {','.join(map(str, value))})"
+        silent = value is None or value is False or value in ("", [], ())
         return action.help if silent else super()._get_help_string(action)
 
 

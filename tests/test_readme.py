@@ -141,6 +141,7 @@ def test_the_readmes_python_runs(monkeypatch, tmp_path, capsys):
 def last_token(monkeypatch):
     """The config of the page's drafter, which is registered; not longer than it says."""
     text = (ROOT / "moa_jax" / "drafters" / "README.md").read_text(encoding="utf-8")
+    assert "`moa_jax/config/__init__.py` exports" in text  # what the next lines stand for
     sizes, code, _ = FENCED.findall(text)
     names = {"dataclasses": dataclasses}
     exec(sizes, names)

@@ -1,7 +1,7 @@
 """Curves of training runs: `python -m train.plot runs/tiny runs/other --output curves.png`.
 
-Loss, KL to the target, simulated tau with the real one where prompts were decoded, and tokens per
-second, each over steps, from metrics.jsonl and speed.jsonl of every run. A run may still go on.
+Draws loss, KL to the target, simulated tau and tokens per second over steps, from metrics.jsonl and
+speed.jsonl of every run. The real tau is added where prompts were decoded. Runs may be at work.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def points(records: list[Record], kind: str, name: str) -> Points:
 
 
 def draw(runs: dict[str, list[Record]], path: Path) -> None:
-    """Writes the picture of these runs, by name: a panel a figure, a colour a run."""
+    """Draws these runs, given by name: one panel for each figure, one colour for each run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")

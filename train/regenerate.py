@@ -4,7 +4,7 @@
         --sources star,taskmaster-4 --output runs/demo_answers.jsonl
 
 Every assistant turn is replaced by the target's own answer to the conversation so far, its
-earlier answers included; records of user turns alone do as well. A conversation ends before an
+earlier answers included; records with user turns only will do. A conversation ends before an
 answer that does not stop by itself or a prompt that is too long, and one without any answer is
 left out. With --ignore-stop the first answer of each goes on past its end, as in benchmarks of a
 fixed length, and is written as `prompt_ids` and `token_ids`. Answers are greedy, or drawn at a
@@ -46,7 +46,7 @@ DRAWING = ("temperature", "top_k", "top_p", "seed")
 
 
 class Conversation:
-    """One record on its way: the turns still to come, what was said, and what waits for answer."""
+    """One record while it is answered: the turns to come, what was said, and the present prompt."""
 
     def __init__(self, record: dict[str, Any] | InputError, number: int = 0) -> None:
         """`number` is the record's place among all; a fault stands for an unreadable one."""
@@ -70,7 +70,7 @@ class Conversation:
         self.said = [*self._asked, {"role": "assistant", "content": answer}]
 
     def draw(self, law: Sampling) -> Sampling:
-        """How the answer that it waits for is drawn: whatever its batch or shard, the same."""
+        """The settings of the answer that it waits for, the same in every batch and shard."""
         turn = len(self.said)
         (seed,) = np.random.SeedSequence((law.seed, self.number, turn)).generate_state(1)
         return dataclasses.replace(law, seed=int(seed))
@@ -154,7 +154,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _records(args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """Those of this shard, of the first `--limit` records, with their numbers among all."""
+    """This shard's part of the first `--limit` records, with their numbers among all of them."""
     sources = names(args.sources)
     records = (
         record
@@ -175,7 +175,7 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 
 
 def _rounds(talks: list[Conversation], tokenizer: Any, longest: int) -> Iterator[None]:
-    """One item for each time that a conversation of the batch waits for an answer."""
+    """Yields each time that some conversations of the batch wait for an answer."""
     while True:
         for talk in talks:
             talk.ask(tokenizer, longest)

@@ -5,8 +5,8 @@
 
 The target's own answers (train.regenerate) are the best corpus, as they are what is drafted. The
 ids that end the target's text are always among the chosen. The output holds the tensors d2t and
-t2d of EAGLE-3. Prints the share of answer tokens that are in the vocabulary: 1 less this share is
-how often a draft must miss, so raise --size where it is low.
+t2d of EAGLE-3. It prints the share of answer tokens that are in the vocabulary. A draft
+must miss all other tokens, so raise --size if this share is low.
 """
 
 from __future__ import annotations

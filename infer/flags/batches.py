@@ -41,7 +41,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
     )
-    source.add_argument("--conversations", metavar="PATH", help="chat records, a turn of each")
+    source.add_argument("--conversations", metavar="PATH", help="chat records; one turn of each")
     source.add_argument(
         "--prompt-length", type=positive, metavar="N", help="prompts of N random tokens"
     )

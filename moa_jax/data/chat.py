@@ -65,7 +65,7 @@ def encode(
     begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
     response_T = np.zeros(len(begin_T), bool)
     for begin, end in _answer_spans(tokenizer, messages, text):
-        # A token over the end is the answer's unless it shares no more with it than blanks.
+        # A token that crosses the end belongs to the answer unless they share only blanks.
         solid_end = begin + len(text[begin:end].rstrip())
         response_T |= (end_T > begin) & ((end_T <= end) | (begin_T < solid_end))
     if not response_T.any():

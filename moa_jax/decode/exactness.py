@@ -1,7 +1,7 @@
 """Where drafted decoding first leaves plain decoding, and how near a tie the target was there.
 
 In float32 the two must agree, token for token. In bfloat16 a pass over several tokens rounds
-otherwise than a pass over one, so where the two best tokens are almost tied either may win.
+differently from a pass over one, so either of two tokens that are almost tied may win.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Difference(NamedTuple):
     index: int  # of the generated token
     plain: int | None  # None where the answer has ended
     drafted: int | None
-    margin: float | None  # how much better the target likes plain's, in logits; for sampling,
-    # noise included: what decides is the largest sum
+    # By how many logits the target prefers plain decoding's token. For sampled text the noise is
+    # included, because the largest sum decides.
+    margin: float | None
 
 
 def compare(

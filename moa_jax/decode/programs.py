@@ -21,14 +21,14 @@ Program = Callable[..., Any]  # of (*weights, *arrays)
 
 
 class Programs:
-    """Functions f(*fixed, *weights, *arrays, **static) of weights that stay and arrays that change.
+    """Compiled functions f(*fixed, *weights, *arrays, **static).
 
-    `fixed` and `static` are compiled in. Where `donate` says so, the first of the arrays is used
-    up: it is a state, and the result has its successor in the same memory.
+    `fixed` and `static` are compiled in. The weights stay the same; the arrays change from call to
+    call. With `donate` the first array is a state, and the new state takes over its memory.
     """
 
     def __init__(self, fixed: tuple[Any, ...], weights: tuple[Any, ...], dtype: Any) -> None:
-        """`dtype` is that of the weights, by which products are rounded."""
+        """`dtype` is that of the weights; it decides how products are rounded."""
         self._fixed, self._weights, self._dtype = fixed, weights, dtype
         self._compiled: dict[Any, Program] = {}
 
@@ -37,14 +37,14 @@ class Programs:
         return len(self._compiled)
 
     def run(self, function: Program, *arrays: Any, donate: bool = True, **static: Any) -> Any:
-        """What the function returns; it is compiled first where it was not."""
+        """Calls the function, and compiles it first if it has not been compiled."""
         program = self.compile(function, *arrays, donate=donate, **static)
         return program(*self._weights, *arrays)
 
     def compile(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
     ) -> Program:
-        """The compiled program for arrays of these shapes, or for shapes in their place."""
+        """The compiled program for these arrays; `ShapeDtypeStruct`s may stand in for them."""
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (function, structure, shapes, *static.items())

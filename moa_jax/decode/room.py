@@ -1,8 +1,8 @@
 """What must fit: a prompt and its answer in a target's positions, with a draft in a cache's rows.
 
 positions     prompt | answer
-cache rows    prompt | answer | draft      where their number is fixed
-              bucket of the prompt | draft     which is how many rows are read at first
+cache rows    prompt | answer | draft          if the cache has a fixed number of rows
+              bucket of the prompt | draft     because prefill writes a whole bucket
 """
 
 from __future__ import annotations

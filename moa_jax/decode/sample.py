@@ -34,7 +34,7 @@ TARGET, DRAFT, ACCEPT = range(3)  # streams of noise that never meet
 class Law(NamedTuple):
     """Sampling settings of every row; a setting that no row uses is None and costs nothing."""
 
-    key_B: Array | None = None  # a seed each; None is greedy
+    key_B: Array | None = None  # made of each row's seed; None: all rows are greedy
     temperature_B: Array | None = None  # 0 makes a row greedy
     top_k_B: Array | None = None
     top_p_B: Array | None = None
@@ -46,7 +46,7 @@ class Law(NamedTuple):
 def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
     """The arrays of a batch's settings; what no row uses is left out.
 
-    A `whole` law leaves out biases alone, so that one program serves all other settings. Raises
+    A `whole` law keeps every setting but biases, so that one program serves them all. Raises
     InputError for a bias of an id outside the vocabulary.
     """
     bias_BV = None
@@ -84,7 +84,7 @@ def is_id(token: Any, vocab_size: int) -> bool:
 
 
 def adjust(law: Law, logits_BNV: Array, seen_BNV: Array | None, bias_BV: Array | None) -> Array:
-    """Logits with bias and repetition penalty: what both target and drafter are subject to."""
+    """Logits with bias and repetition penalty, which apply to target and drafter alike."""
     if bias_BV is not None:
         logits_BNV = logits_BNV + bias_BV[:, None]
     if law.repetition_B is None:
@@ -109,7 +109,8 @@ def scores(
 ) -> Array:
     """What the token at a position maximises: logits if greedy, else log-law plus noise.
 
-    `vocabulary` names the U tokens that have logits, of how many, where these are not all.
+    If only U tokens have logits, `vocabulary` holds their ids and the size of the whole
+    vocabulary.
     """
     ids_U, vocab_size = vocabulary or (slice(None), logits_BNU.shape[-1])
     seen_BNU = None if seen_BNV is None else seen_BNV[..., ids_U]
@@ -127,7 +128,7 @@ def nothing_seen(law: Law, batch: int, vocab_size: int) -> Array | None:
 def seen_with(
     seen_BV: Array | None, tokens_BT: Array, count_B: Array | None = None
 ) -> Array | None:
-    """What was seen with the first `count` tokens of each row, or all; negative ones apart."""
+    """Marks the first `count` tokens of each row, or all, as seen; negative ones are ignored."""
     if seen_BV is None:
         return None
     if count_B is not None:
@@ -137,7 +138,7 @@ def seen_with(
 
 
 def mark(seen_BV: Array, tokens_BNP: Array) -> Array:
-    """(B, N, V): seen before or among the P tokens of a node, negative ones apart."""
+    """Which tokens (B, N, V) were seen before or are among the P of a node; ignores negatives."""
     B, N, _ = tokens_BNP.shape
     V = seen_BV.shape[-1]
     seen_BNV = jnp.broadcast_to(seen_BV[:, None], (B, N, V))
@@ -155,7 +156,7 @@ def log_law(law: Law, logits_BNV: Array) -> Array:
     """
     row = lambda value_B: value_B[:, None, None]  # noqa: E731
     warm_B11 = jnp.where(law.temperature_B > 0, law.temperature_B, 1.0)[:, None, None]
-    # The largest taken off first: a tiny temperature would overflow.
+    # The largest logit is subtracted first, because a tiny temperature would overflow.
     scaled_BNV = (logits_BNV - logits_BNV.max(axis=-1, keepdims=True)) / warm_B11
     log_BNV = jax.nn.log_softmax(scaled_BNV, axis=-1)
     V = log_BNV.shape[-1]
@@ -187,7 +188,7 @@ def gumbel(law: Law, stream: int, position_BN: Array, size: int) -> Array:
 
 
 def uniform(law: Law, stream: int, position_BN: Array, size: int) -> Array:
-    """The same from [0, 1): below a chance of 1 always, below one of 0 never."""
+    """The same, uniform from [0, 1): always below a chance of 1, never below a chance of 0."""
     return _noise(jax.random.uniform, law, stream, position_BN, size)
 
 
@@ -231,10 +232,11 @@ class Rejection(NamedTuple):
 def reject(law_BNV: Array, draft_BNV: Array, child_BNk: Array) -> Rejection:
     """Recursive rejection of candidates that were drawn without replacement.
 
-    `child_BNk` holds tokens, negative where there is no child. A refusal takes the drafter's
-    law off the target's, and the refused token off the drafter's. Where the drafter's law holds
-    fewer tokens than there are children, the last of them were not drawn from it: they are not
-    tried, and are taken only where the draw of the next token happens to equal them.
+    `child_BNk` holds tokens, negative where there is no child. After a refusal the drafter's
+    law is subtracted from the target's, and the refused token leaves the drafter's. If the
+    drafter's law holds fewer tokens than there are children, the last children were not drawn from
+    it: they are not tried, and are taken only if the draw of the next token happens to equal
+    them.
     """
     tokens_V = jnp.arange(law_BNV.shape[-1])
     accepts = []

@@ -115,11 +115,11 @@ class Session:
     ) -> list[Result]:
         """Decodes a batch of prompts to the end on the device.
 
-        `max_new_tokens` is one number or one a prompt; `stop_ids` are for all or one list a
-        prompt, and default to the target's end-of-text ids; of one `sampling`, row i gets the
-        seed plus i. `stop_when` looks at what is there every few rounds and cuts a row where it
-        says. Raises InputError for an empty prompt, ids outside the vocabulary, more tokens
-        than the target's positions, or a cache too small for them.
+        `max_new_tokens` is one number, or one for each prompt. `stop_ids` is one list, or one for
+        each prompt; the default is the target's end-of-text ids. With a single `sampling`, row
+        i gets its seed plus i. Every few rounds `stop_when` is given the tokens of a row, and
+        may say where to cut it. Raises InputError for an empty prompt, ids outside the
+        vocabulary, more tokens than the target's positions, or a cache too small for them.
         """
         state, limits, law, prefill_s = self.start(prompts, max_new_tokens, stop_ids, sampling)
         decode = self.loop(state, limits, law)
@@ -174,7 +174,10 @@ class Session:
         stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         sampling: Sampling | Sequence[Sampling],
     ) -> tuple[DecodeState, Limits, Law, float]:
-        """Prompts read and first tokens committed, and the seconds it took; as `generate`."""
+        """Reads prompts and commits their first tokens; returns also the seconds that this took.
+
+        The arguments are those of `generate`.
+        """
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
@@ -282,7 +285,7 @@ def generate(
 
 
 def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
-    """One setting a row; of a single one, row i gets the seed plus i."""
+    """The settings of each row; with a single `Sampling`, row i gets its seed plus i."""
     if isinstance(sampling, Sampling):
         return [row_of(sampling, row) for row in range(batch)]
     if len(sampling) != batch:
@@ -313,7 +316,7 @@ def _look(
 
 
 def _cut(accept_lengths: list[int], total: int) -> list[int]:
-    """The rounds of an answer whose rounds gave `total` tokens, the last one cut."""
+    """The accept lengths of the rounds that gave the first `total` tokens; the last one is cut."""
     rounds = []
     for length in accept_lengths:
         if total > 0:
@@ -341,8 +344,11 @@ def _check_breadth(shape: DraftShape, size: int) -> None:
 
 
 def for_decoding(params: Any) -> Any:
-    """On a CPU a tied head gets its own array (D, V): products with a table (V, D) of several
-    tokens first transpose it, which costs more than the product."""
+    """The weights; on a CPU, a tied head gets an array (D, V) of its own.
+
+    There a product of several tokens with the table (V, D) would first transpose the table, which
+    costs more than the product itself.
+    """
     if "lm_head" in params or jax.default_backend() != "cpu":
         return params
     return params | {"lm_head": jnp.asarray(params["embed"].T)}

@@ -39,7 +39,10 @@ NEVER = np.int32(2**31 - 1)  # rounds until a pause
 
 
 class Setup(NamedTuple):
-    """Static: who decodes and how much a round drafts; without a drafter the depth is 1."""
+    """What is fixed when a program is compiled: who decodes, and how much a round drafts.
+
+    Without a drafter the depth is 1.
+    """
 
     target: TargetConfig
     drafter: Drafter | None
@@ -226,7 +229,7 @@ def target_pass(
 def propose(
     setup: Setup, weights: Weights, now: RoundState, law: Law, root_B: Array
 ) -> tuple[Tree, Cache]:
-    """The drafter's tree from each root, the root alone without a drafter."""
+    """The tree that the drafter proposes from each root; without a drafter, the root alone."""
     if setup.drafter is None:
         return chain(root_B[:, None]), None
     with jax.named_scope("draft"):
@@ -250,7 +253,10 @@ def borrowed(setup: Setup, weights: Weights) -> Shared:
 
 
 def guide(setup: Setup, weights: Weights, now: RoundState, law: Law) -> Guide:
-    """Candidates under the same bias and penalty as the target; its whole law if sampled."""
+    """How this round chooses candidates: they get the same bias and penalty as the target's tokens.
+
+    If candidates are sampled, they get its temperature and its cuts as well.
+    """
     shape = setup.shape
     sampled = shape.sampled and law.key_B is not None
     own = setup.drafter.draft_ids
@@ -302,7 +308,7 @@ def extend(
 
 
 def verify_tree(setup: Setup, weights: Weights, now: RoundState, law: Law, tree: Tree) -> Verified:
-    """One target pass over the nodes that are there, as narrow as `shape.widths` allow."""
+    """Verifies the nodes that are there, in a pass of the smallest of `shape.widths` that fits."""
     widths = setup.shape.widths
 
     def at(width: int, caches: llama.Caches) -> Verified:
@@ -384,9 +390,9 @@ def _reads_rows(setup: Setup) -> bool:
 
 
 def commit(now: RoundState, verdict: Verdict, limits: Limits) -> tuple[RoundState, Array]:
-    """How many tokens each row keeps of those emitted: up to its first stop and its limit.
+    """Keeps the emitted tokens of each row up to its first stop token or its limit.
 
-    Returns the state behind them and their count (B,), which is 0 for rows that were done.
+    Returns the state after them and their number (B,), which is 0 for rows that were done.
     """
     D = verdict.emitted_BD.shape[1]
     stop_BD = _is_stop(verdict.emitted_BD, limits)

@@ -9,8 +9,8 @@ tokens come from the target:
     feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target's, o its own
     row of the cache  (0)   1     2    | 3                  4        5
 
-Row 0 is never seen, since there is no feature before it. Rotary embeddings count positions from
-one earlier, as in the authors' code, whose rows stand at the position of their feature.
+Row 0 is never seen, since there is no feature before it. A row's rotary position is that of the
+feature, one less than that of the token, as in the authors' code.
 
 References: EAGLE (2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840); authors'
 train/eagle.py and inference/eagle.py.
@@ -258,7 +258,7 @@ def fed_inputs(
     tapped: Tapped,
     noise_2BTD: Array | None = None,
 ) -> FedInputs:
-    """What a batch gives, with noise on features and on embeddings where there is any."""
+    """The inputs that a batch gives; noise, if there is any, is added to both of them."""
     feature_BTD = layer.fuse(params, tapped)
     embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     goal_BTD = tapped.hidden_BTD

@@ -33,15 +33,15 @@ How level 3 came about: the b best candidates of level 2, which are at places 2 
 
 What `select` makes of it. Node 0 is the root, so the i-th chosen place, from 0 on, is node i + 1:
 
-    chosen_BN    0    1    4    6        the M best places, sorted, so that parents come first
-    wanted_BN    0    0    2    5        their parents, as in `Flat`
+    chosen_BN         0    1    4    6   the M best places, sorted, so that parents come first
+    wanted_BN         0    0    2    5   their parents, as in `Flat`
     tokens_BN    5    7    8    3    6
-    parent_BN    0    0    0    2    3   the last: 5 stands for place 4, before which the root
-    depth_BN     0    1    1    2    3   and 2 chosen places come, so it is node 3
+    parent_BN    0    0    0    2    3   the last node: its 5 means place 4; the root and 2 chosen
+    depth_BN     0    1    1    2    3   places come before that, so its parent is node 3
 
-Ties go to the candidate that was created first, in float32, so that a parent is never left out
-for its child. References: paper section 4 and EAGLE-2 (2406.16858) for dynamic trees; authors'
-inference/moa_spec.py.
+Scores are float32, and of equal scores the candidate that was created first wins, so no node is
+chosen without its parent. References: paper section 4 and EAGLE-2 (2406.16858) for dynamic trees;
+authors' inference/moa_spec.py.
 """
 
 from __future__ import annotations
@@ -381,8 +381,8 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array]:
 def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) -> Tree:
     """The tree of the likeliest candidates; those that score below `bound` are NOTHING."""
     B, X = flat.tokens_BX.shape
-    # 1. The best places in order of creation. A place that is not good enough counts X more
-    # while they are sorted, and so comes last.
+    # 1. The best places in order of creation. X is added to a place that is not good enough, so
+    # that it is sorted behind all others.
     score_BN, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)
     if bound is not None:
         chosen_BN = jnp.where(score_BN >= bound, chosen_BN, chosen_BN + X)
@@ -390,8 +390,8 @@ def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) ->
     there_BN, chosen_BN = chosen_BN < X, chosen_BN % X
     tokens_BN = jnp.take_along_axis(flat.tokens_BX, chosen_BN, axis=1)
     tokens_BN = jnp.where(there_BN, tokens_BN, NOTHING)
-    # 2. Parents as nodes of the tree: before a parent come the root and the chosen places that
-    # are before its own, and 1 + place < wanted says which.
+    # 2. Parents as nodes of the tree. Before a parent's node come the root and all chosen places
+    # that are smaller than its own; for these 1 + place < wanted.
     wanted_BN = jnp.take_along_axis(flat.parent_BX, chosen_BN, axis=1)
     before_BNN = (chosen_BN + 1)[:, None, :] < wanted_BN[..., None]
     node_BN = 1 + jnp.sum(before_BNN & there_BN[:, None, :], axis=-1, dtype=jnp.int32)

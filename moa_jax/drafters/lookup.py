@@ -1,23 +1,23 @@
 """Prompt lookup: drafts what followed the last tokens the last time they occurred in the text.
 
     text        the cat sat . so the cat | sat . so      root: cat, the last token that is known
-                --- === ............ --- ===             its longest match comes earlier: what
-                        sat . so the                     followed that is drafted
+                --- ===          --- ===                 its longest match is earlier in the
+                        ........                         text; what followed that is drafted
 
 A match is the root with as many tokens before it as possible, from `longest_match` down to
 `shortest_match`; of equally long matches the latest counts. Where what followed a match runs into
 the end of the text, it goes on with its own tokens, so a text that repeats is drafted to any depth.
 For trees the continuations of several matches are merged. There are no weights, so there is nothing
-to load and nothing to train. There are no probabilities either: candidates are never drawn, and a
-shape's confidence leaves out no candidate, but lets the target verify no more nodes than there are.
+to load and nothing to train. There are no probabilities either, so candidates are never drawn. A
+shape's confidence leaves out no candidate; with it the target verifies only nodes that are there.
 
 An example: a tree of depth D + 1 = 3 from the R = 2 best matches. The root is the token 1 at place
 6, the end of the text; what stands behind it is left over from an earlier round:
 
     place            0  1  2  3  4  5  6 | 7
     text_BS          1  4  6  1  4  5  1 | 9
-    count_BS         1  0  0  1  0  0  0   0     places 0 and 3 match, by one token: before them
-                                                 stand nothing and 6, before the root stands 5
+    count_BS         1  0  0  1  0  0  0   0     places 0 and 3 match by one token: nothing is
+                                                 before 0, and before 3 is a 6, not a 5
     score_BS         8 -1 -1 11 -1 -1 -1  -1     count * 8 + place: the longest, then the latest
 
 What follows place i is at i + 1, i + 2, ..., as long as this is in the text. The places i + 1 to 6
@@ -25,7 +25,7 @@ are 6 - i tokens, which then repeat: token j, from 0 on, is the one at i + 1 + j
 
     place 0          1  2                        4 6
     place 3          4  5                        4 5
-    place 5          6  6                        1 1: only the root follows it, over and over
+    place 5          6  6                        1 1: no match, but it shows how the root repeats
 
 `merge` puts the continuations into a `Trie`, the best first, and tells which tokens are new nodes:
 
@@ -173,7 +173,7 @@ def continuations(
     count_BS = match_lengths(cfg, text_BS, length_B)
     score_BS = jnp.where(count_BS > 0, count_BS * S + index_S, -1)
 
-    # 3. The best place again and again; all that are followed by the same tokens go with it.
+    # 3. The best place, `many` times. It takes with it all places that the same tokens follow.
     def best(score_BS: Array, _: None) -> tuple[Array, Array]:
         place_B1 = jnp.argmax(score_BS, axis=1)[:, None]
         found_B1D = jnp.take_along_axis(next_BSD, place_B1[..., None], axis=1)

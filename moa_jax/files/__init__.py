@@ -1,1 +1,6 @@
-"""Model folders: Hugging Face configs, tensor files, each drafter kind's own layout."""
+"""Model folders.
+
+folders.py    found, read, written whole   hf_config.py    the config.json of a target
+placement.py  tensors <-> devices          kinds.py        what a kind of drafter says of itself
+parts.py      a model's hash, its parts    layer_files.py  the config.json of one-layer drafters
+"""

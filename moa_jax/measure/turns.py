@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-Way = TypeVar("Way")
+Item = TypeVar("Item")
 
 
 class Turn(NamedTuple):
@@ -37,7 +37,7 @@ def in_turns(
                 yield Turn(question, way, is_counted=time >= 0)
 
 
-def rotated(ways: Sequence[Way], index: int) -> list[Way]:
+def rotated(ways: Sequence[Item], index: int) -> list[Item]:
     """The ways in the order of the index-th time: each begins once in `len(ways)` times."""
     first = index % len(ways)
     return [*ways[first:], *ways[:first]]

@@ -3,8 +3,8 @@
     row of the caches   0 ............ known-1 | known .... length-1 | length
     comes from          the target (`absorb`)  | the drafter itself  | the token fed next
 
-In a round `known` and `length` are alike. They part where the drafter goes on without a word of
-the target: while a verification is under way, and when there is no connection.
+In a round `known` and `length` are alike. They differ where the drafter goes on without the
+target: while a verification is under way, and when there is no connection.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moa_jax.split.rows import LeafSpec
 
 Array = jax.Array
 
-EXACT = 16  # up to as many tokens are absorbed without padding, which would hide later rows
+EXACT = 16  # up to so many tokens are absorbed without padding, which overwrites later rows
 MOST_STEPS = 64  # tokens of one call of `chain`
 CHUNK = 128  # tokens whose rows come at once, as a rule
 
@@ -100,7 +100,7 @@ class DraftHalf:
         self.reset(self._sampling)
 
     def absorb_nothing(self, tokens: Sequence[int], known: int = 0) -> None:
-        """Takes in the first tokens of a text; from `known` on the target says nothing of them."""
+        """Takes in a text's tokens from `known` on, with zeros in place of the target's rows."""
         for start in range(known, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
             self.absorb(start, part, [np.zeros((len(part), *leaf.shape)) for leaf in self.leaves])
@@ -115,8 +115,8 @@ class DraftHalf:
         """Drafts up to `steps` tokens after a text, whose last token is fed first.
 
         Tokens before `known` have the target's rows; those from there to the last were fed
-        by earlier calls. Chosen as the target would choose by its own law and noise, so that
-        the same seed gives the same tokens where drafter and target agree.
+        by earlier calls. Each is chosen by the target's own law and noise, so that with the
+        same seed drafter and target choose the same token wherever their laws agree.
         """
         if self.functions.go_on is None:
             raise InputError("this drafter cannot draft token by token: use a tree")
@@ -201,8 +201,8 @@ class Fed(NamedTuple):
 def _absorb(
     setup: Setup, weights: Weights, cache: Cache, tokens_1T: Array, start_1: Array, digest: Any
 ) -> Cache:
-    take_in = setup.drafter.extend
-    return take_in(weights.drafter, weights.shared, cache, tokens_1T, start_1, digest)
+    given = (weights.drafter, weights.shared, cache, tokens_1T, start_1, digest)
+    return setup.drafter.extend(*given)
 
 
 def _tree(

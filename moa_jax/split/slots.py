@@ -51,7 +51,7 @@ class PassSize(NamedTuple):
     function: Any  # _read or _verify
     rows: int  # sessions
     width: int  # tokens or nodes of each
-    sampled: bool  # whether any settings are served, or greedy ones alone; a read serves any
+    sampled: bool  # serves any settings; if not, greedy ones alone (a read always serves any)
 
 
 class Request(NamedTuple):
@@ -101,7 +101,9 @@ class Slots:
         most, the root included. InputError for more tokens than the target has positions."""
         positions = target.config.max_position_embeddings
         if max_tokens > positions:
-            raise InputError(f"{max_tokens} tokens: the target has {positions} positions")
+            raise InputError(
+                f"{max_tokens} tokens a session: the target has {positions} positions, allow fewer"
+            )
         if not 1 <= max_nodes <= MAX_DEPTH:
             raise InputError(f"{max_nodes} nodes: choose from 1 to {MAX_DEPTH}")
         functions = drafter and functions_of(drafter, target.config)
@@ -147,9 +149,9 @@ class Slots:
         self._slots[slot] = None
 
     def recover(self) -> bool:
-        """After an exception: whether a pass that failed took all sessions' rows with it.
+        """Says, after an exception, whether the rows of all sessions were lost with a failed pass.
 
-        Their slots are to be closed then; the caches are new.
+        If so, the caches are new, and the slots of these sessions must be closed.
         """
         if self._sound:
             return False
@@ -157,7 +159,7 @@ class Slots:
         return True
 
     def _renew(self) -> None:
-        """Empty caches, once the old ones have given their memory back."""
+        """Makes empty caches, after it has freed the memory of the old ones."""
         self._caches = None
         self._caches = self._empty()
         self._sound = True
@@ -204,7 +206,7 @@ class Slots:
             raise InputError("a slot has two drafts in one pass: one at a time")
         for request, session in zip(requests, sessions, strict=True):
             if session.done or session.length != len(session.tokens) - 1:
-                raise InputError("the session is over or has no root: nothing can be drafted")
+                raise InputError("the session is over or has no root: read its prompt first")
             self._check_draft(request)
         width = max(1 + len(request.tokens) for request in requests)
         size = self._fit(_verify, sessions, width)
@@ -227,15 +229,16 @@ class Slots:
         return replies
 
     def padded(self, num_nodes: int) -> int:
-        """Nodes, the root included, that a pass over one draft of so many really has."""
+        """How many nodes a pass over one draft of `num_nodes` really has, both with the root."""
         return self._fit(_verify, [], num_nodes).width
 
     def passes(
         self, nodes: Sequence[int] = NODES, sampled: bool = False, short: bool = True
     ) -> list[PassSize]:
-        """What drafts of so many nodes for any number of sessions need, and `short` prompts.
+        """The passes for drafts of these numbers of nodes, for any number of sessions.
 
-        The first two hold every other one, so that with them nothing more must be compiled.
+        `short` adds those that fit short prompts closely. The first two passes hold all work, so a
+        server can start as soon as these are compiled.
         """
         most = _padded(self.max_nodes, NODES)
         reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
@@ -248,7 +251,7 @@ class Slots:
         return list(dict.fromkeys(found))
 
     def compile(self, size: PassSize) -> None:
-        """Makes a pass's program; any one thread may do so while another one works."""
+        """Compiles the program of a pass; one thread may do so while another one runs passes."""
         A, T = size.rows, size.width
         if size.function is _read:
             given = (np.zeros((A, T), np.int32), np.full(A, T, np.int32))
@@ -259,7 +262,7 @@ class Slots:
         self._ready |= {size}
 
     def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
-        """The pass for so much work: of its own size, or the least one that is compiled."""
+        """The pass for some work: of exactly its size, or the smallest compiled one that fits."""
         plain, count = Sampling(), max(len(sessions), 1)
         sampled = any(dataclasses.replace(s.sampling, seed=0) != plain for s in sessions)
         if function is _read:
@@ -324,7 +327,7 @@ class Slots:
 
     def _run(self, function: Any, *arrays: Any) -> Any:
         """One pass over the slots' caches; arrays on the host."""
-        self._sound = False  # a pass replaces the caches in their place: one that fails, for good
+        self._sound = False  # a pass takes over the caches' memory: if it fails, they are lost
         self._caches, *found = self._programs.run(function, self._caches, *arrays)
         found = jax.tree.map(np.asarray, found)
         self._sound = True

@@ -1,1 +1,7 @@
-"""Distillation as pure steps, and what a run keeps: checkpoints, metrics, fingerprints."""
+"""Distillation as pure steps, and what a run keeps.
+
+update.py        one optimiser update         distillation.py  a drafter's updates on a mesh
+optim.py         AdamW and its schedule       checkpoint.py    what survives kills and full disks
+fingerprint.py   what makes two runs one      metrics.py       what a run writes down
+processes.py     what processes agree on      flops.py         operations of matrix products
+"""

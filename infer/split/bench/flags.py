@@ -32,7 +32,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     group = parser.add_argument_group("what is asked")
     group.add_argument("--suite", default="demo", help="question sets, as of infer.evaluate")
-    group.add_argument("--prompts", type=positive, default=8, metavar="K", help="so many of it")
+    group.add_argument("--prompts", type=positive, default=8, metavar="K", help="how many of them")
     group.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     group.add_argument(
         "--natural-stops",
@@ -68,7 +68,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="drafting takes this many times as long; the paper's client is 3 times slower",
     )
     group.add_argument("--codec", choices=get_args(Codec), default="bfloat16", help="of rows")
-    group.add_argument("--compress", action="store_true", help="rows through zlib, too")
+    group.add_argument("--compress", action="store_true", help="also compress rows with zlib")
     group = parser.add_argument_group("networks")
     group.add_argument(
         "--profiles", type=names, default=",".join(PROFILES), help=f"of {', '.join(PROFILES)}"

@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
     mode: str
     pair: Pair
-    ways: ClientOptions
+    options: ClientOptions
 
     @property
     def label(self) -> str:
@@ -86,13 +86,13 @@ def load(args: argparse.Namespace) -> SplitBench:
             f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
             "--max-new-tokens or --outages"
         )
-    levels = {mode: ways_of(args, mode) for mode in args.modes}
+    options = {mode: options_of(args, mode) for mode in args.modes}
     drafters = [(name, open_drafter(path, target)) for name, path in named(args)]
     pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
     for pair in pairs:
-        _warm(pair.half, levels.values(), prompts)
+        _warm(pair.half, options.values(), prompts)
     ways = [
-        Way(mode, pair, levels[mode])
+        Way(mode, pair, options[mode])
         for mode in args.modes
         for pair in (pairs if mode in (*DRAFTING, "offline") else pairs[:1])
     ]
@@ -121,7 +121,7 @@ def own_answers(
     return [session.generate([prompt], new, stop_ids)[0] for prompt in prompts]
 
 
-def ways_of(args: argparse.Namespace, mode: str) -> ClientOptions:
+def options_of(args: argparse.Namespace, mode: str) -> ClientOptions:
     """How a client of a mode drafts."""
     return ClientOptions(
         shape=DraftShape(*args.tree) if mode == "tree" else None,
@@ -149,10 +149,10 @@ def _pair(
     return Pair(name, drafter, half, pairing_of(target, drafter), flags)
 
 
-def _warm(half: DraftHalf, ways: Iterable[ClientOptions], prompts: Sequence[list[int]]) -> None:
+def _warm(half: DraftHalf, each: Iterable[ClientOptions], prompts: Sequence[list[int]]) -> None:
     """Compile what the client's half will need."""
-    ways = list(ways)
-    replies = range(1, 2 + max(level for way in ways for level in (0, *way.levels)))
+    each = list(each)
+    replies = range(1, 2 + max(level for options in each for level in (0, *options.levels)))
     counts = [*replies, *(min(len(prompt), CHUNK) for prompt in prompts)]
     counts += [len(prompt) % CHUNK for prompt in prompts if len(prompt) % CHUNK]
-    half.warm(counts, [shape for way in ways for shape in way.shapes])
+    half.warm(counts, [shape for options in each for shape in options.shapes])

@@ -1,4 +1,4 @@
-"""Client and server over several networks, beside an API that streams and a drafter alone.
+"""Measures split decoding over several networks, beside a streaming API and a drafter alone.
 
     python -m infer.bench --split                                   the bundled pair, all networks
     python -m infer.bench --split --draft n0=A --draft n3=B --profiles 4g,far --plot split.png
@@ -11,8 +11,8 @@ to bulk data that gets lost. Every question is answered in all ways before the n
 way first each time. Answers are greedy and compared with local plain decoding; where one differs
 in float32, the exit code is 1.
 
-In the way `stream` the target writes alone and sends each token, as an API does; in `plain` a
-client asks for one token after the other; in `offline` the drafter writes without a network.
+With `stream` the target writes alone and sends each token, as an API does. With `plain` a client
+asks for one token after the other. With `offline` the drafter writes without a network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import jax
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
-from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, own_answers, ways_of
+from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, options_of, own_answers
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import Answering
 from infer.split.client.figures import figures_of
@@ -128,7 +128,7 @@ async def _answers_of(
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
     with ThreadPoolExecutor(1, "drafter") as worker:
         answerings = [
-            Answering(way.pair.half, _server(bench, stage, way.pair), way.ways, worker)
+            Answering(way.pair.half, _server(bench, stage, way.pair), way.options, worker)
             for way in ways
         ]
         try:
@@ -220,7 +220,7 @@ def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
 
     async def answers() -> list[dict[str, Any]]:
         with ThreadPoolExecutor(1, "drafter") as worker:
-            answering = Answering(way.pair.half, None, way.ways, worker)
+            answering = Answering(way.pair.half, None, way.options, worker)
             await _answer(bench, answering, 0, 8)
             return [await _answer(bench, answering, i) for i in range(len(bench.prompts))]
 
@@ -250,7 +250,7 @@ def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
 
 
 def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
-    """Crowds of each size on one server: by chains, and by an API's streams."""
+    """Answers crowds of each size from one server, with drafted chains and as an API streams."""
     args, pair = bench.args, bench.pairs[0]
     most, name = max(args.clients), args.profiles[0]
     flags = [*pair.flags, "--slots", str(min(args.slots, most))]
@@ -260,7 +260,7 @@ def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
     questions = [crowd.CrowdQuestion(prompt, len(prompt) + new) for prompt in bench.prompts]
     modes = [mode for mode in ("stream", "chain") if mode in args.modes] or ["chain"]
     # Drafting ahead would measure how these clients share the machine with their server.
-    each = {mode: dataclasses.replace(ways_of(args, mode), draft_ahead=False) for mode in modes}
+    each = {mode: dataclasses.replace(options_of(args, mode), draft_ahead=False) for mode in modes}
     rows = []
     with staged(PROFILES[name], {pair.name: flags}, args.seed) as stage:
         server = _server(bench, stage, pair, timeout=60.0)
@@ -294,7 +294,7 @@ def _clients(
 
 
 def _outages(bench: SplitBench) -> list[dict[str, Any]]:
-    """Each drafter going on alone, after links that were cut at each of several places."""
+    """What each drafter writes alone after its link was cut, for each of several places."""
     args, rows = bench.args, []
     longest = max(args.outages) + args.max_new_tokens
     own = [one.token_ids for one in own_answers(bench.target, bench.prompts, longest, NO_STOP)]

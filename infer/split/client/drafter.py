@@ -73,7 +73,7 @@ class ClientDrafter:
         for part in parts:
             await self._on_half(self._half.absorb, *part)
             self._known = max(self._known, part.start + len(part.tokens))
-            if len(part.tokens) > EXACT:  # these came padded, which hides all later rows
+            if len(part.tokens) > EXACT:  # these came padded, which overwrote all later rows
                 self._blank = self._fed = 0
 
     # ---- drafts ---------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class RemoteSession:
     # ---- the session ----------------------------------------------------------------------
 
     async def reach(self) -> list[wire.Committed]:
-        """Sees to a link and a session; returns the reply that the text does not have yet."""
+        """Makes sure of a link and a session; returns the reply that the text does not have yet."""
         if self.link is None:
             self.link = await self._dial()
         return await self._joined(self.link)

@@ -71,9 +71,8 @@ class Emulation:
 
     def _ask(self, command: str) -> dict[Direction, dict[str, int]]:
         with self._turn:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # then `_answer` finds that the process has ended
+            # After a broken pipe `_answer` finds that the process has ended.
+            with contextlib.suppress(BrokenPipeError):
                 print(command, file=self._process.stdin, flush=True)
             return self._answer()
 

@@ -54,9 +54,8 @@ def _start_of(pid: int) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *fields = stat.rpartition(")")[
-        2
-    ].split()  # the program's name before it may hold anything
+    # The fields follow the program's name, which is in brackets and may hold anything.
+    state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else fields[18]
 
 
