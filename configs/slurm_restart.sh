@@ -10,7 +10,8 @@ settings=("${@:2}")
 run=${RUN:-runs/$(basename "$config" .py)}
 python=${PYTHON:-.venv/bin/python}
 
-# A job that is started again does not compile again. Process 0 fills the folder, all read it.
+# A job that is started again does not compile again. Process 0 fills the folder, all read it:
+# the nodes must be alike, because programs for CPUs are machine code.
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR-$run/compiled}
 
 newest_checkpoint() {

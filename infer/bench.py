@@ -199,7 +199,7 @@ def fastest(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    shown = ("max_new_tokens", "repeats", "batch", "cache_rows", "threads", "random_weights")
+    shown = ("max_new_tokens", "repeats", "batch", "threads", "random_weights")
     return {
         "target": str(args.target or args.random_weights or "bundled"),
         "draft": str(args.draft or args.random_weights or "bundled"),
@@ -208,6 +208,7 @@ def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": [len(prompt) for batch in bench.batches for prompt in batch],
         "stop": "never" if bench.stop_ids == NO_STOP else "the target's end",
         "simulated_acceptance": args.simulate_acceptance,
+        "cache_rows": bench.sessions[0].cache_rows,
         "confidence": args.confidence,
         "draft_vocabulary": args.draft_vocabulary,
     } | {key: getattr(args, key) for key in shown}

@@ -5,20 +5,24 @@
     JAX_COMPILATION_CACHE_DIR=      no cache
 
 jax itself tells versions, compiler options and accelerators apart. XLA keeps machine code for CPUs,
-so each kind of CPU has a folder of its own: a home may be shared by several machines.
+so each kind of CPU has a folder of its own, each with that bound: machines may share a home.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import sys
+import time
 import warnings
 from pathlib import Path
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"  # jax reads its settings from such variables
+SIZE = "JAX_COMPILATION_CACHE_MAX_SIZE"
 MAX_BYTES = 2 * 1024**3
+SECONDS_OF_A_WRITE = 60  # another program may be at it
 CPU_FACTS = ("vendor_id", "cpu family", "model", "flags", "CPU ", "Features")  # of /proc/cpuinfo
 
 
@@ -31,18 +35,19 @@ def use() -> None:
     if wanted == "":
         _default("JAX_ENABLE_COMPILATION_CACHE", False)
         return
-    if wanted is None:
-        try:
-            folder = default_folder()
-            _prepare(folder)
-        except (OSError, RuntimeError):  # RuntimeError: there is no home
+    try:
+        own = default_folder()
+        if wanted in (None, str(own)):  # our own where a program of ours started this one
+            _default(SIZE, MAX_BYTES)
+            _prepare(own)
+            _default(FOLDER, str(own))
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        if wanted is None:
             return
-        _default(FOLDER, str(folder))
-        _default("JAX_COMPILATION_CACHE_MAX_SIZE", MAX_BYTES)
-        # A program that cannot be read or stored is compiled as if there were no cache.
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     # Many small programs take as long to compile as one large one.
     _default("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0)
+    # A program that cannot be read or stored is compiled as if there were no cache.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
 def default_folder() -> Path:
@@ -65,14 +70,21 @@ def _cpu() -> str:
 
 
 def _prepare(folder: Path) -> None:
-    """Makes the folder, and removes what a kill during a write left behind: jax stumbles on it."""
+    """Makes the folder, and removes what a kill during a write left behind: jax stumbles on it.
+
+    Where the size is bounded, a program in the cache has two files, and the second is written last.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(folder)
+    if os.environ[SIZE] == "-1":
+        return
     names = {entry.name for entry in os.scandir(folder)}
     for name in names:
         if name.endswith("-cache") and f"{name.removesuffix('-cache')}-atime" not in names:
-            (folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - (folder / name).stat().st_mtime > SECONDS_OF_A_WRITE:
+                    (folder / name).unlink()
 
 
 def _default(name: str, value: object) -> None:
@@ -84,5 +96,9 @@ def _default(name: str, value: object) -> None:
 
 
 def num_bytes(folder: Path) -> int:
-    """What a cache holds."""
-    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+    """What a cache holds; files that another program removes meanwhile do not count."""
+    total = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

@@ -35,7 +35,7 @@ from infer.split.link import LARGEST_CHUNK
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.events import EventLog, Log, WarningsTo, place_of
 from infer.split.server.listener import PatientHttp
-from infer.split.server.metrics import Metrics
+from infer.split.server.metrics import ServerMetrics
 from infer.split.server.scheduler import Scheduler
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import MAX_DEPTH
@@ -189,7 +189,7 @@ def _load(
     for size in first:
         slots.compile(size)
     text_of = _decoder(target) if args.log_text else None
-    scheduler = Scheduler(slots, limits, Metrics(), log, text_of=text_of)
+    scheduler = Scheduler(slots, limits, ServerMetrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
     server = SplitServer(
         scheduler, pairing, target.config.vocab_size, _connection_limits_of(args, token), log

@@ -162,7 +162,7 @@ def load_drafter(
     dtype: Any = None,
     for_client: bool = False,
 ) -> LoadedDrafter:
-    """Load a drafter for a target, in any layout of `drafters.kinds.FILE_LAYOUTS`.
+    """Load a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files, `target_layer_inference` states N where
     they do not; `dtype` defaults to the target's, or to `default_dtype()` for a target without

@@ -29,7 +29,7 @@ from moa_jax.files.folders import json_hash, write_whole
 
 SETTINGS = "settings.json"
 Key = tuple[str, int | str]  # set and question
-Line = dict[str, Any]
+AnswerLine = dict[str, Any]
 
 
 class Answer(NamedTuple):
@@ -127,10 +127,10 @@ class AnswerFolder:
                 ": choose another --output"
             )
 
-    def _read(self, path: Path, model: str) -> dict[Any, Line]:
+    def _read(self, path: Path, model: str) -> dict[Any, AnswerLine]:
         """The lines of a file by question, without a last line that a crash cut off."""
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        found: dict[Any, Line] = {}
+        found: dict[Any, AnswerLine] = {}
         for number, content in enumerate(text.split("\n")[:-1], start=1):
             try:
                 line = json.loads(content)
@@ -167,7 +167,7 @@ def run_id(settings: Mapping[str, Any]) -> str:
     return json_hash(settings)[:12]
 
 
-def _line_of(question: Question, model: str, answer: Answer) -> Line:
+def _line_of(question: Question, model: str, answer: Answer) -> AnswerLine:
     results = answer.results
     choice = {
         "index": 0,
@@ -195,7 +195,7 @@ def _line_of(question: Question, model: str, answer: Answer) -> Line:
     }
 
 
-def _answer_of(line: Line) -> Answer:
+def _answer_of(line: AnswerLine) -> Answer:
     """The answer of a line; its prompts are not kept."""
     (choice,) = line["choices"]
     results, start = [], 0

@@ -107,7 +107,7 @@ def describe(
         },
         "draft_vocabulary": args.draft_vocabulary
         and folders.file_hash(Path(args.draft_vocabulary)),
-        "cache_rows": args.cache_rows,
+        "cache_rows": contenders[0].session.cache_rows,
         "threads": args.threads,
     }
 

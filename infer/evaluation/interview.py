@@ -119,7 +119,7 @@ def interview_of(
         args.stop,
         args.stop_ids,
         stopper(tokenizer, args.stop),
-        args.cache_rows,
+        contenders[0].session.cache_rows,
         comparable=args.temperature == 0 or not args.sampled_drafts,
     )
 

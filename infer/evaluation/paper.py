@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Figures(NamedTuple):
+class PaperFigures(NamedTuple):
     """Speedup over plain decoding, and tau with the bonus token."""
 
     speedup: float | None
@@ -21,34 +21,34 @@ ALL = "all"  # the mean over the six sets
 MOA = "MoA"
 DOUBTFUL = ("mt_bench", "gsm8k", ALL)  # of the rows of MoA
 MAIN = f"{MOA} N=0"
-PAPER: dict[str, dict[str, Figures]] = {
+PAPER: dict[str, dict[str, PaperFigures]] = {
     MAIN: {
-        "mt_bench": Figures(1.80, 3.86),
-        "humaneval": Figures(2.28, 4.98),
-        "gsm8k": Figures(1.80, 3.86),
-        "alpaca": Figures(2.03, 4.36),
-        "sum": Figures(2.10, 4.55),
-        "qa": Figures(1.72, 3.73),
-        ALL: Figures(1.95, 4.22),
+        "mt_bench": PaperFigures(1.80, 3.86),
+        "humaneval": PaperFigures(2.28, 4.98),
+        "gsm8k": PaperFigures(1.80, 3.86),
+        "alpaca": PaperFigures(2.03, 4.36),
+        "sum": PaperFigures(2.10, 4.55),
+        "qa": PaperFigures(1.72, 3.73),
+        ALL: PaperFigures(1.95, 4.22),
     },
     "MoA N=1": {
-        "mt_bench": Figures(1.83, 4.19),
-        "gsm8k": Figures(1.83, 4.19),
-        ALL: Figures(1.95, 4.50),
+        "mt_bench": PaperFigures(1.83, 4.19),
+        "gsm8k": PaperFigures(1.83, 4.19),
+        ALL: PaperFigures(1.95, 4.50),
     },
     "MoA N=3": {
-        "mt_bench": Figures(1.74, 4.65),
-        "humaneval": Figures(None, 5.41),
-        "gsm8k": Figures(1.74, 4.65),
-        "alpaca": Figures(None, 4.80),
-        "sum": Figures(None, 5.04),
-        "qa": Figures(None, 4.23),
-        ALL: Figures(1.79, 4.79),
+        "mt_bench": PaperFigures(1.74, 4.65),
+        "humaneval": PaperFigures(None, 5.41),
+        "gsm8k": PaperFigures(1.74, 4.65),
+        "alpaca": PaperFigures(None, 4.80),
+        "sum": PaperFigures(None, 5.04),
+        "qa": PaperFigures(None, 4.23),
+        ALL: PaperFigures(1.79, 4.79),
     },
-    "EAGLE-2, retrained by them": {ALL: Figures(1.78, 3.60)},
-    "EAGLE-2, official weights": {ALL: Figures(1.71, 3.43)},
-    "independent, 650M": {ALL: Figures(1.58, 3.80)},
-    "independent, 250M": {ALL: Figures(1.23, 3.51)},
+    "EAGLE-2, retrained by them": {ALL: PaperFigures(1.78, 3.60)},
+    "EAGLE-2, official weights": {ALL: PaperFigures(1.71, 3.43)},
+    "independent, 650M": {ALL: PaperFigures(1.58, 3.80)},
+    "independent, 250M": {ALL: PaperFigures(1.23, 3.51)},
 }
 
 

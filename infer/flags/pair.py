@@ -128,7 +128,7 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="rows of each cache, for prompt, answer and draft, so that one program serves all "
-        "lengths; default: what a prompt needs",
+        "lengths; rounded up to a multiple of 128; default: what a prompt needs",
     )
 
 

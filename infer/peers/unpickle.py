@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from infer.program import Parser, run
+from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
 from moa_jax.files.folders import replacing
 
@@ -22,7 +22,7 @@ PICKLES = "pytorch_model*.bin"
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("infer.peers.unpickle", __doc__)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=f"holds {PICKLES}")
-    parser.add_argument("new_folder", metavar="NEW_FOLDER", type=Path, help="is made")
+    parser.add_argument("new_folder", metavar="NEW_FOLDER", type=local_path, help="is made")
     flags = parser.parse_args(arguments)
     count = rewrite(flags.folder, flags.new_folder)
     print(f"wrote {flags.new_folder / 'model.safetensors'} with {count} tensors")

@@ -38,6 +38,8 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _INTEGER = re.compile(r"-?\d+")
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+# What a loop's counter may go through on its way from one turn to the next.
+_LINEAR = {"copy", "bitcast", "convert", "reshape", "add", "subtract", "fusion"}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -326,17 +328,17 @@ def _linear(
     if each.opcode == "get-tuple-element" and given is None:
         is_state = where[each.operands[0]].opcode == "parameter"
         return _Linear(0, 1, int(_of(_INDEX, each))) if is_state else None
+    if each.opcode not in _LINEAR:  # operands may be shared: do not walk them in vain
+        return None
     values = [_linear(computations, where, operand, given) for operand in each.operands]
     if not values or None in values:
         return None
-    if each.opcode in ("copy", "bitcast", "convert", "reshape"):
-        return values[0]
     if each.opcode in ("add", "subtract"):
         return values[0].minus(values[1], 1 if each.opcode == "subtract" else -1)
     if each.opcode == "fusion":
         fused = computations[each.called[0]]
         return _linear(computations, fused, _root(fused).name, values)
-    return None
+    return values[0]
 
 
 def _root(computation: Computation) -> Instruction:

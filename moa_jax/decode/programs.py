@@ -29,7 +29,7 @@ class Programs:
 
     def __init__(self, fixed: tuple[Any, ...], weights: tuple[Any, ...], dtype: Any) -> None:
         """`dtype` is that of the weights; it decides how products are rounded."""
-        self._fixed, self._weights, self._dtype = fixed, weights, dtype
+        self._fixed, self.weights, self._dtype = fixed, weights, dtype
         self._compiled: dict[Any, Program] = {}
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Programs:
     def run(self, function: Program, *arrays: Any, donate: bool = True, **static: Any) -> Any:
         """Calls the function, and compiles it first if it has not been compiled."""
         program = self.compile(function, *arrays, donate=donate, **static)
-        return program(*self._weights, *arrays)
+        return program(*self.weights, *arrays)
 
     def compile(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
@@ -47,13 +47,13 @@ class Programs:
         """The compiled program for these arrays; `ShapeDtypeStruct`s may stand in for them."""
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (function, structure, shapes, *static.items())
+        key = (function, donate, structure, shapes, *static.items())
         if key not in self._compiled:
             part = functools.partial(function, *self._fixed, **static)
-            donated = len(self._weights) if donate else ()
+            donated = len(self.weights) if donate else ()
             with matmul_precision(self._dtype):
                 traced = jax.jit(part, donate_argnums=donated)
-                self._compiled[key] = traced.lower(*self._weights, *arrays).compile()
+                self._compiled[key] = traced.lower(*self.weights, *arrays).compile()
         return self._compiled[key]
 
 

@@ -96,9 +96,18 @@ class Session:
         self.target = target
         self.setup = Setup(target.config, functions, self.shape, choose)
         head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
-        self.weights = Weights(for_decoding(target.params), drafter and drafter.params, head)
+        weights = Weights(for_decoding(target.params), drafter and drafter.params, head)
         self.cache_rows = cache_rows and cache_rows_for(cache_rows)
-        self._programs = Programs((self.setup,), (self.weights,), target.params["embed"].dtype)
+        self._programs = Programs((self.setup,), (weights,), target.params["embed"].dtype)
+
+    @property
+    def weights(self) -> Weights:
+        """The parameters of both models; others of the same shapes may take their place."""
+        return self._programs.weights[0]
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._programs.weights = (weights,)
 
     @property
     def num_compiled(self) -> int:

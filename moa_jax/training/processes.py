@@ -24,9 +24,11 @@ from moa_jax.errors import InputError
 
 T = TypeVar("T")
 
-FAILURE, ENDED = "moa_jax/failure", "moa_jax/ended"  # keys of the coordination service
+# Keys and a barrier of the coordination service.
+FAILURE, ENDED, DONE = "moa_jax/failure", "moa_jax/ended", "moa_jax/done"
 SECONDS_BETWEEN_LOOKS = 0.5
 PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
+A_DAY_MS = 24 * 60 * 60 * 1000
 
 
 def is_first() -> bool:
@@ -123,6 +125,9 @@ def ending_together(
         if first is None or isinstance(error, InputError):
             first = Failure(global_state.process_id, *describe(error))
         _end(first, say)
+    # One process may still write what all have made: the others wait, and look, until it is done.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # one was killed
+        global_state.client.wait_at_barrier(DONE, A_DAY_MS)
     over.set()
     looking.join()
 

@@ -296,7 +296,7 @@ def test_random_weights_of_a_config(tmp_path, capsys, hasty):
     bench.main([*flags, "--cache-rows", "40", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["prompt_tokens"] == [5, 5] and found["settings"]["batch"] == 2
-    assert found["settings"]["cache_rows"] == 40
+    assert found["settings"]["cache_rows"] == 128  # of 40, rounded up
     assert found["modes"][0]["tokens"] == 10
     assert "RANDOM WEIGHTS" in report.render(found)
     with pytest.raises(InputError, match="describes a target and no drafter"):

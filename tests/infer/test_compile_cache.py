@@ -67,6 +67,24 @@ def test_the_cache_is_bounded(tmp_path):
     assert 0 < sum(path.stat().st_size for path in entries(tmp_path)) <= most
 
 
+def test_without_a_bound_everything_is_kept(tmp_path):
+    """jax then writes no second file beside a program's own."""
+    unbounded = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
+    start(1, **unbounded)
+    for path in entries(tmp_path):
+        os.utime(path, (0, 0))
+    assert start(1, **unbounded)["hits"] == len(entries(tmp_path)) > 0
+
+
+def test_a_program_that_another_one_starts_is_silent_too(tmp_path):
+    """It finds the folder set, and so does not take it for the user's own."""
+    folder = start(1, XDG_CACHE_HOME=str(tmp_path))["folder"]
+    for path in entries(tmp_path):
+        path.write_bytes(b"damaged")
+    size = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(compile_cache.MAX_BYTES)}
+    start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=folder, **size)
+
+
 def test_the_user_decides_where_it_is(tmp_path):
     own = tmp_path / "own"
     start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(own))
@@ -93,10 +111,11 @@ def fresh(monkeypatch, tmp_path) -> Path:
 def test_what_a_kill_left_behind_is_removed(fresh):
     folder = compile_cache.default_folder()
     folder.mkdir(parents=True)
-    for name in ("whole-cache", "whole-atime", "cut-cache"):
+    for name in ("whole-cache", "whole-atime", "cut-cache", "young-cache"):
         (folder / name).touch()
+        os.utime(folder / name, (0, 0) if name != "young-cache" else None)  # perhaps under way
     compile_cache.use()
-    assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime"}
+    assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime", "young-cache"}
     assert os.environ[compile_cache.FOLDER] == str(folder)
 
 

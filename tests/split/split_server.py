@@ -17,7 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.listener import PatientHttp
-from infer.split.server.metrics import Metrics
+from infer.split.server.metrics import ServerMetrics
 from infer.split.server.scheduler import Scheduler
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import Sampling
@@ -164,7 +164,7 @@ class Running:
     ) -> None:
         self.slots, self.events = slots, []
         log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
-        self.scheduler = Scheduler(slots, server_limits, Metrics(), log)
+        self.scheduler = Scheduler(slots, server_limits, ServerMetrics(), log)
         self.server = SplitServer(self.scheduler, PAIRING, VOCAB, limits, log)
         self.port = 0
         self._listening: uvicorn.Server | None = None

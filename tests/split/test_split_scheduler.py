@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infer.split.server.metrics import Metrics
+from infer.split.server.metrics import ServerMetrics
 from infer.split.server.scheduler import Scheduler
 from infer.split.server.sessions import Encoding, PendingRead, Refused, ServerLimits, SplitSession
 from moa_jax.errors import InputError
@@ -28,7 +28,7 @@ class Work:
 
     def __init__(self, slots: ToySlots, limits: ServerLimits) -> None:
         self.slots, self.now, self.events = slots, 0.0, []
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
         self.scheduler = Scheduler(slots, limits, self.metrics, log, lambda: self.now)
 
@@ -401,7 +401,7 @@ def test_split_text_is_logged_only_if_asked_for():
         slots, events = ToySlots(), []
         log = lambda event, **facts: events.append((event, facts))  # noqa: E731
         limits = ServerLimits(num_slots=4, chunk=8)
-        async with Scheduler(slots, limits, Metrics(), log, text_of=text_of) as scheduler:
+        async with Scheduler(slots, limits, ServerMetrics(), log, text_of=text_of) as scheduler:
             session = await scheduler.open(opening([61, 62, 63]), AS_IS, nobody)
             await verdicts(session.reply)
         return [facts["text"] for event, facts in events if event == "text"]

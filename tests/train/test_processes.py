@@ -23,6 +23,7 @@ from train import distill
 WAIT = "processes.gathered(jax.numpy.ones(1))"
 PROGRAM = """
 import jax
+import time
 from pathlib import Path
 from infer.program import Parser, run
 from moa_jax.errors import InputError
@@ -97,9 +98,11 @@ def test_a_fault_on_one_process_ends_both():
             1,
             ["toy: ZeroDivisionError: division", "process 0: ZeroDivisionError: division"],
         ),
-        ("pass", "pass", 0, []),
+        ("raising(InputError('x: bad: mend it'))", "pass", 2, ["x: bad", "process 0: x: bad"]),
+        ("pass", "raising(InputError('x: bad: mend it'))", 2, ["process 1: x: bad", "x: bad"]),
+        ("time.sleep(2)", "pass", 0, []),
     ],
-    ids=["told of", "path", "refused", "interrupted", "fault told of", "nothing"],
+    ids=["told of", "path", "refused", "interrupted", "fault told of", "late", "later", "nothing"],
 )
 def test_both_end_alike(first, second, code, lines):
     found = ends(first, second)

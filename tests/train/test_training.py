@@ -18,6 +18,7 @@ import pytest
 from infer import convert, evaluate
 from infer.flags.config_file import read_config
 from infer.info import ROOT
+from infer.peers import unpickle
 from infer.program import run
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import (
@@ -308,6 +309,10 @@ def test_urls_are_no_place_to_write(settings_file, name):
 def test_a_grid_in_a_bucket_is_refused():
     grid = read_config("configs/matched.py", GridConfig)
     check_paths(grid)
+    (name, cell), *others = grid.cells
+    cell = dataclasses.replace(cell, output="s3://bucket/cell")
+    line = refusal(check_paths, dataclasses.replace(grid, cells=((name, cell), *others)))
+    assert line.startswith(f"{name}: output: s3://bucket/cell is a URL")
     line = refusal(check_paths, dataclasses.replace(grid, directory="s3://bucket/grid"))
     assert line.startswith("directory: s3://bucket/grid is a URL")
 
@@ -320,6 +325,7 @@ WRITERS = {
     vocabulary: ["--target", "t", "--corpus", "c", "--size", "1", "--output", "gs://bucket/v"],
     convert: ["--target", "t", "--output", "gs://bucket/model"],
     evaluate: ["--target", "t", "--output", "gs://bucket/tables"],
+    unpickle: ["folder", "gs://bucket/new"],
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
-from infer.program import BAD_INPUT, INTERRUPTED, refusal_of
+from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, refusal_of
 from moa_jax.errors import InputError, first_line
 from moa_jax.training.processes import ending_together
 
@@ -64,6 +64,8 @@ def _described(error: BaseException) -> tuple[str, int]:
     """One line and an exit code; prints the traceback of a fault of ours."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return "the reader of the output is gone", BROKEN_PIPE
     if line := refusal_of(error):
         return line, BAD_INPUT
     traceback.print_exception(error)

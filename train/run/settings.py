@@ -52,6 +52,9 @@ def check_paths(config: Any, above: str = "") -> None:
         value, name = getattr(config, field.name), f"{above}{field.name}"
         if dataclasses.is_dataclass(value):
             check_paths(value, f"{name}.")
+        elif field.name == "cells":  # of a grid
+            for cell, settings in value:
+                check_paths(settings, f"{cell}: ")
         elif field.name in WRITTEN and value is not None:
             try:
                 local_path(value)

@@ -9,7 +9,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class Metrics:
+class ServerMetrics:
     """Counters, gauges and histograms of one server, in a registry of its own."""
 
     def __init__(self) -> None:

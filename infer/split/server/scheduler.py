@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from infer.split.server.events import Log, place_of
-from infer.split.server.metrics import Metrics
+from infer.split.server.metrics import ServerMetrics
 from infer.split.server.sessions import (
     Encoding,
     PendingRead,
@@ -57,7 +57,7 @@ class Scheduler:
         self,
         slots: Slots,
         limits: ServerLimits,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
         text_of: Callable[[list[int]], str] | None = None,

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from infer.split.server.metrics import Metrics
+from infer.split.server.metrics import ServerMetrics
 from moa_jax.config import MAX_DEPTH
 from moa_jax.errors import InputError
 from moa_jax.split import rows, wire
@@ -164,7 +164,9 @@ class SplitSession:
 class SlotQueue:
     """Hands out slots: first come, first served, up to a limit and a deadline."""
 
-    def __init__(self, limits: ServerLimits, metrics: Metrics, evict: Callable[[], bool]) -> None:
+    def __init__(
+        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], bool]
+    ) -> None:
         """`evict` frees the slot of a session that lost its connection, if there is one."""
         self.closed = False
         self._limits, self._metrics, self._evict = limits, metrics, evict
