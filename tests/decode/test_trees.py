@@ -330,4 +330,4 @@ def test_wide_trees_and_small_caches_are_one_line(simple_pair):  # noqa: F811
         Session(models.target, models.drafter, DraftShape(3, size + 1))
     session = Session(models.target, models.drafter, DraftShape(7, 8, 62), cache_rows=100)
     with pytest.raises(InputError, match="a cache of 128 rows is too small"):
-        session.generate([[1, 2]], 4)
+        session.generate([[1, 2]], 64)
