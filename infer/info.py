@@ -72,17 +72,18 @@ def _devices() -> dict[str, Any]:
         devices = jax.devices()
     except RuntimeError as error:
         return {"devices": [], "device_error": " ".join(str(error).split())}
-    return {"devices": [_device(device) for device in devices], "device_error": None}
-
-
-def _device(device: Any) -> dict[str, Any]:
-    stats = device.memory_stats() or {}  # None on a CPU, whose memory is the host's
-    return {
-        "name": str(device),
-        "kind": device.device_kind,
-        "memory_bytes": stats.get("bytes_limit"),
-        "memory_used_bytes": stats.get("bytes_in_use"),
-    }
+    # A CPU has no statistics: its memory is the host's.
+    stats = [device.memory_stats() or {} for device in devices]
+    found = [
+        {
+            "name": str(device),
+            "kind": device.device_kind,
+            "memory_bytes": stat.get("bytes_limit"),
+            "memory_used_bytes": stat.get("bytes_in_use"),
+        }
+        for device, stat in zip(devices, stats, strict=True)
+    ]
+    return {"devices": found, "device_error": None}
 
 
 def _folders() -> dict[str, str | None]:

@@ -122,7 +122,9 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if (line := refusal_of(error)) is None:
             raise
-        print(f"{_name(main)}: {line}", file=sys.stderr)
+        spec = sys.modules[main.__module__].__spec__
+        name = spec.name if spec else Path(sys.argv[0]).stem  # infer.info after `-m infer.info`
+        print(f"{name}: {line}", file=sys.stderr)
         code = BAD_INPUT
     sys.exit(code)
 
@@ -135,12 +137,6 @@ def refusal_of(error: BaseException) -> str | None:
         return None
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return f"{where}{error.strerror}: choose a path that can be used"
-
-
-def _name(main: Main) -> str:
-    """`infer.info` for a program started with `python -m infer.info`."""
-    spec = sys.modules[main.__module__].__spec__
-    return spec.name if spec else Path(sys.argv[0]).stem
 
 
 class Progress:

@@ -42,7 +42,6 @@ from moa_jax.config import MAX_DEPTH
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import write_whole
-from moa_jax.pretrained import Target
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import PassSize, Slots
 
@@ -188,7 +187,10 @@ def _load(
     log("compile", programs=len(first), later=len(later))  # this may take a minute
     for size in first:
         slots.compile(size)
-    text_of = _decoder(target) if args.log_text else None
+    text_of = None
+    if args.log_text:  # the ids are shown for a target without a tokenizer
+        has_tokenizer = (target.folder / "tokenizer.json").exists()
+        text_of = load_tokenizer(target.folder).decode if has_tokenizer else str
     scheduler = Scheduler(slots, limits, ServerMetrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
     server = SplitServer(
@@ -350,13 +352,6 @@ def _announce(args: argparse.Namespace, listener: socket.socket) -> None:
     print(f"listening on {url}", flush=True)
     if args.ready_file is not None:
         write_whole(Path(args.ready_file), json.dumps({"url": url, "port": port}) + "\n")
-
-
-def _decoder(target: Target) -> Any:
-    """A function that decodes tokens; it shows their ids for a target without a tokenizer."""
-    if not (target.folder / "tokenizer.json").exists():
-        return str
-    return load_tokenizer(target.folder).decode
 
 
 def _port(text: str) -> int:

@@ -26,11 +26,18 @@ def questions_of(path: str, sources: Sequence[str]) -> Iterator[Question]:
     """
     for index, (where, record) in enumerate(corpora.read_numbered(path, sources)):
         try:
-            *history, asked = _asked(chat.messages_of(record), index)
+            messages = chat.messages_of(record)
+            turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
+            if not turns:
+                raise InputError("a conversation without a user message: give it one or remove it")
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
+        *history, asked = messages[: turns[index % len(turns)] + 1]
         said = tuple((message["role"], message["content"]) for message in history)
-        yield Question(SET, index + 1, "", _source_of(record), (asked["content"],), said)
+        name = str(record.get("source") or "none").rpartition("#")[2]
+        # A group must not bear the name of the row of all questions, or of one of the paper's sets.
+        group = f"#{name}" if name in (ALL, *PAPER) else name
+        yield Question(SET, index + 1, "", group, (asked["content"],), said)
 
 
 def prompts_of(
@@ -43,16 +50,3 @@ def prompts_of(
         prompt = chat.prompt_ids(tokenizer, messages)
         if len(prompt) <= longest:
             yield question.group, prompt
-
-
-def _asked(messages: list[chat.Message], index: int) -> list[chat.Message]:
-    turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if not turns:
-        raise InputError("a conversation without a user message: give it one or remove it")
-    return messages[: turns[index % len(turns)] + 1]
-
-
-def _source_of(record: dict[str, Any]) -> str:
-    """The short name of a record's source, never that of the row of all or of a paper's set."""
-    name = str(record.get("source") or "none").rpartition("#")[2]
-    return f"#{name}" if name in (ALL, *PAPER) else name

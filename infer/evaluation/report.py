@@ -24,7 +24,6 @@ from infer.evaluation import paper
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
-from moa_jax.decode.session import Result
 from moa_jax.measure.figures import acceptance, median, quartiles
 from moa_jax.measure.tables import number, numbers, table_of
 
@@ -92,6 +91,8 @@ def _row(
         if a.rounds and b.rounds
     ]
     own = [sum(answer.accept_lengths) / answer.rounds for answer in ours if answer.rounds]
+    grams = [repeats(result.token_ids) for result in results]
+    same = [answer.same_as_plain for answer in ours]  # None where they need not be the same
     shape = settings["models"][model]
     return {
         "set": group,
@@ -110,21 +111,10 @@ def _row(
         **acceptance(results, shape["levels"]),
         "rounds": rounds,
         "target_calls": rounds + len(results),
-        "repeated": _repeated(results),
+        "repeated": sum(seen for seen, _ in grams) / max(sum(count for _, count in grams), 1),
         "stopped": sum(result.finish_reason == "stop" for result in results) / len(results),
-        "same_as_plain": _same(ours),
+        "same_as_plain": None if None in same else sum(same),
     }
-
-
-def _same(answers: list[Answer]) -> int | None:
-    """How many are plain decoding's; None where they need not be."""
-    known = [answer.same_as_plain for answer in answers]
-    return None if None in known else sum(known)
-
-
-def _repeated(results: list[Result]) -> float:
-    found = [repeats(result.token_ids) for result in results]
-    return sum(seen for seen, _ in found) / max(sum(count for _, count in found), 1)
 
 
 def repeats(tokens: list[int]) -> tuple[int, int]:
@@ -146,6 +136,14 @@ def render(document: Mapping[str, Any]) -> str:
     settings, rows = document["settings"], document["rows"]
     drafted = [row for row in rows if row["model"] != PLAIN]
     last = [row for row in drafted if row["set"] == ALL]
+    positions = [
+        {
+            "decoder": row["model"],
+            "of all rounds": numbers(row["acceptance_unconditional"]),
+            "given the one before": numbers(row["acceptance_conditional"]),
+        }
+        for row in last
+    ]
     answers = settings["answers"]
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
     parts = [
@@ -156,7 +154,7 @@ def render(document: Mapping[str, Any]) -> str:
         CAUTION if _is_papers(rows) else "",
         table_of([_detail(row, rows) for row in drafted]),
         "Accepted drafts by position, over all sets:",
-        table_of([_positions(row) for row in last]),
+        table_of(positions),
         _skips(document["skipped"]),
         _sameness(document["differences"], last),
     ]
@@ -222,14 +220,6 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
     if _is_papers(rows):
         cells[f"paper, {paper.MAIN}"] = _papers_cell(paper.MAIN, row["set"], rows)
     return cells
-
-
-def _positions(row: Row) -> dict[str, str]:
-    return {
-        "decoder": row["model"],
-        "of all rounds": numbers(row["acceptance_unconditional"]),
-        "given the one before": numbers(row["acceptance_conditional"]),
-    }
 
 
 def _skips(skipped: list[dict[str, Any]]) -> str:

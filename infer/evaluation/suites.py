@@ -109,20 +109,16 @@ def _sets_of(text: str) -> Iterator[tuple[str, str]]:
         elif part in (*PAPER, SPEC_BENCH):
             yield part, f"data:specbench/{part}/{FILE}"
         elif part.startswith(PUBLIC):
-            yield _name_of_public(part), part
+            # hub:openai/gsm8k:main/test is gsm8k, tfds:squad/default/test is squad.
+            kind, _, dataset = part.rpartition("/")[0].partition(":")
+            of_hub = Path(dataset.split(":")[0]).name
+            yield dataset.split("/")[0] if kind == "tfds" else of_hub, part
         elif Path(part).expanduser().exists():
             path = Path(part).expanduser()
             path = path / FILE if path.is_dir() else path
             yield path.resolve().parent.name if path.name == FILE else path.stem, str(path)
         else:
             raise InputError(f"--suite {part}: no such set or file; {KNOWN}")
-
-
-def _name_of_public(path: str) -> str:
-    """hub:openai/gsm8k:main/test is gsm8k, tfds:natural_questions/default/test its first part."""
-    kind, _, name = path.partition(":")
-    dataset = name.rpartition("/")[0]
-    return dataset.split("/")[0] if kind == "tfds" else Path(dataset.split(":")[0]).name
 
 
 def _read(name: str, path: str, public_rows: int) -> list[Question]:
@@ -164,12 +160,8 @@ def _from_public(record: dict[str, Any], number: int) -> dict[str, Any]:
     asked = asked.get("text") if isinstance(asked, dict) else asked
     turns = record.get("turns")
     if isinstance(asked, str) and asked.strip():
-        turns = [_sentence(asked.strip())]
+        asked = asked.strip()  # Natural Questions has them as people typed them
+        turns = [asked if asked[-1] in ".?!" else f"{asked[0].upper()}{asked[1:]}?"]
     elif isinstance(record.get("article"), str):
         turns = [f"Summarize: {record['article'].strip()}"]
     return {"question_id": number, "category": "", "turns": turns}
-
-
-def _sentence(text: str) -> str:
-    """A question as the paper's set writes it; Natural Questions has them as people typed them."""
-    return text if text[-1] in ".?!" else f"{text[0].upper()}{text[1:]}?"

@@ -134,8 +134,13 @@ def large_moves(hlo: str, at_least_bytes: int = LARGE) -> list[Move]:
 
 def launches(hlo: str) -> Counter[str]:
     """Kernels and memory copies of one turn of the loops, by kind; inner loops count once."""
-    steps = (each for each in _looped(parse(hlo)) if each.opcode not in FREE | FOLLOWED)
-    return Counter(_kind(each) for each in steps if not each.opcode.endswith("-done"))
+    found: Counter[str] = Counter()
+    for each in _looped(parse(hlo)):
+        if each.opcode in FREE | FOLLOWED or each.opcode.endswith("-done"):
+            continue
+        is_product = each.opcode == "fusion" and "gemm" in each.name
+        found["matrix product" if is_product else each.opcode] += 1
+    return found
 
 
 def _looped(computations: dict[str, Computation]) -> Iterator[Instruction]:
@@ -165,12 +170,6 @@ def _given(fused: Computation) -> list[Instruction]:
             value = fused[value.operands[0]]
         values[index] = value
     return values
-
-
-def _kind(instruction: Instruction) -> str:
-    if instruction.opcode != "fusion":
-        return instruction.opcode
-    return "matrix product" if "gemm" in instruction.name else "fusion"
 
 
 # ---- collectives --------------------------------------------------------------------------

@@ -67,7 +67,11 @@ def count(path: str) -> int | None:
     """How many records `read_all` will give, None where that is not quickly known."""
     kind, name = _kind(path)
     if kind == "hub":
-        return _count_hub(name)
+        records = _open_hub(name)
+        if hasattr(records, "__len__"):
+            return len(records)
+        split = (records.info.splits or {}).get(_name_and_split("hub", name)[1])
+        return (split and split.num_examples) or None
     if kind == "tfds":
         return len(_open_tfds(name))
     return sum(files.kind_of(file).count(file) for file in files_of(path))
@@ -130,14 +134,6 @@ def _quiet_retries() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _count_hub(name: str) -> int | None:
-    records = _open_hub(name)
-    if hasattr(records, "__len__"):
-        return len(records)
-    split = (records.info.splits or {}).get(_name_and_split("hub", name)[1])
-    return (split and split.num_examples) or None
 
 
 def _read_tfds(name: str) -> Found:

@@ -85,7 +85,11 @@ def _open(file: Path) -> BinaryIO:
 
 def _read_jsonl(file: Path) -> Found:
     for number, line in _lines(file):
-        yield f"{file} line {number}", _parse(line)
+        try:
+            record = _checked(json.loads(line), escaped=b"\\ud" in line or b"\\uD" in line)
+        except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one, too
+            record = fault("not JSON in UTF-8: repair the line", error)
+        yield f"{file} line {number}", record
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -100,13 +104,6 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(
             f"{file} cannot be read after line {number} ({error}): restore the file"
         ) from error
-
-
-def _parse(line: bytes) -> dict | InputError:
-    try:
-        return _checked(json.loads(line), escaped=b"\\ud" in line or b"\\uD" in line)
-    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one, too
-        return fault("not JSON in UTF-8: repair the line", error)
 
 
 def _read_json(file: Path) -> Found:

@@ -126,7 +126,10 @@ def plot(document: dict[str, Any], path: Path) -> None:
     panels = bottom.subplots(1, 3 if with_outages else 2)
     _costs(panels, document["profiles"])
     if with_outages:
-        _decline(panels[2], document["outages"], _hues(document["profiles"]))
+        hues: dict[str, int] = {}  # a drafter has the colour of its first way
+        for index, (_, rows) in enumerate(_by_way(document["profiles"])):
+            hues.setdefault(rows[0]["draft"], index)
+        _decline(panels[2], document["outages"], hues)
     handles, labels = top.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150)
@@ -173,14 +176,6 @@ def _costs(panels: Sequence[Any], profiles: Sequence[dict[str, Any]]) -> None:
         panel.set_yticks(range(len(labels)), labels if panel is panels[0] else [""] * len(labels))
         panel.invert_yaxis()
         _tidy(panel, axis="x")
-
-
-def _hues(profiles: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """A drafter's colour: that of its first way."""
-    found: dict[str, int] = {}
-    for index, (_, rows) in enumerate(_by_way(profiles)):
-        found.setdefault(rows[0]["draft"], index)
-    return found
 
 
 def _decline(panel: Any, outages: Sequence[dict[str, Any]], hues: dict[str, int]) -> None:
