@@ -131,7 +131,12 @@ def check_alike(grid: GridConfig) -> dict[str, list[str]]:
 
 def check_sizes(grid: GridConfig, target: Target) -> dict[str, int]:
     """Trainable parameters of each cell; InputError for one that is not matched."""
-    sizes = {name: _num_trained(config, target) for name, config in grid.cells}
+    sizes: dict[str, int] = {}
+    for name, config in grid.cells:
+        drafter = with_vocabulary(config, target).drafter
+        functions = DRAFTERS[method_of(drafter)].make(drafter, target.config)
+        shapes = jax.eval_shape(functions.init, jax.random.key(0))
+        sizes[name] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     wanted = sizes[grid.reference]
     for name, size in sizes.items():
         if name not in grid.unmatched and abs(size / wanted - 1) > grid.tolerance:
@@ -140,13 +145,6 @@ def check_sizes(grid: GridConfig, target: Target) -> dict[str, int]:
                 f"{grid.tolerance:.0%} apart: change its sizes or name it in `unmatched`"
             )
     return sizes
-
-
-def _num_trained(config: DistillConfig, target: Target) -> int:
-    drafter = with_vocabulary(config, target).drafter
-    functions = DRAFTERS[method_of(drafter)].make(drafter, target.config)
-    shapes = jax.eval_shape(functions.init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
 # ---- training and decoding ----------------------------------------------------------------

@@ -78,16 +78,14 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
 def plot(args: argparse.Namespace) -> None:
     """Reads the runs and draws them."""
     check_plots(args.output, "--output")
-    runs = {str(Path(folder)): _read(Path(folder)) for folder in args.runs}
+    runs: dict[str, list[Record]] = {}
+    for folder in map(Path, args.runs):
+        files = [folder / f"{name}.jsonl" for name in ("metrics", "speed")]
+        runs[str(folder)] = [record for file in files for record in read_records(file)]
+        if not runs[str(folder)]:
+            raise InputError(f"{folder}: has no metrics.jsonl of a run: name a run.directory")
     draw(runs, args.output)
     print(args.output)
-
-
-def _read(folder: Path) -> list[Record]:
-    records = [r for name in ("metrics", "speed") for r in read_records(folder / f"{name}.jsonl")]
-    if not records:
-        raise InputError(f"{folder}: has no metrics.jsonl of a run: name a run.directory")
-    return records
 
 
 def _parser() -> argparse.ArgumentParser:

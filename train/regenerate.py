@@ -24,7 +24,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -111,7 +110,10 @@ class Conversation:
 
 def regenerate(args: argparse.Namespace) -> None:
     """Answers all conversations of its shard, `--batch` side by side."""
-    output = _output(args)
+    output = args.output
+    if args.shard is not None:
+        number, count = args.shard
+        output = output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
     if output.exists():
         raise InputError(f"{output} exists already: remove it or name another --output")
     law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
@@ -137,14 +139,6 @@ def regenerate(args: argparse.Namespace) -> None:
     dropped = partial.finish()
     for fault, count in dropped.most_common():
         print(f"{count} of {len(records)} conversations left out: {fault}", file=sys.stderr)
-
-
-def _output(args: argparse.Namespace) -> Path:
-    if args.shard is None:
-        return args.output
-    number, count = args.shard
-    stem, suffix = args.output.stem, args.output.suffix
-    return args.output.with_name(f"{stem}-{number:05}-of-{count:05}{suffix}")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

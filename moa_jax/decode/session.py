@@ -92,7 +92,7 @@ class Session:
                 f"a drafter of kind {drafter.method} has a head of its own: leave out the draft "
                 "vocabulary, which is a slice of the target's"
             )
-        _check_breadth(self.shape, _num_guesses(target, functions, vocabulary))
+        _check_breadth(self.shape, target, functions, vocabulary)
         self.target = target
         self.setup = Setup(target.config, functions, self.shape, choose)
         head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
@@ -215,8 +215,8 @@ class Session:
     ) -> jax.Array:
         """Stop ids (B, X), padded with -1 so that their number seldom compiles anew."""
         ids = self.target.generation.eos_ids if stop_ids is None else stop_ids
-        each = [list(row) for row in ids] if len(ids) and not _is_number(ids[0]) else None
-        rows = each or [list(ids)] * batch
+        one_each = len(ids) and not isinstance(ids[0], int | np.integer)
+        rows = [list(row) for row in ids] if one_each else [list(ids)] * batch
         if len(rows) != batch:
             raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
         width = max(8, *(-(-len(row) // 8) * 8 for row in rows))
@@ -334,17 +334,18 @@ def _cut(accept_lengths: list[int], total: int) -> list[int]:
     return rounds
 
 
-def _num_guesses(
-    target: Target, drafter: Drafter | None, vocabulary: DraftVocabulary | None
-) -> int:
-    """Tokens that can be drafted."""
+def _check_breadth(
+    shape: DraftShape,
+    target: Target,
+    drafter: Drafter | None,
+    vocabulary: DraftVocabulary | None,
+) -> None:
+    """Raises InputError where a node has more children than there are tokens to draft."""
     if vocabulary is not None:
-        return len(vocabulary.ids_U)
-    own = drafter.draft_ids if drafter else None
-    return target.config.vocab_size if own is None else len(own)
-
-
-def _check_breadth(shape: DraftShape, size: int) -> None:
+        size = len(vocabulary.ids_U)
+    else:
+        own = drafter.draft_ids if drafter else None
+        size = target.config.vocab_size if own is None else len(own)
     if shape.most_children > size:
         raise InputError(
             f"breadth {shape.most_children} is more than the {size} tokens that can be drafted: "
@@ -369,10 +370,6 @@ def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> step.Vocabulary:
     if "lm_head" in params:
         return step.Vocabulary(ids_U, params["lm_head"][:, ids_U])
     return step.Vocabulary(ids_U, params["embed"][ids_U].T)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | np.integer)
 
 
 def _streamed_round(

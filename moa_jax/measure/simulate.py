@@ -31,15 +31,12 @@ def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
         free_BNj = jnp.all(other_BNj[..., None] != child_BNk[:, :, None, :], axis=-1)
         first_BN1 = jnp.argmax(free_BNj, axis=-1, keepdims=True)
         other_BN = jnp.take_along_axis(other_BNj, first_BN1, axis=-1)[..., 0]
-        luck_BN = _luck(seed, now.length_B[:, None] + tree.depth_BN)
+        # The throw depends on the seed, the row and the position alone.
+        position_BN = now.length_B[:, None] + tree.depth_BN
+        keys_B = jax.random.split(jax.random.key(seed), position_BN.shape[0])
+        one = lambda key, place: jax.random.uniform(jax.random.fold_in(key, place))  # noqa: E731
+        luck_BN = jax.vmap(jax.vmap(one, (None, 0)))(keys_B, position_BN)
         follow_BN = (luck_BN < probability) & (child_BNk[..., 0] >= 0)
         return jnp.where(follow_BN, child_BNk[..., 0], other_BN)
 
     return choose
-
-
-def _luck(seed: int, position_BN: Array) -> Array:
-    """A number from 0 to 1 that depends on the seed, the row and the position alone."""
-    keys_B = jax.random.split(jax.random.key(seed), position_BN.shape[0])
-    one = lambda key, position: jax.random.uniform(jax.random.fold_in(key, position))  # noqa: E731
-    return jax.vmap(jax.vmap(one, (None, 0)))(keys_B, position_BN)

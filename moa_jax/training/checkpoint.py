@@ -190,7 +190,10 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if (code := _disk_fault(error)) is None:
+            # Libraries pass a failed write on as an OSError or as text.
+            number, text = getattr(error, "errno", None), str(error)
+            code = next((c for c in DISK_FAULTS if number == c or os.strerror(c) in text), None)
+            if code is None:
                 raise
             atexit.register(_mute)
             raise self._unwritten(os.strerror(code)) from error
@@ -336,14 +339,6 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
         while piece := file.read(PIECE):
             crc = zlib.crc32(piece, crc)
         return file.tell(), crc
-
-
-def _disk_fault(error: BaseException) -> int | None:
-    """The system's code for a failed write; libraries pass it on as an OSError or as text."""
-    for code in DISK_FAULTS:
-        if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
-            return code
-    return None
 
 
 def _shortened(error: BaseException) -> str:

@@ -67,7 +67,9 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
         feature_BTD = drafter.teacher_forced(params, shared, batch, tapped, known_BT, horizon)
         start_BT = masks.known_until(known_BT, batch.segment_BT)
         distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
-        asked_BT = batch.response_BT & _next_is_answer(batch) & (distance_BT > 0)
+        same_BT = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
+        next_is_answer_BT = jnp.pad(batch.response_BT[:, 1:] & same_BT, ((0, 0), (0, 1)))
+        asked_BT = batch.response_BT & next_is_answer_BT & (distance_BT > 0)
 
         def sums(piece: tuple[Array, ...]) -> dict[str, Array]:
             target_BTD, feature_BTD, distance_BT, asked_BT = piece
@@ -106,12 +108,6 @@ def summarise(sums: dict[str, Array]) -> dict[str, Any]:
         "simulated_tau": losses.simulated_tau(agreement_J),
         "agreement": agreement_J,
     }
-
-
-def _next_is_answer(batch: Batch) -> Array:
-    """Whether a token's successor is an answer token of the same conversation."""
-    same_BT = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
-    return jnp.pad(batch.response_BT[:, 1:] & same_BT, ((0, 0), (0, 1)))
 
 
 # ---- on a mesh ----------------------------------------------------------------------------
