@@ -69,11 +69,18 @@ class GridRun(NamedTuple):
 
 def runs_of(grid: GridConfig) -> list[GridRun]:
     """All runs, the learning rates of a cell and seed one after the other."""
-    return [
-        _run(grid, name, config, rate, seed)
-        for seed, (name, config) in itertools.product(grid.seeds, grid.cells)
-        for rate in grid.learning_rates or (config.optim.learning_rate,)
-    ]
+    runs = []
+    for seed, (cell, config) in itertools.product(grid.seeds, grid.cells):
+        for rate in grid.learning_rates or (config.optim.learning_rate,):
+            folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
+            changed = dataclasses.replace(
+                config,
+                optim=dataclasses.replace(config.optim, learning_rate=rate),
+                run=dataclasses.replace(config.run, directory=folder, seed=seed),
+                output=f"{folder}/drafter",
+            )
+            runs.append(GridRun(cell, rate, seed, changed))
+    return runs
 
 
 def chosen_runs(
@@ -96,17 +103,6 @@ def chosen_runs(
     kept = [each for each in runs if not wanted or f"{each.learning_rate:g}" in wanted]
     kept = [each for each in kept if not cells or each.cell in place]
     return sorted(kept, key=lambda each: place.get(each.cell, 0))
-
-
-def _run(grid: GridConfig, cell: str, config: DistillConfig, rate: float, seed: int) -> GridRun:
-    folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
-    config = dataclasses.replace(
-        config,
-        optim=dataclasses.replace(config.optim, learning_rate=rate),
-        run=dataclasses.replace(config.run, directory=folder, seed=seed),
-        output=f"{folder}/drafter",
-    )
-    return GridRun(cell, rate, seed, config)
 
 
 def check_alike(grid: GridConfig) -> dict[str, list[str]]:

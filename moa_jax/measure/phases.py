@@ -73,7 +73,10 @@ def measure(
     look at a loop's condition, a byte a round on some devices, is not theirs to see.
     """
     state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
-    prefill_bytes = _prefill_bytes(session, prompts, limits, law)
+    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    prompt_BT = np.zeros((len(prompts), int(lengths_B.max())), np.int32)
+    prefill = functools.partial(step.prefill, session.setup, capacity=prompt_BT.shape[1])
+    prefill_bytes = bytes_read(prefill, session.weights, prompt_BT, lengths_B, limits, law)
     decode = session.loop(state, limits, law)
     half_way = limits._replace(pause=jnp.int32(max(rounds // 2, 1)))
     jax.block_until_ready(state)
@@ -90,13 +93,6 @@ def measure(
         cache_bytes,
         _needs(decode),
     )
-
-
-def _prefill_bytes(session: Session, prompts: Any, limits: Limits, law: Any) -> int:
-    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    prompt_BT = np.zeros((len(prompts), int(lengths_B.max())), np.int32)
-    prefill = functools.partial(step.prefill, session.setup, capacity=prompt_BT.shape[1])
-    return bytes_read(prefill, session.weights, prompt_BT, lengths_B, limits, law)
 
 
 def _phases(

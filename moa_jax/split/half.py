@@ -131,7 +131,13 @@ class DraftHalf:
         Returns tokens and parents of the nodes behind the root, whose index is 0.
         """
         self._cache, tree = self._programs.run(_tree, self._cache, self._fed(text), shape=shape)
-        return _nodes(tree)
+        tokens_N, parent_N = np.asarray(tree.tokens_BN)[0], np.asarray(tree.parent_BN)[0]
+        place = {0: 0}  # the new places of the nodes that are there
+        for node in range(1, len(tokens_N)):
+            if tokens_N[node] != NOTHING and int(parent_N[node]) in place:
+                place[node] = len(place)
+        kept = list(place)[1:]
+        return tokens_N[kept].tolist(), [place[int(parent_N[node])] for node in kept]
 
     def _fed(self, text: Sequence[int]) -> Fed:
         """The last token of a text, to be fed next."""
@@ -167,17 +173,6 @@ def _batched(row: np.ndarray, width: int, spec: LeafSpec) -> np.ndarray:
     padded = np.zeros((width, *spec.shape), np.float32)
     padded[: len(row)] = row
     return np.moveaxis(padded, 0, -2)[None].astype(spec.dtype)
-
-
-def _nodes(tree: Tree) -> tuple[list[int], list[int]]:
-    """The nodes that are there, root left out, and their parents' new places."""
-    tokens_N, parent_N = np.asarray(tree.tokens_BN)[0], np.asarray(tree.parent_BN)[0]
-    place = {0: 0}
-    for node in range(1, len(tokens_N)):
-        if tokens_N[node] != NOTHING and int(parent_N[node]) in place:
-            place[node] = len(place)
-    kept = list(place)[1:]
-    return tokens_N[kept].tolist(), [place[int(parent_N[node])] for node in kept]
 
 
 # ---- on the device ------------------------------------------------------------------------

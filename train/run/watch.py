@@ -159,7 +159,11 @@ class Watch:
         told = {name: str(value) for name, value in jax.device_get(told).items()}
         place = "not recorded"
         if stop or self._skipped <= MOST_BATCHES:
-            place = f"in {_record_batch(Path(self._run.directory), step, batch)}"
+            path = Path(self._run.directory) / f"not_finite_{step}.npz"
+            whole = gathered(batch)  # all processes take part
+            if is_first():
+                np.savez_compressed(path, step=step, **whole._asdict())
+            place = f"in {path}"
         what = f"step {step}: loss {told['loss']}, gradient norm {told['grad_norm']}"
         if stop:
             raise InputError(
@@ -204,14 +208,6 @@ class _Meter:
         if peaks := [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]:
             found["peak_bytes"] = max(peaks)
         return found
-
-
-def _record_batch(folder: Path, step: int, batch: Batch) -> Path:
-    """Writes a whole batch to an .npz with the batch's own names; all processes take part."""
-    path, whole = folder / f"not_finite_{step}.npz", gathered(batch)
-    if is_first():
-        np.savez_compressed(path, step=step, **whole._asdict())
-    return path
 
 
 def _shown(speed: Record) -> dict[str, str]:
