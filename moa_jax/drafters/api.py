@@ -95,6 +95,12 @@ def target_head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
     return llama.unembed(shared, feature_BTD)
 
 
+# (params, shared, batch, tapped, key, progress) -> (loss, metrics)
+DrafterLoss = Callable[
+    [Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]
+]
+
+
 class Drafter(NamedTuple):
     """A drafter for one target, closed over frozen configs.
 
@@ -120,8 +126,7 @@ class Drafter(NamedTuple):
     extend: Callable[[Params, Shared, Cache, Array, Array, Digest], Cache]
     # (params, shared, cache, root_B, length_B, shape, guide) -> (tree, cache)
     propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
-    # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
-    loss: Callable[[Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]]
+    loss: DrafterLoss
     # (params, shared, batch, tapped, known_BT, horizon) -> what goes to the head (B, T, D) when the
     # drafter has the target's activations of known tokens only, as in decoding; correct for
     # tokens at most `horizon` after the last known one

@@ -29,14 +29,7 @@ import jax.numpy as jnp
 from moa_jax.config import BlockConfig, FeedbackConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
-from moa_jax.drafters.api import (
-    Drafter,
-    Params,
-    Shared,
-    Tapped,
-    Taps,
-    target_head,
-)
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps, target_head
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import llama, masks
@@ -140,7 +133,7 @@ def make(layer: Layer, objective: Objective) -> Drafter:
         digest=lambda params, length_B, tapped: layer.fuse(params, tapped),
         digest_only=layer.fuse_only,
         go_on=go_on,
-        loss=partial(loss, layer, objective),
+        loss=make_loss(layer, objective),
         teacher_forced=partial(teacher_forced, layer),
         head=layer.head,
         own_head=layer.own_head,
@@ -297,24 +290,26 @@ def passes(
     return found
 
 
-def loss(
-    layer: Layer,
-    objective: Objective,
-    params: Params,
-    shared: Shared,
-    batch: Batch,
-    tapped: Tapped,
-    key: Array,
-    progress: Array,
-) -> tuple[Array, dict[str, Array]]:
+def make_loss(layer: Layer, objective: Objective) -> DrafterLoss:
     """The loss of this kind, with the noise that `objective.feedback` asks for."""
-    noise_2BTD = None
-    if objective.feedback.noise:
-        shape = (2, *tapped.hidden_BTD.shape)
-        draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
-        noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
-    inputs = fed_inputs(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
-    return loss_of(layer, objective, params, shared, batch, inputs, progress)
+
+    def loss(
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: Tapped,
+        key: Array,
+        progress: Array,
+    ) -> tuple[Array, dict[str, Array]]:
+        noise_2BTD = None
+        if objective.feedback.noise:
+            shape = (2, *tapped.hidden_BTD.shape)
+            draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
+            noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
+        inputs = fed_inputs(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
+        return loss_of(layer, objective, params, shared, batch, inputs, progress)
+
+    return loss
 
 
 def loss_of(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from moa_jax.config import BlockConfig, GlideConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
-from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_to_hf
@@ -116,7 +116,7 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
         propose=propose,
         digest=partial(digest, layer),
         go_on=go_on,
-        loss=partial(loss, layer, objective or Objective()),
+        loss=make_loss(layer, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
     )
 
@@ -225,26 +225,28 @@ def trace(
     return found
 
 
-def loss(
-    layer: GlideLayer,
-    objective: Objective,
-    params: Params,
-    shared: Shared,
-    batch: Batch,
-    tapped: Tapped,
-    key: Array,
-    progress: Array,
-) -> tuple[Array, dict[str, Array]]:
+def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
     """The token loss, where a token sees the memory of the blocks before its own.
 
     References: 2402.02082; authors' train/glide.py, whose first block sees the whole memory.
     """
-    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
-    found = trace(layer, params, shared, batch, tapped, mask_BTT)
-    draft = learning.Draft(found.feature_BTD, batch.response_BT)
-    head = partial(llama.unembed, shared)
-    (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
-    return learning.weighted(objective.loss, parts, None, progress)
+
+    def loss(
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: Tapped,
+        key: Array,
+        progress: Array,
+    ) -> tuple[Array, dict[str, Array]]:
+        mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
+        found = trace(layer, params, shared, batch, tapped, mask_BTT)
+        draft = learning.Draft(found.feature_BTD, batch.response_BT)
+        head = partial(llama.unembed, shared)
+        (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
+        return learning.weighted(objective.loss, parts, None, progress)
+
+    return loss
 
 
 def teacher_forced(

@@ -25,7 +25,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
-from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
@@ -82,7 +82,7 @@ def _make(
         propose=propose,
         digest=lambda params, length_B, tapped: (),
         go_on=go_on,
-        loss=partial(loss, small, objective or Objective()),
+        loss=make_loss(small, objective or Objective()),
         teacher_forced=partial(teacher_forced, small),
         head=partial(head, small),
         own_head=own_head,
@@ -135,30 +135,32 @@ def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: A
     return llama.forward(small.model, weights, batch.tokens_BT, context, dtype=dtype).hidden_BTD
 
 
-def loss(
-    small: Small,
-    objective: Objective,
-    params: Params,
-    shared: Shared,
-    batch: Batch,
-    tapped: Tapped,
-    key: Array,
-    progress: Array,
-) -> tuple[Array, dict[str, Array]]:
+def make_loss(small: Small, objective: Objective) -> DrafterLoss:
     """The token loss and, where the head is the target's, the distance of features.
 
     References: authors' train/independent.py, which starts from a trained model and leaves its
     final norm as it is; here the model starts from random weights, and the norm is learnt too.
     """
-    feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
-    draft = learning.Draft(feature_BTD, batch.response_BT)
-    own_head = partial(head, small, params, shared)
-    (parts,) = learning.token_losses(objective, shared, own_head, tapped.hidden_BTD, [draft])
-    if not small.learns_features:
-        return learning.weighted(objective.loss, parts, None, progress)
-    distance_BT = losses.smooth_l1(feature_BTD, tapped.hidden_BTD)
-    parts["feature_loss"] = losses.answer_mean(distance_BT, batch.response_BT)
-    return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
+
+    def loss(
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: Tapped,
+        key: Array,
+        progress: Array,
+    ) -> tuple[Array, dict[str, Array]]:
+        feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
+        draft = learning.Draft(feature_BTD, batch.response_BT)
+        own_head = partial(head, small, params, shared)
+        (parts,) = learning.token_losses(objective, shared, own_head, tapped.hidden_BTD, [draft])
+        if not small.learns_features:
+            return learning.weighted(objective.loss, parts, None, progress)
+        distance_BT = losses.smooth_l1(feature_BTD, tapped.hidden_BTD)
+        parts["feature_loss"] = losses.answer_mean(distance_BT, batch.response_BT)
+        return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
+
+    return loss
 
 
 def teacher_forced(

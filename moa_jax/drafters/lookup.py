@@ -48,7 +48,7 @@ References: Saxena's prompt lookup decoding; 2304.04487 for drafts copied from t
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -91,7 +91,7 @@ def make(
         init=lambda key: {},
         init_cache=lambda batch, rows, dtype: jnp.zeros((batch, rows), jnp.int32),
         extend=extend,
-        propose=partial(propose, cfg),
+        propose=make_propose(cfg),
         digest=lambda params, length_B, tapped: (),
         loss=_untrained,
         teacher_forced=_untrained,
@@ -117,26 +117,29 @@ def extend(
     return write(text_BS, tokens_BT, length_B)
 
 
-def propose(
-    cfg: LookupConfig,
-    params: Params,
-    shared: Shared,
-    text_BS: Array,
-    root_B: Array,
-    length_B: Array,
-    shape: DraftShape,
-    guide: Guide,
-) -> tuple[Tree, Array]:
-    """The tree of `shape`, with NOTHING in nodes for which the text has no continuation."""
-    text_BS = extend(params, shared, text_BS, root_B[:, None], length_B, ())
-    depth, parents = shape.levels - 1, {path[:-1] for path in shape.tree_paths}
-    num_leaves = sum(path not in parents for path in shape.tree_paths)
-    many = shape.breadth if shape.is_dynamic else num_leaves
-    trie = merge(continuations(cfg, text_BS, length_B, many, depth))
-    if not shape.is_dynamic:
-        return _by_rank(root_B, trie, shape), text_BS
-    found, least_worth = candidates(trie, shape.num_drafted), -float(many + depth)
-    return grow.select(root_B, found, shape, least_worth), text_BS
+def make_propose(cfg: LookupConfig) -> Callable[..., tuple[Tree, Array]]:
+    """The tree of a shape, with NOTHING in nodes for which the text has no continuation."""
+
+    def propose(
+        params: Params,
+        shared: Shared,
+        text_BS: Array,
+        root_B: Array,
+        length_B: Array,
+        shape: DraftShape,
+        guide: Guide,
+    ) -> tuple[Tree, Array]:
+        text_BS = extend(params, shared, text_BS, root_B[:, None], length_B, ())
+        depth, parents = shape.levels - 1, {path[:-1] for path in shape.tree_paths}
+        num_leaves = sum(path not in parents for path in shape.tree_paths)
+        many = shape.breadth if shape.is_dynamic else num_leaves
+        trie = merge(continuations(cfg, text_BS, length_B, many, depth))
+        if not shape.is_dynamic:
+            return _by_rank(root_B, trie, shape), text_BS
+        found, least_worth = candidates(trie, shape.num_drafted), -float(many + depth)
+        return grow.select(root_B, found, shape, least_worth), text_BS
+
+    return propose
 
 
 # ---- search -------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_the_flag_chooses_the_rule(reusing):
         assert draws.staircase_B.all() == flag == draws.known_BT[:, PROMPT:].any()
         assert draws.known_BT[:, :PROMPT].all()
     tapped = pair.tap(batch)
-    loss = jax.jit(partial(train.loss, pair.moa, UNBOUNDED))
+    loss = jax.jit(train.make_loss(pair.moa, UNBOUNDED))
     _, parts = loss(pair.params, pair.shared, batch, tapped, key, progress)
     expected = cross_entropy(pair.shared, tapped, pair.trained(batch, bounded=False), batch)
     assert_value(parts["cross_entropy"], expected, "cross-entropy")

@@ -41,8 +41,8 @@ def proposed(texts: list[list[int]], shape: DraftShape, cfg: LookupConfig | None
     for row, text in zip(text_BS, texts, strict=True):
         row[: len(text) - 1] = text[:-1]
     root_B = jnp.array([text[-1] for text in texts])
-    config = cfg or LookupConfig()
-    draft = jax.jit(lambda text_BS: lookup.propose(config, {}, {}, text_BS, *rest)[0])
+    propose = lookup.make_propose(cfg or LookupConfig())
+    draft = jax.jit(lambda text_BS: propose({}, {}, text_BS, *rest)[0])
     rest = (root_B, jnp.asarray(length_B), shape, GUIDE)
     tree = draft(text_BS)
     assert tree.tokens_BN.shape == (len(texts), shape.num_nodes)

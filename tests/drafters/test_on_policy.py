@@ -180,7 +180,7 @@ OPTION = Objective(MaskConfig(staircase=False, on_policy_reuse=True))
 
 
 def trained_on(pair: Pair):
-    """What `train.loss` takes, after the configs."""
+    """What the loss takes."""
     batch = rows_of((0,), (1,), (0, 1), (1, 0))
     tapped = tap(pair.moa, pair.target_params, batch)
     return pair.params, pair.stacked, batch, tapped, jax.random.key(5), jnp.float32(0.2)
@@ -190,7 +190,7 @@ def test_option_chooses_the_rule(saved):
     """The loss is made of the exact rule's logits, which are not the reference's."""
     pair = open_pair(saved / "qwen3", 1)
     given = params, stacked, batch, tapped, key, progress = trained_on(pair)
-    _, parts = jax.jit(partial(train.loss, pair.moa, OPTION))(*given)
+    _, parts = jax.jit(train.make_loss(pair.moa, OPTION))(*given)
     known_BT = train.draw(OPTION.masks, key, batch, progress).known_BT
     target_BTV = unembed(stacked, tapped.hidden_BTD)
 
@@ -207,7 +207,7 @@ def test_option_chooses_the_rule(saved):
 @pytest.mark.slow
 def test_option_trains_every_weight(saved):
     pair = open_pair(saved / "qwen3", 1)
-    gradient = jax.jit(jax.grad(partial(train.loss, pair.moa, OPTION), has_aux=True))
+    gradient = jax.jit(jax.grad(train.make_loss(pair.moa, OPTION), has_aux=True))
     weights, _ = gradient(*trained_on(pair))
     for leaf in jax.tree.leaves(weights):
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0

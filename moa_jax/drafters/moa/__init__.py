@@ -43,7 +43,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         digest=partial(decode.digest, moa),
         digest_only=("layer_self_attention", "ekv2e"),
         go_on=go_on,
-        loss=partial(train.loss, moa, objective or Objective()),
+        loss=train.make_loss(moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
     )
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from moa_jax.config import ChunkConfig, MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
-from moa_jax.drafters.api import Params, Shared, Tapped
+from moa_jax.drafters.api import DrafterLoss, Params, Shared, Tapped
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.model import llama, masks, sharding
 from moa_jax.model.layers import Block, CrossBlock, rotation
@@ -166,20 +166,22 @@ def _reuse_on_policy(
     return llama.final_norm(block, shared, x_BTD)
 
 
-def loss(
-    moa: Moa,
-    objective: Objective,
-    params: Params,
-    shared: Shared,
-    batch: Batch,
-    tapped: Tapped,
-    key: Array,
-    progress: Array,
-) -> tuple[Array, dict[str, Array]]:
+def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
     """The loss that `objective` asks for: of tokens and, unless it has faded out, of features."""
-    draws = draw(objective.masks, key, batch, progress)
-    found = trace(moa, objective, params, shared, batch, tapped, draws)
-    return loss_of(found, shared, batch, tapped, objective, progress)
+
+    def loss(
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: Tapped,
+        key: Array,
+        progress: Array,
+    ) -> tuple[Array, dict[str, Array]]:
+        draws = draw(objective.masks, key, batch, progress)
+        found = trace(moa, objective, params, shared, batch, tapped, draws)
+        return loss_of(found, shared, batch, tapped, objective, progress)
+
+    return loss
 
 
 def loss_of(
