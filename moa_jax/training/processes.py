@@ -121,8 +121,9 @@ def ending_together(
     except BaseException as error:
         over.set()
         first = _first_failure()
-        # A collective that breaks because another process ends is no failure of its own.
-        if first is None or isinstance(error, InputError):
+        # A collective that breaks because another process ends is no failure of its own; it is a
+        # RuntimeError, as is what `on_first` tells of process 0.
+        if first is None or not isinstance(error, RuntimeError):
             first = Failure(global_state.process_id, *describe(error))
         _end(first, say)
     # One process may still write what all have made: the others wait, and look, until it is done.

@@ -259,7 +259,9 @@ def test_split_program_serves_the_targets_text_and_goes_on_sigterm(pair, started
     _, log = program.communicate(timeout=30)
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert program.returncode == 0
-    assert [event["event"] for event in events][-1] == "drain"
+    said = [event["event"] for event in events]
+    after = said[said.index("drain") + 1 :]  # the server may hear late that its clients are gone
+    assert set(after) <= {"disconnect"}
     closed = [event for event in events if event["event"] == "close"]
     assert sorted(event["tokens"] for event in closed) == [13, 17, 52]
     assert "Traceback" not in log
