@@ -1,10 +1,11 @@
 # make demo    an answer from the bundled pair; installs no more than that needs
+# make serve   an OpenAI server with the bundled pair   ARGS='--port 9000' goes on to infer.serve
 # make test    the fast tests, on two cores                ARGS='-k chat' goes on to pytest,
 #                                                          WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
 # make env     .venv/ with all that these need             PYTHON=python3.12 chooses its Python,
-#                                                          PLAN=1 adds what train.plan needs
-.PHONY: env demo test lint
+#                                                          PLAN=1 adds what the plan programs need
+.PHONY: env demo serve test lint
 
 VENV := .venv
 WORKERS ?= 2
@@ -28,7 +29,9 @@ SMALL := $(STAMP)-small
 # A fixed build for Python 3.11: on Linux a newer torch may bring gigabytes of CUDA libraries.
 TORCH := $(if $(filter 3.11,$(VERSION)),torch==2.13.0)
 
-# Errors only. Modules are compiled when they are first imported, as most never are.
+# Errors only. Modules are compiled when they are first imported, as most never are; a process that
+# may not keep what it compiled would do so at every start.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --no-compile --editable
 
 env: $(STAMP) $(if $(PLAN),$(STAMP)-plan)
@@ -50,7 +53,7 @@ $(STAMP): $(SMALL)
 	@touch $@
 
 $(STAMP)-plan: $(STAMP)
-	@echo "Installing the compilers for TPUs and GPUs that train.plan uses."
+	@echo "Installing the compilers for TPUs and GPUs that train.plan and infer.plan use."
 	@$(INSTALL) '.[plan]' \
 		"jax-cuda13-plugin==$$($(PY) -c 'import jax; print(jax.__version__)')"
 	@touch $@
@@ -59,7 +62,10 @@ demo: $(SMALL)
 	@echo "Loading the bundled pair and compiling for this machine," \
 		"which takes some ten seconds the first time."
 	@echo "It is asked: $(PROMPT)"
-	@$(PY) -m infer.generate --prompt "$(PROMPT)" --compare
+	@$(PY) -m infer.generate --prompt "$(PROMPT)" --compare demo
+
+serve: $(SMALL)
+	@$(PY) -m infer.serve $(ARGS)
 
 # Whole files go to the workers, in the order that tests/conftest.py gives them.
 test: env

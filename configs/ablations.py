@@ -5,9 +5,9 @@
 Everything else is as in configs/matched.py, which says how the data are made: updates, batches,
 and the parameters, where MLPs get what is left out; half and double width is that of the MLPs. The
 bound needs a control, as without it there is no staircase either. A draft vocabulary is no setting
-of MoA's training but of its decoding, `--draft-vocabulary FILE` of infer.generate and
-infer.evaluate, since MoA uses the target's head. For a target of the Qwen2 family:
-configs/moa_qwen2_7b.py.
+of MoA's training but of its decoding, since MoA uses the target's head: `--draft-vocabulary FILE`
+of infer.generate and infer.evaluate, or a file in the drafter's folder. For a target of the Qwen2
+family: configs/moa_qwen2_7b.py.
 """
 
 import dataclasses

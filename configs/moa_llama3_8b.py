@@ -3,7 +3,8 @@
     python -m train.distill --config configs/moa_llama3_8b.py
 
 The schedule is the authors': warm-up of 50 updates to 20 times the constant rate, then one
-epoch of linear decay (207,865 conversations in batches of 32).
+epoch of linear decay (207,865 conversations in batches of 32). The draft vocabulary of a quarter of
+the target's tokens is ours; it is decoding's alone.
 """
 
 from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig
@@ -46,4 +47,5 @@ config = DistillConfig(
         dtype="bfloat16",
     ),
     output="runs/moa_llama3_8b/final",
+    draft_vocabulary=32_768,
 )

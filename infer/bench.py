@@ -1,11 +1,12 @@
-"""Measures plain, chain and tree decoding side by side: speed, acceptance, cost.
+"""Measures plain, chain, tree and automatic decoding side by side: speed, acceptance, cost.
 
     python -m infer.bench
     python -m infer.bench --conversations data:chat/validation.jsonl --limit 30 --json
     python -m infer.bench --random-weights configs/moa_llama3_8b.py --simulate-acceptance 0.8
     python -m infer.bench --compare transformers
-    python -m infer.bench --tune
+    python -m infer.bench --weights int8 --weights-cost data:chat/validation.jsonl
     python -m infer.bench --split --help      client and server over several networks instead
+    python -m infer.bench --serve --help      infer.serve under load instead
 
 All modes decode the same prompts greedily in one process. Each prompt goes through all modes
 before the next one, another mode first each time, and its first time is not counted. Speedup is
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +26,16 @@ from typing import Any, NamedTuple
 import jax
 
 from infer.flags import batches
+from infer.flags.auto import costs_of, fill, ways_of
 from infer.flags.bench import Mode, check, modes_of, parser_of
-from infer.flags.pair import load_pair
+from infer.flags.pair import AUTO, kind_of, load_pair
+from infer.flags.vocabulary import source_of, vocabulary_of
 from infer.peers import run_peer
 from infer.program import progress, run
-from moa_jax import InputError, Session
-from moa_jax.decode.vocabulary import load_vocabulary
-from moa_jax.measure import figures, phases, report, tuned
+from moa_jax import InputError, Session, load_target
+from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.measure import figures, phases, report
+from moa_jax.measure.fidelity import fidelity
 from moa_jax.measure.figures import Run
 from moa_jax.measure.plot import plot_speedups
 from moa_jax.measure.simulate import accept_with
@@ -41,7 +44,8 @@ from moa_jax.measure.turns import in_turns
 from moa_jax.pretrained import LoadedDrafter, Target
 
 NO_STOP: list[int] = []
-SPLIT = "--split"  # leads to another benchmark, with flags of its own
+COST_LIMIT = 100  # conversations of --weights-cost
+SPLIT, SERVE = "--split", "--serve"  # lead to other benchmarks, with flags of their own
 
 
 class Bench(NamedTuple):
@@ -56,20 +60,25 @@ class Bench(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> int | None:
     arguments = sys.argv[1:] if arguments is None else arguments
+    if SPLIT in arguments and SERVE in arguments:
+        raise InputError("--split and --serve are two benchmarks: choose one of them")
     if SPLIT in arguments:
         from infer.split.bench import run as split  # which needs the extra `serve`
 
         return split.main([text for text in arguments if text != SPLIT])
+    if SERVE in arguments:
+        from infer.serving.bench import run as serve  # which needs the extra, too
+
+        return serve.main([text for text in arguments if text != SERVE])
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
     args.mode = "plain" if args.modes == ["plain"] else None  # then no drafter is loaded
     target, drafter = batches.random_pair(args) if args.random_weights else load_pair(args)
-    if args.tune and not os.access(drafter.folder, os.W_OK):
-        raise InputError(f"--tune writes to {drafter.folder}, which is read-only: copy the drafter")
     modes = modes_of(args, drafter)
+    vocabulary = vocabulary_of(args, target, drafter)
     bench = Bench(
         modes,
-        [_session(mode, target, drafter, args) for mode in modes],
+        [_session(mode, target, drafter, vocabulary, args) for mode in modes],
         batches.batches_of(args, target),
         args.max_new_tokens,
         NO_STOP if args.ignore_stop or args.simulate_acceptance is not None else None,
@@ -77,10 +86,8 @@ def main(arguments: list[str] | None = None) -> int | None:
     for session in bench.sessions:
         for batch in bench.batches:
             session.check(batch, bench.max_new_tokens)
-    document = measure(bench, args)
-    if args.tune:
-        path = tuned.save_tuned(drafter.folder, fastest(document))
-        print(f"{path}: written", file=sys.stderr)
+    cost = {"weights_cost": weights_cost(target, args)} if args.weights_cost else {}
+    document = measure(bench, args) | cost
     if args.plot:
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
     print(json.dumps(document) if args.json else report.render(document))
@@ -88,13 +95,18 @@ def main(arguments: list[str] | None = None) -> int | None:
 
 
 def _session(
-    mode: Mode, target: Target, drafter: LoadedDrafter | None, args: argparse.Namespace
+    mode: Mode,
+    target: Target,
+    drafter: LoadedDrafter | None,
+    vocabulary: DraftVocabulary | None,
+    args: argparse.Namespace,
 ) -> Session:
     if mode.name == "plain":
         return Session(target, cache_rows=args.cache_rows)
-    rest: dict[str, Any] = {"cache_rows": args.cache_rows}
-    if args.draft_vocabulary is not None:
-        rest["vocabulary"] = load_vocabulary(args.draft_vocabulary, target)
+    rest: dict[str, Any] = {"cache_rows": args.cache_rows, "vocabulary": vocabulary}
+    if mode.name == AUTO:
+        rest["ways"] = ways_of(mode.shape)
+        rest["costs"] = costs_of(target, drafter, vocabulary, args.weights)
     if args.simulate_acceptance is not None:
         rest["choose"] = accept_with(args.simulate_acceptance)
     return Session(target, drafter, mode.shape, **rest)
@@ -102,6 +114,9 @@ def _session(
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     """The document that --json prints; `modes` and `peers` hold one dictionary a row."""
+    for session in bench.sessions:
+        if session.chooser is not None:
+            fill(session, args.batch, keep=args.simulate_acceptance is None)
     runs = run_in_turns(bench, args.repeats)
     compiled = [session.num_compiled for session in bench.sessions]
     bandwidth = copy_bandwidth()
@@ -110,13 +125,15 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     for mode, session, found, programs in zip(
         bench.modes, bench.sessions, runs, compiled, strict=True
     ):
-        row = mode.sizes | figures.summarise(found, mode.shape.levels)
+        row = mode.sizes | figures.summarise(found, max(way.levels for way in session.ways))
         row |= figures.beside(found, plain) if plain else {"speedup": None}
         simulated = args.simulate_acceptance is not None and mode.name != "plain"
         row |= {"simulated": simulated, "num_compiled": programs}
         if simulated:
             row["same_as_plain"] = None  # dice chose the tokens
-        if not args.no_phases:
+        if session.chooser is not None:
+            row["costs"] = _table_of(session, args.batch)
+        elif not args.no_phases:
             row |= _costs(bench, session, found, row, bandwidth)
         rows.append(row)
     peers = _peers(bench, plain, args) if args.compare else []
@@ -128,12 +145,36 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _table_of(session: Session, batch: int) -> list[dict[str, Any]]:
+    """What rounds cost in each way that a session chooses among."""
+    rows = []
+    for way in session.ways:
+        ms = session.costs.ms(batch, way)
+        rows.append(Mode(kind_of(way), way).sizes | {"batch": batch, "ms": ms})
+    return rows
+
+
+def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """How far the target's laws are from those of its stored weights, which are loaded for it.
+
+    Raises InputError for a file without answers.
+    """
+    texts = list(batches.answers_of(args.weights_cost, target, args.limit or COST_LIMIT))
+    if not texts:
+        raise InputError(f"--weights-cost {args.weights_cost}: there is no answer in it")
+    stored = load_target(target.folder, target.params["embed"].dtype)
+    return {"conversations": len(texts), **fidelity(stored, target, texts)._asdict()}
+
+
 def run_in_turns(bench: Bench, repeats: int) -> list[list[Run]]:
     """The counted runs of each mode."""
     runs: list[list[Run]] = [[] for _ in bench.modes]
     turns = list(in_turns(len(bench.modes), len(bench.batches), repeats))
     with progress(len(turns), "runs") as bar:
         for turn in turns:
+            if turn.is_counted:
+                for each in bench.sessions:
+                    each.background.wait()
             session, batch = bench.sessions[turn.way], bench.batches[turn.question]
             results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
             if turn.is_counted:
@@ -189,28 +230,20 @@ def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dic
     return [report.peer_row(peer, plain) | about for peer in found["peers"]]
 
 
-def fastest(document: dict[str, Any]) -> dict[str, Any]:
-    """What `tuned.json` keeps: the mode with the most tokens/s, plain decoding among them."""
-    best = max(document["modes"], key=lambda row: row["tokens_per_s"] or 0)
-    kept = ("mode", "depth", "breadth", "total_tokens", "tokens_per_s", "speedup")
-    place = {"device_kind": document["machine"]["device_kind"]}
-    place |= {key: document["settings"][key] for key in ("dtype", "batch", "threads")}
-    return place | {key: best[key] for key in kept}
-
-
 def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     shown = ("max_new_tokens", "repeats", "batch", "threads", "random_weights")
+    used = next((s.vocabulary for s in bench.sessions if s.vocabulary), None)  # by all that draft
     return {
         "target": str(args.target or args.random_weights or "bundled"),
         "draft": str(args.draft or args.random_weights or "bundled"),
         "dtype": str(bench.sessions[0].weights.target["embed"].dtype),
+        "weights": args.weights,
         "prompts": sum(map(len, bench.batches)),
         "prompt_tokens": [len(prompt) for batch in bench.batches for prompt in batch],
         "stop": "never" if bench.stop_ids == NO_STOP else "the target's end",
         "simulated_acceptance": args.simulate_acceptance,
         "cache_rows": bench.sessions[0].cache_rows,
-        "confidence": args.confidence,
-        "draft_vocabulary": args.draft_vocabulary,
+        "draft_vocabulary": source_of(used),
     } | {key: getattr(args, key) for key in shown}
 
 

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple, get_args
 from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
+from infer.listening.credentials import read_token
 from infer.program import Parser, above_zero, names, positive, run
 from infer.split.client.answering import Answering
 from infer.split.client.figures import figures_of
 from infer.split.client.screen import Screen
 from infer.split.client.state import AnswerEvent, ClientOptions, Policy
-from infer.split.credentials import read_token
 from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket

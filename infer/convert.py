@@ -5,7 +5,7 @@
     python -m infer.convert --draft DIR --target DIR --for-client --output NEW
 
 Tensors keep the authors' names in every layout; config.json differs:
-    ours         sizes, target layer inference, the target it belongs to
+    ours         sizes, target layer inference, the target it belongs to; a draft vocabulary is kept
     authors      the target's config, as the paper's training code writes it
     vllm         that of the authors' vLLM fork
     speculators  that of the speculators library, with the target's config nested
@@ -24,6 +24,7 @@ from typing import Any
 
 from infer.flags.pair import drafter_options
 from infer.program import Parser, local_path, run
+from moa_jax.decode.vocabulary import FILE, content_of, vocabulary_beside
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.kinds import FILE_LAYOUTS
@@ -57,6 +58,10 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
             "so say it with --target-layer-inference"
         )
     depth = {} if drafter.depth is None else {"depth": drafter.depth}
+    vocabulary, notices = vocabulary_beside(target, drafter), [*drafter.notices]
+    if vocabulary and layout != "ours":
+        notices.append(f"layout {layout} has no draft vocabulary: {vocabulary.file} is left out")
+    kept = {FILE: content_of(vocabulary)} if vocabulary and layout == "ours" else {}
     save_drafter(
         flags.output,
         drafter.method,
@@ -65,6 +70,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
         target,
         dtype,
         layout=layout,
+        beside=kept,
         **depth,
     )
     return {
@@ -72,7 +78,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
         "method": drafter.method,
         "layout": layout,
         "dtype": str(dtype),
-        "notices": list(drafter.notices),
+        "notices": notices,
     }
 
 

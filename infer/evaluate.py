@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.evaluate", __doc__)
     add_pair_flags(parser, several=True)
-    add_draft_flags(parser)
+    add_draft_flags(parser, chooses=False)
     parser.add_argument_group("drafting of several kinds").add_argument(
         "--modes", metavar="chain,tree", help="decode with each drafter in each of these modes"
     )
@@ -166,6 +166,7 @@ def _settings(
         "version": __version__,
         "device": jax.devices()[0].device_kind,
         "dtype": str(target.params["embed"].dtype),
+        "weights": args.weights,
         "suite": {name: suites.digest(each) for name, each in sets.items()},
         **describe(args, target, contenders),
         "answers": law_of_answers(interview),

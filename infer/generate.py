@@ -16,16 +16,22 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
+from infer.comparison import bundled_questions, in_figures
+from infer.flags.auto import fill, fill_meanwhile
 from infer.flags.pair import (
     add_cache_flag,
     add_draft_flags,
     add_pair_flags,
+    asked_mode,
     load_pair,
     mode_of,
     open_session,
 )
 from infer.flags.prompts import add_prompt_flags, after, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
+from infer.flags.vocabulary import source_of, vocabulary_of
 from infer.program import Parser, positive, progress, run
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
@@ -33,9 +39,13 @@ from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
-from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code of --check
+ASKED, BUNDLED = "asked", "demo"  # prompts of --compare
+# Rows that the caches of a chat have from its start, so that it seldom compiles again. A CPU reads
+# all of them in each round, so it gets few; elsewhere those that are not used cost memory alone.
+CHAT_ROWS = {"cpu": 512}
+CHAT_ROWS_ELSEWHERE = 4096
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -45,10 +55,15 @@ def main(arguments: list[str] | None = None) -> int | None:
     target, drafter = load_pair(args)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(tokenizer_of(target.folder))
-    session = open_session(args, target, drafter, batch=args.batch, cache_rows=args.cache_rows)
+    is_chat = not args.json and not _asked(args)
+    rows: dict[str, Any] = {"cache_rows": args.cache_rows, "top_logprobs": args.logprobs}
+    vocabulary = vocabulary_of(args, target, drafter)
+    if is_chat:
+        rows["least_rows"] = CHAT_ROWS.get(jax.default_backend(), CHAT_ROWS_ELSEWHERE)
+    session = open_session(args, target, drafter, vocabulary=vocabulary, **rows)
     plain = Session(target, cache_rows=args.cache_rows) if args.check or args.compare else None
     ask = Asking(session, plain, writer, args, sampling, stopper(writer.tokenizer, args.stop))
-    if not args.json and not _asked(args):
+    if is_chat:
         _chat(ask)
         return None
     prompts = list(prompts_of(args, writer.tokenizer))
@@ -58,12 +73,13 @@ def main(arguments: list[str] | None = None) -> int | None:
     faults = 0
     for index, prompt in enumerate(prompts):
         result = _answer_as_text(ask, prompt, index)
-        if args.compare:
-            print(_comparison(ask, result, index), file=sys.stderr)
         if args.check:
             difference = ask.check(result, index)
             faults += difference is not None
             print(_as_line(difference), file=sys.stderr)
+    if args.compare:
+        some = prompts if args.compare == ASKED else bundled_questions(writer.tokenizer)
+        print(_comparison(ask, some), file=sys.stderr)
     return _verdict(faults, session)
 
 
@@ -80,9 +96,19 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=positive, default=1, help="prompts side by side, with --json"
     )
     group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="with --json: each token's log-probability, and those of the K likeliest tokens",
+    )
+    group.add_argument(
         "--compare",
-        action="store_true",
-        help="decode plainly too, and say whether the tokens are the same and how much is gained",
+        nargs="?",
+        const=ASKED,
+        choices=(ASKED, BUNDLED),
+        help="then decode with and without drafts in turns for ten seconds, and say what is gained "
+        f"and whether the tokens are the same: of the prompts given, or with `{BUNDLED}` of the "
+        "bundled questions",
     )
     group.add_argument(
         "--check",
@@ -98,13 +124,18 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
     if args.compare and args.json:
         raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
+    if args.logprobs is not None and not args.json:
+        raise InputError(f"--logprobs {args.logprobs} is for --json: add that, or leave it out")
     if args.batch > 1 and not args.json:
         raise InputError(f"--batch {args.batch} is for --json: add that, or leave out --batch")
-    if args.check and args.sampled_drafts and args.temperature > 0:
+    if (args.check or args.compare) and args.sampled_drafts and args.temperature > 0:
+        flag = "--check" if args.check else "--compare"
         raise InputError(
-            "--check with --sampled-drafts at a temperature: they keep the law and not the text, "
+            f"{flag} with --sampled-drafts at a temperature: they keep the law and not the text, "
             "so leave out one of the two"
         )
+    if args.compare and (asked_mode(args) == "plain" or args.depth == 1):
+        raise InputError("--compare needs drafts to compare with plain decoding: choose a --mode")
 
 
 class Asking(NamedTuple):
@@ -171,13 +202,15 @@ def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
                     faults += difference is not None
                     results[-1]["difference"] = difference and difference._asdict()
             bar.step(len(found))
-    mode = mode_of(session.shape)
+    mode = mode_of(session)
     settings = {
         "target": str(args.target or "bundled"),
         "draft": None if mode == "plain" else str(args.draft or "bundled"),
         "mode": mode,
         "max_new_tokens": args.max_new_tokens,
         "dtype": str(session.weights.target["embed"].dtype),
+        "weights": args.weights,
+        "draft_vocabulary": source_of(session.vocabulary),
         **dataclasses.asdict(session.shape),
         **dataclasses.asdict(ask.sampling),
     }
@@ -192,7 +225,11 @@ def _as_dict(result: Result, ask: Asking) -> dict[str, Any]:
         "tau": _number(result.tau),
         "tokens_per_s": _number(result.tokens_per_s),
     }
-    return result._asdict() | derived
+    found = result._asdict()
+    found["logprobs"] = [likely._asdict() for likely in result.logprobs]
+    if ask.args.logprobs is None:
+        del found["logprobs"]
+    return found | derived
 
 
 def _number(value: float) -> float | None:
@@ -214,41 +251,33 @@ def _answer_as_text(ask: Asking, prompt: list[int], index: int = 0) -> Result:
     for piece in ask.writer.pieces(parts(), ask.args.stop):
         print(piece, end="", flush=True)
     print()
-    print(_figures(found[0], ask.session.shape.levels - 1), file=sys.stderr)
+    levels = max(way.levels for way in ask.session.ways)
+    print(_figures(found[0], levels - 1), file=sys.stderr)
     return found[0]
 
 
 def _figures(result: Result, num_drafted: int) -> str:
+    """A line on an answer; acceptance is that of the rounds that drafted a position."""
     parts = [f"{len(result.token_ids)} tokens", f"{result.rounds} rounds", f"tau {result.tau:.2f}"]
     parts.append(f"{result.tokens_per_s:.1f} tokens/s")
-    if num_drafted and result.rounds:
-        accepted = [
-            sum(length > k for length in result.accept_lengths) / result.rounds
-            for k in range(1, num_drafted + 1)
-        ]
-        parts.append("accepted by position " + " ".join(f"{a:.2f}" for a in accepted))
+    accepted = []
+    for position in range(1, num_drafted + 1):
+        rounds = zip(result.accept_lengths, result.drafted_levels, strict=True)
+        hits = [length > position for length, levels in rounds if levels >= position]
+        accepted += [f"{sum(hits) / len(hits):.2f}"] if hits else []
+    if accepted:
+        parts.append(f"accepted by position {' '.join(accepted)}")
     return "[" + ", ".join(parts) + "]"
 
 
-def _comparison(ask: Asking, streamed: Result, index: int) -> str:
-    """Decodes plainly and drafted in turns, whole answers at a time; medians of five runs each."""
-    ways = {"plain": ask.plain, "drafted": ask.session}
-    runs: dict[str, list[Result]] = {name: [] for name in ways}
-    for turn in in_turns(len(ways), 1, repeats=5):
-        name, session = [*ways.items()][turn.way]
-        results = session.generate(
-            [streamed.prompt_ids], ask.args.max_new_tokens, **ask.settings(index)
-        )
-        runs[name] += results if turn.is_counted else []
-    middle = {name: sorted(found, key=lambda run: run.decode_s)[2] for name, found in runs.items()}
-    same = middle["plain"].token_ids == middle["drafted"].token_ids == streamed.token_ids
-    ratio = middle["plain"].decode_s / middle["drafted"].decode_s
-    lines = [
-        f"{name:8} {run.tokens_per_s:7.1f} tokens/s, tau {run.tau:.2f}"
-        for name, run in middle.items()
-    ]
-    verdict = "the same tokens" if same else "DIFFERENT tokens"
-    return "\n".join([*lines, f"drafting gives {verdict}, {ratio:.2f} x as fast"])
+def _comparison(ask: Asking, prompts: list[list[int]]) -> str:
+    """What drafting gains; first, what rounds cost is measured if that is to be chosen by."""
+    session = ask.session
+    session.check(prompts, ask.args.max_new_tokens)
+    if session.chooser is not None:
+        fill(session)
+    ways = {"plain": ask.plain, mode_of(session): session}
+    return in_figures(ways, prompts, ask.args.max_new_tokens, ask.settings)
 
 
 def _chat(ask: Asking) -> None:
@@ -265,6 +294,7 @@ def _chat(ask: Asking) -> None:
         except InputError as error:
             print(f"{error} (/new starts over)", file=sys.stderr)
             continue
+        fill_meanwhile(ask.session)
         answer = before_stop(ask.writer.text(result.token_ids), ask.args.stop)
         history = [*asked, {"role": "assistant", "content": answer}]
 

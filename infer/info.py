@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,13 @@ def data_folder() -> Path | None:
         return None
 
 
-def collect(target: Path = DEMO / "target", draft: Path = DEMO / "draft") -> dict[str, Any]:
+def collect(
+    target: Path = DEMO / "target", draft: Path = DEMO / "draft", load: bool = False
+) -> dict[str, Any]:
     """Everything the program prints, as one JSON-ready dictionary; absent things are None.
 
-    Raises InputError for a given folder without a readable config.json.
+    `load` also loads the target. Raises InputError for a given folder without a readable
+    config.json, and for a target that cannot be loaded.
     """
     ours = {"moa-jax": __version__, "python": platform.python_version()}
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -61,12 +65,15 @@ def collect(target: Path = DEMO / "target", draft: Path = DEMO / "draft") -> dic
         "folders": (folders := _folders()),
         "compile_cache": _compile_cache(folders["compile_cache"]),
         "pair": {"target": _model(target), "draft": _model(draft)},
+        "loading": _loading(target) if load else None,
     }
 
 
 def _devices() -> dict[str, Any]:
     """Devices as jax sees them, or why it sees none: that too belongs in a report."""
     import jax
+
+    from moa_jax.pretrained import formats_of
 
     try:
         devices = jax.devices()
@@ -78,6 +85,7 @@ def _devices() -> dict[str, Any]:
         {
             "name": str(device),
             "kind": device.device_kind,
+            "weights": formats_of(device),
             "memory_bytes": stat.get("bytes_limit"),
             "memory_used_bytes": stat.get("bytes_in_use"),
         }
@@ -123,6 +131,24 @@ def _model(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), "found": True, "weights_bytes": size} | fields
 
 
+def _loading(folder: Path) -> dict[str, Any]:
+    """How long a target takes from its files to the device, in the dtype that is decoded with.
+
+    Rates count bytes of the files. A first load after a start of the machine reads the disk.
+    """
+    import jax
+
+    from moa_jax.pretrained import load_target
+
+    jax.devices()  # starts the backend, which is no part of loading
+    start = time.perf_counter()
+    target = jax.block_until_ready(load_target(folder).params)
+    seconds = time.perf_counter() - start
+    size = _model(folder)["weights_bytes"]
+    dtype = target["embed"].dtype.name
+    return {"seconds": seconds, "bytes_per_s": size / seconds, "dtype": dtype}
+
+
 def render(report: dict[str, Any]) -> str:
     """The report as text, a line for each fact."""
     host, folders = report["host"], report["folders"]
@@ -138,6 +164,9 @@ def render(report: dict[str, Any]) -> str:
         ("data", folders["data"] or "none: set MOA_DATA"),
     ]
     rows += [(name, _model_line(model)) for name, model in report["pair"].items()]
+    if loading := report["loading"]:
+        rate = f"{loading['bytes_per_s'] / 1e9:.2f} GB/s"
+        rows += [("loading", f"{loading['seconds']:.2f} s to {loading['dtype']}, {rate}")]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {fact}" for name, fact in rows)
 
@@ -150,10 +179,12 @@ def _cache_line(folder: str | None, size: dict[str, int | None] | None) -> str:
 
 
 def _device_line(device: dict[str, Any]) -> str:
-    if device["memory_bytes"] is None:
-        return f"{device['name']}, {device['kind']}, memory of the host"
-    used, whole = _gib(device["memory_used_bytes"]), _gib(device["memory_bytes"])
-    return f"{device['name']}, {device['kind']}, {used} of {whole} in use"
+    memory = "memory of the host"
+    if device["memory_bytes"] is not None:
+        used, whole = _gib(device["memory_used_bytes"]), _gib(device["memory_bytes"])
+        memory = f"{used} of {whole} in use"
+    formats = " or ".join(device["weights"])
+    return f"{device['name']}, {device['kind']}, {memory}, --weights {formats}"
 
 
 def _model_line(model: dict[str, Any]) -> str:
@@ -180,10 +211,13 @@ def main(arguments: list[str] | None = None) -> None:
     pair.add_argument(
         "--draft", metavar="DIR", type=Path, default=DEMO / "draft", help="folder of the drafter"
     )
+    pair.add_argument(
+        "--load", action="store_true", help="load the target too, and say how fast that went"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document")
     flags = parser.parse_args(arguments)
-    report = collect(flags.target, flags.draft)
+    report = collect(flags.target, flags.draft, flags.load)
     print(json.dumps(report, indent=2) if flags.json else render(report))
 
 

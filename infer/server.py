@@ -12,49 +12,44 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
-import errno
 import functools
-import ipaddress
-import json
-import os
-import signal
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import uvicorn
 
 from infer.flags.pair import add_pair_flags, load_pair
-from infer.program import INTERRUPTED, Parser, above_zero, names, positive, run
-from infer.split.credentials import read_token
+from infer.listening.address import (
+    DRAIN_SECONDS,
+    PING_SECONDS,
+    add_address_flags,
+    add_limits,
+    bind,
+    check_address,
+)
+from infer.listening.credentials import read_token
+from infer.listening.events import EventLog, Log, WarningsTo, place_of
+from infer.listening.until import serve_until_signal
+from infer.program import Parser, names, positive, run
 from infer.split.link import LARGEST_CHUNK
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
-from infer.split.server.events import EventLog, Log, WarningsTo, place_of
-from infer.split.server.listener import PatientHttp
 from infer.split.server.metrics import ServerMetrics
 from infer.split.server.scheduler import Scheduler
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import MAX_DEPTH
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.errors import InputError, first_line
-from moa_jax.files.folders import write_whole
+from moa_jax.errors import InputError
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import PassSize, Slots
 
 USUAL = 16  # nodes, enough for most drafts: a chain of the default lengths
-PING_SECONDS = 20.0  # between pings, and again until the pong must have come
+SECRET = "--token-file"
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     limits = _server_limits_of(args)
-    token = _token_of(args)
-    _check_certificate(args)
-    _check_ready_file(args)
+    token = args.token_file and read_token(args.token_file)
+    check_address(args, SECRET, has_secret=token is not None)
     # The port is bound before the models are loaded, which takes a while.
     with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
         server, compiling = _load(args, limits, token, log)
@@ -63,14 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.server", __doc__)
-    group = parser.add_argument_group("address")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=_port, default=8765, help="0 takes any free port")
-    group.add_argument("--token-file", metavar="FILE", help="with the token of clients")
-    group.add_argument("--open", action="store_true", help="serve other machines without a token")
-    group.add_argument("--tls-cert", metavar="FILE.pem", help="certificate chain, for wss://")
-    group.add_argument("--tls-key", metavar="FILE.pem", help="its key, if it is in another file")
-    group.add_argument("--ready-file", metavar="FILE.json", help="written when the server is ready")
+    add_address_flags(parser, 8765, SECRET, "with the token of clients")
     add_pair_flags(parser)
     _add_limits(parser)
     group = parser.add_argument_group("compiling")
@@ -112,19 +100,16 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--chunk", limits.chunk, "tokens of a prompt read between two verifications"),
         ("--max-message-bytes", connection.max_message_bytes, "bytes of one message to the server"),
     ]
-    for flag, default, text in whole:
-        group.add_argument(flag, type=positive, default=default, metavar="N", help=text)
     seconds = [
         ("--queue-seconds", limits.queue_seconds, "that a client waits for a slot"),
         ("--resume-seconds", limits.resume_seconds, "that a slot waits for a client to come back"),
         ("--idle-seconds", connection.idle_seconds, "that a client may be silent"),
         ("--hello-seconds", connection.hello_seconds, "until a client must have said Hello"),
         ("--send-seconds", connection.send_seconds, "that a client may take to accept a message"),
-        ("--drain-seconds", 30.0, "that running sessions have left after SIGTERM"),
+        ("--drain-seconds", DRAIN_SECONDS, "that running sessions have left after SIGTERM"),
         ("--max-requests-per-second", connection.max_requests_per_second, "of one connection"),
     ]
-    for flag, default, text in seconds:
-        group.add_argument(flag, type=above_zero, default=default, metavar="X", help=text)
+    add_limits(group, whole, seconds)
 
 
 def _server_limits_of(args: argparse.Namespace) -> ServerLimits:
@@ -213,151 +198,19 @@ async def _serve(
     args: argparse.Namespace, server: SplitServer, listener: socket.socket, compiling: Compile
 ) -> int:
     """Serves until a signal comes; returns the exit code."""
-    config = uvicorn.Config(
+    return await serve_until_signal(
+        args,
+        listener,
         server.app,
-        http=PatientHttp,
+        ("ws", PATH),
+        functools.partial(server.drain, args.drain_seconds),
+        behind=compiling,  # the program under way is finished, no other one is begun
         ws="websockets-sansio",
         ws_max_size=args.max_message_bytes,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
         ws_per_message_deflate=False,  # rows are compressed if a client asks for it
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=2,
-        ssl_certfile=args.tls_cert,
-        ssl_keyfile=args.tls_key,
     )
-    asked: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.put_nowait, number)
-    listening = _Listening(config)
-    serving = asyncio.create_task(listening.serve(sockets=[listener]))
-    try:
-        await listening.ready(serving)
-    except OSError as error:  # another server bound this port, too, and listened first
-        raise _unusable(args.host, args.port, error) from error
-    _announce(args, listener)
-    behind = asyncio.create_task(compiling())
-    number = await asked.get()
-    behind.cancel()  # the program under way is finished, no other one is begun
-    if number == signal.SIGTERM:
-        draining = asyncio.create_task(server.drain(args.drain_seconds))
-        again = asyncio.create_task(asked.get())  # a second signal ends the server at once
-        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
-    listening.should_exit = True
-    await serving
-    return INTERRUPTED if number == signal.SIGINT else 0
-
-
-class _Listening(uvicorn.Server):
-    """uvicorn's server without its handling of signals."""
-
-    def capture_signals(self) -> Any:
-        return contextlib.nullcontext()
-
-    async def ready(self, serving: asyncio.Task[None]) -> None:
-        """Returns once connections are accepted; raises what went wrong otherwise."""
-        while not self.started:
-            if serving.done():
-                serving.result()
-                raise RuntimeError("the server ended before it listened")
-            await asyncio.sleep(0.01)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address but does not listen yet; InputError if that fails."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise InputError(
-            f"--host {host}: {error.strerror}: give an address of this machine"
-        ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: give up on data that a dead link does not take
-        timeout = int(2000 * PING_SECONDS)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _unusable(host, port, error) from error
-    return listener
-
-
-def _unusable(host: str, port: int, error: OSError) -> InputError:
-    if error.errno == errno.EADDRINUSE:
-        return InputError(f"port {port} of {host} is in use: choose another --port, or 0 for any")
-    return InputError(f"port {port} of {host}: {error.strerror}: choose another --host or --port")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _token_of(args: argparse.Namespace) -> str | None:
-    """The token that clients must present; InputError if a public host has none."""
-    if args.token_file is None:
-        if not (args.open or is_loopback(args.host)):
-            raise InputError(
-                f"--host {args.host} lets other machines in: give --token-file, or --open to serve "
-                "anyone"
-            )
-        return None
-    return read_token(args.token_file)
-
-
-def _check_certificate(args: argparse.Namespace) -> None:
-    """Raises InputError for files that are not a certificate and its key."""
-    if args.tls_cert is None:
-        if args.tls_key is not None:
-            raise InputError("--tls-key without --tls-cert: give both")
-        return
-    for path in filter(None, (args.tls_cert, args.tls_key)):
-        Path(path).open("rb").close()  # OSError names the file, load_cert_chain does not
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(args.tls_cert, args.tls_key, password=lambda: "")
-    except (ssl.SSLError, ValueError) as error:
-        files = " and ".join(filter(None, (args.tls_cert, args.tls_key)))
-        raise InputError(
-            f"{files}: no certificate with its key ({first_line(error)}): give PEM files that "
-            "belong together, the key without a password"
-        ) from error
-
-
-def _check_ready_file(args: argparse.Namespace) -> None:
-    """Raises InputError for a file that could not be written later."""
-    if args.ready_file is None:
-        return
-    path = Path(args.ready_file)
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--ready-file {path}: no file can be written there: choose another path")
-
-
-def _announce(args: argparse.Namespace, listener: socket.socket) -> None:
-    """Prints the server's URL and writes the ready file."""
-    port = listener.getsockname()[1]
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    url = f"{'wss' if args.tls_cert else 'ws'}://{host}:{port}{PATH}"
-    print(f"listening on {url}", flush=True)
-    if args.ready_file is not None:
-        write_whole(Path(args.ready_file), json.dumps({"url": url, "port": port}) + "\n")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return int(text)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,10 @@ from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
 from moa_jax.model import convert
+from moa_jax.model.devices import compute_capability
+from moa_jax.model.quantise import FORMATS, Format
+
+FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
 
 
 class Generation(NamedTuple):
@@ -57,6 +61,24 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+def check_format(weights: str | None) -> None:
+    """Raise InputError for a format of weights that is unknown, or that the device lacks."""
+    if weights is not None and weights not in FORMATS:
+        raise InputError(f"weights {weights!r}: choose {' or '.join(FORMATS)}, or none")
+    device = jax.devices()[0]
+    if weights is not None and weights not in formats_of(device):
+        raise InputError(
+            f"fp8 weights need an NVIDIA GPU of compute capability {FIRST_WITH_FP8} or later, and "
+            f"this device is {device.device_kind}: choose int8"
+        )
+
+
+def formats_of(device: Any) -> list[Format]:
+    """The formats of weights that a device multiplies."""
+    has_fp8 = compute_capability(device) >= FIRST_WITH_FP8
+    return [name for name in FORMATS if has_fp8 or name != "fp8"]
+
+
 def stored_dtype(path_or_hub_id: str | os.PathLike[str]) -> str:
     """The float dtype of a model's files, "float32" where they hold float64.
 
@@ -77,25 +99,37 @@ def load_target(
     *,
     layers: Layout = "list",
     sharding: ShardingOf | None = None,
+    weights: Format | None = None,
 ) -> Target:
     """Load a Llama or Qwen target from a folder or the hub, one tensor at a time.
 
-    Each array goes to its place as soon as it is packed, so the host holds the arrays that
-    live there and one more. `dtype` defaults to `default_dtype()`; `layers` "list" is for
+    Each array goes to its place as soon as it is joined, so the host holds the arrays that
+    live there and two more. `dtype` defaults to `default_dtype()`; `layers` "list" is for
     decoding, "stacked" (a leading layer axis) for training; `sharding` maps a leaf's path and
-    shape to its sharding. Raises InputError for a missing, damaged or unsupported model.
+    shape to its sharding. `weights` quantises the matrices of a list of layers as they arrive.
+    Raises InputError for a missing, damaged or unsupported model, and for a format that the
+    device lacks.
     """
+    check_format(weights)
+    if weights is not None and layers == "stacked":
+        raise ValueError("weights are quantised for decoding, from a list of layers")
     target = _describe(folders.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
     reader = folders.TensorReader(target.folder)
     _check(reader, target.folder, table, table, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
-    params = read_params(reader, table, dtype, layers=layers, sharding=sharding)
+    params = read_params(reader, table, dtype, layers=layers, sharding=sharding, weights=weights)
     return target._replace(params=params)
 
 
-def load_borrowed(target: Target, borrow: Callable[[Any], Any], dtype: Any = None) -> Any:
-    """Load only what a drafter borrows of a target; `dtype` as in `load_target`.
+def load_borrowed(
+    target: Target,
+    borrow: Callable[[Any], Any],
+    dtype: Any = None,
+    *,
+    weights: Format | None = None,
+) -> Any:
+    """Load only what a drafter borrows of a target; `dtype` and `weights` as in `load_target`.
 
     `target` needs no weights (`describe_target`), and its folder no other tensors
     (`save_for_client`). Raises InputError as `load_target`.
@@ -105,7 +139,10 @@ def load_borrowed(target: Target, borrow: Callable[[Any], Any], dtype: Any = Non
     used = {path: table[path] for path in places}
     _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
-    found = [read_params(reader, {(): packing}, dtype) for packing in used.values()]
+    found = [
+        read_params(reader, {path[-1:]: packing}, dtype, weights=weights)[path[-1]]
+        for path, packing in used.items()
+    ]
     return jax.tree.unflatten(structure, found)
 
 
@@ -160,16 +197,18 @@ def load_drafter(
     method: str | None = None,
     target_layer_inference: int | None = None,
     dtype: Any = None,
+    weights: Format | None = None,
     for_client: bool = False,
 ) -> LoadedDrafter:
     """Load a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files, `target_layer_inference` states N where
     they do not; `dtype` defaults to the target's, or to `default_dtype()` for a target without
-    its weights; `for_client` leaves out what only the target's side reads (`Drafter.digest_only`).
-    A kind without files, as `lookup`, is named instead of a folder. Raises InputError for a
-    missing or damaged drafter, and for one of another target.
+    its weights; `weights` as in `load_target`; `for_client` leaves out what only the target's
+    side reads (`Drafter.digest_only`). A kind without files, as `lookup`, is named instead of a
+    folder. Raises InputError for a missing or damaged drafter, and for one of another target.
     """
+    check_format(weights)
     name = os.fspath(path_or_hub_id)
     if needs_no_files(name) and not Path(name).is_dir():
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
@@ -189,7 +228,7 @@ def load_drafter(
     _check(reader, folder, table, used, [*kind.constants(cfg, target.config), *kind.extras])
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
-    params = read_params(reader, used, dtype)
+    params = read_params(reader, used, dtype, weights=weights)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
 
 
@@ -215,11 +254,13 @@ def save_drafter(
     *,
     layout: FileLayout = "ours",
     depth: int = 5,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a drafter under its authors' tensor names, with a config.json of the given layout.
 
-    `depth` is that of the chain it should draft. The folder appears whole or not at all; one
-    of the same name is replaced. Raises InputError where the layout cannot say the config.
+    `depth` is that of the chain it should draft, `beside` holds other files by their names. The
+    folder appears whole or not at all; one of the same name is replaced. Raises InputError where
+    the layout cannot say the config.
     """
     folder = Path(folder)
     kind = DRAFTERS[method]
@@ -236,6 +277,8 @@ def save_drafter(
         folders.write_json(fresh / "config.json", config)
         constants = kind.constants(cfg, target.config)
         write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
+        for name, content in (beside or {}).items():
+            (fresh / name).write_bytes(content)
     return folder
 
 

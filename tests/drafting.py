@@ -28,7 +28,7 @@ from tests.pairs import NO_STOP, PROMPTS, method_of_case
 from tests.train.test_training import distill_config, metrics
 from train import distill
 
-TREE = DraftShape(4, 3, 8)
+CHAIN, TREE = DraftShape(4), DraftShape(4, 3, 8)
 NUM_NEW = 20
 LAWS = (Sampling(), Sampling(temperature=0.7, top_k=20, seed=3), Sampling(0.9, seed=4))
 
@@ -153,7 +153,7 @@ def assert_drafting_equals_training(
             alone_BJV = _alone(functions, *given, depth - 1)
         seen = []
         law = lambda logits_BWV, _: seen.append(logits_BWV) or logits_BWV  # noqa: E731
-        guide = Guide(law, None, None, vocab_size, jnp.ones(B, bool))
+        guide = Guide(law, None, None, vocab_size)
         rest = (root_B, jnp.asarray(length_B), DraftShape(depth), guide)
         tree, _ = functions.propose(drafter.params, shared, cache, *rest)
         return tree.tokens_BN, jnp.concatenate(seen, axis=1), alone_BJV
@@ -191,7 +191,7 @@ def _alone(functions, params, shared, cache, root_B, length_B, count: int):
 def assert_changes_nothing(
     target: Target,
     drafter: LoadedDrafter,
-    shapes: Sequence[DraftShape] = (DraftShape(4), TREE),
+    shapes: Sequence[DraftShape] = (CHAIN, TREE),
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> list[list[float]]:
     """Uneven rows side by side, a greedy and two sampled: plain decoding's texts. Returns taus."""

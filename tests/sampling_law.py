@@ -1,5 +1,7 @@
 """The law of the next token by the definition of the sampling settings, in float64."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moa_jax.config import Sampling
@@ -7,14 +9,18 @@ from moa_jax.config import Sampling
 PLAIN = Sampling(temperature=1.0)
 
 
-def law_by_definition(logits_V, seen: set[int], row: Sampling) -> np.ndarray:
-    """The probabilities of the next token in float64."""
+def law_by_definition(
+    logits_V, seen: set[int], row: Sampling, answer: Sequence[int] = ()
+) -> np.ndarray:
+    """The probabilities of the next token in float64; `answer` has the tokens generated so far."""
     logits = np.array(logits_V, np.float64)
     for token, bias in row.logit_bias:
         logits[token] += bias
     for token in seen:
         factor = row.repetition_penalty
         logits[token] *= factor if logits[token] < 0 else 1 / factor
+    times_V = np.bincount(np.array(answer, int), minlength=len(logits))
+    logits -= row.frequency_penalty * times_V + row.presence_penalty * (times_V > 0)
     order = np.argsort(-logits, kind="stable")
     if row.temperature == 0:
         return np.eye(len(logits))[order[0]]

@@ -47,9 +47,11 @@ TABLE: dict[str, set[str]] = {
     "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
+    "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
+    "infer.peers.locustfile": set(),
 }
 
 
@@ -159,6 +161,7 @@ def test_faults_are_found():
     assert one_fault("infer/bench.py", "import torch")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
     assert one_fault("infer/peers/transformers_generate.py", "from moa_jax import Session")
+    assert one_fault("infer/peers/locustfile.py", "from moa_jax import Session")
     assert one_fault("configs/tiny.py", "from moa_jax.training.optim import optimizer")
     assert one_fault("moa_jax/unheard_of.py", "")
 

@@ -39,7 +39,7 @@ page = pytest.mark.parametrize("page", PAGES, ids=NAME)
 FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([\w-]+))?\)")
 PATH = re.compile(r"\b(?:moa_jax|train|infer|configs|tests|reports|\.ci)/[\w./-]*\w")
-COMMAND = re.compile(r"python -m ((?:train|infer)(?:\.\w+)+)( --split)?([^`\n#]*)")
+COMMAND = re.compile(r"python -m ((?:train|infer)(?:\.\w+)+)( --split| --serve)?([^`\n#]*)")
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*(?:\.\w+)*)")
 
 
@@ -72,8 +72,8 @@ def is_setting(dotted: str) -> bool:
 def test_commands_have_their_flags(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"python -m\s*\n\s*", "python -m ", text)  # a command that a line breaks
-    for program, split, rest in COMMAND.findall(text):
-        known = flags_of(program, *split.split())
+    for program, kind, rest in COMMAND.findall(text):
+        known = flags_of(program, *kind.split())
         for flag in FLAG.findall(rest):
             assert flag in known or "config" in known and is_setting(flag), f"{program} --{flag}"
 

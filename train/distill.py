@@ -7,6 +7,7 @@ on as many devices and processes as there are then.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -21,8 +22,14 @@ from moa_jax.config import DistillConfig
 from moa_jax.data import batches
 from moa_jax.data.batch import Batch
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import load_vocabulary
-from moa_jax.drafters import method_of
+from moa_jax.decode.vocabulary import (
+    FILE,
+    DraftVocabulary,
+    check_size,
+    content_of,
+    load_vocabulary,
+)
+from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
@@ -31,6 +38,7 @@ from moa_jax.training.distillation import TrainStep, frozen_sharding, make_train
 from moa_jax.training.flops import model_flops_per_token
 from train.run import cluster
 from train.run.decoding import make_decode
+from train.run.frequent import frequent_in
 from train.run.loop import Job, fit
 from train.run.settings import config_parser, parse_config
 
@@ -64,15 +72,19 @@ def distill(config: DistillConfig) -> bool:
             return False
         params = processes.gathered(params)
     if processes.is_first():
-        save(config, params, target)
+        size = config.draft_vocabulary
+        save(config, params, target, None if size is None else frequent_in(train, size, target))
     return True
 
 
 def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
     """The config with the draft vocabulary that it names as its drafter's.
 
-    Raises InputError for a file of another target, and for drafters that use the target's head.
+    Raises InputError for a file of another target, for drafters that use the target's head, and
+    for a `draft_vocabulary` that could not be made in the end.
     """
+    if config.draft_vocabulary is not None:
+        _check_draft_vocabulary(config, target)
     if config.vocabulary is None:
         return config
     if not hasattr(config.drafter, "draft_ids"):
@@ -83,6 +95,16 @@ def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
     ids_U = load_vocabulary(config.vocabulary, target).ids_U
     drafter = dataclasses.replace(config.drafter, draft_ids=tuple(ids_U.tolist()))
     return dataclasses.replace(config, drafter=drafter)
+
+
+def _check_draft_vocabulary(config: DistillConfig, target: Target) -> None:
+    size, method = config.draft_vocabulary, method_of(config.drafter)
+    if DRAFTERS[method].make(config.drafter, target.config).own_head:
+        raise InputError(
+            f"draft_vocabulary {size}: a drafter of kind {method} has a head of its own, and this "
+            "is a slice of the target's: leave it out"
+        )
+    check_size(size, target.config.vocab_size, target.generation.eos_ids)
 
 
 def _job(
@@ -127,8 +149,17 @@ def _evaluation(config: DistillConfig, program: TrainStep, validation: batches.B
     return evaluate
 
 
-def save(config: DistillConfig, params: Any, target: Target) -> None:
-    """Writes the drafter's folder, `config.output`."""
+def save(
+    config: DistillConfig, params: Any, target: Target, vocabulary: DraftVocabulary | None
+) -> None:
+    """Writes the drafter's folder, `config.output`, which may bring a draft vocabulary.
+
+    Without a new one it keeps that of an earlier folder, to which train.vocabulary may have added
+    it, unless that cannot be read or is of another target.
+    """
+    if vocabulary is None and (Path(config.output) / FILE).is_file():
+        with contextlib.suppress(InputError):
+            vocabulary = load_vocabulary(config.output, target)
     save_drafter(
         Path(config.output),
         method_of(config.drafter),
@@ -137,6 +168,7 @@ def save(config: DistillConfig, params: Any, target: Target) -> None:
         target,
         jnp.bfloat16,
         depth=config.horizon + 1,
+        beside=None if vocabulary is None else {FILE: content_of(vocabulary)},
     )
 
 

@@ -3,7 +3,8 @@
     python -m train.export --config configs/tiny.py --checkpoint best
 
 Config file and dotted flags are those given to train.distill, whose run may still be at work. The
-folder is what `--draft` takes; a finished run has one of its last step already.
+folder is what `--draft` takes; a finished run has one of its last step already. A config with
+`draft_vocabulary` has it made anew, from the training data.
 """
 
 from __future__ import annotations
@@ -14,28 +15,43 @@ from pathlib import Path
 
 import jax
 
-from infer.program import local_path, run
+from infer.program import local_path, progress, run
 from moa_jax.config import DistillConfig, MeshConfig
+from moa_jax.data import batches
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
 from moa_jax.model import sharding
-from moa_jax.pretrained import describe_target
+from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.checkpoint import read_state, steps_of
 from moa_jax.training.distillation import make_train_step
 from moa_jax.training.metrics import read_records
 from train.distill import save, with_vocabulary
+from train.run.frequent import frequent_in
 from train.run.settings import config_parser, parse_config
 
 
 def export(config: DistillConfig, step: int) -> None:
     """Writes the drafter of one checkpoint of a run as `config.output`, on one device.
 
-    Raises InputError as `read_state`.
+    Its draft vocabulary, if one is asked for, is counted anew. Raises InputError as `read_state`,
+    and for data that cannot be read.
     """
     target = describe_target(config.target)
     config = with_vocabulary(config, target)
     here = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     program = make_train_step(config, target.config, here)
-    save(config, read_state(config, step, program.abstract_state()).params, target)
+    params = read_state(config, step, program.abstract_state()).params
+    save(config, params, target, _vocabulary_of(config, target))
+
+
+def _vocabulary_of(config: DistillConfig, target: Target) -> DraftVocabulary | None:
+    """That of the training data, which is read again, or found in data.cache."""
+    if config.draft_vocabulary is None:
+        return None
+    tokenizer, vocab_size = load_tokenizer(target.folder), target.config.vocab_size
+    train, _ = batches.load(config.data, tokenizer, vocab_size, "train", progress)
+    return frequent_in(train, config.draft_vocabulary, target)
 
 
 def step_of(config: DistillConfig, checkpoint: str) -> int:

@@ -22,8 +22,9 @@ from typing import Any
 from configs.shapes import SHAPES
 from infer.program import run
 from moa_jax.aot import planning
+from moa_jax.aot.child import CompilerCrash
 from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
-from moa_jax.aot.planning import CompilerCrash, Plan
+from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.pretrained import describe_target
 from train.run.settings import config_parser, parse_config

@@ -36,6 +36,7 @@ from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.room import Room
 from moa_jax.errors import InputError
+from moa_jax.model.quantise import FORMATS
 from moa_jax.pretrained import Target
 from train.run.partial import Partial
 
@@ -117,7 +118,8 @@ def regenerate(args: argparse.Namespace) -> None:
     if output.exists():
         raise InputError(f"{output} exists already: remove it or name another --output")
     law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
-    target = load_target(args.target, args.dtype and jnp.dtype(args.dtype))
+    dtype = args.dtype and jnp.dtype(args.dtype)
+    target = load_target(args.target, dtype, weights=args.weights)
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
     session = Session(target)
@@ -144,6 +146,7 @@ def regenerate(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that decide the text."""
     flags = DECISIVE + (DRAWING if args.temperature else ())
+    flags += ("weights",) if args.weights else ()  # else files of older runs go on
     return {flag: getattr(args, flag) for flag in flags}
 
 
@@ -213,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
+    group.add_argument("--weights", choices=FORMATS, help="quantise matrices; default: as --dtype")
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompts", required=True, metavar="PATH", help="as in a data config")
     group.add_argument("--sources", default="", help="names with commas; default: all")

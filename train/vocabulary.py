@@ -2,11 +2,14 @@
 
     python -m train.vocabulary --target runs/demo_target/final --corpus runs/demo_answers.jsonl \\
         --size 1024 --output runs/demo_vocabulary.safetensors
+    python -m train.vocabulary --target TARGET --corpus ANSWERS --size 32768 --draft DRAFTER
 
 The target's own answers (train.regenerate) are the best corpus, as they are what is drafted. The
 ids that end the target's text are always among the chosen. The output holds the tensors d2t and
-t2d of EAGLE-3. It prints the share of answer tokens that are in the vocabulary. A draft
-must miss all other tokens, so raise --size if this share is low.
+t2d of EAGLE-3. With --draft it is a file of the drafter's folder, which decoding uses by default
+where the target has many tokens (--draft-vocabulary of infer.generate). It prints the share of
+answer tokens that are in the vocabulary. A draft must miss all other tokens, so raise --size if
+this share is low.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from infer.program import Parser, Progress, local_path, names, positive, progres
 from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import (
+    FILE,
     check_size,
     count_tokens,
     coverage,
@@ -32,16 +37,13 @@ from moa_jax.decode.vocabulary import (
     vocabulary_of,
 )
 from moa_jax.errors import InputError
-from moa_jax.pretrained import describe_target
+from moa_jax.pretrained import Target, describe_target, functions_of, load_drafter
 
 
 def make_vocabulary(args: argparse.Namespace) -> None:
     """Counts the corpus, writes the vocabulary and prints its coverage."""
-    output = args.output.expanduser()
-    if output.exists():
-        raise InputError(f"{output} exists already: remove it or name another --output")
-    output.parent.mkdir(parents=True, exist_ok=True)  # before the counting, which may be long
     target = describe_target(args.target)
+    output = _output(args, target)
     vocab_size, ends = target.config.vocab_size, target.generation.eos_ids
     check_size(args.size, vocab_size, ends)
     tokenizer = load_tokenizer(target.folder)
@@ -56,6 +58,35 @@ def make_vocabulary(args: argparse.Namespace) -> None:
         f"{output}: {len(ids_U)} of {vocab_size} tokens cover {coverage(count_V, ids_U):.2%} "
         f"of {count_V.sum()} answer tokens"
     )
+
+
+def _output(args: argparse.Namespace, target: Target) -> Path:
+    """The file to write, in a folder that is there.
+
+    Raises InputError for one that exists, and for a drafter that has no use for it. All this is
+    found before the counting, which may take long.
+    """
+    if args.draft is None:
+        output, other = args.output.expanduser(), "name another --output"
+        output.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        output, other = args.draft.expanduser() / FILE, "use --output"
+        _check_drafter(output.parent, target)
+    if output.exists():
+        raise InputError(f"{output} exists already: remove it or {other}")
+    return output
+
+
+def _check_drafter(folder: Path, target: Target) -> None:
+    """Raise InputError unless a folder holds a drafter that uses the head of this target."""
+    if not folder.is_dir():
+        raise InputError(f"--draft {folder} is no folder: name that of a drafter")
+    drafter = load_drafter(folder, target)
+    if functions_of(drafter, target.config).own_head:
+        raise InputError(
+            f"--draft {folder}: a drafter of kind {drafter.method} has a head of its own, and a "
+            "draft vocabulary is a slice of the target's: use --output"
+        )
 
 
 def _answers(
@@ -105,7 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--limit", type=positive, help="at most this many conversations")
     group = parser.add_argument_group("vocabulary")
     group.add_argument("--size", type=positive, required=True, help="tokens that may be drafted")
-    group.add_argument("--output", type=local_path, required=True, metavar="FILE.safetensors")
+    place = group.add_mutually_exclusive_group(required=True)
+    place.add_argument("--output", type=local_path, metavar="FILE.safetensors")
+    place.add_argument(
+        "--draft", type=local_path, metavar="DIR", help=f"write {FILE} to this drafter's folder"
+    )
     return parser
 
 

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 from infer.flags.pair import (
     DEMO,
-    MODES,
+    EXPLICIT,
     drafter_options,
     load_pair,
     mode_of,
     open_drafter,
     open_session,
 )
+from infer.flags.vocabulary import vocabulary_of
 from infer.program import names
 from moa_jax import Session
+from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
 from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
@@ -54,34 +56,38 @@ def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
     describe no draft, and for two contenders of the same name.
     """
     modes = modes_of(args)
-    given = [_given(text) for text in args.draft or [BUNDLED]]
+    given = [given_of(text) for text in args.draft or [BUNDLED]]
     target, drafters = _load(args, given)
     labels = [g.label or _public(d.folder) for g, d in zip(given, drafters, strict=True)]
-    narrowed = _narrowed(args, target, labels, drafters)
+    vocabularies = _vocabularies(args, target, labels, drafters)
     found = [Contender(PLAIN, None, Session(target, cache_rows=args.cache_rows))]
-    for label, drafter, narrow in zip(labels, drafters, narrowed, strict=True):
+    for label, drafter, vocabulary in zip(labels, drafters, vocabularies, strict=True):
         for mode in modes:
             flags = _flags_of(args, mode, modes)
-            flags.draft_vocabulary = args.draft_vocabulary if narrow else None
-            session = open_session(flags, target, drafter, cache_rows=args.cache_rows)
-            name = f"{label}-{mode_of(session.shape)}"
+            rest = {"vocabulary": vocabulary, "cache_rows": args.cache_rows}
+            session = open_session(flags, target, drafter, **rest)
+            name = f"{label}-{mode_of(session)}"
             if any(contender.name == name for contender in found):
                 raise InputError(f"two drafters are named {name}: give one as --draft NAME=DIR")
             found.append(Contender(name, drafter, session))
     return target, found
 
 
-def modes_of(args: argparse.Namespace) -> list[str | None]:
-    """The modes of each drafter; None is what --tuned says, and a chain without it."""
+def modes_of(args: argparse.Namespace) -> list[str]:
+    """The modes of each drafter, by default a chain.
+
+    Mode auto is none of them: what it drafts depends on the machine and on its load.
+    """
     if args.modes is None:
-        chosen = [args.mode]
-    elif args.mode is not None or args.tuned:
-        raise InputError("--modes says all modes: leave out --mode and --tuned")
+        chosen = [args.mode or "chain"]
+    elif args.mode is not None:
+        raise InputError("--modes says all modes: leave out --mode")
     else:
         chosen = list(dict.fromkeys(names(args.modes)))
-    wrong = [mode for mode in chosen if mode is not None and mode not in MODES]
+    wrong = [mode for mode in chosen if mode not in EXPLICIT]
     if wrong or not chosen:
-        raise InputError(f"--modes {args.modes}: choose from chain, tree")
+        shown = args.modes or args.mode
+        raise InputError(f"{shown} is no mode to evaluate drafts in: choose from chain, tree")
     if PLAIN in chosen:
         raise InputError("--mode plain: there is nothing to compare, use --mode chain")
     return chosen
@@ -92,6 +98,8 @@ def describe(
 ) -> dict[str, Any]:
     """What decides the answers and their times, apart from the questions, ready for JSON."""
     drafters = {c.name: c.drafter for c in contenders if c.drafter is not None}
+    files = {c.name: c.session.vocabulary.file for c in contenders if c.session.vocabulary}
+    narrowed = {name: folders.file_hash(file) for name, file in files.items()}
     hashes = {id(d): folders.folder_hash(d.folder) for d in drafters.values()}
     return {
         "target": {"name": _public(target.folder), "sha256": folders.folder_hash(target.folder)},
@@ -99,14 +107,13 @@ def describe(
             contender.name: {
                 "method": contender.drafter and contender.drafter.method,
                 "sha256": contender.drafter and hashes[id(contender.drafter)],
-                "mode": mode_of(contender.session.shape),
+                "mode": mode_of(contender.session),
                 "levels": contender.session.shape.levels,
                 **dataclasses.asdict(contender.session.shape),
             }
             for contender in contenders
         },
-        "draft_vocabulary": args.draft_vocabulary
-        and folders.file_hash(Path(args.draft_vocabulary)),
+        "draft_vocabulary": narrowed or None,
         "cache_rows": contenders[0].session.cache_rows,
         "threads": args.threads,
     }
@@ -114,7 +121,7 @@ def describe(
 
 def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[LoadedDrafter]]:
     """The target and all drafters; the options within one --draft override the flags."""
-    common = drafter_options(args)
+    common = drafter_options(args) | {"weights": args.weights}
     args.draft = None if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
     target, first = load_pair(args)
@@ -125,25 +132,25 @@ def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[Lo
     return target, drafters
 
 
-def _narrowed(
+def _vocabularies(
     args: argparse.Namespace, target: Target, labels: list[str], drafters: list[LoadedDrafter]
-) -> list[bool]:
-    """Which drafters get --draft-vocabulary.
+) -> list[DraftVocabulary | None]:
+    """What each drafter drafts from: --draft-vocabulary, else what its own folder brings.
 
-    Those with a head of their own are passed over where others can use it. Where none can, all
-    get it, and opening their session refuses it.
+    Those with a head of their own are passed over where others can use the file of the flag.
+    Where none can, all get it, and opening their session refuses it.
     """
-    if args.draft_vocabulary is None:
-        return [False] * len(drafters)
+    found = [vocabulary_of(args, target, drafter) for drafter in drafters]
     able = [not functions_of(drafter, target.config).own_head for drafter in drafters]
     if not any(able):
-        return [True] * len(drafters)
-    for label, is_able in zip(labels, able, strict=True):
-        if not is_able:
+        return found
+    for index, label in enumerate(labels):
+        if found[index] and not able[index]:
             print(
                 f"{label} has a head of its own: --draft-vocabulary is not for it", file=sys.stderr
             )
-    return able
+            found[index] = None
+    return found
 
 
 def _flags_of(
@@ -159,7 +166,7 @@ def _flags_of(
     return flags
 
 
-def _given(text: str) -> Given:
+def given_of(text: str) -> Given:
     """Split [NAME=]DIR[,method=KIND][,n=N]; the name becomes part of a file's name.
 
     A text that is a folder as it stands has neither name nor options.

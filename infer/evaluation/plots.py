@@ -56,7 +56,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
 
 
 def acceptance_figure(document: Mapping[str, Any]) -> Figure:
-    """Share of drafts accepted at each position, of all rounds and of those that came there."""
+    """Share of drafts accepted at each position, of rounds that drafted it or that came there."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -64,7 +64,7 @@ def acceptance_figure(document: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     kinds = (
-        ("acceptance_unconditional", "of all rounds"),
+        ("acceptance_unconditional", "of rounds that drafted it"),
         ("acceptance_conditional", "given the position before"),
     )
     for panel, (key, title) in zip(panels, kinds, strict=True):

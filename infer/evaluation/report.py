@@ -25,6 +25,7 @@ from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
 from moa_jax.measure.figures import acceptance, median, quartiles
+from moa_jax.measure.report import precision
 from moa_jax.measure.tables import number, numbers, table_of
 
 Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
@@ -139,7 +140,7 @@ def render(document: Mapping[str, Any]) -> str:
     positions = [
         {
             "decoder": row["model"],
-            "of all rounds": numbers(row["acceptance_unconditional"]),
+            "of rounds that drafted it": numbers(row["acceptance_unconditional"]),
             "given the one before": numbers(row["acceptance_conditional"]),
         }
         for row in last
@@ -147,7 +148,7 @@ def render(document: Mapping[str, Any]) -> str:
     answers = settings["answers"]
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
     parts = [
-        f"{settings['target']['name']}, {settings['dtype']}, {settings['device']}, {how}, up to "
+        f"{settings['target']['name']}, {precision(settings)}, {settings['device']}, {how}, up to "
         f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
         "own plain decoding / tau:",
         table_of(_overview(rows)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,18 @@ from infer.flags.pair import dtype_of, use_cores
 from infer.flags.prompts import asking, prompt_of, tokenizer_of
 from infer.program import positive
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
-from moa_jax.data import corpora
+from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.measure.random_pair import random_drafter, random_target
-from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, describe_target
+from moa_jax.pretrained import (
+    LoadedDrafter,
+    Target,
+    check_format,
+    default_dtype,
+    describe_target,
+)
 
 RANDOM_LENGTH = 128
 CONVERSATIONS = 30
@@ -89,6 +96,22 @@ def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]
     return batches
 
 
+def answers_of(path: str, target: Target, limit: int) -> Iterator[chat.Example]:
+    """The first conversations of a file as tokens, those of answers marked.
+
+    A conversation is cut where the target's positions end. Raises InputError for a bad record.
+    """
+    tokenizer = load_tokenizer(target.folder)
+    for place, record in itertools.islice(corpora.read_numbered(path), limit):
+        try:
+            messages = chat.messages_of(record)
+            found = chat.encode(tokenizer, messages, target.config.max_position_embeddings)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from error
+        if found is not None:
+            yield found
+
+
 # ---- pairs with random weights ------------------------------------------------------------------
 
 
@@ -102,10 +125,12 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
     shapes = config.target if isinstance(config, PretrainConfig) else shapes_of(config.target)
     if isinstance(config, PretrainConfig) and args.mode != "plain":
         raise InputError(f"{path} describes a target and no drafter: use --modes plain")
-    target = random_target(shapes, dtype, Path(path))
+    check_format(args.weights)
+    target = random_target(shapes, dtype, Path(path), weights=args.weights)
     if args.mode == "plain":
         return target, None
-    return target, random_drafter(method_of(config.drafter), config.drafter, target, dtype)
+    method = method_of(config.drafter)
+    return target, random_drafter(method, config.drafter, target, dtype, weights=args.weights)
 
 
 def shapes_of(name: str) -> TargetConfig:

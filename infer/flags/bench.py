@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.flags import batches
-from infer.flags.pair import DEFAULT_TREE, add_cache_flag, add_pair_flags, check_folder
+from infer.flags.pair import AUTO, DEFAULT_TREE, EXPLICIT, add_cache_flag, add_pair_flags
+from infer.flags.vocabulary import add_vocabulary_flag
 from infer.peers import check_peer
 from infer.program import Parser, names, positive
 from moa_jax import InputError
@@ -16,10 +17,9 @@ from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.measure.plot import check_plots
 from moa_jax.pretrained import LoadedDrafter
 
-MODES = ("plain", "chain", "tree")
+MODES = (*EXPLICIT, AUTO)
 TREE = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
 SWEEP_DEPTHS, SWEEP_TOTALS = (2, 3, 4, 5), (4, 8, 16)
-TUNE_DEPTHS, TUNE_TREES = (2, 3, 4, 5, 6, 8), ((3, 2, 6), (4, 4, 12), (5, 4, 24), TREE)
 
 
 class Mode(NamedTuple):
@@ -49,7 +49,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="accept drafts with this probability, to time rounds without a trained drafter",
     )
     group = parser.add_argument_group("modes")
-    group.add_argument("--modes", type=names, default="plain,chain,tree", help="which, in order")
+    group.add_argument("--modes", type=names, default=",".join(MODES), help="which, in order")
     group.add_argument(
         "--chain-depth", type=positive, help="levels with the root; default: the drafter's own"
     )
@@ -58,10 +58,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     group.add_argument("--sweep-depth", type=_sizes, metavar="D,D", help="chains of these depths")
     group.add_argument("--sweep-total", type=_sizes, metavar="T,T", help="trees of these sizes")
-    group.add_argument(
-        "--confidence", type=float, default=0.0, help="leave out nodes less probable than this"
-    )
-    group.add_argument("--draft-vocabulary", metavar="FILE", help="draft from these tokens only")
+    add_vocabulary_flag(group)
     batches.add_batch_flags(parser)
     add_cache_flag(parser)
     group = parser.add_argument_group("measuring")
@@ -72,12 +69,14 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     group.add_argument(
         "--compare", metavar="PEER", help="also measure `transformers`, in a process of its own"
     )
+    group.add_argument(
+        "--weights-cost",
+        metavar="PATH",
+        help="chat records; compare --weights with the weights as stored on their answers",
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     group.add_argument("--plot", metavar="FILE.png", help="speedup by depth and by tree size")
-    group.add_argument(
-        "--tune", action="store_true", help="store the fastest draft in the drafter's folder"
-    )
     return parser
 
 
@@ -90,19 +89,8 @@ def check(args: argparse.Namespace) -> None:
         raise InputError("--tree takes three numbers, depth, breadth and total tokens: 7,8,62")
     simulated = args.simulate_acceptance is not None
     made_up = args.random_weights or simulated
-    if args.tune and (made_up or args.modes == ["plain"]):
-        raise InputError(
-            "--tune measures how a trained pair drafts: leave out --random-weights and "
-            "--simulate-acceptance, and name chain or tree in --modes"
-        )
-    if args.tune:
-        check_folder("--tune", args.draft)
-    if args.tune and (args.confidence or args.draft_vocabulary):
-        raise InputError("--tune stores sizes alone: leave out --confidence and --draft-vocabulary")
-    if (args.tune or args.plot or args.compare) and "plain" not in args.modes:
-        raise InputError(
-            "--modes lacks plain, to which --tune, --plot and --compare relate: add it"
-        )
+    if (args.plot or args.compare) and "plain" not in args.modes:
+        raise InputError("--modes lacks plain, to which --plot and --compare relate: add it")
     if args.random_weights and (args.target or args.draft):
         raise InputError("--random-weights needs no files: leave out --target and --draft")
     if args.compare:
@@ -111,6 +99,13 @@ def check(args: argparse.Namespace) -> None:
             raise InputError(
                 "--compare decodes real weights one prompt at a time: use a stored pair"
             )
+    if args.compare and args.weights:
+        raise InputError("--compare decodes weights as they are stored: leave out --weights")
+    if args.weights_cost and (args.random_weights or not args.weights):
+        raise InputError(
+            "--weights-cost compares quantised weights with stored ones: add --weights, and leave "
+            "out --random-weights"
+        )
     if args.plot:
         check_plots(Path(args.plot))
     batches.check(args)
@@ -124,13 +119,11 @@ def modes_of(args: argparse.Namespace, drafter: LoadedDrafter | None) -> list[Mo
     high, wide, total = args.tree
     totals = args.sweep_total or (SWEEP_TOTALS if args.plot else ())
     trees = [(high, wide, size) for size in (total, *totals)]
-    if args.tune:
-        depths, trees = [*depths, *TUNE_DEPTHS], [*trees, *TUNE_TREES]
-    rest = {"confidence": args.confidence}
     each = {
         "plain": [DraftShape(1)],
-        "chain": [DraftShape(levels, **rest) for levels in depths],
-        "tree": [DraftShape(*sizes, **rest) for sizes in trees],
+        "chain": [DraftShape(levels) for levels in depths],
+        "tree": [DraftShape(*sizes) for sizes in trees],
+        AUTO: [DraftShape(depths[0])],
     }
     return list(dict.fromkeys(Mode(name, shape) for name in args.modes for shape in each[name]))
 

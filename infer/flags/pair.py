@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import moa_jax
+from infer.flags.auto import costs_of, ways_of
+from infer.flags.vocabulary import add_vocabulary_flag
 from infer.program import positive
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
-from moa_jax.decode.session import DEFAULT_DEPTH
-from moa_jax.decode.vocabulary import load_vocabulary
+from moa_jax.decode.session import DEFAULT_DEPTH, for_decoding
+from moa_jax.decode.step import Weights
+from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
-from moa_jax.measure.tuned import load_tuned
+from moa_jax.model.quantise import FORMATS
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
 DEMO = Path(moa_jax.__file__).parent / "demo"
-MODES = ("plain", "chain", "tree")
+EXPLICIT = ("plain", "chain", "tree")
+AUTO = "auto"
+MODES = (AUTO, *EXPLICIT)
 DEFAULT_TREE = DraftShape(7, 8, 62)  # the paper's and EAGLE-2's
-_SHAPE = ("mode", "depth", "num_speculative_tokens", "breadth", "total_tokens", "paths")
 _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type)
     "method": ("method", str),
     "model": ("draft", str),
@@ -65,6 +67,7 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
         help="target layers that the drafter reuses, where its files do not say",
     )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
+    add_weights_flag(group)
     group.add_argument(
         "--threads",
         type=positive,
@@ -73,10 +76,26 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
     return group
 
 
-def add_draft_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --mode and the flags of a draft's shape."""
+def add_weights_flag(group: Any) -> None:
+    """Add --weights, which `load_target` and `load_drafter` take."""
+    group.add_argument(
+        "--weights",
+        choices=FORMATS,
+        help="quantise matrices to eight bits while they are loaded, with a scale for each output "
+        "channel; fp8 on hardware that has it; default: as --dtype",
+    )
+
+
+def add_draft_flags(parser: argparse.ArgumentParser, chooses: bool = True) -> None:
+    """Add --mode and the flags of a draft's shape; one that never `chooses` has no mode auto."""
     group = parser.add_argument_group("drafting")
-    group.add_argument("--mode", choices=MODES, help="how to decode; default: chain")
+    about = "how to decode; default: chain"
+    if chooses:
+        about = (
+            "how to decode: auto chooses every few rounds by what rounds cost on this machine and "
+            "what is accepted; default: auto, or chain with --depth or --sampled-drafts"
+        )
+    group.add_argument("--mode", choices=MODES if chooses else EXPLICIT, help=about)
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(
         "--depth",
@@ -87,6 +106,20 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     depth.add_argument(
         "--num-speculative-tokens", type=positive, metavar="K", help="the same as --depth K+1"
     )
+    add_tree_sizes(group)
+    group.add_argument(
+        "--paths", metavar="FILE.json", help="a static tree: [[0], [1], [0, 0]] by child ranks"
+    )
+    group.add_argument(
+        "--sampled-drafts",
+        action="store_true",
+        help="draw candidates from the drafter instead of its likeliest (chains, static trees)",
+    )
+    add_vocabulary_flag(group)
+
+
+def add_tree_sizes(group: Any) -> None:
+    """Add --breadth and --total-tokens."""
     group.add_argument(
         "--breadth",
         type=positive,
@@ -97,28 +130,6 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help=f"most drafted nodes of a tree; default: {DEFAULT_TREE.total_tokens}",
     )
-    group.add_argument(
-        "--paths", metavar="FILE.json", help="a static tree: [[0], [1], [0, 0]] by child ranks"
-    )
-    group.add_argument(
-        "--confidence",
-        type=float,
-        default=0.0,
-        help="leave out nodes that the drafter finds less probable than this",
-    )
-    group.add_argument(
-        "--sampled-drafts",
-        action="store_true",
-        help="draw candidates from the drafter instead of its likeliest (chains, static trees)",
-    )
-    group.add_argument(
-        "--draft-vocabulary", metavar="FILE", help="draft from these tokens only (train.vocabulary)"
-    )
-    group.add_argument(
-        "--tuned",
-        action="store_true",
-        help="mode and sizes that `infer.bench --tune` found fastest on this hardware",
-    )
 
 
 def add_cache_flag(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +139,7 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="rows of each cache, for prompt, answer and draft, so that one program serves all "
-        "lengths; rounded up to a multiple of 128; default: what a prompt needs",
+        "lengths; rounded up to a multiple of 128; default: 128, doubled as prompts ask for more",
     )
 
 
@@ -142,8 +153,6 @@ def load_pair(
     models that are missing, damaged or not made for each other.
     """
     _apply_speculative_config(args)
-    if getattr(args, "tuned", False):
-        _check_tuned(args)
     if args.threads is not None:
         use_cores(args.threads)
     if args.draft is None and needs_no_files(args.method):
@@ -160,13 +169,16 @@ def load_pair(
         target = open_target(args)
     if not drafts:
         return target, None
-    options = drafter_options(args) | {"dtype": dtype_of(args), "for_client": for_client}
+    options = drafter_options(args) | {"dtype": dtype_of(args), "weights": args.weights}
+    options["for_client"] = for_client
     return target, open_drafter(args.draft, target, **options)
 
 
 def open_target(args: argparse.Namespace) -> Target:
-    """The target that --target and --dtype name, by default the bundled one."""
-    return load_target(args.target or DEMO / "target", dtype_of(args))
+    """The target that --target, --dtype and --weights name, by default the bundled one."""
+    target = load_target(args.target or DEMO / "target", dtype_of(args), weights=args.weights)
+    # Here rather than in each session: those find it done, and no weight is held twice.
+    return target._replace(params=for_decoding(Weights(target.params, None)).target)
 
 
 def open_drafter(
@@ -199,10 +211,13 @@ def use_cores(count: int) -> None:
 
 
 def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
-    """The draft that the flags ask for, else the drafter's own; raises InputError if impossible."""
+    """The draft that the flags ask for, else the drafter's own; raises InputError if impossible.
+
+    In mode auto it is what is drafted as long as nothing is known.
+    """
     tokens = args.num_speculative_tokens
     depth = args.depth if tokens is None else tokens + 1
-    rest = {"confidence": args.confidence, "sampled": args.sampled_drafts}
+    rest = {"sampled": args.sampled_drafts}
     if args.mode != "tree":
         for flag in ("breadth", "total_tokens", "paths"):
             if getattr(args, flag) is not None:
@@ -220,32 +235,26 @@ def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
     return DraftShape(depth or DEFAULT_TREE.depth, breadth, total, **rest)
 
 
-def mode_of(shape: DraftShape) -> str:
-    """Which of MODES a shape belongs to."""
+def asked_mode(args: argparse.Namespace) -> str:
+    """The mode that the flags ask for.
+
+    Whoever gives a depth wants a chain of it. Who draws candidates gets one too, since their text
+    depends on how many are drafted: a seed gives the same text again.
+    """
+    sized = args.depth is not None or args.num_speculative_tokens is not None
+    return args.mode or ("chain" if sized or args.sampled_drafts else AUTO)
+
+
+def kind_of(shape: DraftShape) -> str:
+    """Which of the explicit modes a shape belongs to."""
     if not shape.num_drafted:
         return "plain"
     return "chain" if shape.is_chain else "tree"
 
 
-def tuned_shape(
-    args: argparse.Namespace, target: Target, drafter: LoadedDrafter, batch: int
-) -> DraftShape:
-    """The draft that --tune found fastest on this device; raises InputError where it never ran."""
-    kind, dtype = jax.devices()[0].device_kind, str(target.params["embed"].dtype)
-    shape = load_tuned(drafter.folder, kind, dtype, batch)
-    if shape is None:
-        models = f"--target {args.target} --draft {args.draft} " if args.draft else ""
-        raise InputError(
-            f"{drafter.folder} is not tuned for {kind}, {dtype}, batch {batch}: run "
-            f"python -m infer.bench --tune {models}--dtype {dtype} --batch {batch}"
-        )
-    return dataclasses.replace(shape, confidence=args.confidence, sampled=args.sampled_drafts)
-
-
-def check_folder(flag: str, draft: str | None) -> None:
-    """Raise InputError unless the drafter lies in a folder, beside which a flag keeps its file."""
-    if draft is not None and not Path(draft).is_dir():
-        raise InputError(f"{flag} needs a drafter in a folder: {draft} is none, copy it to one")
+def mode_of(session: Session) -> str:
+    """Which of MODES a session decodes in."""
+    return AUTO if session.chooser is not None else kind_of(session.shape)
 
 
 def open_session(
@@ -253,27 +262,22 @@ def open_session(
     target: Target,
     drafter: LoadedDrafter | None,
     *,
-    batch: int = 1,
-    cache_rows: int | None = None,
+    vocabulary: DraftVocabulary | None = None,
+    **rows: int | None,
 ) -> Session:
-    """The session that the flags ask for; --tuned takes what was fastest for `batch` prompts."""
-    if args.tuned and drafter:
-        shape = tuned_shape(args, target, drafter, batch)
-    else:
-        shape = shape_of(args, drafter and drafter.depth)
-    vocabulary = None
-    if args.draft_vocabulary is not None:
-        vocabulary = load_vocabulary(args.draft_vocabulary, target)
-    return Session(target, drafter, shape, vocabulary=vocabulary, cache_rows=cache_rows)
+    """The session that the flags ask for.
 
-
-def _check_tuned(args: argparse.Namespace) -> None:
-    """Raise InputError for what does not go with --tuned, before anything is loaded."""
-    for flag in _SHAPE:
-        if getattr(args, flag) is not None:
-            shown = flag.replace("_", "-")
-            raise InputError(f"--tuned says mode and sizes of a draft: leave out --{shown}")
-    check_folder("--tuned", args.draft)
+    `vocabulary` is what `infer.flags.vocabulary` chose. `rows` are settings of `Session`:
+    `cache_rows`, `least_rows` and `top_logprobs`.
+    """
+    shape = shape_of(args, drafter and drafter.depth)
+    rest: dict[str, Any] = {"vocabulary": vocabulary, **rows}
+    if drafter and asked_mode(args) == AUTO:
+        rest |= {
+            "ways": ways_of(shape),
+            "costs": costs_of(target, drafter, vocabulary, args.weights),
+        }
+    return Session(target, drafter, shape, **rest)
 
 
 def _read_paths(path: str) -> Any:

@@ -32,6 +32,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="above 1 makes what was seen less likely",
     )
+    for name, when in (("presence", "if it has them"), ("frequency", "each time it has them")):
+        group.add_argument(
+            f"--{name}-penalty",
+            type=float,
+            default=0.0,
+            help=f"taken off the logits of the answer's tokens {when}; from -2 to 2",
+        )
     group.add_argument(
         "--logit-bias", metavar="ID:BIAS,...", type=_biases, default=(), help="added to logits"
     )
@@ -52,6 +59,8 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         logit_bias=args.logit_bias,
         seed=args.seed,
     )

@@ -1,7 +1,8 @@
 """Other software on the same weights and prompts, each in a process of its own.
 
 A peer is a program beside this file that nothing imports: it reads a JSON document from stdin,
-writes one to stdout, and may use what the project itself does without.
+writes one to stdout, and may use what the project itself does without. `locustfile.py` is for
+Locust, which asks a running `infer.serve`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     client/         one answer, from a prompt to its text, over a link that may die
     link.py         one connection of a client
     server/         WebSocket, sessions, and what the target does next
-    credentials.py  the token, which both sides read from a file
     network/        emulated links for tests and benchmarks
     bench/          infer.bench --split
 

@@ -5,6 +5,7 @@ The program says what is moved, not how long that takes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ COLLECTIVES = (
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 _ENTRY = re.compile(r"^ENTRY %([\w.\-]+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*?(S\([1-4]\))?\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations)="
@@ -56,7 +57,7 @@ class Instruction(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of what it gives; of a tuple, those of its largest array."""
-        return max(_sizes(self.shape), default=0)
+        return max((each.size for each in arrays(self.shape)), default=0)
 
     @property
     def operands(self) -> list[str]:
@@ -70,7 +71,21 @@ class Instruction(NamedTuple):
     @property
     def label(self) -> str:
         """Where it comes from: named scopes and the jax primitive."""
-        return _of(_LABEL, self)
+        return attribute(_LABEL, self)
+
+
+class Array(NamedTuple):
+    """One array of a shape."""
+
+    dtype: str  # bf16, f32, s32, pred, ...
+    dims: tuple[int, ...]
+    size: int  # bytes
+    on_chip: bool  # libtpu says where it is: S(1) is the chip's own fast memory
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.dims)
 
 
 Computation = dict[str, Instruction]
@@ -89,15 +104,19 @@ def parse(hlo: str) -> dict[str, Computation]:
     return computations
 
 
-def _sizes(shape: str) -> list[int]:
-    """Bytes of each array of a shape, which may be a tuple."""
-    sizes = []
-    for kind, bits, dims in _ARRAY.findall(shape):
-        count = 1
-        for dim in filter(None, dims.split(",")):
-            count *= int(dim)
-        sizes.append(count if kind == "pred" else count * int(bits) // 8)
-    return sizes
+def arrays(shape: str) -> list[Array]:
+    """Every array of a shape, which may be a tuple."""
+    found = []
+    for dtype, bits, dims, on_chip in _ARRAY.findall(shape):
+        sides = tuple(int(side) for side in dims.split(",") if side)
+        size = math.prod(sides) * (8 if dtype == "pred" else int(bits)) // 8
+        found.append(Array(dtype, sides, size, bool(on_chip)))
+    return found
+
+
+def entry(hlo: str) -> str:
+    """The name of the computation that a module begins with."""
+    return _ENTRY.search(hlo)[1]
 
 
 # ---- loops --------------------------------------------------------------------------------
@@ -120,16 +139,28 @@ def large_moves(hlo: str, at_least_bytes: int = LARGE) -> list[Move]:
     ValueError for a program without a loop.
     """
     computations = parse(hlo)
-    found = []
-    for instruction in _looped(computations):
-        given = [instruction]
-        if instruction.opcode == "fusion":
-            given = _given(computations[instruction.called[0]])
-        for value in given:
-            opcode = value.opcode.removesuffix("-done")
-            if opcode in MOVES and value.size >= at_least_bytes:
-                found.append(Move(instruction.name, opcode, value.size, instruction.label))
-    return found
+    return [
+        Move(instruction.name, opcode, size, instruction.label)
+        for instruction in _looped(computations)
+        for opcode, size in moved(computations, instruction)
+        if size >= at_least_bytes
+    ]
+
+
+def moved(
+    computations: dict[str, Computation], instruction: Instruction
+) -> Iterator[tuple[str, int]]:
+    """What an instruction does nothing but move in memory: the opcode of MOVES, and bytes.
+
+    What a TPU's compiler brings to the chip's own fast memory, ahead of its use, does not count.
+    """
+    given = [instruction]
+    if instruction.opcode == "fusion":
+        given = _given(computations[instruction.called[0]])
+    for value in given:
+        opcode = value.opcode.removesuffix("-done")
+        if opcode in MOVES and not all(each.on_chip for each in arrays(value.shape)):
+            yield opcode, value.size
 
 
 def launches(hlo: str) -> Counter[str]:
@@ -163,7 +194,7 @@ def _looped(computations: dict[str, Computation]) -> Iterator[Instruction]:
 
 def _given(fused: Computation) -> list[Instruction]:
     """The instructions that made the results of a fusion, whatever cast or reshaped them since."""
-    root = _root(fused)
+    root = result_of(fused)
     values = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
     for index, value in enumerate(values):
         while value.opcode in SEEN_THROUGH:
@@ -198,12 +229,12 @@ def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
         for computation, each in _with_fused(computations, name):
             kind = each.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                key = _of(_CHANNEL, each) or f"{name} {each.name}"
+                key = attribute(_CHANNEL, each) or f"{name} {each.name}"
                 received = _received(computation, each, kind)
                 if key not in channels or times < channels[key][1]:
                     channels[key] = (kind, times, received)
             elif each.opcode == "while":
-                trips = _trips(computations, computation, each)
+                trips = trips_of(computations, computation, each)
                 unknown += trips is None
                 turns = times * (1 if trips is None else trips)
                 waiting += [(inner, turns) for inner in each.called]
@@ -233,13 +264,18 @@ def _received(computation: Computation, instruction: Instruction, kind: str) -> 
     A ring of n chips brings (n - 1) / n of what is gathered or scattered, and twice that of
     what is summed; n is at least 2.
     """
-    given = sum(sum(_sizes(computation[name].shape)) for name in instruction.operands)
-    taken = sum(_sizes(instruction.shape))
+    given = sum(_held(computation[name].shape) for name in instruction.operands)
+    taken = _held(instruction.shape)
     if instruction.opcode.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
         taken -= given  # the result of a start holds the operands too
     if kind in ("all-gather", "reduce-scatter"):
         return abs(taken - given)
     return given // 2 if kind.endswith("all-to-all") else given
+
+
+def _held(shape: str) -> int:
+    """Bytes of all arrays of a shape."""
+    return sum(each.size for each in arrays(shape))
 
 
 # ---- how often a loop runs ----------------------------------------------------------------
@@ -260,7 +296,7 @@ class _Linear(NamedTuple):
         return _Linear(self.offset - sign * other.offset, self.slope - sign * other.slope, element)
 
 
-def _trips(
+def trips_of(
     computations: dict[str, Computation], where: Computation, loop: Instruction
 ) -> int | None:
     """How often a loop of computation `where` runs, None where the program does not show it.
@@ -270,9 +306,9 @@ def _trips(
     """
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
-    condition, body = (computations[_of(key, loop)] for key in (_CONDITION, _BODY))
+    condition, body = (computations[attribute(key, loop)] for key in (_CONDITION, _BODY))
     test, direction = _test(computations, condition)
-    state, after = where[loop.operands[0]], _root(body)
+    state, after = where[loop.operands[0]], result_of(body)
     if test is None or test.element is None or not state.opcode == after.opcode == "tuple":
         return None
     start = _linear(computations, where, state.operands[test.element])
@@ -286,16 +322,16 @@ def _test(
     computations: dict[str, Computation], condition: Computation
 ) -> tuple[_Linear | None, str]:
     """The number that a loop compares with 0 before each turn, and the direction."""
-    test, given = _root(condition), None
+    test, given = result_of(condition), None
     if test.opcode == "fusion":  # the comparison stands inside it
         given = [_linear(computations, condition, name) for name in test.operands]
         condition = computations[test.called[0]]
-        test = _root(condition)
+        test = result_of(condition)
     if test.opcode != "compare":
         return None, ""
     left, right = (_linear(computations, condition, name, given) for name in test.operands)
     difference = None if left is None or right is None else left.minus(right)
-    return difference, _of(_DIRECTION, test)
+    return difference, attribute(_DIRECTION, test)
 
 
 def _turns(first: int, change: int, direction: str) -> int | None:
@@ -312,6 +348,21 @@ def _turns(first: int, change: int, direction: str) -> int | None:
     return None  # it ends when a number overflows, or otherwise, or never
 
 
+def has_known_trips(loop: Instruction) -> bool:
+    """Whether XLA wrote down how often a loop runs."""
+    return bool(_TRIPS.search(loop.attributes))
+
+
+def body_of(loop: Instruction) -> str:
+    """The computation that a loop repeats."""
+    return attribute(_BODY, loop)
+
+
+def index_of(element: Instruction) -> int:
+    """Which element of a tuple is taken."""
+    return int(attribute(_INDEX, element))
+
+
 def _linear(
     computations: dict[str, Computation],
     where: Computation,
@@ -326,7 +377,7 @@ def _linear(
         return given[int(each.arguments)]
     if each.opcode == "get-tuple-element" and given is None:
         is_state = where[each.operands[0]].opcode == "parameter"
-        return _Linear(0, 1, int(_of(_INDEX, each))) if is_state else None
+        return _Linear(0, 1, int(attribute(_INDEX, each))) if is_state else None
     if each.opcode not in _LINEAR:  # operands may be shared: do not walk them in vain
         return None
     values = [_linear(computations, where, operand, given) for operand in each.operands]
@@ -336,17 +387,17 @@ def _linear(
         return values[0].minus(values[1], 1 if each.opcode == "subtract" else -1)
     if each.opcode == "fusion":
         fused = computations[each.called[0]]
-        return _linear(computations, fused, _root(fused).name, values)
+        return _linear(computations, fused, result_of(fused).name, values)
     return values[0]
 
 
-def _root(computation: Computation) -> Instruction:
+def result_of(computation: Computation) -> Instruction:
     """What a computation gives."""
     (root,) = (each for each in computation.values() if each.is_root)
     return root
 
 
-def _of(key: re.Pattern[str], instruction: Instruction) -> str:
+def attribute(key: re.Pattern[str], instruction: Instruction) -> str:
     """One of an instruction's attributes."""
     found = key.search(instruction.attributes)
     return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""The decode program compiled for a GPU that is not there, and what it moves in memory.
+"""Decoding and prefill compiled for a GPU that is not there, and what they move in memory.
 
 A round of decoding reads every weight once and waits for little else. A weight or a cache that
 is copied within the loop is written and read a second time. So nothing large may be copied, cut,
@@ -10,6 +10,7 @@ Compiling needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no 
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,20 +19,27 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from moa_jax.aot.declared import Declared, declared
+from moa_jax.config import MeshConfig
 from moa_jax.decode import step
+from moa_jax.decode.programs import chunks_for, compiler_options
 from moa_jax.decode.sample import Law
-from moa_jax.decode.step import Limits, Setup, Weights
+from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
 from moa_jax.model import llama
+from moa_jax.model.quantise import Format, quantise_params
+from moa_jax.model.sharding import make_mesh
 
 GREEDY = Law()
 
 
 class HloModule(NamedTuple):
-    """What XLA made of a function."""
+    """What XLA made of a function, or how it refused."""
 
-    hlo: str  # the optimised module
-    temp_bytes: int  # memory beside arguments and results
-    seconds: float  # that compiling took
+    hlo: str | None = None  # the optimised module; None where the program does not fit
+    temp_bytes: int | None = None  # memory beside arguments and results
+    peak_bytes: int | None = None  # arguments included; None where XLA does not say
+    seconds: float = 0.0  # that compiling took
+    declared: Declared = {}  # what its Pallas kernels say they cost  # noqa: RUF012
 
 
 def compile_for(
@@ -40,19 +48,57 @@ def compile_for(
     """Compiles for a device that need not be there, from the arguments' shapes alone."""
     sharding = SingleDeviceSharding(device)
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments))
+    # jax 0.11 asks the mesh, not the arguments, which GPU a Pallas kernel is for.
+    with jax.set_mesh(make_mesh(MeshConfig(), [device])):
+        traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(place, arguments))
+        program = compiled(traced.lower(), compiler_options(device.platform))
+        return program._replace(declared=declared(traced.jaxpr))
+
+
+def compiled(lowered: jax.stages.Lowered, options: dict[str, float] | None = None) -> HloModule:
+    """Compiles what was lowered; a program that exceeds the memory of its chip gives no module."""
     begin = time.perf_counter()
-    compiled = lowered.compile()
+    try:
+        program = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) or needed(str(error)) is None:
+            raise  # a kernel may exhaust a GPU's shared memory, which is no verdict
+        seconds = time.perf_counter() - begin
+        return HloModule(peak_bytes=needed(str(error)), seconds=seconds)
     seconds = time.perf_counter() - begin
-    return HloModule(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds)
+    memory = program.memory_analysis()
+    return HloModule(
+        program.as_text(), memory.temp_size_in_bytes, memory.peak_memory_in_bytes, seconds
+    )
 
 
-def abstract_weights(setup: Setup, dtype: jnp.dtype = jnp.bfloat16) -> Weights:
+def needed(complaint: str) -> int | None:
+    """Bytes that a program needs at least, from libtpu's message that it does not fit."""
+    found = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", complaint)
+    return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else None
+
+
+def abstract_weights(
+    setup: Setup, dtype: jnp.dtype = jnp.bfloat16, weights: Format | None = None
+) -> Weights:
     """The shapes of both models' weights as they are loaded for decoding."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)  # noqa: E731
     inits = (functools.partial(llama.init, setup.target), setup.drafter and setup.drafter.init)
-    return Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
+    shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
+    if weights is None:
+        return shapes
+    return jax.eval_shape(lambda held: quantise_params(held, weights), shapes)
+
+
+def abstract_state(
+    setup: Setup, weights: Weights, cache_rows: int, batch: int = 1, law: Law = GREEDY
+) -> DecodeState:
+    """The shapes of what a generation carries from round to round."""
+    capacity = cache_rows - setup.shape.num_rows
+    read = functools.partial(step.prefill, setup, capacity=capacity, chunks=(1,))
+    prompt = (_integers(batch, 1), _integers(batch))
+    return jax.eval_shape(read, weights, *prompt, _limits(batch), law)
 
 
 def compile_decode(
@@ -64,13 +110,33 @@ def compile_decode(
     law: Law = GREEDY,
 ) -> HloModule:
     """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session."""
-    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    limits = Limits(integers(batch), integers(batch, 8), integers())
-    read = functools.partial(step.prefill, setup, capacity=cache_rows - setup.shape.num_rows)
-    prompt = (integers(batch, 1), integers(batch))
-    state = jax.eval_shape(read, weights, *prompt, limits, law)
+    state = abstract_state(setup, weights, cache_rows, batch, law)
     decode = functools.partial(step.decode, setup)
-    return compile_for(device, decode, weights, state, limits, law, donate=(1,))
+    return compile_for(device, decode, weights, state, _limits(batch), law, donate=(1,))
+
+
+def compile_prefill(
+    device: Any,
+    setup: Setup,
+    weights: Weights,
+    cache_rows: int,
+    batch: int = 1,
+    law: Law = GREEDY,
+) -> HloModule:
+    """The loop of chunks that reads prompts of any length into caches of `cache_rows` rows."""
+    capacity = cache_rows - setup.shape.num_rows
+    chunks = chunks_for(device.platform, batch)
+    read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
+    prompt = (_integers(batch, capacity), _integers(batch))
+    return compile_for(device, read, weights, *prompt, _limits(batch), law)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _limits(batch: int) -> Limits:
+    return Limits(_integers(batch), _integers(batch, 8), _integers())
 
 
 def num_bytes(tree: Any) -> int:

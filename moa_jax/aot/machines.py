@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from moa_jax.errors import InputError
 from moa_jax.training.metrics import peak_flops
 
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 GPUS_PER_HOST = 8
 PLANE, CUBE = 16, 4  # sides of the pod of v5e and v6e, and of the block that v5p is built of
 
@@ -47,6 +47,8 @@ class Chip(NamedTuple):
     bandwidth: float  # bytes/s between the chip and its memory
     link: float  # bytes/s that a chip receives over one link, a GPU over all of its NVLinks
     float32: float  # FLOP/s at jax's highest precision, as a share of those in bfloat16
+    launch: float  # seconds between one kernel and the next
+    stays: int  # bytes up to which what a kernel writes is still on the chip for the next one
 
     def flops(self, dtype: str) -> float:
         """FLOP/s in bfloat16 or float32."""
@@ -58,11 +60,17 @@ class Chip(NamedTuple):
 # A program may use 92 % of an H200's 141 GB, the share that configs/slurm_gpu.sbatch gives jax:
 # CUDA's context, cuBLAS's workspaces, NCCL's buffers and compiled code live in the rest. The
 # network between hosts is slower than NVLink, so bounds for several hosts are looser.
+# A TPU runs its program without launches, and libtpu says which arrays stay on the chip. A GPU
+# takes some microseconds from one kernel to the next, also within a CUDA graph; 2.5 is a guess
+# until one is timed. Half of an H200's second-level cache of 50 MB is taken to hold what one
+# kernel leaves for the next.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6),
-    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6),
-    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6),
-    "h200": Chip("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
+    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 0),
+    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 0),
+    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6, 0.0, 0),
+    "h200": Chip(
+        "NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989, 2.5e-6, 25 * MIB
+    ),
 }
 
 # What the compiler asks about a device, as cudaDeviceProp and the data sheet of an H200 SXM

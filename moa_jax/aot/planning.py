@@ -14,25 +14,17 @@ of memory is right within some percent. That is enough for a verdict that is not
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import pickle
-import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moa_jax.aot import hlo, machines
+from moa_jax.aot import child, hlo, lowering, machines
+from moa_jax.aot.lowering import HloModule
 from moa_jax.aot.machines import Machine
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
-from moa_jax.errors import InputError
 from moa_jax.model.precision import matmul_precision
 from moa_jax.model.sharding import make_mesh
 from moa_jax.training import flops
@@ -42,10 +34,6 @@ from moa_jax.training.update import abstract
 Plan = dict[str, Any]
 HURRY = {"tpu": {"exec_time_optimization_effort": -1.0}, "cuda": {}}
 CLOSE = 0.1  # to the limit, as a share of it
-
-
-class CompilerCrash(RuntimeError):
-    """The compiler ended without a verdict; one line."""
 
 
 def plain(config: DistillConfig) -> DistillConfig:
@@ -69,38 +57,14 @@ def plan(
     Raises InputError without the machine's compiler and for a mesh that does not divide the
     machine, the models or the batch; CompilerCrash where the compiler dies.
     """
-    machines.check_compiler(machine)
-    ran = subprocess.run(
-        [sys.executable, "-m", "moa_jax.aot.planning"],
-        input=pickle.dumps((config, target_cfg, machine, hurry)),
-        env=os.environ | machines.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-    )
-    if ran.returncode < 0 or ran.returncode > 128:
-        raise CompilerCrash(f"{machine.name}: {_crash(ran.returncode)}")
-    if ran.returncode:
-        raise RuntimeError(ran.stderr.decode(errors="replace"))
-    answer = json.loads(ran.stdout.splitlines()[-1])
-    if "input_error" in answer:
-        raise InputError(answer["input_error"])
-    return answer
+    request = (config, target_cfg, machine, hurry)
+    return child.run(__name__, request, machine, "try other data.rows_per_batch or another mesh")
 
 
 def is_close(found: Plan) -> bool:
     """Whether another kind of optimisation might change the verdict."""
     peak, limit = found["memory"]["peak"], found["memory"]["limit"]
     return peak is not None and abs(peak - limit) <= CLOSE * limit
-
-
-def _crash(code: int) -> str:
-    number = -code if code < 0 else code - 128
-    name = {each.value: each.name for each in signal.Signals}.get(number, f"code {code}")
-    if number == signal.SIGKILL:
-        return f"the compiler was killed ({name}): this machine may be out of memory"
-    return (
-        f"the compiler crashed ({name}), which says nothing about fitting: "
-        "try other data.rows_per_batch or another mesh"
-    )
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
@@ -134,14 +98,6 @@ def expected_rows(found: Plan) -> int:
 # ---- in the child -------------------------------------------------------------------------
 
 
-class Compiled(NamedTuple):
-    """What XLA made of a function, or how it refused."""
-
-    peak: int | None  # bytes on each chip, arguments included; None where XLA does not say
-    hlo: str | None  # None where the program does not fit
-    seconds: float
-
-
 def compile_plan(
     config: DistillConfig, target_cfg: TargetConfig, machine: Machine, hurry: bool
 ) -> Plan:
@@ -153,10 +109,11 @@ def compile_plan(
     options = HURRY[machine.chip.compiler] if hurry else {}
     with jax.set_mesh(mesh), matmul_precision(config.run.dtype):
         step_flops = flops.count(program.update, state, frozen, batch)
-        step = _compiled(update, options, state, frozen, batch)
-        evaluation = Compiled(None, None, 0.0)
+        step = lowering.compiled(update.lower(state, frozen, batch), options)
+        evaluation = HloModule()
         if step.hlo is not None:
-            evaluation = _compiled(jax.jit(program.probe), options, state.params, frozen, batch)
+            probe = jax.jit(program.probe).lower(state.params, frozen, batch)
+            evaluation = lowering.compiled(probe, options)
     held = {
         "target": _held(frozen),
         "drafter": _held(state.params),
@@ -202,32 +159,13 @@ def _held(tree: Any) -> int:
     return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in shards)
 
 
-def _compiled(function: Any, options: dict[str, float], *arguments: Any) -> Compiled:
-    lowered = function.lower(*arguments)
-    begin = time.perf_counter()
-    try:
-        program = lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return Compiled(_used(str(error)), None, time.perf_counter() - begin)
-    seconds = time.perf_counter() - begin
-    return Compiled(program.memory_analysis().peak_memory_in_bytes, program.as_text(), seconds)
-
-
-def _used(complaint: str) -> int | None:
-    """Bytes that a program needs at least, from libtpu's message that it does not fit."""
-    found = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", complaint)
-    return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else None
-
-
 def _memory(
-    held: dict[str, int], step: Compiled, evaluation: Compiled, limit: int
+    held: dict[str, int], step: HloModule, evaluation: HloModule, limit: int
 ) -> dict[str, int | None]:
     """Bytes on one chip by part; `temporary` is the part of the peak that is no argument."""
     fixed, waiting = sum(held.values()), held["optimizer"]  # which is no argument of evaluations
-    temporary = None if step.peak is None else step.peak - fixed
-    evaluated = None if evaluation.peak is None else evaluation.peak + waiting - fixed
+    temporary = None if step.peak_bytes is None else step.peak_bytes - fixed
+    evaluated = None if evaluation.peak_bytes is None else evaluation.peak_bytes + waiting - fixed
     known = [needs for needs in (temporary, evaluated) if needs is not None]
     peak = fixed + max(known) if known else None
     return held | {"temporary": temporary, "evaluation": evaluated, "peak": peak, "limit": limit}
@@ -268,15 +206,5 @@ def _cost(
     }
 
 
-def main() -> None:
-    """Reads a pickled request from stdin, writes one JSON line to stdout."""
-    request = pickle.load(sys.stdin.buffer)
-    try:
-        answer = compile_plan(*request)
-    except InputError as error:
-        answer = {"input_error": str(error)}
-    print(json.dumps(answer))
-
-
 if __name__ == "__main__":
-    main()
+    child.serve(compile_plan)

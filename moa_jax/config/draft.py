@@ -25,7 +25,6 @@ class DraftShape:
     breadth: int = 1
     total_tokens: int | None = None  # most nodes besides the root; None is all candidates
     paths: tuple[tuple[int, ...], ...] = ()
-    confidence: float = 0.0  # leaves out nodes that the drafter gives less probability
     sampled: bool = False  # candidates are drawn from the drafter's law, not its likeliest
 
     def __post_init__(self) -> None:
@@ -34,8 +33,6 @@ class DraftShape:
             at_least(1, self, "total_tokens")
         if self.depth > MAX_DEPTH:
             raise InputError(f"depth is {self.depth}: choose at most {MAX_DEPTH}")
-        if not 0 <= self.confidence < 1:
-            raise InputError(f"confidence is {self.confidence}: choose from 0 to below 1")
         if self.sampled and self.is_dynamic:
             raise InputError(
                 "sampled candidates of a dynamic tree would be chosen by their luck, which "
@@ -113,15 +110,14 @@ class DraftShape:
         """The paths of a static tree; a chain is one whose nodes are first children."""
         return self.paths or tuple((0,) * k for k in range(1, self.levels))
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Sizes of verification in nodes: a draft that stops early takes the next larger one."""
-        if not self.confidence:
-            return (self.num_nodes,)
-        if self.is_chain:
-            return tuple(range(1, self.num_nodes + 1))
-        doubled = [1 << k for k in range(1, self.num_nodes.bit_length())]
-        return (*(width for width in doubled if width < self.num_nodes), self.num_nodes)
+
+RANGES = (
+    ("temperature", 0.0, 1e6),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 1e-6, 1e6),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,18 +130,17 @@ class Sampling:
     min_p: float = 0.0  # keep tokens that are at least this likely, relative to the likeliest
     repetition_penalty: float = 1.0  # above 1 makes tokens seen before less likely
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    # These two see the answer alone, and the repetition penalty the prompt as well.
+    presence_penalty: float = 0.0  # taken off the logit of each token that the answer has
+    frequency_penalty: float = 0.0  # the same, as often as the answer has the token
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, 1e6), ("min_p", 0.0, 1.0)):
+        for name, low, high in RANGES:
             if not low <= getattr(self, name) <= high:
                 raise InputError(f"{name} is {getattr(self, name)}: choose from {low} to {high}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}: choose above 0 and at most 1")
-        if not 0 < self.repetition_penalty < 1e6:
-            raise InputError(
-                f"repetition_penalty is {self.repetition_penalty}: choose above 0, below a million"
-            )
         at_least(0, self, "top_k", "seed")
         if self.seed >= 1 << 32:
             raise InputError(f"seed is {self.seed}: choose one below 2**32")

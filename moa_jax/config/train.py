@@ -222,6 +222,9 @@ class DistillConfig(Objective):
     horizon: int = 6  # future positions whose agreement is reported
     # A file of train.vocabulary with the draft vocabulary, for drafters with a head of their own.
     vocabulary: str | None = None
+    # For drafters that use the target's head: so many tokens, those that the answers trained on
+    # hold most often, become the draft vocabulary in the drafter's folder. Training ignores it.
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "horizon")

@@ -1,8 +1,12 @@
 """Speculative decoding as compiled programs of fixed shapes.
 
-session.py    prompts in, tokens out       step.py        one round, and the loop of rounds
-programs.py   compiled programs            verify.py      which drafted nodes are accepted
-sample.py     laws, noise, rejection       vocabulary.py  which tokens may be drafted
-text.py       tokens as text, stop texts   room.py        what fits a cache and a target
-exactness.py  where two answers differ
+session.py      prompts in, tokens out       step.py        one round, and the loop of rounds
+generation.py   a batch under way            verify.py      which drafted nodes are accepted
+auto.py         which draft comes next       costs.py       what a round of each draft takes
+programs.py     compiled programs            background.py  work that nobody waits for
+sample.py       laws, noise, rejection       vocabulary.py  which tokens may be drafted
+text.py         tokens as text, stop texts   room.py        what fits a cache and a target
+exactness.py    where two answers differ     logprobs.py    what the target thought of them
+
+engine/         many answers at once
 """

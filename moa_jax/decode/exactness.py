@@ -51,29 +51,31 @@ def compare(
     one, two = at(plain), at(drafted)
     margin = None
     if None not in (one, two):
-        scores_V = scores_after(loaded, [*prompt, *plain[:index]], sampling)
+        scores_V = scores_after(loaded, prompt, plain[:index], sampling)
         margin = float(scores_V[one] - scores_V[two])
     return Difference(index, one, two, margin)
 
 
-def scores_after(loaded: Target, tokens: Sequence[int], sampling: Sampling) -> np.ndarray:
-    """What the target maximises after `tokens`: its logits (V,), or log-law and noise."""
+def scores_after(
+    loaded: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
+) -> np.ndarray:
+    """What the target maximises after an answer's tokens: its logits (V,), or log-law and noise."""
+    tokens = [*prompt, *answer]
     padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
     padded_1T[0, : len(tokens)] = tokens
     law = law_of([sampling], loaded.config.vocab_size)
     with matmul_precision(loaded.params["embed"].dtype):
-        found = _scores(loaded.config, loaded.params, padded_1T, np.int32(len(tokens)), law)
+        lengths = np.int32(len(prompt)), np.int32(len(tokens))
+        found = _scores(loaded.config, loaded.params, padded_1T, *lengths, law)
     return np.asarray(found)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scores(cfg, params, tokens_1T, length, law) -> jax.Array:
+def _scores(cfg, params, tokens_1T, prompt_length, length, law) -> jax.Array:
     T = tokens_1T.shape[1]
     context = llama.Context(jnp.arange(T)[None], masks.line(T))
     found = llama.forward(cfg, params, tokens_1T, context)
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
-    blank_1V = sample.nothing_seen(law, 1, cfg.vocab_size)
-    seen_1V = sample.seen_with(blank_1V, tokens_1T, length[None])
-    seen_11V = None if seen_1V is None else seen_1V[:, None]
-    return sample.scores(law, logits_11V, seen_11V, length[None, None])[0, 0]
+    said = sample.said_in(law, tokens_1T, prompt_length[None], cfg.vocab_size, length[None])
+    return sample.scores(law, logits_11V, said.each(), length[None, None])[0, 0]

@@ -6,7 +6,7 @@ Nothing is compiled while it is timed, and any thread may compile while another 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,11 @@ from moa_jax.model.precision import matmul_precision
 
 SMALLEST_BUCKET = 32
 ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
+
+# For products of few rows XLA cuts the summed axis into pieces, and adds their sums in a second
+# kernel. In one piece, the sum, the residual and the next norm are one kernel: two launches fewer
+# in each layer. Read off compiled programs, not timed: .ci/gpu times both.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
 
@@ -45,16 +50,33 @@ class Programs:
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
     ) -> Program:
         """The compiled program for these arrays; `ShapeDtypeStruct`s may stand in for them."""
-        leaves, structure = jax.tree.flatten(arrays)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (function, donate, structure, shapes, *static.items())
+        key = _key(function, arrays, donate, static)
         if key not in self._compiled:
             part = functools.partial(function, *self._fixed, **static)
             donated = len(self.weights) if donate else ()
             with matmul_precision(self._dtype):
                 traced = jax.jit(part, donate_argnums=donated)
-                self._compiled[key] = traced.lower(*self.weights, *arrays).compile()
+                lowered = traced.lower(*self.weights, *arrays)
+            options = compiler_options(jax.default_backend())
+            self._compiled[key] = lowered.compile(compiler_options=options)
         return self._compiled[key]
+
+    def is_compiled(
+        self, function: Program, *arrays: Any, donate: bool = True, **static: Any
+    ) -> bool:
+        """Whether `compile` would return at once."""
+        return _key(function, arrays, donate, static) in self._compiled
+
+
+def _key(function: Program, arrays: Any, donate: bool, static: dict[str, Any]) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return (function, donate, structure, shapes, *static.items())
+
+
+def compiler_options(platform: str) -> dict[str, Any]:
+    """How programs that decode are compiled for such devices."""
+    return COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {})
 
 
 def bucket(count: int) -> int:
@@ -65,6 +87,27 @@ def bucket(count: int) -> int:
 def cache_rows_for(count: int) -> int:
     """Rows of a cache that holds `count`: the next multiple of 128."""
     return -(-count // ROWS_OF_A_TILE) * ROWS_OF_A_TILE
+
+
+def chunks_for(platform: str, batch: int) -> tuple[int, ...]:
+    """How many tokens of each prompt such devices read at once, in such a batch; smaller ones last.
+
+    On a CPU products bind, so the end of a prompt is read in chunks that it fills. Elsewhere a pass
+    over few tokens waits for weights: an H200 breaks even at 206 tokens (989 TFLOP/s over 4.8
+    TB/s), so 512 are well above that. The rows of a batch share weights, so each needs fewer tokens
+    at once.
+    """
+    return (64, 32, 16) if platform == "cpu" else (max(64, 512 // batch),)
+
+
+def chunks_of(length: int, sizes: Sequence[int]) -> list[int]:
+    """The chunks in which `step.prefill` reads so many tokens."""
+    found = []
+    for place, size in enumerate(sizes):
+        turns = max(-(-(length - sum(sizes[place + 1 :])) // size), 0)
+        found += [size] * turns
+        length -= turns * size
+    return found
 
 
 def one(value: int) -> np.ndarray:

@@ -1,32 +1,41 @@
 """What must fit: a prompt and its answer in a target's positions, with a draft in a cache's rows.
 
 positions     prompt | answer
-cache rows    prompt | answer | draft          if the cache has a fixed number of rows
-              bucket of the prompt | draft     because prefill writes a whole bucket
+cache rows    prompt | answer | draft
+
+The loop of rounds is compiled for one number of rows. So caches that grow as they are asked to
+double each time: a chat soon stops compiling.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from moa_jax.decode.programs import bucket
+from moa_jax.decode.programs import ROWS_OF_A_TILE, bucket, cache_rows_for
 from moa_jax.errors import InputError
 
 
 class Room(NamedTuple):
-    """How much a target can hold, and a cache of fixed size."""
+    """How much a target can hold, and its caches."""
 
     positions: int  # of the target
     cache_rows: int | None = None  # None: as many as are asked for
     draft_rows: int = 0  # of the cache, for one draft
+    least_rows: int = ROWS_OF_A_TILE  # of a cache that grows as it is asked to
+
+    def rows(self, num_tokens: int) -> int:
+        """Rows of the caches of a batch whose longest text, answer included, has so many tokens."""
+        if self.cache_rows is not None:
+            return self.cache_rows
+        rows = max(self.least_rows, bucket(num_tokens + self.draft_rows))
+        return cache_rows_for(min(rows, self.positions + self.draft_rows))
 
     def behind(self, prompt_length: int) -> int:
         """How many new tokens fit behind a prompt of this length."""
-        room = self.positions - prompt_length
+        room = self.positions
         if self.cache_rows is not None:
-            rows = self.cache_rows - self.draft_rows
-            room = min(room, rows - prompt_length) if bucket(prompt_length) <= rows else 0
-        return max(room, 0)
+            room = min(room, self.cache_rows - self.draft_rows)
+        return max(room - prompt_length, 0)
 
     def check(self, index: int, prompt_length: int, wanted: int) -> None:
         """Raise InputError unless `wanted` new tokens fit behind the prompt of this index."""
@@ -35,9 +44,9 @@ class Room(NamedTuple):
                 f"prompt {index} has {prompt_length} tokens and {wanted} are to follow, but the "
                 f"target has {self.positions} positions: shorten one of the two"
             )
-        needed = max(prompt_length + wanted, bucket(prompt_length)) + self.draft_rows
+        needed = prompt_length + wanted + self.draft_rows
         if self.cache_rows is not None and needed > self.cache_rows:
             raise InputError(
                 f"a cache of {self.cache_rows} rows is too small: prompt {index} needs {needed}, "
-                f"{self.draft_rows} of them for the draft: make it larger"
+                f"{self.draft_rows} of them for drafts: make it larger, or draft less at a time"
             )

@@ -1,7 +1,13 @@
 """What token follows a node: the target's law under sampling settings, and draws from it.
 
-    logits -> bias, repetition penalty -> temperature -> top-k -> top-p -> min-p = log-law
+    logits -> bias -> penalties -> temperature -> top-k -> top-p -> min-p = log-law
     draw:   argmax(log-law + Gumbel noise); the noise belongs to (row's seed, position)
+
+Penalties, in the order of vLLM's sampler, whose order of bias and repetition is transformers' too:
+
+    repetition    prompt and answer    logit / penalty where it is positive, else logit * penalty
+    frequency     the answer           logit - penalty * times that the answer has the token
+    presence      the answer           logit - penalty if the answer has the token
 
 Because noise belongs to positions and not to rounds, drafts that are the drafter's likeliest
 tokens change nothing at all: the same seed gives the same text as plain decoding, token for
@@ -21,10 +27,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from moa_jax.config import Sampling
 from moa_jax.drafters.api import NOTHING, Tree
 from moa_jax.errors import InputError
+from moa_jax.model.pieces import in_pieces
 
 Array = jax.Array
 
@@ -40,7 +48,17 @@ class Law(NamedTuple):
     top_p_B: Array | None = None
     min_p_B: Array | None = None
     repetition_B: Array | None = None  # above 1 makes what was seen less likely
+    presence_B: Array | None = None  # these two are None together
+    frequency_B: Array | None = None
     bias_BV: Array | None = None  # added to the logits
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it matters what was said before."""
+        return self.repetition_B is not None or self.presence_B is not None
+
+
+LEAST_TOP_P = 1e-30  # which keeps the likeliest; 0, to which floats round less, would keep none
 
 
 def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
@@ -49,6 +67,12 @@ def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> La
     A `whole` law keeps every setting but biases, so that one program serves them all. Raises
     InputError for a bias of an id outside the vocabulary.
     """
+    law = with_keys(settings_of(rows, vocab_size, whole))
+    return jax.tree.map(jnp.asarray, law)
+
+
+def settings_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
+    """The same on the host, without any work of a device; `with_keys` makes it a law."""
     bias_BV = None
     if any(row.logit_bias for row in rows):
         bias_BV = np.zeros((len(rows), vocab_size), np.float32)
@@ -58,24 +82,42 @@ def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> La
                     raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
                 bias_V[token] = bias
 
-    def array(name: str, off: float, used: float | None = None) -> jax.Array | None:
+    def array(
+        name: str, off: float, used: float | None = None, keep: bool = False
+    ) -> np.ndarray | None:
         values = [getattr(row, name) for row in rows]
         if name == "top_k":
             values = [min(value, vocab_size) for value in values]
-        if not whole and all(value == off for value in values):
+        if name == "top_p":
+            values = [max(value, LEAST_TOP_P) for value in values]
+        if not (whole or keep) and all(value == off for value in values):
             return None
-        return jnp.array([used if used and value == off else value for value in values])
+        kind = np.int32 if name == "top_k" else np.float32
+        return np.array([used if used and value == off else value for value in values], kind)
 
-    law = Law(repetition_B=array("repetition_penalty", 1.0), bias_BV=bias_BV)
+    both = any(row.presence_penalty or row.frequency_penalty for row in rows)
+    law = Law(
+        repetition_B=array("repetition_penalty", 1.0),
+        presence_B=array("presence_penalty", 0.0, keep=both),
+        frequency_B=array("frequency_penalty", 0.0, keep=both),
+        bias_BV=bias_BV,
+    )
     if not whole and all(row.temperature == 0 for row in rows):
         return law
     return law._replace(
-        key_B=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows], jnp.uint32)),
-        temperature_B=jnp.array([row.temperature for row in rows], jnp.float32),
+        key_B=np.array([(0, row.seed) for row in rows], np.uint32),  # as `jax.random.key` has it
+        temperature_B=np.array([row.temperature for row in rows], np.float32),
         top_k_B=array("top_k", 0, vocab_size),
         top_p_B=array("top_p", 1.0),
         min_p_B=array("min_p", 0.0),
     )
+
+
+def with_keys(law: Law) -> Law:
+    """Settings with keys in place of their data (B, 2)."""
+    if law.key_B is None:
+        return law
+    return law._replace(key_B=jax.random.wrap_key_data(law.key_B, impl="threefry2x32"))
 
 
 def is_id(token: Any, vocab_size: int) -> bool:
@@ -83,69 +125,132 @@ def is_id(token: Any, vocab_size: int) -> bool:
     return isinstance(token, int | np.integer) and 0 <= token < vocab_size
 
 
-def adjust(law: Law, logits_BNV: Array, seen_BNV: Array | None, bias_BV: Array | None) -> Array:
-    """Logits with bias and repetition penalty, which apply to target and drafter alike."""
+def adjust(law: Law, logits_BNV: Array, said: Said, bias_BV: Array | None) -> Array:
+    """Logits with bias and penalties, which apply to target and drafter alike.
+
+    `said` is what was said before each node.
+    """
     if bias_BV is not None:
         logits_BNV = logits_BNV + bias_BV[:, None]
-    if law.repetition_B is None:
-        return logits_BNV
-    penalty_B11 = law.repetition_B[:, None, None]
-    lowered_BNV = jnp.where(logits_BNV > 0, logits_BNV / penalty_B11, logits_BNV * penalty_B11)
-    return jnp.where(seen_BNV, lowered_BNV, logits_BNV)
+    row = lambda value_B: value_B[:, None, None]  # noqa: E731
+    if law.repetition_B is not None:
+        penalty_B11 = row(law.repetition_B)
+        lowered_BNV = jnp.where(logits_BNV > 0, logits_BNV / penalty_B11, logits_BNV * penalty_B11)
+        logits_BNV = jnp.where(said.seen, lowered_BNV, logits_BNV)
+    if law.presence_B is not None:
+        logits_BNV = logits_BNV - row(law.frequency_B) * said.times
+        logits_BNV = logits_BNV - row(law.presence_B) * (said.times > 0)
+    return logits_BNV
 
 
-def after(law: Law, logits_BNV: Array, seen_BNV: Array | None) -> Array:
+def after(law: Law, logits_BNV: Array, said: Said) -> Array:
     """What the next token is chosen from: adjusted logits if greedy, else the log-law."""
-    logits_BNV = adjust(law, logits_BNV, seen_BNV, law.bias_BV)
+    logits_BNV = adjust(law, logits_BNV, said, law.bias_BV)
     return logits_BNV if law.key_B is None else log_law(law, logits_BNV)
 
 
 def scores(
     law: Law,
     logits_BNU: Array,
-    seen_BNV: Array | None,
+    said: Said,
     position_BN: Array,
     vocabulary: tuple[Array, int] | None = None,
 ) -> Array:
     """What the token at a position maximises: logits if greedy, else log-law plus noise.
 
     If only U tokens have logits, `vocabulary` holds their ids and the size of the whole
-    vocabulary.
+    vocabulary, which `said` is of.
     """
     ids_U, vocab_size = vocabulary or (slice(None), logits_BNU.shape[-1])
-    seen_BNU = None if seen_BNV is None else seen_BNV[..., ids_U]
-    after_BNU = after(law, logits_BNU, seen_BNU)
+    after_BNU = after(law, logits_BNU, said.of(ids_U))
     if law.key_B is None:
         return after_BNU
     return after_BNU + gumbel(law, TARGET, position_BN, vocab_size)[..., ids_U]
 
 
-def nothing_seen(law: Law, batch: int, vocab_size: int) -> Array | None:
-    """No token of (B, V) seen yet, for a repetition penalty; None where the law has none."""
-    return None if law.repetition_B is None else jnp.zeros((batch, vocab_size), bool)
+class Said(NamedTuple):
+    """What penalties depend on, of rows (B, V) or of nodes (B, N, V); None if the law has none.
+
+    A row's newest token is among its tokens here, although no cache holds it yet.
+    """
+
+    seen: Array | None = None  # whether prompt or answer has the token, for a repetition penalty
+    times: Array | None = None  # how often the answer has it, for the other penalties
+
+    def of(self, ids_U: Array | slice) -> Said:
+        """The same of these tokens alone."""
+        return jax.tree.map(lambda leaf: leaf[..., ids_U], self)
+
+    def each(self) -> Said:
+        """The same of rows as that of one node in each row."""
+        return jax.tree.map(lambda leaf_BV: leaf_BV[:, None], self)
 
 
-def seen_with(
-    seen_BV: Array | None, tokens_BT: Array, count_B: Array | None = None
-) -> Array | None:
-    """Marks the first `count` tokens of each row, or all, as seen; negative ones are ignored."""
-    if seen_BV is None:
-        return None
+def said_in(
+    law: Law,
+    tokens_BC: Array,
+    prompt_length_B: Array,
+    vocab_size: int,
+    count_B: Array | None = None,
+) -> Said:
+    """What was said in the first `count` tokens of each row, or in all; the prompt comes first.
+
+    `count` includes the newest token. Negative tokens are ignored.
+    """
+    said = nothing_said(law, len(tokens_BC), vocab_size)
+    if not law.penalises:
+        return said
+    is_prompt_BC = jnp.arange(tokens_BC.shape[1]) < prompt_length_B[:, None]
+    answer_BC = jnp.where(is_prompt_BC, NOTHING, tokens_BC)
+    said = said_in_prompt(said, tokens_BC, count_B)  # marks the answer too, which changes nothing
+    return said_in_answer(said, answer_BC, count_B)
+
+
+def nothing_said(law: Law, batch: int, vocab_size: int) -> Said:
+    """What rows of no tokens say; what no penalty of the law asks for is None."""
+    blank = lambda penalty_B, dtype: (  # noqa: E731
+        None if penalty_B is None else jnp.zeros((batch, vocab_size), dtype)
+    )
+    return Said(blank(law.repetition_B, bool), blank(law.presence_B, jnp.int32))
+
+
+def said_in_prompt(said: Said, tokens_BT: Array, count_B: Array | None = None) -> Said:
+    """Rows with the first `count` tokens, or all, in their prompts; negative ones are ignored.
+
+    To add tokens again changes nothing.
+    """
+    return said._replace(seen=said_in_answer(Said(said.seen), tokens_BT, count_B).seen)
+
+
+def said_in_answer(said: Said, tokens_BT: Array, count_B: Array | None = None) -> Said:
+    """Rows with the first `count` tokens, or all, in their answers; negative ones are ignored."""
+    if not jax.tree.leaves(said):
+        return said
     if count_B is not None:
         index_T = jnp.arange(tokens_BT.shape[1])
         tokens_BT = jnp.where(index_T < count_B[:, None], tokens_BT, NOTHING)
-    return mark(seen_BV, tokens_BT[:, None])[:, 0]
+    return jax.tree.map(lambda leaf_BNV: leaf_BNV[:, 0], said_along(said, tokens_BT[:, None]))
 
 
-def mark(seen_BV: Array, tokens_BNP: Array) -> Array:
-    """Which tokens (B, N, V) were seen before or are among the P of a node; ignores negatives."""
-    B, N, _ = tokens_BNP.shape
-    V = seen_BV.shape[-1]
-    seen_BNV = jnp.broadcast_to(seen_BV[:, None], (B, N, V))
-    index = jnp.where(tokens_BNP < 0, V, tokens_BNP)
-    return seen_BNV.at[jnp.arange(B)[:, None, None], jnp.arange(N)[:, None], index].set(
-        True, mode="drop"
+def said_along(said: Said, path_BNP: Array) -> Said:
+    """What was said before each of N nodes, if its row's answer goes on with its P tokens.
+
+    The root is no part of a path, because it is said already. Negative tokens are ignored.
+    """
+    seen_BV, times_BV = said
+    return Said(
+        None if seen_BV is None else _at(seen_BV, path_BNP).set(True, mode="drop"),
+        None if times_BV is None else _at(times_BV, path_BNP).add(1, mode="drop"),
     )
+
+
+def _at(rows_BV: Array, tokens_BNP: Array) -> Any:
+    """The places of tokens in the rows, of which each node has a copy."""
+    B, N, _ = tokens_BNP.shape
+    V = rows_BV.shape[-1]
+    nodes_BNV = jnp.broadcast_to(rows_BV[:, None], (B, N, V))
+    index = jnp.where(tokens_BNP < 0, V, tokens_BNP)
+    return nodes_BNV.at[jnp.arange(B)[:, None, None], jnp.arange(N)[:, None], index]
 
 
 def log_law(law: Law, logits_BNV: Array) -> Array:
@@ -159,27 +264,63 @@ def log_law(law: Law, logits_BNV: Array) -> Array:
     # The largest logit is subtracted first, because a tiny temperature would overflow.
     scaled_BNV = (logits_BNV - logits_BNV.max(axis=-1, keepdims=True)) / warm_B11
     log_BNV = jax.nn.log_softmax(scaled_BNV, axis=-1)
-    V = log_BNV.shape[-1]
     if law.top_k_B is not None or law.top_p_B is not None:
-        sorted_BNV = jnp.sort(log_BNV, axis=-1, descending=True)
-        rank_V = jnp.arange(V)
-        kept_BNV = jnp.ones_like(sorted_BNV, bool)
-        if law.top_k_B is not None:
-            kept_BNV = rank_V < row(law.top_k_B)
-        if law.top_p_B is not None:
-            mass_BNV = jnp.where(kept_BNV, jnp.exp(sorted_BNV), 0.0)
-            before_BNV = jnp.cumsum(mass_BNV, axis=-1) - mass_BNV
-            enough_BN1 = row(law.top_p_B) * mass_BNV.sum(axis=-1, keepdims=True)
-            # A row without a limit keeps its tail, which the sum's rounding would cut off.
-            kept_BNV &= (before_BNV < enough_BN1) | (row(law.top_p_B) >= 1)
-        least_BN1 = jnp.min(jnp.where(kept_BNV, sorted_BNV, jnp.inf), axis=-1, keepdims=True)
-        log_BNV = jnp.where(log_BNV >= least_BN1, log_BNV, -jnp.inf)
+        log_BNV = jnp.where(_kept(law, log_BNV), log_BNV, -jnp.inf)
     if law.min_p_B is not None:
         best_BN1 = log_BNV.max(axis=-1, keepdims=True)
         log_BNV = jnp.where(log_BNV >= best_BN1 + jnp.log(row(law.min_p_B)), log_BNV, -jnp.inf)
     log_BNV = jax.nn.log_softmax(log_BNV, axis=-1)
-    likeliest_BNV = jax.nn.one_hot(jnp.argmax(logits_BNV, axis=-1), V)
+    likeliest_BNV = jax.nn.one_hot(jnp.argmax(logits_BNV, axis=-1), logits_BNV.shape[-1])
     return jnp.where(row(law.temperature_B) > 0, log_BNV, jnp.log(likeliest_BNV))
+
+
+def _kept(law: Law, log_BNV: Array) -> Array:
+    """Which tokens top-k keeps, and of these top-p: those before which there is not yet enough.
+
+    What counts as before a token are the likelier ones, so tokens that are as likely as each other
+    stay or go together.
+    """
+    kept_BNV, mass_BNV = jnp.ones_like(log_BNV, bool), jnp.exp(log_BNV)
+    total_BN1 = mass_BNV.sum(axis=-1, keepdims=True)
+    if law.top_k_B is not None:
+        k_B11 = jnp.minimum(law.top_k_B, log_BNV.shape[-1])[:, None, None]
+        kept_BNV = _first(log_BNV, jnp.ones_like(log_BNV), k_B11)
+        mass_BNV = jnp.where(kept_BNV, mass_BNV, 0.0)
+        # Of those that share the last place, top-p counts only as many as there is room for.
+        least_BN1 = jnp.min(jnp.where(kept_BNV, mass_BNV, 1.0), axis=-1, keepdims=True)
+        too_many_BN1 = kept_BNV.sum(axis=-1, keepdims=True) - k_B11
+        total_BN1 = mass_BNV.sum(axis=-1, keepdims=True) - too_many_BN1 * least_BN1
+    if law.top_p_B is not None:
+        p_B11 = law.top_p_B[:, None, None]
+        # A row without a limit keeps its tail, which the sum's rounding would cut off.
+        kept_BNV &= _first(log_BNV, mass_BNV, p_B11 * total_BN1) | (p_B11 >= 1)
+    return kept_BNV
+
+
+STEP = 3  # bits that a step finds: more are fewer launches on a GPU, and more work on a CPU
+
+
+def _first(log_BNV: Array, weight_BNV: Array, enough_BN1: Array) -> Array:
+    """The tokens (B, N, V) such that all that are likelier weigh less than `enough`, above 0.
+
+    As floats that are not positive become less, their bits become more. So the last such token's
+    bits are found from the highest on, without sorting: a sum can only grow as they do.
+    """
+    bits_BNV = lax.bitcast_convert_type(log_BNV, jnp.uint32) & 0x7FFFFFFF  # 0.0 is as -0.0
+    bits_BNXP, weight_BNXP = in_pieces(bits_BNV, 0), in_pieces(weight_BNV, 0)
+    digit_T = jnp.arange(1, 1 << STEP, dtype=jnp.uint32)
+
+    def refine(step: Array, last_BN1: Array) -> Array:
+        low = jnp.maximum(31 - STEP * (step + 1), 0).astype(jnp.uint32)
+        tried_BNT = last_BN1 + (digit_T << low)
+        likelier = lambda t: bits_BNXP < tried_BNT[..., t, None, None]  # noqa: E731
+        weigh = lambda t: jnp.where(likelier(t), weight_BNXP, 0).sum(axis=-1)  # noqa: E731
+        weight_BNTX = jnp.stack([weigh(t) for t in range(len(digit_T))], axis=2)
+        less_BNT = weight_BNTX.sum(axis=-1) < enough_BN1
+        return last_BN1 + (less_BNT.sum(axis=-1, keepdims=True, dtype=jnp.uint32) << low)
+
+    none_BN1 = jnp.zeros((*log_BNV.shape[:-1], 1), jnp.uint32)
+    return bits_BNV <= lax.fori_loop(0, -(-31 // STEP), refine, none_BN1)
 
 
 def gumbel(law: Law, stream: int, position_BN: Array, size: int) -> Array:

@@ -8,63 +8,40 @@ result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode import step
-from moa_jax.decode.programs import Programs, bucket, cache_rows_for
+from moa_jax.decode import logprobs, step
+from moa_jax.decode.auto import PLAIN, Chooser
+from moa_jax.decode.background import Background
+from moa_jax.decode.costs import Costs
+from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
+from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
 from moa_jax.decode.room import Room
 from moa_jax.decode.sample import Law, is_id, law_of
 from moa_jax.decode.step import NEVER, DecodeState, Limits, Setup, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
+from moa_jax.model import panels, quantise
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 GREEDY = Sampling()
 DEFAULT_DEPTH = 5
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
-
-
-class Result(NamedTuple):
-    """One answer. `accept_lengths` has a round's accepted drafts + 1, the last one cut where a
-    stop or the limit cut it, so `1 + sum(accept_lengths) == len(token_ids)`."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]  # generated, a stop token included
-    finish_reason: str  # "stop" or "length"
-    accept_lengths: list[int]
-    prefill_s: float
-    decode_s: float  # of the whole batch that the answer was part of
-    drafted: list[int]  # nodes that each round proposed, the root apart
-
-    @property
-    def rounds(self) -> int:
-        return len(self.accept_lengths)
-
-    @property
-    def tau(self) -> float:
-        """Tokens committed per target verification; nan before any round."""
-        return sum(self.accept_lengths) / self.rounds if self.rounds else float("nan")
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens over decoding time, prefill and its token left out."""
-        return sum(self.accept_lengths) / self.decode_s if self.decode_s else float("nan")
-
-
-# (generated tokens) -> how many of them to keep if they hold a stop, else None
-StopWhen = Callable[[list[int]], int | None]
+SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer
+MOST_BEHIND = 32  # tokens of plain decoding that a drafter reads in one call afterwards
 
 
 class Session:
-    """A pair ready to decode; programs compile once per (batch, prompt bucket, capacity)."""
+    """A pair ready to decode; programs compile once per (batch, rows of the caches)."""
 
     def __init__(
         self,
@@ -72,47 +49,82 @@ class Session:
         drafter: LoadedDrafter | None = None,
         shape: DraftShape | None = None,
         *,
+        ways: Sequence[DraftShape] = (),
+        costs: Costs | None = None,
         vocabulary: DraftVocabulary | None = None,
         cache_rows: int | None = None,
+        least_rows: int = ROWS_OF_A_TILE,
+        chunk: int | None = None,
         choose: Callable[..., jax.Array] | None = None,
+        top_logprobs: int | None = None,
     ) -> None:
         """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
 
-        `vocabulary` narrows what is drafted. `cache_rows` fixes the caches' size, rounded up to
-        a multiple of 128, so that one program serves all lengths. `choose` replaces the target's
-        choice of tokens, to price a round. Raises InputError for a tree wider than the vocabulary.
+        With `ways` every few rounds take one of them, of `shape` or of plain decoding: the one
+        that is expected to write most tokens a millisecond. `costs` says what each costs, and
+        where it says nothing `shape` is taken. A way is compiled in the background.
+
+        `vocabulary` narrows what is drafted, and `decode.vocabulary.default_vocabulary` finds that
+        of a drafter's folder; None drafts from all tokens. `cache_rows` fixes the caches' size,
+        rounded up to a multiple of 128, so that one program serves all lengths; without it caches
+        have at least `least_rows` and double when they must. Prompts are read `chunk` tokens at a
+        time, which changes no result. `choose` replaces the target's choice of tokens, to price a
+        round. With `top_logprobs` results have each token's log-probability, and those of so many
+        likeliest tokens, at most 20.
+        Raises InputError for a tree wider than the vocabulary, and for too many likeliest tokens.
         """
         if shape is None:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
-        self.shape = shape if drafter else DraftShape(1)
-        drafter = drafter if self.shape.num_drafted else None
+        self.shape = shape if drafter else PLAIN
+        self.ways = (self.shape,)
+        if ways and self.shape.num_drafted:
+            self.ways = tuple(dict.fromkeys((PLAIN, self.shape, *ways)))
+        drafter = drafter if any(way.num_drafted for way in self.ways) else None
         functions = drafter and functions_of(drafter, target.config)
         if vocabulary and functions and functions.own_head:
             raise InputError(
                 f"a drafter of kind {drafter.method} has a head of its own: leave out the draft "
                 "vocabulary, which is a slice of the target's"
             )
-        _check_breadth(self.shape, target, functions, vocabulary)
+        for way in self.ways:
+            _check_breadth(way, target, functions, vocabulary)
+        logprobs.check(top_logprobs, target.config.vocab_size)
         self.target = target
-        self.setup = Setup(target.config, functions, self.shape, choose)
-        head = _slice_of_head(target.params, vocabulary) if drafter and vocabulary else None
-        weights = Weights(for_decoding(target.params), drafter and drafter.params, head)
+        self.chooser = Chooser(self.ways, self.shape) if len(self.ways) > 1 else None
+        self.costs = costs
+        self.most_behind = MOST_BEHIND if self.chooser else 0
+        self.setup = Setup(
+            target.config, functions, self.shape, choose, self.most_behind, top_logprobs
+        )
+        self.vocabulary = vocabulary if drafter else None
+        head = self.vocabulary and _slice_of_head(target.params, self.vocabulary)
+        weights = for_decoding(Weights(target.params, drafter and drafter.params, head))
         self.cache_rows = cache_rows and cache_rows_for(cache_rows)
-        self._programs = Programs((self.setup,), (weights,), target.params["embed"].dtype)
+        self._chunk = chunk
+        self._draft_rows = max(self.most_behind, *(way.num_rows for way in self.ways))
+        positions = target.config.max_position_embeddings
+        self.room = Room(positions, self.cache_rows, self._draft_rows, least_rows)
+        dtype = target.params["embed"].dtype
+        setups = {way: self.setup._replace(shape=way) for way in self.ways}
+        self._programs = {way: Programs((each,), (weights,), dtype) for way, each in setups.items()}
+        self.background = Background()
+        self.alone = threading.Lock()  # for what is timed, if a thread measures beside another
 
     @property
     def weights(self) -> Weights:
         """The parameters of both models; others of the same shapes may take their place."""
-        return self._programs.weights[0]
+        return self._programs[self.shape].weights[0]
 
     @weights.setter
     def weights(self, weights: Weights) -> None:
-        self._programs.weights = (weights,)
+        weights = for_decoding(weights)
+        for programs in self._programs.values():
+            programs.weights = (weights,)
 
     @property
     def num_compiled(self) -> int:
         """Programs compiled so far."""
-        return len(self._programs)
+        return sum(map(len, self._programs.values()))
 
     def generate(
         self,
@@ -122,7 +134,7 @@ class Session:
         sampling: Sampling | Sequence[Sampling] = GREEDY,
         stop_when: StopWhen | None = None,
     ) -> list[Result]:
-        """Decodes a batch of prompts to the end on the device.
+        """Decodes a batch of prompts to the end: in one call, unless there is something to choose.
 
         `max_new_tokens` is one number, or one for each prompt. `stop_ids` is one list, or one for
         each prompt; the default is the target's end-of-text ids. With a single `sampling`, row
@@ -130,20 +142,13 @@ class Session:
         may say where to cut it. Raises InputError for an empty prompt, ids outside the
         vocabulary, more tokens than the target's positions, or a cache too small for them.
         """
-        state, limits, law, prefill_s = self.start(prompts, max_new_tokens, stop_ids, sampling)
-        decode = self.loop(state, limits, law)
-        begin = time.perf_counter()
-        kept: dict[int, int] = {}
-        while True:
-            pause = NEVER if stop_when is None else int(state.rounds_B.max()) + ROUNDS_BETWEEN_LOOKS
-            limits = limits._replace(pause=jnp.int32(pause))
-            state = jax.block_until_ready(decode(self.weights, state, limits, law))
+        found = self.begin(prompts, max_new_tokens, stop_ids, sampling)
+        most = None if stop_when is None else ROUNDS_BETWEEN_LOOKS
+        while not found.done:
+            found.call(most)
             if stop_when is not None:
-                state = _look(prompts, state, stop_when, kept)
-            if stop_when is None or bool(state.now.done_B.all()):
-                break
-        decode_s = time.perf_counter() - begin
-        return self._results(prompts, state, limits, prefill_s, decode_s, kept)
+                found.look(stop_when)
+        return found.results()
 
     def stream(
         self,
@@ -153,28 +158,34 @@ class Session:
         sampling: Sampling = GREEDY,
         stop_when: StopWhen | None = None,
     ) -> Iterator[list[int] | Result]:
-        """Yields each round's new tokens as lists, and last the Result."""
-        state, limits, law, prefill_s = self.start([prompt], max_new_tokens, stop_ids, sampling)
-        advance = self._programs.compile(_streamed_round, state, limits, law)
-        length, decode_s = len(prompt), 0.0
-        found = [int(state.tokens_BC[0, length])]
-        kept: dict[int, int] = {}
-        done, shown = bool(state.now.done_B[0]), 0
+        """Yields new tokens as lists, those of a few rounds in 100 ms, and last the Result."""
+        found = self.begin([prompt], max_new_tokens, stop_ids, sampling)
+        shown = 0
         while True:
-            cut = stop_when(found) if stop_when else None
-            if cut is not None:
-                kept[0] = cut
-                found = found[:cut]
-            yield found[shown:]
-            shown = len(found)
-            if done or cut is not None:
+            if stop_when is not None:
+                found.look(stop_when)
+            (tokens,) = found.tokens()
+            yield tokens[shown:]
+            shown = len(tokens)
+            if found.done:
                 break
-            begin = time.perf_counter()
-            state, news = advance(self.weights, state, limits, law)
-            count, done, *tokens = np.asarray(news).tolist()
-            decode_s += time.perf_counter() - begin
-            found = found + tokens[:count]
-        yield self._results([prompt], state, limits, prefill_s, decode_s, kept)[0]
+            found.call(within=SECONDS_BETWEEN_TEXTS)
+        yield found.results()[0]
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        sampling: Sampling | Sequence[Sampling],
+        teaches: bool = True,
+    ) -> Generation:
+        """Reads prompts and commits their first tokens; the arguments are those of `generate`.
+
+        The session learns what is accepted unless the generation only measures.
+        """
+        started = self.start(prompts, max_new_tokens, stop_ids, sampling)
+        return Generation(self, prompts, started, teaches)
 
     def start(
         self,
@@ -189,26 +200,83 @@ class Session:
         """
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-        prompt_BT = np.zeros((len(prompts), bucket(int(lengths_B.max()))), np.int32)
+        total_B = lengths_B + wanted_B
+        capacity = self.room.rows(int(total_B.max())) - self._draft_rows
+        prompt_BT = np.zeros((len(prompts), capacity), np.int32)
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        total_B = jnp.asarray(lengths_B + wanted_B)
-        limits = Limits(total_B, self._stops(len(prompts), stop_ids))
+        limits = Limits(jnp.asarray(total_B), self._stops(len(prompts), stop_ids))
         law = law_of(rows_of(sampling, len(prompts)), self.target.config.vocab_size)
-        num_rows = self.shape.num_rows
-        rows = self.cache_rows
-        if rows is None:
-            rows = cache_rows_for(prompt_BT.shape[1] + bucket(int(wanted_B.max())) + num_rows)
         arrays = (prompt_BT, lengths_B, limits, law)
-        static = {"donate": False, "capacity": rows - num_rows}
-        prefill = self._programs.compile(step.prefill, *arrays, **static)
-        begin = time.perf_counter()
-        state = jax.block_until_ready(prefill(self.weights, *arrays))
-        return state, limits, law, time.perf_counter() - begin
+        static = {"capacity": capacity, "chunks": self.chunks(len(prompts))}
+        static |= {"donate": False, "draft_rows": self._draft_rows}
+        prefill = self._programs[self.shape].compile(step.prefill, *arrays, **static)
+        with self.alone:
+            begin = time.perf_counter()
+            state = jax.block_until_ready(prefill(self.weights, *arrays))
+            seconds = time.perf_counter() - begin
+        return state, limits, law, seconds
 
-    def loop(self, state: DecodeState, limits: Limits, law: Law) -> jax.stages.Compiled:
-        """The compiled loop of rounds: (weights, state, limits, law) -> state, which it donates."""
-        return self._programs.compile(step.decode, state, limits, law)
+    def chunks(self, batch: int) -> tuple[int, ...]:
+        """How many tokens of each of so many prompts are read at once; `step.prefill` says how."""
+        return (self._chunk,) if self._chunk else chunks_for(jax.default_backend(), batch)
+
+    def loop(
+        self, state: DecodeState, limits: Limits, law: Law, shape: DraftShape | None = None
+    ) -> jax.stages.Compiled:
+        """The compiled loop of rounds: (weights, state, limits, law) -> state, which it donates.
+
+        `shape` is one of the session's ways, by default the session's own.
+        """
+        programs, arrays = self._programs[shape or self.shape], (state, limits, law)
+        is_new = not programs.is_compiled(step.decode, *arrays)
+        program = programs.compile(step.decode, *arrays)
+        if is_new and jax.default_backend() == "cpu":
+            _first_round(program, self.weights, arrays)
+        return program
+
+    def catching_up(self, state: DecodeState) -> jax.stages.Compiled:
+        """The compiled `step.catch_up`: (weights, state) -> state, which it donates."""
+        return self._programs[self.shape].compile(step.catch_up, state)
+
+    def next(
+        self, arrays: tuple[DecodeState, Limits, Law], ready: set[DraftShape]
+    ) -> tuple[DraftShape, int]:
+        """The way that a batch's next rounds take, and how many there are until the next choice.
+
+        `ready` has the ways whose programs are known to be compiled, and gets more of them. Ways
+        that have a cost and no program yet are compiled in the background.
+        """
+        if self.chooser is None:
+            return self.shape, NEVER
+        batch, costs = len(arrays[0].rounds_B), self.costs
+        for way in self.ways:
+            if way in ready or costs is None or costs.ms(batch, way) is None:
+                continue
+            if way == self.shape or self._is_ready(way, arrays):
+                ready.add(way)
+            else:
+                self.background.submit(*self._preparing(way, arrays))
+        return self.chooser.next(costs.for_batch(batch) if costs else {}, ready or {self.shape})
+
+    def _is_ready(self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]) -> bool:
+        own = self._programs[self.shape]
+        needs = way.num_drafted or own.is_compiled(step.catch_up, arrays[0])
+        return needs and self._programs[way].is_compiled(step.decode, *arrays)
+
+    def _preparing(
+        self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]
+    ) -> tuple[Hashable, Callable[[], None]]:
+        """A name and a job for the background: compiling what a way needs."""
+        like = shapes_of(arrays)  # which outlive the arrays
+
+        def prepare() -> None:
+            self.loop(*like, way)
+            if not way.num_drafted:
+                self.catching_up(like[0])
+
+        leaves, structure = jax.tree.flatten(like)
+        return (way, structure, *leaves), prepare
 
     def _stops(
         self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
@@ -227,8 +295,6 @@ class Session:
     ) -> list[int]:
         """How many tokens each prompt may get; raises InputError as `generate` does."""
         vocab_size = self.target.config.vocab_size
-        positions = self.target.config.max_position_embeddings
-        room = Room(positions, self.cache_rows, self.shape.num_rows)
         same = isinstance(max_new_tokens, int)
         wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
         if not prompts:
@@ -246,36 +312,8 @@ class Session:
                     f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
                     f"{vocab_size}: use the target's own tokenizer"
                 )
-            room.check(index, len(prompt), wanted)
+            self.room.check(index, len(prompt), wanted)
         return wanted_B
-
-    def _results(
-        self,
-        prompts: Sequence[Sequence[int]],
-        state: DecodeState,
-        limits: Limits,
-        prefill_s: float,
-        decode_s: float,
-        kept: dict[int, int],
-    ) -> list[Result]:
-        fields = (state.tokens_BC, state.now.length_B, state.rounds_B, limits.stop_ids_BX)
-        counts = (state.accept_lengths_BR, state.drafted_BR)
-        results = []
-        for index, (prompt, tokens_C, length, rounds, stop_X, accept_R, drafted_R) in enumerate(
-            zip(prompts, *map(np.asarray, (*fields, *counts)), strict=True)
-        ):
-            new = tokens_C[len(prompt) : length + 1].tolist()
-            accepted = accept_R[:rounds].tolist()
-            stopped = new[-1] in stop_X.tolist()
-            if index in kept:
-                new, stopped = new[: kept[index]], True
-                accepted = _cut(accepted, len(new) - 1)
-            drafted = drafted_R[: len(accepted)].tolist()
-            reason = "stop" if stopped else "length"
-            results.append(
-                Result(list(prompt), new, reason, accepted, prefill_s, decode_s, drafted)
-            )
-        return results
 
 
 def generate(
@@ -307,33 +345,6 @@ def row_of(sampling: Sampling, row: int) -> Sampling:
     return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
 
 
-def _look(
-    prompts: Sequence[Sequence[int]],
-    state: DecodeState,
-    stop_when: StopWhen,
-    kept: dict[int, int],
-) -> DecodeState:
-    """Ends the rows in which a stop is found, and notes how many tokens they keep."""
-    tokens_BC, length_B = np.asarray(state.tokens_BC), np.asarray(state.now.length_B)
-    done_B = np.array(state.now.done_B)
-    for row, prompt in enumerate(prompts):
-        cut = stop_when(tokens_BC[row, len(prompt) : length_B[row] + 1].tolist())
-        if cut is not None:
-            kept.setdefault(row, cut)
-            done_B[row] = True
-    return state._replace(now=state.now._replace(done_B=jnp.asarray(done_B)))
-
-
-def _cut(accept_lengths: list[int], total: int) -> list[int]:
-    """The accept lengths of the rounds that gave the first `total` tokens; the last one is cut."""
-    rounds = []
-    for length in accept_lengths:
-        if total > 0:
-            rounds.append(min(length, total))
-        total -= length
-    return rounds
-
-
 def _check_breadth(
     shape: DraftShape,
     target: Target,
@@ -353,31 +364,44 @@ def _check_breadth(
         )
 
 
-def for_decoding(params: Any) -> Any:
-    """The weights; on a CPU, a tied head gets an array (D, V) of its own.
+def for_decoding(weights: Weights) -> Weights:
+    """The weights as this device multiplies few rows fastest; what is so already stays.
 
-    There a product of several tokens with the table (V, D) would first transpose the table, which
-    costs more than the product itself.
+    On a CPU kernels are cut into panels, and a tied head gets a kernel of its own: a product with
+    the table (V, D) would first transpose the table, which costs more than the product itself.
     """
-    if "lm_head" in params or jax.default_backend() != "cpu":
-        return params
-    return params | {"lm_head": jnp.asarray(params["embed"].T)}
+    if jax.default_backend() != "cpu":
+        return weights
+    head = weights.vocabulary
+    return weights._replace(
+        target=_with_head(weights.target),
+        drafter=quantise.in_panels(weights.drafter),
+        vocabulary=head and head._replace(head_DU=panels.cut(head.head_DU)),
+        shared=_with_head(weights.shared),
+    )
+
+
+def _first_round(
+    program: jax.stages.Compiled, weights: Weights, like: tuple[DecodeState, Limits, Law]
+) -> None:
+    """Runs a round on zeros: at its first run XLA's library for CPUs prepares each of its calls.
+
+    That takes as long as thirty rounds, which belong to compiling and to no one's answer.
+    """
+    state, limits, law = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    limits = limits._replace(pause=jnp.int32(1))
+    jax.block_until_ready(program(weights, state, limits, law))
+
+
+def _with_head(params: Any) -> Any:
+    if params and "embed" in params and "lm_head" not in params:
+        params = params | {"lm_head": quantise.transposed(params["embed"])}
+    return quantise.in_panels(params)
 
 
 def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> step.Vocabulary:
     """The part of the target's head that the drafter reads, once and for all."""
     ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
     if "lm_head" in params:
-        return step.Vocabulary(ids_U, params["lm_head"][:, ids_U])
-    return step.Vocabulary(ids_U, params["embed"][ids_U].T)
-
-
-def _streamed_round(
-    setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
-) -> tuple[DecodeState, jax.Array]:
-    """A round, and what the host wants of it in one array: count, done, the new tokens."""
-    before = state.now.length_B[0]
-    state = step.advance(setup, weights, state, limits, law)
-    new_D = jax.lax.dynamic_slice(state.tokens_BC[0], (before + 1,), (setup.shape.levels,))
-    facts = jnp.stack([state.now.length_B[0] - before, state.now.done_B[0].astype(jnp.int32)])
-    return state, jnp.concatenate([facts, new_D])
+        return step.Vocabulary(ids_U, quantise.columns(params["lm_head"], ids_U))
+    return step.Vocabulary(ids_U, quantise.columns(quantise.transposed(params["embed"]), ids_U))

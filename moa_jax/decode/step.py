@@ -1,6 +1,6 @@
 """One round of speculative decoding as a pure function, and the loop of rounds.
 
-    prefill   prompt -> caches, first token = root
+    prefill   prompt -> caches, chunk by chunk; first token = root
     round     propose: a tree from the root    (drafter)
               verify:  one target pass over the tree
               commit:  the accepted path and a bonus token, cut at a stop or at the limit
@@ -13,11 +13,14 @@ Every shape is fixed, and each row of a batch advances by its own count. Row b o
 
 Three drivers call these functions: the loop of rounds here, the split server's slots, whose
 passes have no draft cache, and its clients, which have no target.
+
+Rounds of plain decoding between drafted ones leave out `extend`. What they leave is `Behind`, and
+`catch_up` makes up for it in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +29,15 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.decode import sample
-from moa_jax.decode.sample import Law
+from moa_jax.decode import logprobs, sample
+from moa_jax.decode.logprobs import LogProbs
+from moa_jax.decode.sample import Law, Said
 from moa_jax.decode.verify import Verdict, verify
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Guide, Shared, Tapped, Tree, chain
 from moa_jax.model import cache, llama, masks
-from moa_jax.model.branch import when
+from moa_jax.model.attention import keep_path
+from moa_jax.model.devices import traced_platform
+from moa_jax.model.quantise import Matrix
 
 Array = jax.Array
 
@@ -41,7 +47,7 @@ NEVER = np.int32(2**31 - 1)  # rounds until a pause
 class Setup(NamedTuple):
     """What is fixed when a program is compiled: who decodes, and how much a round drafts.
 
-    Without a drafter the depth is 1.
+    Without a drafter the depth is 1. With one, rounds of depth 1 leave `extend` to `catch_up`.
     """
 
     target: TargetConfig
@@ -49,6 +55,9 @@ class Setup(NamedTuple):
     shape: DraftShape
     # (setup, law, now, tree, logits_BNV) -> choice_BN, instead of the target's own
     choose: Callable[..., Array] | None = None
+    most_behind: int = 0  # tokens that the drafter may be behind; 0: its caches are never late
+    # Likeliest tokens whose log-probabilities are kept beside each token's own; None: not even that
+    top_logprobs: int | None = None
 
 
 class Weights(NamedTuple):
@@ -64,7 +73,7 @@ class Vocabulary(NamedTuple):
     """A draft vocabulary: the drafter's head is this slice of the target's."""
 
     ids_U: Array  # the target's ids
-    head_DU: Array
+    head_DU: Matrix
 
 
 class Limits(NamedTuple):
@@ -75,14 +84,29 @@ class Limits(NamedTuple):
     pause: Array = NEVER  # rounds after which the loop returns to its caller
 
 
+class Behind(NamedTuple):
+    """What the drafter needs to read the verified tokens from `known` on; W = `most_behind`.
+
+    Keys and values of the target are not here, since they are in its caches.
+
+        position   0 ....... known-1 | known ........ length-1 | length
+                   drafter has read  | row 0, 1, ... of these  | root
+    """
+
+    known_B: Array
+    streams: tuple[Array, ...]  # (B, W, D) each
+    hidden_BWD: Array
+
+
 class RoundState(NamedTuple):
     """What one round reads and replaces."""
 
     length_B: Array  # verified tokens, in all caches alike
     done_B: Array  # rows that stay as they are
-    seen_BV: Array | None = None  # committed tokens, for a repetition penalty
+    said: Said = Said()  # in committed tokens, for penalties
     target_caches: llama.Caches = ()
     draft_cache: Cache = None
+    behind: Behind | None = None  # None where every round extends
 
 
 class DecodeState(NamedTuple):
@@ -91,8 +115,18 @@ class DecodeState(NamedTuple):
     now: RoundState
     tokens_BC: Array
     rounds_B: Array  # verifications so far
-    accept_lengths_BR: Array  # tokens committed by each round
-    drafted_BR: Array  # nodes proposed in each round, the root apart
+    counts_B2R: Array  # of each round: tokens committed, and nodes proposed, the root apart
+    logprobs: LogProbs | None = None  # of the answers' tokens, where the setup asks for them
+
+    @property
+    def accept_lengths_BR(self) -> Array:
+        """Tokens committed by each round."""
+        return self.counts_B2R[:, 0]
+
+    @property
+    def drafted_BR(self) -> Array:
+        """Nodes proposed in each round, the root apart."""
+        return self.counts_B2R[:, 1]
 
     @property
     def root_B(self) -> Array:
@@ -106,6 +140,7 @@ class Verified(NamedTuple):
     verdict: Verdict
     tapped: Tapped
     caches: llama.Caches
+    logprobs: LogProbs | None = None  # of the emitted tokens
 
 
 # ---- the loop of rounds -------------------------------------------------------------------
@@ -118,30 +153,48 @@ def prefill(
     prompt_length_B: Array,
     limits: Limits,
     law: Law,
+    *,
     capacity: int,
+    chunks: Sequence[int],
+    draft_rows: int | None = None,
 ) -> DecodeState:
-    """Reads prompts, right-padded to T, and commits their first token.
+    """Reads prompts, right-padded to T, in chunks, and commits their first token.
 
-    `capacity` bounds the tokens of a row; the caches get room for a last round beyond it.
+    Chunks have the first of the given sizes until those that follow hold the rest. With sizes 4
+    and 2, prompts of 9 and 8 tokens are read as
+
+        0 1 2 3 | 4 5 6 7 | 7 8        0 1 2 3 | 4 5 6 7
+
+    `capacity` bounds the tokens of a row; the caches get `draft_rows` beyond it for a last round,
+    by default as many as the shape needs. How long prompts are changes only how often the loop
+    turns.
     """
     B, T = prompt_BT.shape
-    rows = capacity + setup.shape.num_rows
-    dtype = weights.target["embed"].dtype
-    zero_B = jnp.zeros(B, jnp.int32)
-    seen_BV = sample.nothing_seen(law, B, setup.target.vocab_size)
-    caches = llama.init_caches(setup.target, B, rows, dtype)
-    now = RoundState(zero_B, jnp.zeros(B, bool), seen_BV, caches)
-    with jax.named_scope("prefill"):
-        now, root_B, tapped = read(setup, weights, now, prompt_BT, prompt_length_B, law)
-    if setup.drafter is not None:
-        draft_cache = setup.drafter.init_cache(B, rows, dtype)
-        draft_cache = extend(setup, weights, draft_cache, prompt_BT, zero_B, tapped)
-        now = now._replace(draft_cache=draft_cache)
+    rows = capacity + (setup.shape.num_rows if draft_rows is None else draft_rows)
     tokens_BC = jnp.zeros((B, rows + 1), jnp.int32).at[:, :T].set(prompt_BT)
-    tokens_BC = tokens_BC.at[jnp.arange(B), prompt_length_B].set(root_B)
-    done_B = _is_stop(root_B[:, None], limits)[:, 0] | (prompt_length_B + 1 >= limits.total_B)
-    zero_BR = jnp.zeros((B, capacity), jnp.int32)
-    return DecodeState(now._replace(done_B=done_B), tokens_BC, zero_B, zero_BR, zero_BR)
+    now = empty(setup, weights, B, rows, law)
+    hidden_BD = jnp.zeros((B, setup.target.block.hidden_size), weights.target["embed"].dtype)
+    with jax.named_scope("prefill"):
+        for place, size in enumerate(chunks):
+            left_B = prompt_length_B - sum(chunks[place + 1 :])
+            now, hidden_BD = lax.while_loop(
+                lambda carry, left_B=left_B: jnp.any(carry[0].length_B < left_B),
+                lambda carry, size=size: read_chunk(
+                    setup, weights, carry[0], tokens_BC, prompt_length_B, size
+                ),
+                (now, hidden_BD),
+            )
+        now, tokens_BC, root_B = begin_answer(
+            weights, now, tokens_BC, prompt_length_B, hidden_BD, limits, law
+        )
+    now = all_known(now)
+    zero_B, zero_B2R = jnp.zeros(B, jnp.int32), jnp.zeros((B, 2, capacity), jnp.int32)
+    state = DecodeState(now, tokens_BC, zero_B, zero_B2R)
+    if setup.top_logprobs is not None:
+        found = logprobs_after(setup, weights, hidden_BD, root_B)
+        rows = logprobs.blank(*tokens_BC.shape, setup.top_logprobs)
+        state = state._replace(logprobs=logprobs.placed(rows, found, prompt_length_B))
+    return state
 
 
 def advance(
@@ -152,64 +205,157 @@ def advance(
     tree, draft_cache = propose(setup, weights, now, law, state.root_B)
     with jax.named_scope("verify"):
         found = verify_tree(setup, weights, now, law, tree)
-    if setup.drafter is not None:
+    behind = now.behind
+    if setup.shape.num_drafted:
         tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
         draft_cache = extend(setup, weights, draft_cache, tokens_BD, now.length_B, found.tapped)
-    state = state._replace(now=now._replace(target_caches=found.caches, draft_cache=draft_cache))
+    elif behind is not None:
+        behind = _set_aside(behind, found.tapped, now.length_B)
+    now = now._replace(target_caches=found.caches, draft_cache=draft_cache, behind=behind)
     with jax.named_scope("commit"):
-        return record(state, tree, found.verdict, limits)
+        state = record(state._replace(now=now), tree, found, limits)
+    return state._replace(now=all_known(state.now)) if setup.shape.num_drafted else state
 
 
 def decode(
     setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
 ) -> DecodeState:
     """Rounds until every row is done, or until the pause, without leaving the device."""
-    return lax.while_loop(
-        lambda state: ~jnp.all(state.now.done_B) & (jnp.max(state.rounds_B) < limits.pause),
-        lambda state: advance(setup, weights, state, limits, law),
-        state,
-    )
+    full = lambda carried: jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), carried, state)  # noqa: E731
+    lean = cache.lean if traced_platform() == "cpu" else lambda state: state
+
+    def goes_on(carried: DecodeState) -> Array:
+        now = full(carried)
+        return jnp.any(~now.now.done_B & (now.rounds_B < limits.pause))
+
+    def turn(carried: DecodeState) -> DecodeState:
+        return lean(advance(setup, weights, full(carried), limits, law))
+
+    return full(lax.while_loop(goes_on, turn, lean(state)))
 
 
-def record(state: DecodeState, tree: Tree, verdict: Verdict, limits: Limits) -> DecodeState:
+def record(state: DecodeState, tree: Tree, found: Verified, limits: Limits) -> DecodeState:
     """Commits a round and writes it down: its tokens, how many they are, how many were drafted."""
-    now, count_B = commit(state.now, verdict, limits)
+    now, count_B = commit(state.now, found.verdict, limits)
     drafted_B = jnp.sum(tree.tokens_BN[:, 1:] >= 0, axis=1, dtype=jnp.int32)
-    at = (jnp.arange(len(count_B)), state.rounds_B)
+    counts_B2 = jnp.stack([count_B, jnp.where(count_B > 0, drafted_B, 0)], axis=1)
+    row_B = jnp.arange(len(count_B))
     place = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
+    rows, start_B = state.logprobs, state.now.length_B + 1
     return DecodeState(
         now,
-        tokens_BC=place(state.tokens_BC, verdict.emitted_BD, state.now.length_B + 1),
+        tokens_BC=place(state.tokens_BC, found.verdict.emitted_BD, start_B),
         rounds_B=state.rounds_B + (count_B > 0),
-        accept_lengths_BR=state.accept_lengths_BR.at[at].add(count_B),
-        drafted_BR=state.drafted_BR.at[at].add(jnp.where(count_B > 0, drafted_B, 0)),
+        counts_B2R=state.counts_B2R.at[row_B, :, state.rounds_B].add(counts_B2),
+        logprobs=rows and logprobs.placed(rows, found.logprobs, start_B),
     )
 
 
 # ---- read ---------------------------------------------------------------------------------
 
 
-def read(
-    setup: Setup, weights: Weights, now: RoundState, tokens_BT: Array, count_B: Array, law: Law
-) -> tuple[RoundState, Array, Tapped]:
-    """Processes given tokens, right-padded to T, behind those that are verified already.
+def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> RoundState:
+    """The state before anything is read, with caches of so many rows."""
+    dtype = weights.target["embed"].dtype
+    behind = None
+    if setup.most_behind:
+        width = setup.target.block.hidden_size
+        set_aside = lambda: jnp.zeros((batch, setup.most_behind, width), dtype)  # noqa: E731
+        streams = tuple(set_aside() for _ in setup.drafter.taps.streams)
+        behind = Behind(jnp.zeros(batch, jnp.int32), streams, set_aside())
+    return RoundState(
+        jnp.zeros(batch, jnp.int32),
+        jnp.zeros(batch, bool),
+        sample.nothing_said(law, batch, setup.target.vocab_size),
+        llama.init_caches(setup.target, batch, rows, dtype),
+        setup.drafter and setup.drafter.init_cache(batch, rows, dtype),
+        behind,
+    )
 
-    Returns the state with `count` more tokens of each row in the target's caches, the token
-    that the target chooses after them, and the activations of all T. The draft cache is left
-    to `extend`.
+
+def read_chunk(
+    setup: Setup,
+    weights: Weights,
+    now: RoundState,
+    text_BC: Array,
+    prompt_length_B: Array,
+    size: int,
+) -> tuple[RoundState, Array]:
+    """Target and drafter read the next `size` tokens of each prompt, or of shorter caches all rows.
+
+    A row with fewer tokens left goes back, and its chunk ends with its last token. So nothing is
+    ever written behind the caches' end, and rows that are done wait for others. What is read
+    again gives what is there already. Two rows in chunks of 4:
+
+        prompt of 10   0 1 2 3 | 4 5 6 7 |     6 7 8 9
+        prompt of 5    0 1 2 3 | 1 2 3 4 |     1 2 3 4
+
+    Returns also the final-normed state (B, D) of the last token of each chunk.
+    """
+    size = min(size, now.target_caches[0].k_BKSE.shape[2])
+    start_B = jnp.minimum(now.length_B, jnp.maximum(prompt_length_B - size, 0))
+    cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (size,)))
+    tokens_BT = cut(text_BC, start_B)
+    count_B = jnp.minimum(prompt_length_B - start_B, size)
+    now = now._replace(length_B=start_B)
+    now, hidden_BD, tapped = read(setup, weights, now, tokens_BT, count_B)
+    if setup.drafter is not None:
+        draft_cache = extend(setup, weights, now.draft_cache, tokens_BT, start_B, tapped)
+        now = now._replace(draft_cache=draft_cache)
+    return now, hidden_BD
+
+
+def read(
+    setup: Setup, weights: Weights, now: RoundState, tokens_BT: Array, count_B: Array
+) -> tuple[RoundState, Array, Tapped]:
+    """The target processes given tokens, right-padded to T, behind those that are verified.
+
+    Returns the state with `count` more tokens of each row in the target's caches, the
+    final-normed state (B, D) of the last of them, and the activations of all T. The draft cache
+    is left to `extend`. The tokens count as a prompt's, so no answer has said them.
     """
     found = target_pass(setup, weights, chain(tokens_BT), now.target_caches, now.length_B)
-    length_B = now.length_B + count_B
-    seen_BV = sample.seen_with(now.seen_BV, tokens_BT, count_B)
     last_B11 = (count_B - 1)[:, None, None]
-    hidden_B1D = jnp.take_along_axis(found.hidden_BTD, last_B11, axis=1)
-    logits_B1V = llama.unembed(weights.target, hidden_B1D)
-    seen_B1V = None if seen_BV is None else seen_BV[:, None]
-    score_B1V = sample.scores(law, logits_B1V, seen_B1V, length_B[:, None])
+    hidden_BD = jnp.take_along_axis(found.hidden_BTD, last_B11, axis=1)[:, 0]
+    now = now._replace(
+        length_B=now.length_B + count_B,
+        said=sample.said_in_prompt(now.said, tokens_BT, count_B),
+        target_caches=found.caches,
+    )
+    rows = llama.stack_rows(found.rows) if _reads_rows(setup) else None
+    return now, hidden_BD, Tapped(rows, found.tapped, found.hidden_BTD)
+
+
+def choose_after(
+    weights: Weights, now: RoundState, hidden_BD: Array, law: Law
+) -> tuple[RoundState, Array]:
+    """The token (B,) that the target chooses after the verified ones; it counts as said then."""
+    logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
+    score_B1V = sample.scores(law, logits_B1V, now.said.each(), now.length_B[:, None])
     root_B = jnp.argmax(score_B1V[:, 0], axis=-1).astype(jnp.int32)
-    seen_BV = sample.seen_with(seen_BV, root_B[:, None])
-    now = now._replace(length_B=length_B, seen_BV=seen_BV, target_caches=found.caches)
-    return now, root_B, Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
+    return now._replace(said=sample.said_in_answer(now.said, root_B[:, None])), root_B
+
+
+def begin_answer(
+    weights: Weights,
+    now: RoundState,
+    tokens_BC: Array,
+    prompt_length_B: Array,
+    hidden_BD: Array,
+    limits: Limits,
+    law: Law,
+) -> tuple[RoundState, Array, Array]:
+    """Commits the token (B,) that follows each prompt: the state, the texts with it, and it."""
+    now, root_B = choose_after(weights, now, hidden_BD, law)
+    tokens_BC = tokens_BC.at[jnp.arange(len(root_B)), prompt_length_B].set(root_B)
+    done_B = _is_stop(root_B[:, None], limits)[:, 0] | (prompt_length_B + 1 >= limits.total_B)
+    return now._replace(done_B=done_B), tokens_BC, root_B
+
+
+def logprobs_after(setup: Setup, weights: Weights, hidden_BD: Array, tokens_B: Array) -> LogProbs:
+    """Of the tokens that `choose_after` chose: D is 1."""
+    logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
+    return logprobs.logprobs_of(logits_B1V, tokens_B[:, None], setup.top_logprobs)
 
 
 def target_pass(
@@ -217,8 +363,7 @@ def target_pass(
 ) -> llama.Pass:
     """The target over all nodes at once; their rows are written behind the verified ones."""
     position_BN = length_B[:, None] + tree.depth_BN
-    mask_BNS = masks.cached(tree.ancestor_BNN, length_B, caches[0].k_BKSE.shape[2])
-    context = llama.Context(position_BN, mask_BNS, caches, length_B)
+    context = llama.Context(position_BN, masks.sight(length_B, tree.ancestor_BNN), caches)
     tap = setup.drafter.taps.streams if setup.drafter else ()
     return llama.forward(setup.target, weights.target, tree.tokens_BN, context, tap)
 
@@ -229,9 +374,9 @@ def target_pass(
 def propose(
     setup: Setup, weights: Weights, now: RoundState, law: Law, root_B: Array
 ) -> tuple[Tree, Cache]:
-    """The tree that the drafter proposes from each root; without a drafter, the root alone."""
-    if setup.drafter is None:
-        return chain(root_B[:, None]), None
+    """The tree that the drafter proposes from each root; in plain decoding the root alone."""
+    if not setup.shape.num_drafted:
+        return chain(root_B[:, None]), now.draft_cache
     with jax.named_scope("draft"):
         shared = borrowed(setup, weights)
         if weights.vocabulary is not None:
@@ -253,30 +398,24 @@ def borrowed(setup: Setup, weights: Weights) -> Shared:
 
 
 def guide(setup: Setup, weights: Weights, now: RoundState, law: Law) -> Guide:
-    """How this round chooses candidates: they get the same bias and penalty as the target's tokens.
+    """How this round chooses candidates: they get the same bias and penalties as the target's.
 
     If candidates are sampled, they get its temperature and its cuts as well.
     """
-    shape = setup.shape
-    sampled = shape.sampled and law.key_B is not None
+    sampled = setup.shape.sampled and law.key_B is not None
     own = setup.drafter.draft_ids
     ids_U = None if own is None else jnp.array(own)
     if weights.vocabulary is not None:
         ids_U = weights.vocabulary.ids_U
-    narrow = (lambda row_V: row_V) if ids_U is None else (lambda row_V: row_V[..., ids_U])
+    some = slice(None) if ids_U is None else ids_U
+    bias_BU = None if law.bias_BV is None else law.bias_BV[..., some]
 
-    def log_law(logits_BWU: Array, path_BWP: Array) -> Array:
-        seen_BWU = bias_BU = None
-        if law.repetition_B is not None:
-            seen_BWU = narrow(sample.mark(now.seen_BV, path_BWP))
-        if law.bias_BV is not None:
-            bias_BU = narrow(law.bias_BV)
-        logits_BWU = sample.adjust(law, logits_BWU, seen_BWU, bias_BU)
-        if sampled:
-            return sample.log_law(law, logits_BWU)
-        if shape.is_dynamic or shape.confidence:
-            return jax.nn.log_softmax(logits_BWU, axis=-1)
-        return logits_BWU  # only their order matters
+    def adjusted(logits_BWU: Array, path_BWP: Array) -> Array:
+        said = now.said
+        if law.penalises:
+            said = sample.said_along(said, path_BWP[..., 1:]).of(some)
+        logits_BWU = sample.adjust(law, logits_BWU, said, bias_BU)
+        return sample.log_law(law, logits_BWU) if sampled else logits_BWU
 
     def noise(nodes: int, depth: int, size: int) -> Array:
         position_B1 = (now.length_B + depth)[:, None]
@@ -284,7 +423,7 @@ def guide(setup: Setup, weights: Weights, now: RoundState, law: Law) -> Guide:
         return jnp.broadcast_to(noise_B1U, (noise_B1U.shape[0], nodes, size))
 
     vocab_size = setup.target.vocab_size
-    return Guide(log_law, noise if sampled else None, ids_U, vocab_size, ~now.done_B)
+    return Guide(adjusted, noise if sampled else None, ids_U, vocab_size)
 
 
 def extend(
@@ -304,65 +443,87 @@ def extend(
         )
 
 
+def catch_up(setup: Setup, weights: Weights, state: DecodeState) -> DecodeState:
+    """The drafter reads in one call what rounds of plain decoding have left: at most W tokens.
+
+    The caches must have W rows behind the root, because W rows are written whatever is left.
+    """
+    now, behind = state.now, state.now.behind
+    B, W, _ = behind.hidden_BWD.shape
+    cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (W,)))
+    rows = None
+    if _reads_rows(setup):
+        place_BW = behind.known_B[:, None] + jnp.arange(W)
+        rows = llama.stack_rows([cache.take(past, place_BW) for past in now.target_caches])
+    tapped = Tapped(rows, behind.streams, behind.hidden_BWD)
+    tokens_BW = cut(state.tokens_BC, behind.known_B)
+    draft_cache = extend(setup, weights, now.draft_cache, tokens_BW, behind.known_B, tapped)
+    return state._replace(now=all_known(now._replace(draft_cache=draft_cache)))
+
+
+def _set_aside(behind: Behind, tapped: Tapped, length_B: Array) -> Behind:
+    """Keeps the activations of each root; its driver sees to it that no row is full."""
+    row_B = length_B - behind.known_B
+    place = lambda rows, new: cache.write_rows(rows[:, None], new[:, None], row_B)[:, 0]  # noqa: E731
+    streams = zip(behind.streams, tapped.streams, strict=True)
+    return behind._replace(
+        streams=tuple(place(rows, new) for rows, new in streams),
+        hidden_BWD=place(behind.hidden_BWD, tapped.hidden_BTD),
+    )
+
+
+def all_known(now: RoundState) -> RoundState:
+    """The drafter has read all verified tokens."""
+    if now.behind is None:
+        return now
+    return now._replace(behind=now.behind._replace(known_B=now.length_B))
+
+
 # ---- verify -------------------------------------------------------------------------------
 
 
 def verify_tree(setup: Setup, weights: Weights, now: RoundState, law: Law, tree: Tree) -> Verified:
-    """Verifies the nodes that are there, in a pass of the smallest of `shape.widths` that fits."""
-    widths = setup.shape.widths
-
-    def at(width: int, caches: llama.Caches) -> Verified:
-        some = now._replace(target_caches=caches)
-        return _verify_first(setup, weights, some, law, tree, width)
-
-    if len(widths) == 1:
-        return at(widths[0], now.target_caches)
-    used_BN = (tree.tokens_BN >= 0) & ~now.done_B[:, None]
-    end = jnp.max(jnp.where(used_BN, 1 + jnp.arange(used_BN.shape[1]), 0))
-    index = jnp.searchsorted(jnp.asarray(widths), end)
-    shapes = jax.eval_shape(lambda: at(widths[0], now.target_caches))
-    found = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    found = found._replace(caches=now.target_caches)
-    for place, width in enumerate(widths):
-        found = when(index == place, lambda found, n=width: at(n, found.caches), found)
-    return found
-
-
-def _verify_first(
-    setup: Setup, weights: Weights, now: RoundState, law: Law, tree: Tree, width: int
-) -> Verified:
-    """Verifies the first `width` nodes, and puts the accepted path's rows behind the cache's."""
-    tree = _first_nodes(tree, width)
+    """Verifies a tree, and puts the accepted path's rows behind the cache's."""
+    # 1. One pass over all nodes, and what the target would write after each.
     found = target_pass(setup, weights, tree, now.target_caches, now.length_B)
     logits_BNV = llama.unembed(weights.target, found.hidden_BTD)
     choice_BN = (setup.choose or choose)(setup, law, now, tree, logits_BNV)
-    levels = setup.shape.levels
-    verdict = verify(tree, choice_BN, levels)
+    verdict = verify(tree, choice_BN, setup.shape.levels)
     whole = Tapped(None, found.tapped, found.hidden_BTD)
-    if setup.shape.is_chain and width == levels:  # rows are in their places already
+    # 2. A chain's rows are in their places already.
+    if setup.shape.is_chain:
         rows = llama.stack_rows(found.rows) if _reads_rows(setup) else None
-        identity_D = jnp.broadcast_to(jnp.arange(levels), verdict.path_BD.shape)
+        identity_D = jnp.broadcast_to(jnp.arange(setup.shape.levels), verdict.path_BD.shape)
         verdict = verdict._replace(path_BD=identity_D, emitted_BD=choice_BN)
-        return Verified(verdict, whole._replace(rows_LBKTE=rows), found.caches)
+        thought = _logprobs(setup, logits_BNV, verdict)
+        return Verified(verdict, whole._replace(rows_LBKTE=rows), found.caches, thought)
+    # 3. Of a tree, what belongs to the path is taken out.
     path_BD = verdict.path_BD
     taken = tuple(cache.take(rows, path_BD) for rows in found.rows)
-    caches = found.caches
-    if not setup.shape.is_chain:
-        pairs = zip(caches, taken, strict=True)
-        caches = tuple(cache.write(past, rows, now.length_B) for past, rows in pairs)
+    caches = keep_path(found.caches, taken, path_BD, now.length_B)
     on_path = lambda x_BND: jnp.take_along_axis(x_BND, path_BD[..., None], axis=1)  # noqa: E731
     tapped = jax.tree.map(on_path, whole)
     rows = llama.stack_rows(taken) if _reads_rows(setup) else None
-    return Verified(verdict, tapped._replace(rows_LBKTE=rows), caches)
+    thought = _logprobs(setup, logits_BNV, verdict)
+    return Verified(verdict, tapped._replace(rows_LBKTE=rows), caches, thought)
+
+
+def _logprobs(setup: Setup, logits_BNV: Array, verdict: Verdict) -> LogProbs | None:
+    """Of the tokens that are emitted after the nodes of the accepted path."""
+    if setup.top_logprobs is None:
+        return None
+    if not setup.shape.is_chain:  # a chain's nodes are the path already
+        logits_BNV = jnp.take_along_axis(logits_BNV, verdict.path_BD[..., None], axis=1)
+    return logprobs.logprobs_of(logits_BNV, verdict.emitted_BD, setup.top_logprobs)
 
 
 def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Array) -> Array:
     """The token (B, N) that follows each node: the target's argmax, or a draw from its law."""
-    seen_BNV = None
-    if law.repetition_B is not None:
+    said = now.said
+    if law.penalises:
         above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], NOTHING)
-        seen_BNV = sample.mark(now.seen_BV, above_BNN)
-    after_BNV = sample.after(law, logits_BNV, seen_BNV)
+        said = sample.said_along(said, above_BNN[..., 1:])
+    after_BNV = sample.after(law, logits_BNV, said)
     if law.key_B is None:
         return jnp.argmax(after_BNV, axis=-1).astype(jnp.int32)
     position_BD = now.length_B[:, None] + 1 + jnp.arange(setup.shape.levels)
@@ -373,13 +534,6 @@ def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Arra
     child_BNk = sample.children(tree, setup.shape.most_children)
     luck_BNk = of_node(sample.uniform(law, sample.ACCEPT, position_BD, child_BNk.shape[-1]))
     return sample.accept(after_BNV, tree.draft_BNV, child_BNk, luck_BNk, noise_BNV)
-
-
-def _first_nodes(tree: Tree, width: int) -> Tree:
-    draft_BNV = None if tree.draft_BNV is None else tree.draft_BNV[:, :width]
-    narrow = (tree.tokens_BN, tree.parent_BN, tree.depth_BN)
-    cut = [rows_BN[:, :width] for rows_BN in narrow]
-    return Tree(*cut, tree.ancestor_BNN[:, :width, :width], draft_BNV)
 
 
 def _reads_rows(setup: Setup) -> bool:
@@ -403,7 +557,7 @@ def commit(now: RoundState, verdict: Verdict, limits: Limits) -> tuple[RoundStat
     now = now._replace(
         length_B=now.length_B + count_B,
         done_B=now.done_B | (count_B == room_B) | (first_stop_B < count_B),
-        seen_BV=sample.seen_with(now.seen_BV, verdict.emitted_BD, count_B),
+        said=sample.said_in_answer(now.said, verdict.emitted_BD, count_B),
     )
     return now, count_B
 

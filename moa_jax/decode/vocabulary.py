@@ -2,8 +2,9 @@
 
 Most text is made of few of the tokens a target knows, so a drafter that scores only the frequent
 ones reads a slice of the target's head. The target still verifies over its whole vocabulary, so
-the text stays the same; a token outside the slice only ends a draft early. Axis U is the draft
-vocabulary, in the order of target ids. Files are those of EAGLE-3:
+the text stays the same; a token outside the slice only ends a draft early. A drafter's folder may
+bring such a vocabulary in a file of a fixed name. Axis U is the draft vocabulary, in the order of
+target ids. Files are those of EAGLE-3:
 
     target id    0  1  2  3  4  5  6  7          ids_U   1  4  5
     t2d          .  x  .  .  x  x  .  .          d2t     1  3  3     target = draft + d2t[draft]
@@ -25,9 +26,12 @@ from safetensors.numpy import save
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import folders
-from moa_jax.pretrained import Target
+from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
-FILE = "draft_vocabulary.safetensors"
+FILE = "draft_vocabulary.safetensors"  # in a drafter's folder
+# The head of a target with more tokens than this is most of what a drafter reads, so the
+# vocabulary that its folder brings is used by default. Smaller heads cost less than what is missed.
+MANY_TOKENS = 65_536
 _D2T, _T2D, _TOKENIZER = "d2t", "t2d", "tokenizer_sha256"
 _DTYPES = {_D2T: ("I64", "I32"), _T2D: ("BOOL",)}
 
@@ -38,6 +42,7 @@ class DraftVocabulary(NamedTuple):
     ids_U: np.ndarray  # int32, ascending target ids
     vocab_size: int  # of the target
     tokenizer_sha256: str | None = None  # of its tokenizer.json, where known
+    file: Path | None = None  # where it was read
 
 
 def vocabulary_of(ids_U: np.ndarray, target: Target) -> DraftVocabulary:
@@ -86,21 +91,50 @@ def coverage(count_V: np.ndarray, ids_U: np.ndarray) -> float:
 
 
 def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -> Path:
-    """Write d2t (int64), t2d (bool) and the tokenizer's hash; a file of the name is replaced.
+    """Write `content_of` a vocabulary; a file of the name is replaced.
 
     It appears whole or not at all. Raises OSError where nothing can be written.
     """
     path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folders.write_whole(path, content_of(vocabulary))
+    return path
+
+
+def content_of(vocabulary: DraftVocabulary) -> bytes:
+    """The bytes of its file: d2t (int64), t2d (bool) and the tokenizer's hash.
+
+    They are the same each time; two entries of metadata would come in any order.
+    """
     ids = vocabulary.ids_U.astype(np.int64)
     t2d_V = np.zeros(vocabulary.vocab_size, bool)
     t2d_V[ids] = True
-    metadata = {"format": "pt"}
-    if vocabulary.tokenizer_sha256:
-        metadata[_TOKENIZER] = vocabulary.tokenizer_sha256
-    content = save({_D2T: ids - np.arange(len(ids)), _T2D: t2d_V}, metadata)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folders.write_whole(path, content)
-    return path
+    tokenizer = vocabulary.tokenizer_sha256
+    metadata = {_TOKENIZER: tokenizer} if tokenizer else None
+    return save({_D2T: ids - np.arange(len(ids)), _T2D: t2d_V}, metadata)
+
+
+def default_vocabulary(target: Target, drafter: LoadedDrafter) -> DraftVocabulary | None:
+    """What a drafter drafts from where nobody says it; None is the target's whole vocabulary.
+
+    It is what the drafter's folder brings, for targets of more than MANY_TOKENS tokens. Raises
+    InputError as `load_vocabulary`.
+    """
+    if target.config.vocab_size <= MANY_TOKENS:
+        return None
+    return vocabulary_beside(target, drafter)
+
+
+def vocabulary_beside(target: Target, drafter: LoadedDrafter) -> DraftVocabulary | None:
+    """The draft vocabulary that a drafter's folder brings; None where it brings none.
+
+    A drafter with a head of its own has nothing to slice, so its folder is not looked at. Raises
+    InputError as `load_vocabulary`.
+    """
+    path = drafter.folder / FILE
+    if functions_of(drafter, target.config).own_head or not path.is_file():
+        return None
+    return load_vocabulary(path, target)
 
 
 def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabulary:
@@ -132,7 +166,7 @@ def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabu
         ids = marked
     if not len(ids):
         raise InputError(f"{file} holds no ids: make it anew with train.vocabulary")
-    return DraftVocabulary(ids.astype(np.int32), vocab_size, tokenizer)
+    return DraftVocabulary(ids.astype(np.int32), vocab_size, tokenizer, file)
 
 
 def _tokenizer_hash(target: Target) -> str | None:

@@ -54,7 +54,7 @@ class Tree(NamedTuple):
                                                                     x x . x
     """
 
-    tokens_BN: Array  # NOTHING where drafting stopped early
+    tokens_BN: Array  # NOTHING where a drafter found none
     parent_BN: Array  # the root is its own parent
     depth_BN: Array
     ancestor_BNN: Array  # [i, j]: j is i or above it; a first axis of 1 serves all rows
@@ -64,13 +64,13 @@ class Tree(NamedTuple):
 class Guide(NamedTuple):
     """How a round chooses candidates from a drafter's logits."""
 
-    # (logits_BWU, tokens from the root to each node_BWP) -> log-probabilities_BWU
-    log_law: Callable[[Array, Array], Array]
+    # (logits_BWU, tokens from the root to each node_BWP) -> adjusted logits_BWU; with noise the
+    # log-probabilities that candidates are drawn from
+    adjusted: Callable[[Array, Array], Array]
     # (nodes of a level, depth of their children, size of the vocabulary) -> Gumbel noise_BWU
     noise: Callable[[int, int, int], Array] | None
     ids_U: Array | None  # the target's ids of a draft vocabulary; None: logits are of all ids
     vocab_size: int
-    active_B: Array  # which rows still decode
 
 
 def chain(tokens_BN: Array) -> Tree:

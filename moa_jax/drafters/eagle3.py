@@ -29,7 +29,7 @@ from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
 from moa_jax.errors import InputError
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
-from moa_jax.model import convert
+from moa_jax.model import convert, quantise
 from moa_jax.model.convert import Table
 from moa_jax.model.layers import INIT_STDDEV, Linear, RMSNorm
 
@@ -101,8 +101,7 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
 
     def head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
         normed_BTD = norm.apply({"params": params["norm"]}, feature_BTD)
-        head_DU = params["head"].astype(normed_BTD.dtype)
-        return jnp.matmul(normed_BTD, head_DU, preferred_element_type=jnp.float32)
+        return quantise.matmul(normed_BTD, params["head"], jnp.float32)
 
     return feedback.Layer(
         block=block,

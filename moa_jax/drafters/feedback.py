@@ -33,8 +33,9 @@ from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, T
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import llama, masks
+from moa_jax.model.attention import Seen
 from moa_jax.model.cache import KV
-from moa_jax.model.layers import MLP, Attention, RMSNorm, Rotation, rotation
+from moa_jax.model.layers import MLP, Attention, RMSNorm, Rotation, rotation, rows_of
 
 Array = jax.Array
 
@@ -59,22 +60,21 @@ class FedLayer(nn.Module):
     def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
         """Only the cache rows that these tokens leave."""
         _, read_BTX = self.entered(embedding_BTD, feature_BTD)
-        return self.attention.project(read_BTX, turn)[1]
+        return rows_of(self.attention.project(read_BTX, turn))
 
     def __call__(
         self,
         embedding_BTD: Array,
         feature_BTD: Array,
         turn: Rotation,
-        mask_BTS: Array,
+        seen: Seen,
         past: KV | None = None,
-        start_B: Array | None = None,
     ) -> tuple[Array, KV, KV | None]:
-        """The tokens' features, their rows, and the cache with these rows written at `start_B`."""
+        """The tokens' features, their rows, and the cache with these rows written."""
         x_BTD, read_BTX = self.entered(embedding_BTD, feature_BTD)
-        y_BTD, rows, past = self.attention(read_BTX, turn, mask_BTS, past, start_B)
+        y_BTD, rows, past = self.attention(read_BTX, turn, seen, past)
         x_BTD = x_BTD + y_BTD
-        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
+        return x_BTD + self.mlp(self.post_attention_norm.parts(x_BTD)), rows, past
 
 
 def init_layer(module: FedLayer, key: Array) -> Params:
@@ -94,7 +94,7 @@ class Layer(NamedTuple):
     fuse: Callable[[Params, Tapped], Array]
     # (params, embedding_BTD, feature before_BTD, turn) -> cache rows of these tokens
     rows: Callable[[Params, Array, Array, Rotation], KV]
-    # (params, embedding_BTD, feature before_BTD, turn, mask_BTS, past, start_B)
+    # (params, embedding_BTD, feature before_BTD, turn, seen, past)
     # -> (feature_BTD, rows, past with the rows written)
     apply: Callable[..., tuple[Array, KV, KV | None]]
     # (objective, shared, head, draft of each pass, what its features should be_BTD, progress)
@@ -183,16 +183,14 @@ def step(
     ancestor_BWX = nodes.ancestor_BWX
     if layer.shifted_mask and nodes.depth:
         ancestor_BWX = _shifted(ancestor_BWX)
-    rows = cache.feature_B1SD.shape[2]
-    seen_BWS = masks.cached(ancestor_BWX, nodes.length_B, rows) & (jnp.arange(rows) > 0)
+    seen = masks.sight(nodes.length_B, ancestor_BWX, first=1)
     feature_BWD, _, kv = layer.apply(
         params,
         llama.embed(shared, nodes.tokens_BW),
         _before(cache, nodes),
         rotation(layer.block, nodes.position_BW - 1),
-        seen_BWS,
+        seen,
         cache.rows,
-        nodes.start_B,
     )
     kept_B1SD = kv_cache.write_rows(cache.feature_B1SD, feature_BWD[:, None], nodes.start_B)
     return layer.head(params, shared, feature_BWD), FedCache(kv, kept_B1SD)
@@ -270,7 +268,6 @@ def passes(
     Pass 0 is fed the target's features, each later pass those of the pass before it, whose rows
     it sees as `masks.fed_back` says.
     """
-    B, T = batch.tokens_BT.shape
     turn = rotation(layer.block, batch.position_BT - 1)
     follows_BT1 = (batch.position_BT > 0)[..., None]  # whether a token has a feature before it
     found: list[Array] = []
@@ -279,13 +276,8 @@ def passes(
         before_BTD = jnp.roll(found[-1] if found else inputs.feature_BTD, 1, axis=1)
         fed_BTD = jnp.where(follows_BT1, before_BTD, 0)
         mask_BTS = masks.fed_back(batch.segment_BT, index)
-        room = ((0, 0), (0, 0), (0, T), (0, 0))
-        if index:
-            past = jax.tree.map(lambda a: jnp.pad(a, room), past)  # noqa: B023
-        out_BTD, rows, written = layer.apply(
-            params, inputs.embedding_BTD, fed_BTD, turn, mask_BTS, past, jnp.full(B, index * T)
-        )
-        past = rows if written is None else written
+        out_BTD, rows, _ = layer.apply(params, inputs.embedding_BTD, fed_BTD, turn, mask_BTS, past)
+        past = rows if past is None else kv_cache.join(past, rows)
         found.append(out_BTD)
     return found
 

@@ -36,8 +36,18 @@ from moa_jax.files.kinds import (
 )
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import convert, llama, masks
+from moa_jax.model.attention import Seen, sees_anything
 from moa_jax.model.cache import KV
-from moa_jax.model.layers import MLP, Attention, CrossAttention, RMSNorm, Rotation, rotate, rotation
+from moa_jax.model.layers import (
+    MLP,
+    Attention,
+    CrossAttention,
+    RMSNorm,
+    Rotation,
+    rotate,
+    rotation,
+    rows_of,
+)
 
 Array = jax.Array
 
@@ -80,26 +90,25 @@ class GlideLayer(nn.Module):
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
         """Only the cache rows that these tokens leave."""
-        return self.attention.project(self.input_norm(x_BTD), turn)[1]
+        return rows_of(self.attention.project(self.input_norm.parts(x_BTD), turn))
 
     def __call__(
         self,
         x_BTD: Array,
         turn: Rotation,
-        mask_BTS: Array,
+        seen: Seen,
         memory: KV,
-        memory_mask_BTX: Array,
+        memory_seen: Seen,
         past: KV | None = None,
-        start_B: Array | None = None,
     ) -> tuple[GlideTrace, KV | None]:
-        """The stages, and the cache with the rows of these tokens written at `start_B`."""
-        y_BTD, _, past = self.attention(self.input_norm(x_BTD), turn, mask_BTS, past, start_B)
+        """The stages, and the cache with the rows of these tokens written."""
+        y_BTD, _, past = self.attention(self.input_norm.parts(x_BTD), turn, seen, past)
         x_BTD = x_BTD + y_BTD
-        cross_BTD = self.cross_attention(x_BTD, turn, memory, memory_mask_BTX)
+        cross_BTD = self.cross_attention(x_BTD, turn, memory, memory_seen)
         # Where nothing is visible, softmax would take the mean over everything, the future too.
-        cross_BTD = jnp.where(memory_mask_BTX.any(axis=-1, keepdims=True), cross_BTD, 0.0)
+        cross_BTD = jnp.where(sees_anything(memory_seen), cross_BTD, 0.0)
         y_BTD = x_BTD + cross_BTD
-        feature_BTD = y_BTD + self.mlp(self.post_attention_norm(y_BTD))
+        feature_BTD = y_BTD + self.mlp(self.post_attention_norm.parts(y_BTD))
         return GlideTrace(x_BTD, cross_BTD, feature_BTD), past
 
 
@@ -187,16 +196,14 @@ def step(
     layer: GlideLayer, params: Params, shared: Shared, cache: GlideCache, nodes: Nodes
 ) -> tuple[Array, GlideCache]:
     """Logits after some nodes: they see all rows before the root, ancestors, and known memory."""
-    rows = cache.own.k_BKSE.shape[2]
     found, own = layer.apply(
         {"params": params},
         llama.embed(shared, nodes.tokens_BW),
         rotation(layer.block, nodes.position_BW),
-        nodes.seen(rows),
+        nodes.seen,
         cache.memory,
-        nodes.known(rows),
+        nodes.known,
         cache.own,
-        nodes.start_B,
     )
     return llama.unembed(shared, found.feature_BTD), cache._replace(own=own)
 

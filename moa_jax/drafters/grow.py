@@ -57,7 +57,8 @@ from jax import lax
 from moa_jax.config import DraftShape
 from moa_jax.drafters.api import NOTHING, Cache, Guide, Params, Shared, Tree
 from moa_jax.model import masks
-from moa_jax.model.branch import when
+from moa_jax.model.devices import traced_platform
+from moa_jax.model.pieces import top_k
 
 Array = jax.Array
 
@@ -73,7 +74,9 @@ class Nodes(NamedTuple):
     """
 
     tokens_BW: Array
-    ancestor_BWX: Array  # among the X nodes fed in this round, which these W end; with itself
+    # Among the X nodes fed in this round, which these W end; with itself. A first axis of 1
+    # serves all rows.
+    ancestor_BWX: Array
     length_B: Array  # tokens before the root
     known_B: Array  # tokens whose target activations the drafter has seen
     depth: int | Array  # levels below the root: one number, or one for each node (W)
@@ -89,13 +92,15 @@ class Nodes(NamedTuple):
         W, X = self.ancestor_BWX.shape[1:]
         return self.length_B + X - W
 
-    def seen(self, rows: int) -> Array:
-        """The mask of self-attention, (B, W, rows): what came before the root, and ancestors."""
-        return masks.cached(self.ancestor_BWX, self.length_B, rows)
+    @property
+    def seen(self) -> masks.Sight:
+        """What self-attention sees: what came before the root, and ancestors."""
+        return masks.sight(self.length_B, self.ancestor_BWX)
 
-    def known(self, rows: int) -> Array:
-        """The mask of attention to the target's activations, (B, 1, rows)."""
-        return (jnp.arange(rows) < self.known_B[:, None])[:, None, :]
+    @property
+    def known(self) -> masks.Sight:
+        """What attention to the target's activations sees."""
+        return masks.sight(self.known_B)
 
 
 # (params, shared, cache, nodes) -> (logits_BWU, cache with the rows of these nodes)
@@ -130,8 +135,7 @@ def by_level(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
         length_B: Array,
         known_B: Array,
     ) -> tuple[Array, Cache]:
-        itself_B11 = jnp.ones((token_B.shape[0], 1, 1), bool)
-        node = Nodes(token_B[:, None], itself_B11, length_B, known_B, depth=0)
+        node = Nodes(token_B[:, None], masks.line(1), length_B, known_B, depth=0)
         logits_B1U, cache = step(params, shared, cache, node)
         return logits_B1U[:, 0], cache
 
@@ -159,7 +163,6 @@ class Level(NamedTuple):
     tokens_BW: Array
     ancestor_BWX: Array  # see `Nodes`
     path_BWP: Array  # the tokens from the root to the node itself
-    score_BW: Array  # log-probability of the path, by the drafter
     depth: int
 
 
@@ -168,55 +171,52 @@ class Candidates(NamedTuple):
 
     tokens_BWk: Array
     log_prob_BWk: Array
-    best_BW: Array  # log-probability of the likeliest token, whether drawn or not
     draft_BWV: Array | None  # the law that they were drawn from
 
 
 def _root(root_B: Array) -> Level:
-    one = jnp.ones((root_B.shape[0], 1, 1), bool)
-    score_B1 = jnp.zeros((root_B.shape[0], 1), jnp.float32)
-    return Level(root_B[:, None], one, root_B[:, None, None], score_B1, 0)
+    return Level(root_B[:, None], masks.line(1), root_B[:, None, None], 0)
 
 
 def _expand(
-    feed: Feed, cache: Cache, level: Level, count: int, guide: Guide, wanted_B: Array | None
+    feed: Feed, cache: Cache, level: Level, count: int, guide: Guide
 ) -> tuple[Candidates, Cache]:
-    """Feeds one level; where `wanted_B` is given and no active row wants it, computes nothing."""
-
-    def expand(cache: Cache) -> tuple[Candidates, Cache]:
-        logits_BWU, cache = feed(cache, level.tokens_BW, level.ancestor_BWX, level.depth)
-        return _choose(logits_BWU, level, count, guide), cache
-
-    if wanted_B is None:
-        return expand(cache)
-    shapes, _ = jax.eval_shape(expand, cache)
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    wanted = jnp.any(wanted_B & guide.active_B)
-    return when(wanted, lambda carry: expand(carry[1]), (nothing, cache))
+    """Feeds one level and chooses candidates for the children of its nodes."""
+    logits_BWU, cache = feed(cache, level.tokens_BW, level.ancestor_BWX, level.depth)
+    return _choose(logits_BWU, level, count, guide), cache
 
 
 def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candidates:
     """The `count` best, best first; Gumbel noise makes them a draw without replacement."""
-    # 1. The drafter's law, and the order of its tokens.
-    log_law_BWU = guide.log_law(logits_BWU.astype(jnp.float32), level.path_BWP)
-    W, U = log_law_BWU.shape[1:]
-    order_BWU, draft_BWV = log_law_BWU, None
-    if guide.noise is not None:
-        order_BWU = log_law_BWU + guide.noise(W, level.depth + 1, U)
-        draft_BWV = jnp.exp(log_law_BWU)
-    # 2. The first of the order.
-    if count == 1:
-        index_BWk = jnp.argmax(order_BWU, axis=-1, keepdims=True).astype(jnp.int32)
+    adjusted_BWU = guide.adjusted(logits_BWU.astype(jnp.float32), level.path_BWP)
+    if guide.noise is None:
+        index_BWk, log_prob_BWk = _likeliest(adjusted_BWU, count)
+        draft_BWV = None
     else:
-        index_BWk = lax.top_k(order_BWU, count)[1].astype(jnp.int32)
-    log_prob_BWk = jnp.take_along_axis(log_law_BWU, index_BWk, axis=-1)
-    # 3. Ids of the draft vocabulary become the target's.
+        W, U = adjusted_BWU.shape[1:]
+        _, index_BWk = top_k(adjusted_BWU + guide.noise(W, level.depth + 1, U), count)
+        log_prob_BWk = jnp.take_along_axis(adjusted_BWU, index_BWk, axis=-1)
+        draft_BWV = jnp.exp(adjusted_BWU)
+    # Ids of the draft vocabulary become the target's.
     if guide.ids_U is not None:
         index_BWk = guide.ids_U[index_BWk]
         if draft_BWV is not None:
             blank = jnp.zeros((*draft_BWV.shape[:2], guide.vocab_size))
             draft_BWV = blank.at[..., guide.ids_U].set(draft_BWV)
-    return Candidates(index_BWk, log_prob_BWk, log_law_BWU.max(axis=-1), draft_BWV)
+    return Candidates(index_BWk, log_prob_BWk, draft_BWV)
+
+
+def _likeliest(logits_BWU: Array, count: int) -> tuple[Array, Array]:
+    """The places of the `count` largest logits, and their entries of `jax.nn.log_softmax`.
+
+    The rest of that is never made. What is made is made with the same arithmetic.
+    """
+    logit_BWk, index_BWk = top_k(logits_BWU, count)
+    if traced_platform() == "cpu":  # else XLA cuts the first from a sort of all logits, in 3 ms
+        logit_BWk, index_BWk = lax.optimization_barrier((logit_BWk, index_BWk))
+    most_BW1 = logit_BWk[..., :1]
+    sum_BW1 = jnp.exp(logits_BWU - most_BW1).sum(axis=-1, keepdims=True)
+    return index_BWk, (logit_BWk - most_BW1) - jnp.log(sum_BW1)
 
 
 # ---- static trees -------------------------------------------------------------------------
@@ -266,32 +266,20 @@ def static_levels(paths: tuple[tuple[int, ...], ...]) -> list[StaticLevel]:
 def _grow_static(
     feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
-    """Nodes at fixed places; those that the drafter gives too little probability are NOTHING."""
-    bound = np.log(shape.confidence) if shape.confidence else None
+    """Nodes at fixed places."""
     level, tokens, laws = _root(root_B), [root_B[:, None]], []
     for slot, rank, fed, ancestor_WX in static_levels(shape.tree_paths):
         # 1. Feed the level above: each node of this one is a candidate of its parent.
-        wanted_B = None if bound is None else jnp.any(level.score_BW >= bound, axis=1)
-        count = int(rank.max()) + 1
-        found, cache = _expand(feed, cache, level, count, guide, wanted_B)
+        found, cache = _expand(feed, cache, level, int(rank.max()) + 1, guide)
         tokens_BW = found.tokens_BWk[:, slot, rank]
-        score_BW = level.score_BW[:, slot] + found.log_prob_BWk[:, slot, rank]
-        # 2. Leave out what is not likely enough. Siblings stay or go together, by the likeliest
-        # token, never by what was drawn: a choice that depends on luck changes the law.
-        if bound is not None:
-            best_BW = found.best_BW + level.score_BW
-            keep_BW = (best_BW >= bound)[:, slot] & (level.tokens_BW[:, slot] != NOTHING)
-            tokens_BW = jnp.where(keep_BW, tokens_BW, NOTHING)
-            score_BW = jnp.where(keep_BW, score_BW, -jnp.inf)
         tokens.append(tokens_BW)
         laws.append(found.draft_BWV)
-        # 3. The nodes that have children are fed next.
+        # 2. The nodes that have children are fed next.
         path_BWP = level.path_BWP[:, slot[fed]]
         level = Level(
             tokens_BW[:, fed],
-            jnp.broadcast_to(ancestor_WX, (root_B.shape[0], *ancestor_WX.shape)),
+            ancestor_WX[None],
             jnp.concatenate([path_BWP, tokens_BW[:, fed, None]], axis=-1),
-            score_BW[:, fed],
             level.depth + 1,
         )
     tree = static_tree(jnp.concatenate(tokens, axis=1), shape.tree_paths)
@@ -337,31 +325,33 @@ def _grow_dynamic(
 ) -> tuple[Tree, Cache]:
     """`breadth` candidates a node; the best of each level are fed, the best of all verified."""
     B, b = root_B.shape[0], shape.breadth
-    bound = np.log(shape.confidence) if shape.confidence else None
     level, place_BW = _root(root_B), jnp.zeros((B, 1), jnp.int32)
+    score_BW = jnp.zeros((B, 1), jnp.float32)  # log-probability of each node's path
     flats: list[Flat] = []
     for depth in range(1, shape.depth):
         # 1. Feed the level: every node gets b candidates.
-        wanted_B = None if bound is None else jnp.any(level.score_BW >= bound, axis=1)
-        found, cache = _expand(feed, cache, level, b, guide, wanted_B)
+        found, cache = _expand(feed, cache, level, b, guide)
         # 2. Append them to the list.
         num_earlier = sum(len(flat.depth) for flat in flats)
-        score_BX = (level.score_BW[..., None] + found.log_prob_BWk).reshape(B, -1)
+        score_BX = (score_BW[..., None] + found.log_prob_BWk).reshape(B, -1)
         parent_BX = jnp.repeat(place_BW, b, axis=1)
         depths = (depth,) * score_BX.shape[1]
         flats.append(Flat(found.tokens_BWk.reshape(B, -1), score_BX, parent_BX, depths))
         # 3. The b best of them are fed next.
         if depth < shape.depth - 1:
-            level, best_BW = _frontier(level, flats[-1], b)
+            level, score_BW, best_BW = _frontier(level, flats[-1], b)
             place_BW = 1 + num_earlier + best_BW
     # 4. The best of all levels are the tree.
     arrays = (jnp.concatenate(parts, axis=1) for parts in list(zip(*flats, strict=True))[:3])
     flat = Flat(*arrays, sum((flat.depth for flat in flats), ()))
-    return select(root_B, flat, shape, bound), cache
+    return select(root_B, flat, shape, None), cache
 
 
-def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array]:
-    """The best candidates below a level as the next level, and which of `flat` they are."""
+def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Array]:
+    """The best candidates below a level as the next level, their scores, and their places.
+
+    The places (B, W) are those within `flat`, which holds the candidates of this level alone.
+    """
     score_BW, best_BW = lax.top_k(flat.score_BX, breadth)
     candidates_each = flat.score_BX.shape[1] // level.tokens_BW.shape[1]
     slot_BW1 = (best_BW // candidates_each)[..., None]
@@ -369,17 +359,21 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array]:
     above_BWX = jnp.take_along_axis(level.ancestor_BWX, slot_BW1, axis=1)
     itself_BWW = jnp.broadcast_to(jnp.eye(breadth, dtype=bool), (*best_BW.shape, breadth))
     path_BWP = jnp.take_along_axis(level.path_BWP, slot_BW1, axis=1)
-    return Level(
+    below = Level(
         tokens_BW,
         jnp.concatenate([above_BWX, itself_BWW], axis=-1),
         jnp.concatenate([path_BWP, tokens_BW[..., None]], axis=-1),
-        score_BW,
         level.depth + 1,
-    ), best_BW.astype(jnp.int32)
+    )
+    return below, score_BW, best_BW.astype(jnp.int32)
 
 
 def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) -> Tree:
-    """The tree of the likeliest candidates; those that score below `bound` are NOTHING."""
+    """The tree of the likeliest candidates.
+
+    With a `bound`, those that score below it are NOTHING. Prompt lookup gives one, since its
+    list may hold fewer candidates than the tree has nodes.
+    """
     B, X = flat.tokens_BX.shape
     # 1. The best places in order of creation. X is added to a place that is not good enough, so
     # that it is sorted behind all others.

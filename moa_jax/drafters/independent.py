@@ -107,10 +107,9 @@ def extend(
     digest: tuple[()],
 ) -> llama.Caches:
     """Runs the model over verified tokens; in a drafted tree their rows stood elsewhere."""
-    T, rows = tokens_BT.shape[1], caches[0].k_BKSE.shape[2]
+    T = tokens_BT.shape[1]
     position_BT = length_B[:, None] + jnp.arange(T)
-    mask_BTS = masks.cached(masks.line(T), length_B, rows)
-    context = llama.Context(position_BT, mask_BTS, caches, length_B)
+    context = llama.Context(position_BT, masks.sight(length_B, masks.line(T)), caches)
     weights = small.weights(params, shared)
     return llama.forward(small.model, weights, tokens_BT, context).caches
 
@@ -119,8 +118,8 @@ def step(
     small: Small, params: Params, shared: Shared, caches: llama.Caches, nodes: Nodes
 ) -> tuple[Array, llama.Caches]:
     """Logits after some nodes, which see all rows before the root and their ancestors."""
-    weights, seen_BWS = small.weights(params, shared), nodes.seen(caches[0].k_BKSE.shape[2])
-    context = llama.Context(nodes.position_BW, seen_BWS, caches, nodes.start_B)
+    weights = small.weights(params, shared)
+    context = llama.Context(nodes.position_BW, nodes.seen, caches)
     found = llama.forward(small.model, weights, nodes.tokens_BW, context)
     return llama.unembed(weights, found.hidden_BTD), found.caches
 

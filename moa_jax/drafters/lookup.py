@@ -8,8 +8,7 @@ A match is the root with as many tokens before it as possible, from `longest_mat
 `shortest_match`; of equally long matches the latest counts. Where what followed a match runs into
 the end of the text, it goes on with its own tokens, so a text that repeats is drafted to any depth.
 For trees the continuations of several matches are merged. There are no weights, so there is nothing
-to load and nothing to train. There are no probabilities either, so candidates are never drawn. A
-shape's confidence leaves out no candidate; with it the target verifies only nodes that are there.
+to load and nothing to train. There are no probabilities either, so candidates are never drawn.
 
 An example: a tree of depth D + 1 = 3 from the R = 2 best matches. The root is the token 1 at place
 6, the end of the text; what stands behind it is left over from an earlier round:

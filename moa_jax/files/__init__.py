@@ -2,5 +2,6 @@
 
 folders.py    found, read, written whole   hf_config.py    the config.json of a target
 placement.py  tensors <-> devices          kinds.py        what a kind of drafter says of itself
-parts.py      a model's hash, its parts    layer_files.py  the config.json of one-layer drafters
+packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
+parts.py      a model's hash, its parts
 """

@@ -154,12 +154,25 @@ def json_hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def header_of(path: Path) -> dict[str, Any]:
+    """What a checked safetensors file says of each tensor; offsets count from the file's start."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+        begin = file.tell()
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["data_offsets"] = [begin + offset for offset in entry["data_offsets"]]
+    return header
+
+
 class TensorReader:
     """The tensors of a folder's safetensors files; nothing is read before `read` asks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
+        self._maps: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
         self.file_of: dict[str, Path] = {
             name: path for path, file in self._files.items() for name in file.keys()
         }
@@ -190,8 +203,21 @@ class TensorReader:
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in the dtype of the file."""
-        return self._files[self.file_of[name]].get_tensor(name)
+        """One tensor in the dtype of the file; one of floats is a view that reads when it is used.
+
+        safetensors would copy it, which takes as long as all else that loading does to it. Raises
+        InputError for a file that has become shorter since it was opened.
+        """
+        path = self.file_of[name]
+        if self._stored(name) not in _FLOATS:
+            return self._files[path].get_tensor(name)
+        if path not in self._maps:
+            self._maps[path] = header_of(path), np.asarray(np.memmap(path, np.uint8, "r"))
+        header, content = self._maps[path]
+        start, end = header[name]["data_offsets"]
+        if path.stat().st_size < end:  # using the view would end the process
+            raise InputError(f"{path} ends within {name}: fetch it again")
+        return content[start:end].view(self._float_of(name)).reshape(self.shapes[name])
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor in its file."""

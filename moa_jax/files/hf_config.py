@@ -98,7 +98,10 @@ def _refuse_variants(config: dict[str, Any], where: str) -> None:
     if act != "silu":
         raise InputError(f"{where}: hidden_act {act!r} is not supported: use a model with silu")
     if config.get("quantization_config"):
-        raise InputError(f"{where}: quantised weights are not read: use the unquantised model")
+        raise InputError(
+            f"{where}: quantised weights are not read: use the unquantised model, and --weights to "
+            "quantise it as it is loaded"
+        )
     layers = need(config, "num_hidden_layers", where)
     kinds = config.get("layer_types")
     if kinds is None:

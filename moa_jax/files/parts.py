@@ -13,11 +13,10 @@ SAMPLES blocks of SAMPLE_BYTES, spread evenly from its first byte to its last.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from moa_jax.errors import InputError
 from moa_jax.files import folders
@@ -98,17 +97,13 @@ def copy(source: Path, folder: Path, names: Collection[str]) -> None:
 def _lines_of_file(path: Path) -> dict[str, Line]:
     """A line on each tensor of a safetensors file, which the reader has checked."""
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        begin = file.tell()
         return {
             name: Line(
                 entry["dtype"],
                 tuple(entry["shape"]),
-                _samples(file, *(begin + offset for offset in entry["data_offsets"])),
+                _samples(file, *entry["data_offsets"]),
             )
-            for name, entry in header.items()
+            for name, entry in folders.header_of(path).items()
         }
 
 

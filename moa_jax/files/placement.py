@@ -1,7 +1,8 @@
-"""Moves arrays between tensor files and devices, one at a time."""
+"""Moves arrays between tensor files and devices, a few at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moa_jax.files import folders
-from moa_jax.model import convert
+from moa_jax.errors import InputError
+from moa_jax.files import folders, packed
+from moa_jax.model import convert, quantise
+from moa_jax.model.quantise import Format, Matrix, Quantised
 from moa_jax.model.sharding import ShardingOf
 
 Layout = Literal["list", "stacked"]
@@ -27,23 +30,38 @@ def read_params(
     *,
     layers: Layout = "list",
     sharding: ShardingOf | None = None,
+    weights: Format | None = None,
 ) -> Any:
-    """Read, pack and place every array of a table; returns the parameter tree."""
-    leaves: dict[convert.Path, jax.Array] = {}
+    """Read, pack and place every array of a table; returns the parameter tree.
+
+    While one is placed, the next is read: the host holds two that are not placed.
+    `weights` is the format of matrices, for a list of layers. Raises InputError for files that
+    have become shorter, and for matrices that are not finite and are to be quantised.
+    """
+    leaves: dict[convert.Path, Matrix] = {}
     depth = 1 + max((convert.row_of(path) or 0 for path in table), default=0)
-    for path, packing in table.items():
-        row = convert.row_of(path) if layers == "stacked" else None
-        path = path if row is None else convert.stacked_path(path)
-        shape = packing.shape if row is None else (depth, *packing.shape)
-        where = sharding(path, shape) if sharding else None
-        packed = convert.pack(packing, map(reader.read, packing.names), dtype)
-        if row is None:
-            leaves[path] = _place(packed, where)
-            continue
-        if row == 0:
-            leaves[path] = jnp.zeros(shape, dtype, device=where)
-        each = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
-        leaves[path] = _set_row(leaves[path], _place(packed, each), np.int32(row), where)
+    on_host = [_is_turned_on_host(reader, packing) for packing in table.values()]
+    packings = zip(table.values(), on_host, strict=True)
+    with contextlib.closing(packed.read_packed(reader, packings, dtype)) as arrays:
+        for (path, packing), is_turned in zip(table.items(), on_host, strict=True):
+            row = convert.row_of(path) if layers == "stacked" else None
+            path = path if row is None else convert.stacked_path(path)
+            shape = packing.shape if row is None else (depth, *packing.shape)
+            where = sharding(path, shape) if sharding else None
+            each = where
+            if where and row is not None:
+                each = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+            placed = _place(next(arrays), packing.turns and not is_turned, dtype, each)
+            if row is None:
+                if weights:
+                    source = f"{reader.file_of[packing.names[0]]}: {' + '.join(packing.names)}"
+                    placed = _stored_as(path, placed, weights, source)
+                leaves[path] = placed
+                continue
+            if row == 0:
+                leaves[path] = jnp.zeros(shape, dtype, device=where)
+            stack = _set_row(leaves[path], placed, np.int32(row), where)
+            leaves[path] = jax.block_until_ready(stack)
     return convert.nest(leaves)
 
 
@@ -67,12 +85,53 @@ def write_params(
     folders.write_tensors(folder, shapes, dtype, itertools.chain(tensors, constants.items()))
 
 
-def _place(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    """Copy a host array to its devices, and wait, so that host arrays do not pile up."""
+# Bytes below which the host turns an array, whose program need not be compiled then. None stands
+# for 16 MiB where there is an accelerator, and for all where there is none.
+TURNED_ON_HOST: int | None = None
+
+
+def _is_turned_on_host(reader: folders.TensorReader, packing: convert.Packing) -> bool:
+    most = TURNED_ON_HOST
+    if most is None and jax.default_backend() != "cpu":
+        most = 16 * 1024**2
+    return most is None or sum(map(reader.num_bytes, packing.names)) < most
+
+
+def _place(array: np.ndarray, turn: bool, dtype: Any, sharding: NamedSharding | None) -> jax.Array:
+    """Put an array onto its devices, which may have to turn it, and wait until it is there."""
+    if not turn:
+        return jax.block_until_ready(_put(array, sharding))
+    last_first = sharding and NamedSharding(
+        sharding.mesh, PartitionSpec(*sharding.spec[1:], sharding.spec[0])
+    )
+    return jax.block_until_ready(_turn(_put(array, last_first), np.dtype(dtype), sharding))
+
+
+def _put(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     if sharding is None:
-        return jax.device_put(array).block_until_ready()
-    placed = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-    return placed.block_until_ready()
+        return jax.device_put(array)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _turn(joined: jax.Array, dtype: np.dtype, sharding: NamedSharding | None) -> jax.Array:
+    """The last axis in front, cast last: what crosses to the device is the narrower of the two."""
+    turned = jnp.moveaxis(joined, -1, 0).astype(dtype)
+    return turned if sharding is None else jax.lax.with_sharding_constraint(turned, sharding)
+
+
+def _stored_as(path: convert.Path, placed: jax.Array, weights: Format, source: str) -> Matrix:
+    """A placed array in a format, once it is there: arrays of the file do not pile up."""
+    leaf = jax.block_until_ready(_STORED_AS(path[-1:], placed, weights))
+    if isinstance(leaf, Quantised) and not bool(jnp.isfinite(leaf.scale).all()):
+        raise InputError(
+            f"{source} holds values that are not finite, so {weights} has no scale for them: fetch "
+            "the model again"
+        )
+    return leaf
+
+
+_STORED_AS = jax.jit(quantise.stored_as, static_argnums=(0, 2))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

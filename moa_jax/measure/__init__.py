@@ -6,7 +6,8 @@ phases.py       each phase of a round in a loop of its own, timed on real state
 traffic.py      bytes that a phase reads, and how fast this device copies
 simulate.py     a choice of tokens that accepts drafts with a given probability
 random_pair.py  targets and drafters of any shape with random weights
-tuned.py        the fastest draft found for a device, stored beside its drafter
+pricing.py      what a round of each way costs, which mode auto chooses by
+arrivals.py     clients who come by a Poisson law
 tables.py       tables in Markdown        report.py    the results of infer.bench
 plot.py         speedup as a picture
 """

@@ -83,21 +83,26 @@ def beside(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
 def acceptance(results: Iterable[Result], levels: int) -> dict[str, Any]:
     """Share of accepted drafts, all and by position; position 1 is the root's child.
 
-    Unconditional: of all rounds; conditional: of those that accepted the position before and
-    drafted this one. The last round of an answer is left out, since a stop or the limit cut it.
+    Unconditional: of the rounds that drafted the position; conditional: of those that also accepted
+    the one before. The last round of an answer is left out, since a stop or the limit cut it.
     """
+    results = list(results)
     rounds = [
-        (length - 1, drafted)
+        (length - 1, levels)
         for result in results
-        for length, drafted in zip(result.accept_lengths[:-1], result.drafted[:-1], strict=True)
+        for length, levels in zip(
+            result.accept_lengths[:-1], (result.drafted_levels or result.drafted)[:-1], strict=True
+        )
     ]
-    hits, reached = [], []
+    num_drafted = sum(sum(result.drafted[:-1]) for result in results)
+    hits, tried, reached = [], [], []
     for position in range(1, levels):
         hits.append(sum(accepted >= position for accepted, _ in rounds))
+        tried.append(sum(d >= position for _, d in rounds))
         reached.append(sum(a >= position - 1 and d >= position for a, d in rounds))
     return {
-        "acceptance_rate": _ratio(sum(a for a, _ in rounds), sum(d for _, d in rounds)),
-        "acceptance_unconditional": [_ratio(hit, len(rounds)) for hit in hits],
+        "acceptance_rate": _ratio(sum(a for a, _ in rounds), num_drafted),
+        "acceptance_unconditional": [_ratio(h, t) for h, t in zip(hits, tried, strict=True)],
         "acceptance_conditional": [_ratio(h, r) for h, r in zip(hits, reached, strict=True)],
     }
 

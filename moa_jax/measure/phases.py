@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,9 @@ import numpy as np
 from jax import lax
 
 from moa_jax.decode import step
+from moa_jax.decode.programs import chunks_of, compiler_options
 from moa_jax.decode.session import GREEDY, Session
-from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
+from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import chain
 from moa_jax.measure.traffic import bytes_read
 from moa_jax.model.precision import matmul_precision
@@ -74,9 +76,7 @@ def measure(
     """
     state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    prompt_BT = np.zeros((len(prompts), int(lengths_B.max())), np.int32)
-    prefill = functools.partial(step.prefill, session.setup, capacity=prompt_BT.shape[1])
-    prefill_bytes = bytes_read(prefill, session.weights, prompt_BT, lengths_B, limits, law)
+    prefill_bytes = _prefill_bytes(session, state, lengths_B, law)
     decode = session.loop(state, limits, law)
     half_way = limits._replace(pause=jnp.int32(max(rounds // 2, 1)))
     jax.block_until_ready(state)
@@ -93,6 +93,25 @@ def measure(
         cache_bytes,
         _needs(decode),
     )
+
+
+def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, law: Any) -> int:
+    """Weights and caches once for each chunk, and the head once."""
+    hidden_BD = jnp.zeros((len(lengths_B), session.target.config.block.hidden_size))
+
+    def read(held: tuple[Weights, RoundState], chunk: int) -> Any:
+        return step.read_chunk(session.setup, *held, state.tokens_BC, lengths_B, chunk)
+
+    def choose(weights: Weights) -> Any:
+        return step.choose_after(weights, state.now, hidden_BD, law)
+
+    held = (session.weights, state.now)
+    chunks = chunks_of(int(lengths_B.max()), session.chunks(len(lengths_B)))
+    times_of = Counter(chunks).items()
+    of_chunks = sum(
+        n * bytes_read(functools.partial(read, chunk=size), held) for size, n in times_of
+    )
+    return of_chunks + bytes_read(choose, session.weights)
 
 
 def _phases(
@@ -140,7 +159,7 @@ def _verify(setup: Setup, weights: Weights, read: Any, caches: Any, zero: Array)
     now = state.now._replace(target_caches=caches)
     tree = tree._replace(tokens_BN=tree.tokens_BN + zero)
     found = step.verify_tree(setup, weights, now, law, tree)
-    done = step.record(state, tree, found.verdict, limits)
+    done = step.record(state, tree, found, limits)
     tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
     said = (done.tokens_BC, done.now.length_B, done.now.done_B, done.drafted_BR)
     return found.caches, (said, tokens_BD, found.tapped)
@@ -165,7 +184,8 @@ def _timed(turn: Any, weights: Weights, moving: Any, read: Any) -> tuple[Phase, 
     zero = jnp.int32(0)
     cost = bytes_read(lambda held, z: turn(held[0], read, held[1], z), (weights, moving), zero)
     with matmul_precision(weights.target["embed"].dtype):
-        program = jax.jit(loop, donate_argnums=0).lower(moving, weights, read, zero).compile()
+        lowered = jax.jit(loop, donate_argnums=0).lower(moving, weights, read, zero)
+    program = lowered.compile(compiler_options=compiler_options(jax.default_backend()))
     moving, found = jax.block_until_ready(program(moving, weights, read, jnp.int32(1)))
     turns, seconds = 3, []
     for index in range(LOOPS + 1):

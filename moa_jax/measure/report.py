@@ -34,14 +34,16 @@ def render(document: dict[str, Any]) -> str:
     modes, machine, settings = (document[key] for key in ("modes", "machine", "settings"))
     gigabytes = machine["bandwidth_bytes_per_s"] / 1e9
     parts = [
-        f"{settings['target']} + {settings['draft']}, {settings['dtype']}, "
+        f"{settings['target']} + {settings['draft']}, {precision(settings)}, "
         f"{machine['device_kind']}, copies {gigabytes:.0f} GB/s; {settings['prompts']} prompts, "
         f"batch {settings['batch']}, {settings['repeats']} repeats",
         table_of([_speed_row(row) for row in modes]),
         table_of([_acceptance_row(row) for row in modes if row["acceptance_rate"] is not None]),
         table_of([cells for row in modes if "phases" in row for cells in _phase_rows(row)]),
         table_of([_cost_row(row) for row in modes if "phases" in row]),
+        table_of([cells for row in modes for cells in _round_rows(row.get("costs", []))]),
         table_of([_peer_cells(row) for row in document["peers"]]),
+        _weights_cost(document.get("weights_cost"), settings),
     ]
     if settings["random_weights"]:
         parts.insert(1, "RANDOM WEIGHTS: times and bytes are real, what is accepted is chance.")
@@ -51,19 +53,35 @@ def render(document: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def precision(settings: dict[str, Any]) -> str:
+    """`float32`, `bfloat16 with int8 weights`."""
+    weights = settings.get("weights")
+    return settings["dtype"] + (f" with {weights} weights" if weights else "")
+
+
+def _weights_cost(cost: dict[str, Any] | None, settings: dict[str, Any]) -> str:
+    if cost is None:
+        return ""
+    return (
+        f"{settings['weights']} beside stored weights, {cost['tokens']} tokens of answers in "
+        f"{cost['conversations']} conversations: KL {cost['mean_kl']:.5f} nats a token, at most "
+        f"{cost['worst_kl']:.3f}; the same likeliest token in {percent(cost['agreement'], 2)}"
+    )
+
+
 def name_of(row: dict[str, Any]) -> str:
     """`plain`, `chain 5`, `tree 7/8/62`."""
-    sizes = {"plain": "", "chain": str(row["depth"])}
+    sizes = {"plain": "", "auto": "", "chain": str(row["depth"])}
     shape = sizes.get(row["mode"], f"{row['depth']}/{row['breadth']}/{row['total_tokens']}")
-    return f"{row['mode']} {shape}".strip() + (" (simulated)" if row["simulated"] else "")
+    return f"{row['mode']} {shape}".strip() + (" (simulated)" if row.get("simulated") else "")
 
 
 def _speed_row(row: dict[str, Any]) -> dict[str, str]:
     same = f"{row['same_as_plain']}/{row['answers']}" if "answers" in row else "-"
     return {
         "mode": name_of(row),
-        "tokens/s": number(row["tokens_per_s"], 1) + _range(row["tokens_per_s_quartiles"], 1),
-        "speedup": number(row["speedup"], 2) + _range(row.get("speedup_quartiles"), 2),
+        "tokens/s": with_quartiles(row, "tokens_per_s", 1),
+        "speedup": with_quartiles(row, "speedup", 2),
         "of totals": number(row.get("speedup_of_totals"), 2),
         "tau": number(row["tau"], 2),
         "rounds": str(row["rounds"]),
@@ -76,7 +94,7 @@ def _acceptance_row(row: dict[str, Any]) -> dict[str, str]:
     return {
         "mode": name_of(row),
         "accepted of drafted": number(row["acceptance_rate"], 2),
-        "by position, of all rounds": numbers(row["acceptance_unconditional"]),
+        "by position, of rounds that drafted it": numbers(row["acceptance_unconditional"]),
         "given the one before": numbers(row["acceptance_conditional"]),
     }
 
@@ -107,15 +125,32 @@ def _cost_row(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _round_rows(costs: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What mode auto chooses by."""
+    return [
+        {
+            "a round of": name_of(cost),
+            "batch": str(cost["batch"]),
+            "ms, as auto knows it": number(cost["ms"], 3),
+        }
+        for cost in costs
+    ]
+
+
 def _peer_cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         "peer": row["peer"],
-        "tokens/s": number(row["tokens_per_s"], 1) + _range(row["tokens_per_s_quartiles"], 1),
+        "tokens/s": with_quartiles(row, "tokens_per_s", 1),
         "tau": number(row["tau"], 2),
         "our plain is faster by": number(row["plain_over_peer"], 2),
         "same as plain": f"{row['same_as_plain']}/{row['answers']}",
     }
 
 
-def _range(quartiles: list[float] | None, digits: int) -> str:
-    return "" if quartiles is None else f" ({' to '.join(number(q, digits) for q in quartiles)})"
+def with_quartiles(row: dict[str, Any], key: str, digits: int) -> str:
+    """`1.52 (1.44 to 1.61)`: a median, and its quartiles where they are known."""
+    quartiles = row.get(f"{key}_quartiles")
+    shown = number(row[key], digits)
+    if quartiles is None:
+        return shown
+    return f"{shown} ({' to '.join(number(each, digits) for each in quartiles)})"

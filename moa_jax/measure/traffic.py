@@ -1,8 +1,9 @@
 """Bytes that a phase must read, taken from the program itself, and how fast this device copies.
 
-Decoding is bound by memory: a round reads every weight it uses once and the rows of caches,
-whole as they are allocated, since masks and not lengths say what is seen. Arithmetic on the
-new tokens, and their rows that are written, are small beside that and not counted.
+Decoding is bound by memory: a round reads every weight it uses once and the rows of caches.
+Caches count whole, as they are allocated: the einsum reads all of their rows, and how many an
+accelerator's kernel leaves out depends on the text. Arithmetic on the new tokens, and their rows
+that are written, are small beside that and not counted.
 
 Bandwidth is measured, by a copy, and not taken from a data sheet.
 """
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 IN_PLACE = ("dynamic_update_slice", "scatter")  # write rows; the rest is only passed on
+SEEN_THROUGH = ("reshape",)  # gives the same array
 ROWS_ONLY = ("gather",)  # read rows, as of an embedding: not counted
 PARTS = ("slice", "dynamic_slice")  # give a part, which is counted where it is read
 COPY_BYTES = {"cpu": 256 << 20}
@@ -49,7 +51,13 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
                 costs.append(_read(body, inside))
                 sizes |= _renamed(inside, body.outvars, eqn.outvars)
             total += max(costs)
-        elif name in IN_PLACE:
+        elif name == "pallas_call":
+            total += sum(sizes.get(id(var), 0) for var in eqn.invars)
+            taken_over = eqn.params["input_output_aliases"]
+            old, new = ([pair[i] for pair in taken_over] for i in (0, 1))
+            pick = lambda variables, places: [variables[place] for place in places]  # noqa: E731
+            sizes |= _renamed(sizes, pick(eqn.invars, old), pick(eqn.outvars, new))
+        elif name in IN_PLACE + SEEN_THROUGH:
             sizes |= _renamed(sizes, eqn.invars[:1], eqn.outvars)
         elif name in PARTS:
             sizes |= {id(v): _size(v.aval) for v in eqn.outvars if id(eqn.invars[0]) in sizes}
@@ -59,7 +67,12 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
 
 
 def _bodies(eqn: Any) -> list[Any]:
-    """The programs inside an operation: branches of a conditional, the body of a call."""
+    """The programs inside an operation: branches of a conditional, the body of a call.
+
+    What is inside a kernel is its own business.
+    """
+    if eqn.primitive.name == "pallas_call":
+        return []
     found = eqn.params.get("branches") or [
         eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params
     ]

@@ -3,6 +3,6 @@
 axes.py       the key to array names       llama.py      a whole target: one pass over T tokens
 layers.py     the parts of a layer         masks.py      who may attend to whom, in pictures
 cache.py      keys and values, by rows     chunks.py     work along the token axis in pieces
-branch.py     a branch that copies none    convert.py    stored names <-> parameter trees
-sharding.py   arrays on a mesh             precision.py  what float32 means on a device
+sharding.py   arrays on a mesh             convert.py    stored names <-> parameter trees
+precision.py  what float32 means           panels.py     weights as CPUs multiply them fast
 """

@@ -12,7 +12,7 @@ of a generation have the same length.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +44,34 @@ def write(cache: KV, new: KV, start_B: Array) -> KV:
     return KV(*(write_rows(past, rows, start_B) for past, rows in zip(cache, new, strict=True)))
 
 
+def join(past: KV, new: KV) -> KV:
+    """P rows followed by T others."""
+    return KV(*(jnp.concatenate(pair, axis=2) for pair in zip(past, new, strict=True)))
+
+
 def take(rows: KV, path_BD: Array) -> KV:
     """The rows of a path of D nodes, from the T rows of one pass."""
     pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)  # noqa: E731
     return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
 
 
+def lean(tree: Any) -> Any:
+    """Arrays without their axes of 1, as a loop on a CPU should carry caches.
+
+    XLA on CPUs fuses the write of a single row into each bitcast of the cache. Two of these, for
+    attention and for the next round, are two writes, and each would get a copy of the cache.
+    """
+    return jax.tree.map(jnp.squeeze, tree)
+
+
 def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
     """One array of a cache with T new rows; any array that is kept by rows will do."""
     new_BKTE = new_BKTE.astype(cache_BKSE.dtype)
-    if cache_BKSE.shape[0] == 1:  # a plain slice update stays in place; a scatter may not
-        return lax.dynamic_update_slice(cache_BKSE, new_BKTE, (0, 0, start_B[0], 0))
+    B, K, S, E = cache_BKSE.shape
+    if B == 1:  # a plain slice update stays in place; a scatter may not
+        heads = () if K == 1 else (K,)  # axes of 1 would be bitcasts around the update: see `lean`
+        rows, new = cache_BKSE.reshape(*heads, S, E), new_BKTE.reshape(*heads, -1, E)
+        start = (*(0 for _ in heads), start_B[0], 0)
+        return lax.dynamic_update_slice(rows, new, start).reshape(cache_BKSE.shape)
     update = lambda row, new, start: lax.dynamic_update_slice(row, new, (0, start, 0))  # noqa: E731
     return jax.vmap(update)(cache_BKSE, new_BKTE, start_B)

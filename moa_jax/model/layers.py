@@ -17,13 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import BlockConfig, RopeScaling
-from moa_jax.model import cache, chunks
+from moa_jax.model import cache, quantise
+from moa_jax.model.attention import Seen, attend, attend_cached
 from moa_jax.model.cache import KV
+from moa_jax.model.devices import traced_platform
+from moa_jax.model.masks import Sight
+from moa_jax.model.panels import Panels
 
 Array = jax.Array
 
 INIT_STDDEV = 0.02
-QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 
 
 class Rotation(NamedTuple):
@@ -67,31 +70,15 @@ def rotate(x: Array, turn: Rotation) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(q_BTKGE: Array, kv: KV, mask_BTS: Array) -> Array:
-    """Grouped softmax attention over the visible rows; returns (B, T, K, G, E).
+class Normed(NamedTuple):
+    """A normed array in two parts, whose product it is.
 
-    The queries of a group join the token axis, so that both products are plain batched
-    matrix products and the scores, the largest array here, are never transposed.
+    A linear layer multiplies by the factor after its product, where it costs nothing; done
+    before, it would be a kernel of its own, and the next one would wait for it.
     """
-    if q_BTKGE.shape[1] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
-        part = lambda piece: _attend(piece[0], kv, piece[1])  # noqa: E731
-        mask_BTS = jnp.broadcast_to(mask_BTS, (q_BTKGE.shape[0], *mask_BTS.shape[1:]))
-        return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
-    return _attend(q_BTKGE, kv, mask_BTS)
 
-
-def _attend(q_BTKGE: Array, kv: KV, mask_BTS: Array) -> Array:
-    B, T, K, G, E = q_BTKGE.shape
-    q_BKXE = q_BTKGE.swapaxes(1, 2).reshape(B, K, T * G, E)
-    score_BKXS = jnp.einsum(
-        "BKXE,BKSE->BKXS", q_BKXE, kv.k_BKSE, preferred_element_type=jnp.float32
-    )
-    score_BKTGS = score_BKXS.reshape(B, K, T, G, -1) * E**-0.5
-    hidden = jnp.finfo(jnp.float32).min  # not -inf: rows of padding may see nothing at all
-    score_BKTGS = jnp.where(mask_BTS[:, None, :, None], score_BKTGS, hidden)
-    weight_BKXS = jax.nn.softmax(score_BKTGS, axis=-1).reshape(B, K, T * G, -1)
-    mixed_BKXE = jnp.einsum("BKXS,BKSE->BKXE", weight_BKXS.astype(q_BKXE.dtype), kv.v_BKSE)
-    return mixed_BKXE.reshape(B, K, T, G, E).swapaxes(1, 2)
+    scaled: Array
+    factor: Array | None  # float32, the last axis is 1; None: 1
 
 
 class RMSNorm(nn.Module):
@@ -99,25 +86,48 @@ class RMSNorm(nn.Module):
 
     eps: float
 
-    @nn.compact
     def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        scale = self._scale(x.shape[-1])
+        x32 = x.astype(jnp.float32) * self._factor(x)
         return (x32.astype(x.dtype) * scale.astype(x.dtype)).astype(x.dtype)
+
+    def parts(self, x: Array) -> Normed:
+        """The same for a linear layer, in parts where that is cheaper.
+
+        On GPUs XLA makes one kernel of the norm of several rows. Of a single row it makes two, but
+        one of its parts. TPUs would store the weights of a float32 product in float32.
+        """
+        if x.size > x.shape[-1] or traced_platform() != "gpu":
+            return Normed(self(x), None)
+        return Normed(x * self._scale(x.shape[-1]).astype(x.dtype), self._factor(x))
+
+    @nn.compact
+    def _scale(self, width: int) -> Array:
+        return self.param("scale", nn.initializers.ones, (width,))
+
+    def _factor(self, x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
 
 
 class Linear(nn.Module):
-    """x @ kernel + bias; the kernel is (inputs, *outputs), multiplied as one matrix."""
+    """x @ kernel + bias; the kernel is (inputs, *outputs), quantised or not."""
 
     outputs: tuple[int, ...]
     bias: bool = False
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array | Normed) -> Array:
+        x, factor = x if isinstance(x, Normed) else (x, None)
         init = nn.initializers.normal(INIT_STDDEV)
-        kernel = self.param("kernel", init, (x.shape[-1], *self.outputs)).astype(x.dtype)
-        y = (x @ kernel.reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], *self.outputs)
+        kernel = self.get_variable("params", "kernel")
+        if not isinstance(kernel, Panels):  # of which Flax would check the shape of their array
+            kernel = self.param("kernel", init, (x.shape[-1], *self.outputs))
+        if factor is None:
+            y = quantise.matmul(x, kernel, x.dtype)
+        else:
+            y = quantise.matmul(x, kernel, jnp.float32)
+            y = (y * factor.reshape(*x.shape[:-1], *(1 for _ in self.outputs))).astype(x.dtype)
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, self.outputs).astype(x.dtype)
         return y
@@ -136,26 +146,36 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(cfg.rms_norm_eps)
             self.k_norm = RMSNorm(cfg.rms_norm_eps)
 
-    def project(self, x_BTD: Array, turn: Rotation) -> tuple[Array, KV]:
-        """Rotated queries (B, T, K, G, E) and the new cache rows of these tokens."""
+    def project(self, x_BTD: Array | Normed, turn: Rotation) -> Array:
+        """Rotated queries and the new cache rows of these tokens as one array.
+
+        heads_BKXTE   X:  0 .. G-1 queries | G keys | G+1 values
+        """
         packed_BTKXE = self.qkv(x_BTD)
-        q_BTKGE, k_BTKE, v_BTKE = (
-            packed_BTKXE[..., :-2, :],
-            packed_BTKXE[..., -2, :],
-            packed_BTKXE[..., -1, :],
-        )
+        G = self.cfg.group_size
+        q_BTKGE, k_BTK1E, v_BTK1E = jnp.split(packed_BTKXE, (G, G + 1), axis=3)
         if self.cfg.qk_norm:
-            q_BTKGE, k_BTKE = self.q_norm(q_BTKGE), self.k_norm(k_BTKE)
-        rows = KV(rotate(k_BTKE, turn).swapaxes(1, 2), v_BTKE.swapaxes(1, 2))
-        return rotate(q_BTKGE, turn), rows
+            q_BTKGE, k_BTK1E = self.q_norm(q_BTKGE), self.k_norm(k_BTK1E)
+        turned = (rotate(q_BTKGE, turn), rotate(k_BTK1E, turn), v_BTK1E)
+        return jnp.moveaxis(jnp.concatenate(turned, axis=3), 1, 3)
 
     def __call__(
-        self, x_BTD: Array, turn: Rotation, mask_BTS: Array, past: KV | None, start_B: Array | None
+        self, x_BTD: Array | Normed, turn: Rotation, seen: Seen, past: KV | None = None
     ) -> tuple[Array, KV, KV | None]:
-        q_BTKGE, rows = self.project(x_BTD, turn)
-        past = None if past is None else cache.write(past, rows, start_B)
-        mixed_BTKGE = attend(q_BTKGE, rows if past is None else past, mask_BTS)
-        return self.out(mixed_BTKGE.reshape(*x_BTD.shape[:2], -1)), rows, past
+        heads_BKXTE = self.project(x_BTD, turn)
+        rows = rows_of(heads_BKXTE)
+        if isinstance(seen, Sight):
+            mixed_BTKGE, past = attend_cached(heads_BKXTE, past, seen)
+        else:
+            every = rows if past is None else cache.join(past, rows)
+            mixed_BTKGE = attend(heads_BKXTE[:, :, :-2], every, seen)
+        B, T = mixed_BTKGE.shape[:2]
+        return self.out(mixed_BTKGE.reshape(B, T, -1)), rows, past
+
+
+def rows_of(heads_BKXTE: Array) -> KV:
+    """The keys and values among packed heads."""
+    return KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
 
 
 class MLP(nn.Module):
@@ -164,7 +184,7 @@ class MLP(nn.Module):
     cfg: BlockConfig
 
     @nn.compact
-    def __call__(self, x_BTD: Array) -> Array:
+    def __call__(self, x_BTD: Array | Normed) -> Array:
         cfg = self.cfg
         both = Linear((2, cfg.intermediate_size), cfg.mlp_bias, name="gate_up")(x_BTD)
         y_BTF = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
@@ -184,23 +204,19 @@ class Block(nn.Module):
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
         """The cache rows of these tokens alone: no attention, no feed-forward."""
-        return self.attention.project(self.input_norm(x_BTD), turn)[1]
+        return rows_of(self.attention.project(self.input_norm.parts(x_BTD), turn))
 
     def __call__(
-        self,
-        x_BTD: Array,
-        turn: Rotation,
-        mask_BTS: Array,
-        past: KV | None = None,
-        start_B: Array | None = None,
+        self, x_BTD: Array, turn: Rotation, seen: Seen, past: KV | None = None
     ) -> tuple[Array, KV, KV | None]:
-        """The block's output, its new rows, and the cache with these rows written at `start_B`.
+        """The block's output, its new rows, and the cache with these rows written.
 
-        Without a cache, tokens attend to each other only and S is T.
+        With a mask (B, T, S) for `seen`, tokens attend to P past rows, if there are any, and to
+        each other; S is P + T, and nothing is written.
         """
-        y_BTD, rows, past = self.attention(self.input_norm(x_BTD), turn, mask_BTS, past, start_B)
+        y_BTD, rows, past = self.attention(self.input_norm.parts(x_BTD), turn, seen, past)
         x_BTD = x_BTD + y_BTD
-        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), rows, past
+        return x_BTD + self.mlp(self.post_attention_norm.parts(x_BTD)), rows, past
 
 
 class CrossBlock(nn.Module):
@@ -221,12 +237,12 @@ class CrossBlock(nn.Module):
 
     def rows(self, memory_BTD: Array, turn: Rotation) -> KV:
         """The cache rows of memory vectors, with keys rotated by the positions of their tokens."""
-        return self.attention.rows(self.input_norm(memory_BTD), turn)
+        return self.attention.rows(self.input_norm.parts(memory_BTD), turn)
 
-    def __call__(self, x_BTD: Array, turn: Rotation, memory: KV, mask_BTS: Array) -> Array:
+    def __call__(self, x_BTD: Array, turn: Rotation, memory: KV, seen: Seen) -> Array:
         """The block's output for queries `x_BTD` over the visible rows of `memory`."""
-        x_BTD = x_BTD + self.attention(self.input_norm(x_BTD), turn, memory, mask_BTS)
-        return x_BTD + self.mlp(self.post_attention_norm(x_BTD))
+        x_BTD = x_BTD + self.attention(self.input_norm.parts(x_BTD), turn, memory, seen)
+        return x_BTD + self.mlp(self.post_attention_norm.parts(x_BTD))
 
     def both(self, x_BTD: Array, memory_BTD: Array, turn: Rotation, mask_BTT: Array) -> Array:
         """The block's output where queries and memory are of the same tokens, as in training."""
@@ -244,13 +260,19 @@ class CrossAttention(nn.Module):
         self.kv = Linear((cfg.num_kv_heads, 2, cfg.head_dim))
         self.out = Linear((cfg.hidden_size,))
 
-    def rows(self, memory_BTD: Array, turn: Rotation) -> KV:
+    def rows(self, memory_BTD: Array | Normed, turn: Rotation) -> KV:
         kv_BTK2E = self.kv(memory_BTD)
         k_BTKE, v_BTKE = kv_BTK2E[..., 0, :], kv_BTK2E[..., 1, :]
         return KV(rotate(k_BTKE, turn).swapaxes(1, 2), v_BTKE.swapaxes(1, 2))
 
-    def __call__(self, x_BTD: Array, turn: Rotation, memory: KV, mask_BTS: Array) -> Array:
+    def __call__(self, x_BTD: Array | Normed, turn: Rotation, memory: KV, seen: Seen) -> Array:
         cfg = self.cfg
-        shape = (*x_BTD.shape[:2], cfg.num_kv_heads, cfg.group_size, cfg.head_dim)
-        mixed_BTKGE = attend(rotate(self.q(x_BTD).reshape(shape), turn), memory, mask_BTS)
-        return self.out(mixed_BTKGE.reshape(*x_BTD.shape[:2], -1))
+        q_BTX = self.q(x_BTD)
+        B, T, _ = q_BTX.shape
+        shape = (B, T, cfg.num_kv_heads, cfg.group_size, cfg.head_dim)
+        q_BKGTE = jnp.moveaxis(rotate(q_BTX.reshape(shape), turn), 1, 3)
+        if isinstance(seen, Sight):
+            mixed_BTKGE, _ = attend_cached(q_BKGTE, memory, seen)
+        else:
+            mixed_BTKGE = attend(q_BKGTE, memory, seen)
+        return self.out(mixed_BTKGE.reshape(B, T, -1))

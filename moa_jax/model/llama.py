@@ -4,6 +4,7 @@ Weights are a plain dict:
 
     embed (V, D)    layers    final_norm.scale (D,)    lm_head (D, V), absent when tied
 
+Any matrix may be quantised (`model/quantise.py`); its dtype is then that of the activations.
 For decoding, `layers` is a list of L blocks, run one after the other: each weight and each cache
 is an array of its own, so that nothing is copied. For training it is one block whose leaves have
 a leading L axis, run by `scan`: it compiles in the same time for any depth. The same pass serves
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax.config import BlockConfig, TargetConfig
-from moa_jax.model import cache, masks, sharding
+from moa_jax.model import cache, masks, quantise, sharding
+from moa_jax.model.attention import Seen
 from moa_jax.model.cache import KV
 from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, rotation
 
@@ -33,14 +35,13 @@ Rows = tuple[KV, ...] | KV  # one a layer, or stacked (L, B, K, T, E) where laye
 class Context(NamedTuple):
     """Where the T tokens of a pass stand, and what they attend to.
 
-    Without caches they attend to each other, and S is T. With caches their rows are written from
-    `start_B` on, and then they attend to the whole cache of S rows.
+    In decoding `seen` is a sight of the caches, and the tokens' rows are written to them. In
+    training it is a mask (B, T, P + T) of P past rows in `caches`, if there are any, and the T.
     """
 
     position_BT: Array
-    mask_BTS: Array
+    seen: Seen
     caches: Caches | None = None
-    start_B: Array | None = None
 
 
 class Pass(NamedTuple):
@@ -76,18 +77,15 @@ def init_caches(cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype) -> C
 
 def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> Array:
     """Token embeddings, in the weights' dtype unless another is named."""
-    x_BTD = params["embed"][tokens_BT]
+    x_BTD = quantise.lookup(params["embed"], tokens_BT)
     return x_BTD if dtype is None else x_BTD.astype(dtype)
 
 
 def unembed(params: Params, hidden_BTD: Array) -> Array:
     """Float32 logits (B, T, V) of final-normed states; without a head the embedding serves."""
-    dtype = hidden_BTD.dtype
     if "lm_head" in params:
-        head = params["lm_head"].astype(dtype)
-        return jnp.matmul(hidden_BTD, head, preferred_element_type=jnp.float32)
-    table_VD = params["embed"].astype(dtype)
-    return jnp.einsum("...D,VD->...V", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+        return quantise.matmul(hidden_BTD, params["lm_head"], jnp.float32)
+    return quantise.matmul_rows(hidden_BTD, params["embed"], jnp.float32)
 
 
 def final_norm(cfg: BlockConfig, params: Params, x_BTD: Array) -> Array:
@@ -126,13 +124,13 @@ def apply_blocks(
 ) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
     """Runs a list of layers one by one, or stacked layers, which take no caches, by `scan`."""
     block, turn = Block(cfg), rotation(cfg, context.position_BT)
-    mask_BTS, caches, start_B = context.mask_BTS, context.caches, context.start_B
+    seen, caches = context.seen, context.caches
     if isinstance(layers, list):
         streams, rows, written = [], [], []
         for index, layer in enumerate(layers):
             streams.append(x_BTD)
             past = None if caches is None else caches[index]
-            x_BTD, new, past = block.apply({"params": layer}, x_BTD, turn, mask_BTS, past, start_B)
+            x_BTD, new, past = block.apply({"params": layer}, x_BTD, turn, seen, past)
             rows.append(new)
             written.append(past)
         caches = None if caches is None else tuple(written)
@@ -141,7 +139,7 @@ def apply_blocks(
     def body(carry, layer):
         index, x_BTD, tapped = carry
         tapped = tuple(jnp.where(index == i, x_BTD, t) for i, t in zip(tap, tapped, strict=True))
-        x_BTD, new, _ = block.apply({"params": layer}, x_BTD, turn, mask_BTS)
+        x_BTD, new, _ = block.apply({"params": layer}, x_BTD, turn, seen)
         return (index + 1, x_BTD, tapped), new
 
     start = (0, x_BTD, tuple(jnp.zeros_like(x_BTD) for _ in tap))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = jax.Array
@@ -198,11 +202,59 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
     return place(empty_BNS, ancestor_BNX, length_B) | verified_BS[:, None, :]
 
 
-def line(num_nodes: int) -> Array:
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["length_B", "ancestor_BTX"],
+    meta_fields=["num_behind", "first"],
+)
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What the T tokens of a pass see of a cache, without a mask over its rows; see `sight`."""
+
+    length_B: Array
+    ancestor_BTX: Array | None
+    num_behind: int  # X
+    first: int
+
+    def start_B(self, num_tokens: int) -> Array:
+        """The row of the first of the T tokens."""
+        return self.length_B + (self.num_behind - num_tokens)
+
+    def behind(self, num_tokens: int) -> Array | np.ndarray:
+        """What the T tokens see of the X behind the prefix, (B, T, X); the first axis may be 1."""
+        if self.ancestor_BTX is not None:
+            return self.ancestor_BTX
+        return line(self.num_behind)[:, self.num_behind - num_tokens :]
+
+    def mask(self, num_tokens: int, rows: int) -> Array:
+        """The same as a mask (B, T, rows); without tokens behind the verified rows T is 1."""
+        if self.num_behind:
+            seen_BTS = cached(self.behind(num_tokens), self.length_B, rows)
+        else:
+            seen_BTS = (jnp.arange(rows) < self.length_B[:, None])[:, None]
+        return seen_BTS & (jnp.arange(rows) >= self.first) if self.first else seen_BTS
+
+
+def sight(length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first: int = 0) -> Sight:
+    """A pass over T tokens that see `length` verified rows and, of X rows behind, their ancestors.
+
+    The T tokens are the last of the X, and a first axis of 1 serves every row of a batch. A
+    constant line of ancestors is kept as its length alone. Without ancestors there are no rows
+    behind, and the pass writes none. Rows before `first` are hidden.
+    """
+    if ancestor_BTX is None:
+        return Sight(length_B, None, 0, first)
+    T, X = ancestor_BTX.shape[1:]
+    is_known = isinstance(ancestor_BTX, np.ndarray)
+    is_line = is_known and np.array_equal(ancestor_BTX, line(X)[:, X - T :])
+    return Sight(length_B, None if is_line else ancestor_BTX, X, first)
+
+
+def line(num_nodes: int) -> np.ndarray:
     """The ancestor matrix of a chain, (1, N, N): each node descends from all nodes before it.
 
     root      x . .
     child     x x .
     its child x x x
     """
-    return jnp.tril(jnp.ones((1, num_nodes, num_nodes), bool))
+    return np.tril(np.ones((1, num_nodes, num_nodes), bool))

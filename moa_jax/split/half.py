@@ -20,12 +20,12 @@ import numpy as np
 from moa_jax.config import DraftShape, Sampling, TargetConfig
 from moa_jax.decode import sample, step
 from moa_jax.decode.programs import Programs, bucket, cache_rows_for, one
-from moa_jax.decode.sample import Law, law_of
+from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.step import RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Tapped, Tree
 from moa_jax.errors import InputError
-from moa_jax.model import llama
+from moa_jax.model import llama, quantise
 from moa_jax.pretrained import (
     LoadedDrafter,
     Target,
@@ -52,27 +52,28 @@ class DraftHalf:
         """
         functions = functions_of(drafter, target.config)
         self.functions, self.cfg = functions, target.config
-        weights = jax.tree.leaves((drafter.params, target.params))
-        dtype = weights[0].dtype if weights else default_dtype()
+        held = quantise.matrices((drafter.params, target.params))
+        dtype = held[0].dtype if held else default_dtype()
         if target.params is None:
-            shared = load_borrowed(target, functions.borrow, dtype)
+            weights = quantise.format_of(drafter.params)
+            shared = load_borrowed(target, functions.borrow, dtype, weights=weights)
         else:
             shared = functions.borrow(target.params)
-        shared = for_decoding(shared) if "embed" in shared else shared
         keep = set(drafter.params) - set(functions.digest_only)
         params = {name: drafter.params[name] for name in keep}
-        self._weights, self._dtype = Weights(None, params, shared=shared), dtype
+        self._weights, self._dtype = for_decoding(Weights(None, params, shared=shared)), dtype
         self._treedef, self.leaves = digest_form(functions, target.config, dtype)
         self._max_tokens = max_tokens
         setup = Setup(self.cfg, functions, DraftShape(1))
         self._programs = Programs((setup,), (self._weights,), dtype)
         self.reset(Sampling())
 
-    def reset(self, sampling: Sampling) -> None:
-        """Forgets the session; the next one chooses its tokens by `sampling`."""
-        rows = cache_rows_for(self._max_tokens + 2 * CHUNK)
+    def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
+        """Forgets the session; the next one, behind such a prompt, chooses by `sampling`."""
+        rows = cache_rows_for(self._max_tokens + 2 * CHUNK)  # for a chunk, or for a draft
         self._cache = self.functions.init_cache(1, rows, self._dtype)
-        self._sampling, self._law = sampling, law_of([sampling], self.cfg.vocab_size)
+        self._sampling, self._prompt_length = sampling, prompt_length
+        self._law = law_of([sampling], self.cfg.vocab_size)
 
     @property
     def num_params(self) -> int:
@@ -97,7 +98,7 @@ class DraftHalf:
             self.chain([0], 0, 1)
         for shape in shapes:
             self.tree([0], shape)
-        self.reset(self._sampling)
+        self.reset(self._sampling, self._prompt_length)
 
     def absorb_nothing(self, tokens: Sequence[int], known: int = 0) -> None:
         """Takes in a text's tokens from `known` on, with zeros in place of the target's rows."""
@@ -128,8 +129,14 @@ class DraftHalf:
     def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
         """Drafts a tree behind a text that is known but for its last token, the root.
 
-        Returns tokens and parents of the nodes behind the root, whose index is 0.
+        Returns tokens and parents of the nodes behind the root, whose index is 0. Raises
+        InputError for a tree that needs more rows than the caches have behind a text.
         """
+        if shape.num_rows > 2 * CHUNK:
+            raise InputError(
+                f"a draft of depth {shape.depth} and breadth {shape.breadth} needs "
+                f"{shape.num_rows} rows of a cache, and {2 * CHUNK} are kept for it: draft less"
+            )
         self._cache, tree = self._programs.run(_tree, self._cache, self._fed(text), shape=shape)
         tokens_N, parent_N = np.asarray(tree.tokens_BN)[0], np.asarray(tree.parent_BN)[0]
         place = {0: 0}  # the new places of the nodes that are there
@@ -142,10 +149,11 @@ class DraftHalf:
     def _fed(self, text: Sequence[int]) -> Fed:
         """The last token of a text, to be fed next."""
         text_1C = None
-        if self._law.repetition_B is not None:
+        if self._law.penalises:
             text_1C = np.full((1, self._max_tokens), NOTHING, np.int32)
             text_1C[0, : len(text)] = text
-        return Fed(one(text[-1]), one(len(text) - 1), self._law, text_1C)
+        prompt_1 = one(self._prompt_length)
+        return Fed(one(text[-1]), one(len(text) - 1), self._law, prompt_1, text_1C)
 
 
 def digest_form(
@@ -184,13 +192,16 @@ class Fed(NamedTuple):
     token_1: Array
     length_1: Array
     law: Law
-    text_1C: Array | None  # committed tokens, where the law asks for them
+    prompt_length_1: Array
+    text_1C: Array | None  # the whole text, where the law asks for it
 
     def state(self, setup: Setup, cache: Cache) -> RoundState:
         """A round's state that has no target."""
-        blank_1V = sample.nothing_seen(self.law, 1, setup.target.vocab_size)
-        seen_1V = sample.seen_with(blank_1V, self.text_1C)
-        return RoundState(self.length_1, jnp.zeros(1, bool), seen_1V, draft_cache=cache)
+        said = Said()
+        if self.text_1C is not None:
+            of_text = (self.law, self.text_1C, self.prompt_length_1, setup.target.vocab_size)
+            said = sample.said_in(*of_text)
+        return RoundState(self.length_1, jnp.zeros(1, bool), said, draft_cache=cache)
 
 
 def _absorb(
@@ -216,19 +227,19 @@ def _chain(
     vocabulary = None if ids_U is None else (jnp.array(ids_U), setup.target.vocab_size)
 
     def feed(count: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        tokens_S, token_1, cache, seen_1V = carry
+        tokens_S, token_1, cache, said = carry
         at_1 = fed.length_1 + count
         given = (weights.drafter, weights.shared, cache, token_1, at_1, known_1)
         logits_1U, cache = setup.drafter.go_on(*given)
         logits_11U = logits_1U.astype(jnp.float32)[:, None]
-        seen_11V = None if seen_1V is None else seen_1V[:, None]
-        score_11U = sample.scores(fed.law, logits_11U, seen_11V, at_1[:, None] + 1, vocabulary)
+        given = (fed.law, logits_11U, said.each(), at_1[:, None] + 1, vocabulary)
+        score_11U = sample.scores(*given)
         best_1 = jnp.argmax(score_11U[:, 0], axis=-1)
         token_1 = (best_1 if ids_U is None else jnp.array(ids_U)[best_1]).astype(jnp.int32)
-        seen_1V = sample.seen_with(seen_1V, token_1[:, None])
-        return tokens_S.at[count].set(token_1[0]), token_1, cache, seen_1V
+        said = sample.said_in_answer(said, token_1[:, None])
+        return tokens_S.at[count].set(token_1[0]), token_1, cache, said
 
-    seen_1V = fed.state(setup, cache).seen_BV
-    start = (jnp.zeros(MOST_STEPS, jnp.int32), fed.token_1, cache, seen_1V)
+    said = fed.state(setup, cache).said
+    start = (jnp.zeros(MOST_STEPS, jnp.int32), fed.token_1, cache, said)
     tokens_S, _, cache, _ = jax.lax.fori_loop(0, steps, feed, start)
     return cache, tokens_S

@@ -26,7 +26,7 @@ import numpy as np
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.decode import sample, step
 from moa_jax.decode.programs import Programs, bucket, cache_rows_for
-from moa_jax.decode.sample import Law, law_of
+from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.step import Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Tapped, Tree
@@ -79,6 +79,7 @@ class Slot:
     sampling: Sampling
     stop_ids: frozenset[int]
     total: int  # most tokens it may hold
+    prompt_length: int  # of these
     tokens: list[int] = dataclasses.field(default_factory=list)  # all committed, the root included
     length: int = 0  # of these, processed
     done: str = ""
@@ -109,7 +110,7 @@ class Slots:
         functions = drafter and functions_of(drafter, target.config)
         self.target, self.functions = target, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
-        self.weights = Weights(for_decoding(target.params), drafter and drafter.params)
+        self.weights = for_decoding(Weights(target.params, drafter and drafter.params))
         num_rows = cache_rows_for(max_tokens + max(_padded(max_nodes, NODES), bucket(chunk)))
         dtype = target.params["embed"].dtype
         self._empty = functools.partial(
@@ -127,9 +128,12 @@ class Slots:
         """Slots without a session."""
         return sum(slot is None for slot in self._slots)
 
-    def open(self, sampling: Sampling, stop_ids: Sequence[int], total: int) -> int:
+    def open(
+        self, sampling: Sampling, stop_ids: Sequence[int], total: int, prompt_length: int
+    ) -> int:
         """Takes a slot for a session of at most `total` tokens; Full if none is free.
 
+        All tokens after the first `prompt_length` are the answer's, even if they are given.
         Raises InputError for settings that no pass serves.
         """
         if not 1 < total <= self.max_tokens:
@@ -140,7 +144,7 @@ class Slots:
             raise InputError(f"{len(stop_ids)} stop ids: a session has at most {MOST_STOPS}")
         for index, slot in enumerate(self._slots):
             if slot is None:
-                self._slots[index] = Slot(sampling, frozenset(stop_ids), total)
+                self._slots[index] = Slot(sampling, frozenset(stop_ids), total, prompt_length)
                 return index
         raise Full(f"all {len(self._slots)} slots are taken: try again later")
 
@@ -185,7 +189,7 @@ class Slots:
             padded_1T = np.zeros((1, size.width), np.int32)
             padded_1T[0, : len(todo)] = todo
             count_1 = np.array([len(todo)], np.int32)
-            served = self._served(size, [slot], [session])
+            served = self._served(size, [slot], [session], [everything])
             root_1, leaves = self._run(_read, served, padded_1T, count_1)
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
@@ -214,7 +218,8 @@ class Slots:
             _tree_of(session.tokens[-1], request, size.width)
             for request, session in zip(requests, sessions, strict=True)
         ]
-        served = self._served(size, [request.slot for request in requests], sessions)
+        slots, texts = [r.slot for r in requests], [session.tokens for session in sessions]
+        served = self._served(size, slots, sessions, texts)
         tree = _stacked(trees, size.rows, size.width)
         emitted_AD, count_A, leaves = self._run(_verify, served, tree)
         replies = []
@@ -258,7 +263,7 @@ class Slots:
         else:
             given = (_stacked([], A, T),)
         form = jax.eval_shape(self._empty)
-        self._programs.compile(size.function, form, self._served(size, [], []), *given)
+        self._programs.compile(size.function, form, self._served(size, [], [], []), *given)
         self._ready |= {size}
 
     def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
@@ -306,8 +311,17 @@ class Slots:
         if len(pairs) < len(request.tokens):
             raise InputError("two children of a node are the same token: send each once")
 
-    def _served(self, size: PassSize, slots: Sequence[int], sessions: Sequence[Slot]) -> Served:
-        """A pass's sessions, then padding that writes to the scratch slot."""
+    def _served(
+        self,
+        size: PassSize,
+        slots: Sequence[int],
+        sessions: Sequence[Slot],
+        texts: Sequence[Sequence[int]],
+    ) -> Served:
+        """A pass's sessions, then padding that writes to the scratch slot.
+
+        `texts` are what penalties see: what is committed before the pass chooses.
+        """
         A = size.rows
         slot_A = np.full(A, self._scratch, np.int32)
         length_A, total_A = np.zeros(A, np.int32), np.zeros(A, np.int32)
@@ -317,13 +331,15 @@ class Slots:
             stop_ids_AX[row, : len(session.stop_ids)] = sorted(session.stop_ids)
         limits = Limits(total_A, stop_ids_AX)
         if not size.sampled:
-            return Served(slot_A, length_A, limits, Law(), None)
+            return Served(slot_A, length_A, limits, Law())
         rows = [session.sampling for session in sessions]
         law = law_of(rows + [Sampling()] * (A - len(rows)), self.target.config.vocab_size, True)
         text_AC = np.full((A, self.max_tokens), NOTHING, np.int32)
-        for text_C, session in zip(text_AC, sessions, strict=False):
-            text_C[: len(session.tokens)] = session.tokens
-        return Served(slot_A, length_A, limits, law, text_AC)
+        for text_C, text in zip(text_AC, texts, strict=False):
+            text_C[: len(text)] = text
+        prompts = [session.prompt_length for session in sessions]
+        prompt_length_A = np.array(prompts + [0] * (A - len(prompts)), np.int32)
+        return Served(slot_A, length_A, limits, law, prompt_length_A, text_AC)
 
     def _run(self, function: Any, *arrays: Any) -> Any:
         """One pass over the slots' caches; arrays on the host."""
@@ -382,7 +398,9 @@ class Served(NamedTuple):
     length_A: Array  # tokens processed
     limits: Limits
     law: Law
-    text_AC: Array | None  # committed tokens, where the law asks for them
+    # Where the law asks for them: how many tokens are prompts, and what penalties see.
+    prompt_length_A: Array | None = None
+    text_AC: Array | None = None
 
 
 def _read(
@@ -395,7 +413,8 @@ def _read(
 ) -> tuple[llama.Caches, Array, list[Array]]:
     """Processes T given tokens of one slot: what follows the last real one, and the digest."""
     now = _taken(setup, caches, served)
-    now, root_1, tapped = step.read(setup, weights, now, tokens_1T, count_1, served.law)
+    now, hidden_1D, tapped = step.read(setup, weights, now, tokens_1T, count_1)
+    now, root_1 = step.choose_after(weights, now, hidden_1D, served.law)
     leaves = _digest(setup, weights, served.length_A, tapped)
     return _put(caches, now.target_caches, served, tokens_1T.shape[1]), root_1, leaves
 
@@ -424,11 +443,14 @@ def _digest(setup: Setup, weights: Weights, start_A: Array, tapped: Tapped) -> l
 def _taken(setup: Setup, caches: llama.Caches, served: Served) -> RoundState:
     """The slots' rows of the caches, as the state of a round."""
     A = len(served.slot_A)
-    blank_AV = sample.nothing_seen(served.law, A, setup.target.vocab_size)
+    said = Said()
+    if served.text_AC is not None:
+        text = (served.text_AC, served.prompt_length_A)
+        said = sample.said_in(served.law, *text, setup.target.vocab_size)
     return RoundState(
         served.length_A,
         jnp.zeros(A, bool),
-        sample.seen_with(blank_AV, served.text_AC),
+        said,
         jax.tree.map(lambda cache_SKRE: cache_SKRE[served.slot_A], caches),
     )
 

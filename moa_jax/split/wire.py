@@ -20,7 +20,7 @@ import numpy as np
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 
-VERSION = 1
+VERSION = 2
 Codec = Literal["float32", "bfloat16", "int8"]
 Done = Literal["", "stop", "length"]
 FaultCode = Literal[
@@ -214,6 +214,7 @@ class Open:
 
     seq: Seq
     tokens: Tokens
+    prompt_length: Annotated[int, _whole(1, "max_tokens")]  # of these: some penalties leave them
     root_given: Flag
     known: Annotated[int, _whole(0, "max_tokens")]
     total: Annotated[int, _whole(1, "max_tokens")]  # most tokens that the session may hold
@@ -221,6 +222,8 @@ class Open:
     sampling: Annotated[dict[str, float], Form(_read_sampling)]
 
     def __post_init__(self) -> None:
+        if self.prompt_length > len(self.tokens):
+            raise BadMessage(f"Open.prompt_length is above its {len(self.tokens)} tokens")
         if self.known > len(self.tokens):
             raise BadMessage(f"Open.known is above its {len(self.tokens)} tokens")
         if self.total < len(self.tokens):

@@ -15,7 +15,16 @@ from moa_jax.config import DistillConfig, PretrainConfig
 Settings = dict[str, Any]  # dotted names -> values as JSON gives them back
 
 # Each stands for all settings below it.
-FREE = ("output", "run", "mesh", "chunks", "data.cache", "data.workers", "data.bad_records")
+FREE = (
+    "output",
+    "run",
+    "mesh",
+    "chunks",
+    "draft_vocabulary",  # decoding's
+    "data.cache",
+    "data.workers",
+    "data.bad_records",
+)
 DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
 MOST_SHOWN = 6

@@ -62,7 +62,7 @@ def _of_equation(equation: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
-    inner = [_of(jaxpr) for jaxpr in _jaxprs(params)]
+    inner = [_of(jaxpr) for jaxpr in programs_in(params)]
     if name == "cond":
         return max(inner)
     if name == "scan":
@@ -72,7 +72,7 @@ def _of_equation(equation: Any) -> int:
     return sum(inner)
 
 
-def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def programs_in(params: dict[str, Any]) -> Iterator[Any]:
     """The programs among an equation's parameters, closed or open."""
     for value in params.values():
         for each in value if isinstance(value, tuple | list) else (value,):

@@ -14,13 +14,21 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from configs import demo_drafter, demo_target
 from configs.moa_llama3_8b import config as PAPER
 from configs.shapes import SHAPES
-from moa_jax.aot.hlo import LARGE, MOVES, Move, large_moves, launches
-from moa_jax.aot.lowering import HloModule, abstract_weights, compile_decode, compile_for, num_bytes
+from moa_jax.aot.hlo import LARGE, MOVES, Move, large_moves, launches, parse
+from moa_jax.aot.lowering import (
+    HloModule,
+    abstract_weights,
+    compile_decode,
+    compile_for,
+    compile_prefill,
+    num_bytes,
+)
 from moa_jax.aot.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
-from moa_jax.decode.programs import bucket, cache_rows_for
+from moa_jax.decode.room import Room
 from moa_jax.decode.step import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import llama, masks
@@ -165,6 +173,20 @@ def test_launches_are_what_runs():
     assert found == {"copy": 1, "matrix product": 1, "copy-start": 1, "fusion": 1}
 
 
+def branches(text: str) -> list[str]:
+    """The opcodes of all loops and conditionals of a module, wherever they stand."""
+    every = [each.opcode for block in parse(text).values() for each in block.values()]
+    return sorted(opcode for opcode in every if opcode in ("while", "conditional"))
+
+
+def test_branches_are_found_wherever_they_stand():
+    choice = "conditional(%i, %w), branch_computations={%none, %fused}"
+    assert branches(module("")) == ["while"]
+    assert branches(module("", "", f"%x = {BIG} {choice}")) == ["conditional", "while"]
+    assert branches(module(f"%x = {BIG} {choice}")) == ["conditional", "while"]
+    assert branches(module(f"%x = {BIG} while(%w), condition=%none, body=%fused")) == ["while"] * 2
+
+
 # ---- the program --------------------------------------------------------------------------
 
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]
@@ -174,8 +196,9 @@ UNEVEN = 2047  # rows
 
 
 def session_rows(num_nodes: int) -> int:
-    """The rows of the caches that `Session` makes: as many as it needs, in tiles of 128."""
-    return cache_rows_for(bucket(PROMPT) + bucket(ANSWER) + num_nodes)
+    """The rows of the caches that `Session` makes."""
+    draft_rows = DRAFTS[num_nodes].num_rows
+    return Room(LLAMA.max_position_embeddings, None, draft_rows).rows(PROMPT + ANSWER)
 
 
 def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
@@ -185,6 +208,23 @@ def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     setup = Setup(LLAMA, drafter, shape)
     weights = abstract_weights(setup)
     return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
+
+
+def bundled_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
+    """The same for the bundled pair, which compiles sooner, in a session that chooses."""
+    target, shape = demo_target.config.target, DRAFTS[num_nodes]
+    drafter = DRAFTERS["moa"].make(demo_drafter.config.drafter, target)
+    setup = Setup(target, drafter, shape, most_behind=32)
+    weights = abstract_weights(setup)
+    return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
+
+
+def prefill_program(num_layers: int, cache_rows: int) -> tuple[HloModule, int]:
+    """The same pair with fewer layers, reading a prompt; memory is asked of chains alone."""
+    cfg = dataclasses.replace(LLAMA, num_layers=num_layers)
+    setup = Setup(cfg, DRAFTERS["moa"].make(PAPER.drafter, cfg), DRAFTS[8])
+    weights = abstract_weights(setup)
+    return compile_prefill(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
 
 def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
@@ -212,13 +252,17 @@ def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
 def report(name: str) -> None:
     """Prints what a program moves and holds; in a process of its own, for compilers may crash.
 
-    The name is `stacked`, or numbers of nodes and cache rows as in `8x2176`.
+    The name is `stacked`, or numbers of nodes and cache rows as in `8x2176`, of the bundled pair
+    in `bundled 8x256`, or `prefill` with numbers of layers and cache rows as in `prefill 2x8192`.
     """
-    sizes = [] if name == "stacked" else [int(size) for size in name.split("x")]
-    program, weights = decode_program(*sizes) if sizes else stacked_program()
+    kind, _, numbers = name.rpartition(" ")
+    sizes = [] if name == "stacked" else [int(size) for size in numbers.split("x")]
+    programs = {"": decode_program, "bundled": bundled_program, "prefill": prefill_program}
+    program, weights = programs[kind](*sizes) if sizes else stacked_program()
     facts = {
         "moves": [list(move) for move in large_moves(program.hlo)],
         "launches": launches(program.hlo),
+        "branches": branches(program.hlo),
         "temp": program.temp_bytes,
         "weights": weights,
         "seconds": round(program.seconds, 1),
@@ -226,8 +270,8 @@ def report(name: str) -> None:
     print(json.dumps(facts))
 
 
-def reported(name: str) -> dict:
-    code = f"from tests.aot.test_lowering import report; report({name!r})"
+def reported(name: str, module: str = __name__) -> dict:
+    code = f"from {module} import report; report({name!r})"
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -260,10 +304,19 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
 
 @pytest.mark.slow
 @needs_compiler
-def test_caches_of_uneven_rows_are_padded():
-    """The control for `pad`: every layer writes its values again, each round."""
-    moves = reported(f"1x{UNEVEN}")["moves"]
-    assert [opcode for _, opcode, _, _ in moves] == ["pad"] * LLAMA.num_layers
+@pytest.mark.parametrize("num_nodes", [1, 8, 63], ids=["plain", "chain", "tree"])
+def test_a_round_is_one_graph(num_nodes):
+    """The loop of rounds is the only loop: within one, a GPU waits for no choice of the host's."""
+    facts = reported(f"bundled {num_nodes}x256")
+    assert facts["branches"] == ["while"]
+    assert sum(facts["launches"].values()) > 4 * demo_target.config.target.num_layers  # all of it
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_caches_of_uneven_rows_are_not_padded():
+    """XLA pads the values of an einsum over such rows in each layer and round; kernels do not."""
+    assert reported(f"1x{UNEVEN}")["moves"] == []
 
 
 @pytest.mark.slow
@@ -272,3 +325,11 @@ def test_stacked_weights_are_moved():
     facts = reported("stacked")
     assert sum(size for _, _, size, _ in facts["moves"]) > 4e8  # every weight of a layer
     assert facts["temp"] > 0.05 * facts["weights"]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_reading_a_prompt_takes_the_memory_of_a_chunk():
+    """No array but the caches grows with the prompt: scores stay in the kernels."""
+    small, large = (reported(f"prefill 2x{rows}")["temp"] for rows in (8192, 131_072))
+    assert small < 128 << 20 and large < small + (16 << 20)

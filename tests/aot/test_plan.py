@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import io
 import json
 import operator
 from typing import Any
@@ -16,12 +13,13 @@ import pytest
 from jax import lax
 
 from configs.tiny import config as TINY
-from moa_jax.aot import hlo, machines, planning
-from moa_jax.aot.machines import GIB, has_compiler, machine
+from moa_jax.aot import child, hlo, lowering, machines, planning
+from moa_jax.aot.machines import GIB, machine
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.training import flops
+from tests.aot.compiling import needs, run_plan
 from train import plan
 
 TARGET = TargetConfig(
@@ -468,10 +466,10 @@ def test_a_refused_batch_has_no_collectives(planned, capsys, monkeypatch):
     [("kill -SEGV $$", "SIGSEGV"), ("exit 139", "SIGSEGV"), ("kill -KILL $$", "out of memory")],
 )
 def test_a_crash_is_no_verdict(monkeypatch, capsys, tmp_path, end, name):
-    child = tmp_path / "python"
-    child.write_text(f"#!/bin/sh\necho stack >&2\n{end}\n", encoding="utf-8")
-    child.chmod(0o755)
-    monkeypatch.setattr(planning.sys, "executable", str(child))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho stack >&2\n{end}\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(child.sys, "executable", str(python))
     for module in (plan, machines):
         monkeypatch.setattr(module, "check_compiler", lambda wanted: None)
     assert plan.main(COMMAND) == plan.CRASHED
@@ -487,7 +485,7 @@ def test_without_the_extra_one_line_says_how_to_get_it(monkeypatch):
 
 
 def test_libtpu_says_how_much_is_too_much():
-    used = planning._used
+    used = lowering.needed
     gib = 1024**3
     assert used("required for HLO temporaries (33.50G) exceeds available HBM (15.75G).") == (
         33.5 * gib
@@ -499,32 +497,15 @@ def test_libtpu_says_how_much_is_too_much():
 
 # ---- real compilers -----------------------------------------------------------------------
 
-needs = {
-    compiler: pytest.mark.skipif(
-        not has_compiler(compiler), reason=f"no compiler for {name} here: make env PLAN=1"
-    )
-    for compiler, name in (("tpu", "TPUs"), ("cuda", "NVIDIA GPUs"))
-}
-
-
 LLAMA = ("--config", "configs/moa_llama3_8b.py")
 # The issue's measure: 4 rows of 2048 tokens at once on one H200.
 ALONE = (*LLAMA, "--topology", "h200:1", "--data.rows_per_batch", "4", "--optim.accumulate", "1")
 
 
-@functools.cache
-def run_plan(*flags: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the plan of the program, compiled in its child process."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = plan.main([*flags, "--json"])
-    return code, json.loads(said.getvalue())
-
-
 @pytest.mark.slow
 @needs["tpu"]
 def test_the_8b_step_fits_16_tpu_chips():
-    code, found = run_plan(*LLAMA, "--topology", "v5e:4x4")
+    code, found = run_plan(plan, *LLAMA, "--topology", "v5e:4x4")
     assert code == plan.FITS and found["fits"]
     memory = found["memory"]
     assert memory["target"] == pytest.approx(8.03e9 * 2 / 16, rel=0.01)
@@ -541,7 +522,7 @@ def test_the_8b_step_fits_16_tpu_chips():
 @pytest.mark.slow
 @needs["cuda"]
 def test_the_8b_step_fits_one_h200_with_room():
-    code, found = run_plan(*ALONE)
+    code, found = run_plan(plan, *ALONE)
     assert code == plan.FITS
     assert found["memory"]["peak"] < 0.25 * found["memory"]["limit"]
     assert found["collectives"] == {}
@@ -551,7 +532,7 @@ def test_the_8b_step_fits_one_h200_with_room():
 @pytest.mark.slow
 @needs["cuda"]
 def test_chunks_save_three_quarters_of_temporary_memory():
-    chunked, whole = (run_plan(*ALONE, *flag)[1] for flag in ((), ("--plain",)))
+    chunked, whole = (run_plan(plan, *ALONE, *flag)[1] for flag in ((), ("--plain",)))
     assert whole["memory"]["temporary"] > 4 * chunked["memory"]["temporary"]
     assert whole["flops"]["step"] == whole["flops"]["model"]
 
@@ -566,7 +547,7 @@ def test_chunks_save_three_quarters_of_temporary_memory():
 )
 def test_a_batch_far_too_large_does_not_fit(topology, rows, refused):
     flags = ("--data.rows_per_batch", str(rows), "--optim.accumulate", "1")
-    code, found = run_plan(*LLAMA, "--topology", topology, *flags)
+    code, found = run_plan(plan, *LLAMA, "--topology", topology, *flags)
     assert code == plan.DOES_NOT_FIT and found["refused"] == refused
     assert found["memory"]["peak"] > 2 * found["memory"]["limit"]
 

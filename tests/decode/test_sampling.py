@@ -17,9 +17,10 @@ from transformers.generation import logits_process as hf
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.sample import law_of
+from moa_jax.decode.sample import Said, law_of
 from moa_jax.decode.session import rows_of
 from moa_jax.decode.step import Setup, Weights
+from moa_jax.model import pieces
 from tests.model_folders import refusal
 from tests.sampling_law import PLAIN, law_by_definition
 
@@ -34,16 +35,36 @@ SETTINGS = [
     Sampling(temperature=1.3, top_k=6, top_p=0.7, min_p=0.2, repetition_penalty=0.6),
     Sampling(temperature=0.9, top_k=5, top_p=0.8, logit_bias=((3, 4.0), (7, -100.0))),
     Sampling(temperature=0.0, repetition_penalty=1.3, logit_bias=((5, 2.0),)),
+    Sampling(temperature=1.0, presence_penalty=1.5),
+    Sampling(temperature=1.0, frequency_penalty=-0.7),
+    Sampling(0.9, 8, 0.9, 0.0, 1.4, ((2, 1.5),), presence_penalty=-1.0, frequency_penalty=2.0),
+    Sampling(temperature=0.0, presence_penalty=0.4, frequency_penalty=0.6),
 ]
 
 
-def law_by_transformers(logits_V, seen: set[int], row: Sampling) -> np.ndarray:
+class AnswerPenalties(hf.LogitsProcessor):
+    """Presence and frequency as OpenAI's reference defines them; transformers has neither."""
+
+    def __init__(self, row: Sampling, answer: list[int]) -> None:
+        self.row, self.answer = row, answer
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        for token in self.answer:
+            scores[:, token] -= self.row.frequency_penalty
+        for token in set(self.answer):
+            scores[:, token] -= self.row.presence_penalty
+        return scores
+
+
+def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[int]) -> np.ndarray:
     """The same from transformers' processors, in the order of its `generate`."""
     processors = hf.LogitsProcessorList()
     if row.logit_bias:
         bias = {(token,): value for token, value in row.logit_bias}
         processors.append(hf.SequenceBiasLogitsProcessor(bias))
     processors.append(hf.RepetitionPenaltyLogitsProcessor(row.repetition_penalty))
+    processors.append(AnswerPenalties(row, answer))
     if row.temperature:
         processors.append(hf.TemperatureLogitsWarper(row.temperature))
         if row.top_k:
@@ -58,77 +79,181 @@ def law_by_transformers(logits_V, seen: set[int], row: Sampling) -> np.ndarray:
 
 
 @jax.jit
-def our_log_law(law, logits_BNV, seen_BNV):
-    return sample.log_law(law, sample.adjust(law, logits_BNV, seen_BNV, law.bias_BV))
+def our_log_law(law, logits_BNV, said):
+    return sample.log_law(law, sample.adjust(law, logits_BNV, said, law.bias_BV))
 
 
-def random_logits(spread: float, seed: int = 0):
-    """Logits (B, 2, V) for the rows of SETTINGS, and which tokens were seen."""
+def random_logits(spread: float, seed: int = 0) -> tuple[np.ndarray, Said]:
+    """Logits (B, 2, V) for the rows of SETTINGS, and what was said."""
     rng = np.random.default_rng(seed)
     shape = len(SETTINGS), 2, V
-    return rng.normal(0, spread, shape).astype(np.float32), rng.random(shape) < 0.4
+    logits_BNV = rng.normal(0, spread, shape).astype(np.float32)
+    times_BNV = rng.integers(1, 4, shape) * (rng.random(shape) < 0.3)
+    return logits_BNV, Said((rng.random(shape) < 0.3) | (times_BNV > 0), times_BNV)
+
+
+def in_words(said: Said, b: int, n: int) -> tuple[set[int], list[int]]:
+    """What a node has seen, and its answer in some order."""
+    return (
+        set(np.flatnonzero(said.seen[b, n]).tolist()),
+        np.repeat(np.arange(V), said.times[b, n]).tolist(),
+    )
 
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 def test_law_equals_its_definition_and_transformers(spread):
-    logits_BNV, seen_BNV = random_logits(spread)
-    law_BNV = np.exp(our_log_law(law_of(SETTINGS, V), logits_BNV, seen_BNV))
+    logits_BNV, said = random_logits(spread)
+    law_BNV = np.exp(our_log_law(law_of(SETTINGS, V), logits_BNV, said))
     for b, n in itertools.product(*map(range, law_BNV.shape[:2])):
-        seen = set(np.flatnonzero(seen_BNV[b, n]).tolist())
+        seen, answer = in_words(said, b, n)
         for expected in (law_by_definition, law_by_transformers):
-            law_V = expected(logits_BNV[b, n], seen, SETTINGS[b])
+            law_V = expected(logits_BNV[b, n], seen, SETTINGS[b], answer)
             np.testing.assert_allclose(law_BNV[b, n], law_V, atol=1e-6, err_msg=f"{SETTINGS[b]}")
             assert ((law_BNV[b, n] > 0) == (law_V > 1e-30)).all(), SETTINGS[b]
 
 
+def test_what_was_said_is_found_in_texts():
+    """Prompts are seen and not counted, tokens behind a row's end or negative ones are neither."""
+    tokens_BC = np.array([[1, 1, 2, 1, 3, 3, 7], [4, 5, 6, 6, 6, -1, -1]])
+    law = law_of([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)
+    prompt_length_B, count_B = np.array([2, 1]), np.array([6, 7])
+    said = sample.said_in(law, tokens_BC, prompt_length_B, V, count_B)
+    assert [set(np.flatnonzero(seen_V)) for seen_V in said.seen] == [{1, 2, 3}, {4, 5, 6}]
+    np.testing.assert_array_equal(
+        said.times, [np.bincount(row, minlength=V) for row in ([2, 1, 3, 3], [5, 6, 6, 6])]
+    )
+    some = sample.said_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
+    more_BT = np.array([[3, 3, 9], [6, 6, 6]])
+    some = sample.said_in_answer(some, more_BT, np.array([2, 3]))
+    for ours, theirs in zip(some, said, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert sample.said_in(sample.Law(), tokens_BC, prompt_length_B, V) == Said()
+
+
 def test_settings_that_are_off_change_nothing():
     """Not even an unlikely tail beside rows that use them; and alone they cost nothing."""
-    logits_BNV, seen_BNV = random_logits(15.0)
-    log_BNV = our_log_law(law_of(SETTINGS, V), logits_BNV, seen_BNV)
+    logits_BNV, said = random_logits(15.0)
+    log_BNV = our_log_law(law_of(SETTINGS, V), logits_BNV, said)
     np.testing.assert_allclose(log_BNV[0], jax.nn.log_softmax(logits_BNV[0]), rtol=1e-6)
     off = law_of([PLAIN], V)
-    assert [value is None for value in off] == [False, False, *[True] * 5]
-    np.testing.assert_allclose(our_log_law(off, logits_BNV[:1], None), log_BNV[:1], rtol=1e-6)
+    assert [value is None for value in off] == [False, False, *[True] * 7]
+    np.testing.assert_allclose(our_log_law(off, logits_BNV[:1], Said()), log_BNV[:1], rtol=1e-6)
     assert law_of([Sampling(seed=5)], V) == sample.Law()
+
+
+def test_keys_are_those_that_jax_makes_of_seeds():
+    seeds = [0, 7, 2**31, 2**32 - 1]
+    law = law_of([Sampling(temperature=1.0, seed=seed) for seed in seeds], V)
+    assert law.key_B.dtype == jax.random.key(0).dtype
+    expected = [jax.random.key_data(jax.random.key(np.uint32(seed))) for seed in seeds]
+    np.testing.assert_array_equal(jax.random.key_data(law.key_B), expected)
+
+
+def kept_by_sorting(log_V: np.ndarray, k: int, p: float) -> tuple[np.ndarray, float]:
+    """What top-k and then top-p keep, by sorting; how near top-p was to another choice."""
+    sorted_V = -np.sort(-log_V)
+    mass_V = np.where(np.arange(len(log_V)) < k, np.exp(sorted_V.astype(np.float64)), 0)
+    before_V = np.cumsum(mass_V) - mass_V
+    enough = p * mass_V.sum() if p < 1 else np.inf
+    # Equals stay or go together, so what comes before them is what comes before their first.
+    first_V = np.searchsorted(-sorted_V, -sorted_V)
+    chosen_V = (before_V[first_V] < enough) & (np.arange(len(log_V)) < k)
+    return log_V >= sorted_V[chosen_V].min(), np.abs(before_V[first_V] - enough).min()
+
+
+@pytest.mark.parametrize("size", [7, 200, pytest.param(128256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_what_is_kept_is_what_sorting_keeps(size, ties):
+    """Over laws of all spreads, but for tokens that the last bits of a sum decide."""
+    rng = np.random.default_rng(size)
+    spreads = (0.0, 0.01, 1.0, 4.0, 30.0)
+    rows = [
+        Sampling(temperature=0.7, top_k=k, top_p=p)
+        for k in (0, 1, 5, size, size + 3)
+        for p in (1e-6, 0.3, 0.9, 0.999999, 1.0)
+    ]
+    logits_BNV = rng.normal(size=(len(rows), len(spreads), size)) * np.array(spreads)[:, None]
+    logits_BNV = (np.round(logits_BNV) if ties else logits_BNV).astype(np.float32)
+    law, decided = law_of(rows, size + 3), 0
+    log_BNV = np.asarray(jax.jit(jax.nn.log_softmax)(logits_BNV))
+    found_BNV = np.asarray(jax.jit(sample._kept)(law, log_BNV))
+    for b, n in itertools.product(*map(range, log_BNV.shape[:2])):
+        row = rows[b]
+        kept_V, margin = kept_by_sorting(log_BNV[b, n], row.top_k or size, row.top_p)
+        if margin > 3e-7:
+            np.testing.assert_array_equal(found_BNV[b, n], kept_V, f"{row} {spreads[n]}")
+            decided += 1
+    assert decided > 0.8 * len(rows) * len(spreads)
+
+
+def test_top_p_counts_no_more_equals_than_top_k_has_room_for():
+    """Top-k leaves room for one of three equals: 0.8 in all, of which 0.7 is enough or is not."""
+    log_BNV = np.log(np.array([0.1, 0.4, 0.1, 0.3, 0.1], np.float32))[None, None]
+    for p, kept in ((0.86, [0, 1, 0, 1, 0]), (0.89, [1, 1, 1, 1, 1])):
+        law = law_of([Sampling(temperature=1, top_k=3, top_p=p)], 5)
+        assert sample._kept(law, log_BNV)[0, 0].tolist() == kept
+
+
+def test_pieces_change_nothing_that_is_kept(monkeypatch):
+    log_BNV = jax.nn.log_softmax(np.random.default_rng(2).normal(size=(1, 4, 57)))
+    law = law_of([Sampling(temperature=1, top_k=40, top_p=0.8)], 57)
+    whole_BNV = sample._kept(law, log_BNV)
+    monkeypatch.setattr(pieces, "PIECE", 8)
+    np.testing.assert_array_equal(sample._kept(law, log_BNV), whole_BNV)
+    assert 0 < whole_BNV.sum() < whole_BNV.size
 
 
 def test_extreme_temperatures_are_finite():
     """Towards 0 all on the likeliest token, as at 0; towards infinity nearly all alike."""
     rows = [Sampling(temperature=value) for value in (0.0, 1e-37, 1e-6, 1e6)]
     logits_V = np.array([3.0, 90.0, -50.0, 89.0], np.float32)
-    law_BNV = np.exp(our_log_law(law_of(rows, 4), np.tile(logits_V, (4, 1, 1)), None))
+    law_BNV = np.exp(our_log_law(law_of(rows, 4), np.tile(logits_V, (4, 1, 1)), Said()))
     np.testing.assert_array_equal(law_BNV[:3, 0], [[0, 1, 0, 0]] * 3)
     expected_V = law_by_definition(logits_V, set(), rows[3])
     # Two steps of float32 at log 1/4; a temperature that is 1% off makes seven.
     np.testing.assert_allclose(law_BNV[3, 0], expected_V, rtol=2 * np.finfo(np.float32).eps)
 
 
+def test_the_least_top_p_keeps_the_likeliest():
+    rows = [Sampling(temperature=1.0, top_p=value) for value in (1e-300, 1e-6)]
+    logits_BNV = jnp.tile(jnp.array([3.0, 90.0, -50.0, 89.0]), (2, 1, 1))
+    law_BNV = np.exp(our_log_law(law_of(rows, 4), logits_BNV, None))
+    np.testing.assert_array_equal(law_BNV[:, 0], [[0, 1, 0, 0]] * 2)
+
+
 def test_drafts_are_guided_by_the_settings_of_the_target():
-    """The drafter's law has the same bias and penalty, of committed and of drafted tokens."""
-    logits_BNV, seen_BNV = random_logits(1.0, seed=1)
-    path_BNP = np.full((*seen_BNV.shape[:2], 2), [[0, 1], [0, 2]])
+    """The drafter's law has the same bias and penalties, of committed and of drafted tokens.
+
+    The root 0 is committed, so it is not counted again.
+    """
+    logits_BNV, said = random_logits(1.0, seed=1)
+    said.seen[:, :, 0], said.times[:, :, 0] = True, 2
+    path_BNP = np.full((*logits_BNV.shape[:2], 3), [[0, 1, 1], [0, 2, 3]])
     law, ids_U = law_of(SETTINGS, V), np.array([1, 2, 3, 5, 7, 11])
     drafter = SimpleNamespace(draft_ids=None)
     setup = Setup(SimpleNamespace(vocab_size=V), drafter, DraftShape(3, sampled=True))
 
     @jax.jit
     def guided(weights, law, logits_BNU):
-        now = step.RoundState(None, np.zeros(1, bool), seen_BNV[:, 0])
-        return step.guide(setup, weights, now, law).log_law(logits_BNU, path_BNP)
+        now = step.RoundState(None, np.zeros(1, bool), Said(said.seen[:, 0], said.times[:, 0]))
+        return step.guide(setup, weights, now, law).adjusted(logits_BNU, path_BNP)
 
     whole_BNV = guided(Weights(None, None), law, logits_BNV)
     narrow = Weights(None, None, step.Vocabulary(ids_U, None))
     narrow_BNU = guided(narrow, law, logits_BNV[..., ids_U])
     for b, n in itertools.product(*map(range, whole_BNV.shape[:2])):
-        seen = set(np.flatnonzero(seen_BNV[b, 0]).tolist()) | set(path_BNP[b, n].tolist())
-        expected = law_by_definition(logits_BNV[b, n], seen, SETTINGS[b])
+        seen, answer = in_words(said, b, 0)
+        answer += path_BNP[b, n, 1:].tolist()
+        seen |= set(answer)
+        expected = law_by_definition(logits_BNV[b, n], seen, SETTINGS[b], answer)
         np.testing.assert_allclose(np.exp(whole_BNV[b, n]), expected, atol=1e-6)
         row = SETTINGS[b]
         place = {int(token): u for u, token in enumerate(ids_U)}
         bias = tuple((place[token], x) for token, x in row.logit_bias if token in place)
         row = Sampling(**{**vars(row), "logit_bias": bias})
         seen = {place[token] for token in seen if token in place}
-        expected = law_by_definition(logits_BNV[b, n][ids_U], seen, row)
+        answer = [place[token] for token in answer if token in place]
+        expected = law_by_definition(logits_BNV[b, n][ids_U], seen, row, answer)
         np.testing.assert_allclose(np.exp(narrow_BNU[b, n]), expected, atol=1e-6)
 
 
@@ -147,7 +272,11 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
         (dict(min_p=1.1), "min_p is 1.1"),
         (dict(top_k=-1), "top_k is -1"),
         (dict(top_k=1.5), "top_k is 1.5: choose a whole number"),
-        (dict(repetition_penalty=0.0), "repetition_penalty is 0.0: choose above 0"),
+        (dict(repetition_penalty=0.0), "repetition_penalty is 0.0: choose from 1e-06"),
+        (dict(repetition_penalty=1e-300), "repetition_penalty is 1e-300"),
+        (dict(presence_penalty=2.1), "presence_penalty is 2.1: choose from -2.0 to 2.0"),
+        (dict(presence_penalty=math.nan), "presence_penalty is nan"),
+        (dict(frequency_penalty=-2.1), "frequency_penalty is -2.1: choose from -2.0 to 2.0"),
         (dict(seed=-1), "seed is -1"),
         (dict(seed=1 << 32), "seed is 4294967296"),
         (dict(logit_bias=((1, math.nan),)), "logit_bias holds nan"),

@@ -36,8 +36,8 @@ LOGITS_VV = np.random.default_rng(7).normal(0, 1.5, (2, SIZE, SIZE)).astype(np.f
 MIXED = [
     PLAIN,
     Sampling(temperature=0.8, top_k=2),  # fewer tokens than children
-    Sampling(1.2, 4, 0.9, 0.05, 1.5, ((1, 1.0),)),
-    Sampling(temperature=0.0, repetition_penalty=1.2),
+    Sampling(1.2, 4, 0.9, 0.05, 1.5, ((1, 1.0),), presence_penalty=0.5, frequency_penalty=-0.8),
+    Sampling(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.7),
 ]
 
 
@@ -71,11 +71,11 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     key_B = jax.vmap(jax.random.key)(jnp.arange(B, dtype=jnp.uint32))
     law = sample.Law(key_B, *map(spread, law[1:]))
     setup = Setup(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)
-    zero_B, zero_BR = jnp.zeros(B, jnp.int32), jnp.zeros((B, TOKENS + 1), jnp.int32)
-    seen_BV = sample.seen_with(sample.nothing_seen(law, B, SIZE), zero_B[:, None])
-    now = RoundState(zero_B, zero_B > 0, seen_BV, draft_cache=())
+    zero_B, zero_B2R = jnp.zeros(B, jnp.int32), jnp.zeros((B, 2, TOKENS + 1), jnp.int32)
+    said = sample.said_in(law, zero_B[:, None], zero_B + 1, SIZE)
+    now = RoundState(zero_B, zero_B > 0, said, draft_cache=())
     tokens_BC = jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32)
-    state = DecodeState(now, tokens_BC, zero_B, zero_BR, zero_BR)
+    state = DecodeState(now, tokens_BC, zero_B, zero_B2R)
     limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1))
     head = ids and step.Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
     with monkeypatch.context() as patch:
@@ -96,7 +96,7 @@ def law_of_texts(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, flo
         law = {
             (*text, int(token)): chance * law_V[token]
             for (text, chance), logits_V in zip(law.items(), logits_XV, strict=True)
-            for law_V in [law_by_definition(logits_V, {*prompt, *text}, row)]
+            for law_V in [law_by_definition(logits_V, {*prompt, *text}, row, text)]
             for token in np.flatnonzero(law_V)
         }
     return law
@@ -127,10 +127,12 @@ def assert_law_of_the_target(monkeypatch, shape, rows, ids=None) -> None:
 
 STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], sampled=True)
 
-TWO_LINES = DraftShape.static([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]], sampled=True)
 
-
-@pytest.mark.parametrize("shape", [STATIC, DraftShape(4, sampled=True)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(STATIC, marks=pytest.mark.slow), DraftShape(4, sampled=True)],
+    ids=["tree", "chain"],
+)
 def test_texts_have_the_law_of_the_target(monkeypatch, shape):
     """Several rounds in all, so that noise of one round that returned in the next would show."""
     assert_law_of_the_target(monkeypatch, shape, MIXED)
@@ -140,8 +142,6 @@ def test_texts_have_the_law_of_the_target(monkeypatch, shape):
 @pytest.mark.parametrize(
     ("shape", "ids"),
     [
-        (DraftShape(4, sampled=True, confidence=0.25), None),
-        (dataclasses.replace(TWO_LINES, confidence=0.1), None),
         (STATIC, (1, 2, 4)),
         (DraftShape(3, 3, 6), None),
     ],
@@ -167,7 +167,16 @@ def test_a_broken_residual_shows_in_the_texts(monkeypatch):
 
 # ---- a pair -------------------------------------------------------------------------------
 
-PROMPTS = [[5, 17, 9, 3, 12], [8, 3, 21], [7], [5, 17, 9], [20, 2, 2, 11], [13] * 9]
+PROMPTS = [
+    [5, 17, 9, 3, 12],
+    [8, 3, 21],
+    [7],
+    [5, 17, 9],
+    [20, 2, 2, 11],
+    [13] * 9,
+    [9] * 3,
+    [6, 6],
+]
 TREE = DraftShape(4, 3, 8)
 COUPLED = [  # every row another one; the first two use all that there is
     Sampling(0.8, 12, 0.95, 0.01, 1.2, ((4, 1.5), (9, -math.inf)), seed=3),
@@ -176,8 +185,12 @@ COUPLED = [  # every row another one; the first two use all that there is
     Sampling(temperature=2.0, top_p=0.7, seed=7),
     Sampling(temperature=0.0, repetition_penalty=1.3),
     Sampling(temperature=0.0, repetition_penalty=1.1, logit_bias=((13, -3.0), (4, 2.0))),
+    # Tokens come again, and one that counted twice or late would change both texts.
+    Sampling(temperature=0.7, presence_penalty=-1.0, frequency_penalty=0.5, seed=6),
+    Sampling(temperature=0.0, presence_penalty=-1.0, frequency_penalty=0.5),
 ]
 GREEDY_ROWS = (4, 5)
+PENALISED_ROWS = (6, 7)
 
 
 class Pair:
@@ -194,6 +207,7 @@ class Pair:
         self.results = functools.cache(
             lambda shape: self.session(shape).generate(PROMPTS, 20, NO_STOP, COUPLED)
         )
+        self.defined = functools.cache(functools.partial(text_by_definition, self))
 
     def new_session(self, shape: DraftShape | None) -> Session:
         return Session(self.target, shape and self.drafter, shape)
@@ -218,6 +232,39 @@ def assert_coupled(pair: Pair, shape: DraftShape) -> None:
 
 def test_likeliest_candidates_change_no_text(pair):
     assert_coupled(pair, TREE)
+
+
+@pytest.mark.parametrize("shape", [None, DraftShape(4), TREE], ids=str)
+def test_penalties_of_answers_equal_their_definition(pair, shape):
+    """Token by token with torch's logits and numpy's law, sampled and greedy."""
+    for i in PENALISED_ROWS:
+        found, expected = pair.results(shape)[i], pair.defined(i, COUPLED[i])
+        assert found.token_ids == expected
+        assert shape is None or found.tau > 1
+        off = dataclasses.replace(COUPLED[i], presence_penalty=0.0, frequency_penalty=0.0)
+        assert pair.defined(i, off) != expected  # so they decide something
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [None, DraftShape(4), TREE], ids=str)
+def test_penalties_of_answers_alone(pair, shape):
+    """In programs without any other penalty."""
+    for i in PENALISED_ROWS:
+        (alone,) = pair.session(shape).generate(PROMPTS[i : i + 1], 20, NO_STOP, COUPLED[i])
+        assert alone.token_ids == pair.defined(i, COUPLED[i])
+
+
+def text_by_definition(pair: Pair, i: int, row: Sampling) -> list[int]:
+    """What follows the i-th prompt."""
+    prompt, answer = PROMPTS[i], []
+    law = sample.law_of([dataclasses.replace(row, temperature=1.0)], 24)  # for the noise
+    for position in range(len(prompt), len(prompt) + 20):
+        (logits_V,) = pair.logits_of([[*prompt, *answer]])
+        law_V = law_by_definition(logits_V, {*prompt, *answer}, row, answer)
+        noise_V = sample.gumbel(law, sample.TARGET, jnp.array([[position]]), 24)[0, 0]
+        with np.errstate(divide="ignore"):
+            answer.append(int(np.argmax(np.log(law_V) + noise_V)))
+    return answer
 
 
 @pytest.mark.parametrize("shape", [None, TREE], ids=str)
@@ -256,10 +303,14 @@ def test_seeds_decide(pair):
 
 
 def test_texts_go_on_as_they_began(pair):
-    """Noise belongs to positions, so it is another one after the prompt than in the first round."""
-    texts = [result.token_ids for result in pair.results(None)]
-    prompts = [prompt + text[:7] for prompt, text in zip(PROMPTS, texts, strict=True)]
-    again = pair.session(None).generate(prompts, 13, NO_STOP, COUPLED)
+    """Noise belongs to positions, so it is another one after the prompt than in the first round.
+
+    Where an answer's penalties ask which tokens are the prompt, the text may go on differently.
+    """
+    some = slice(PENALISED_ROWS[0])
+    texts = [result.token_ids for result in pair.results(None)[some]]
+    prompts = [prompt + text[:7] for prompt, text in zip(PROMPTS[some], texts, strict=True)]
+    again = pair.session(None).generate(prompts, 13, NO_STOP, COUPLED[some])
     assert [result.token_ids for result in again] == [text[7:] for text in texts]
 
 
@@ -270,7 +321,6 @@ def test_texts_go_on_as_they_began(pair):
         TREE,
         DraftShape(4),
         dataclasses.replace(STATIC, sampled=False),
-        dataclasses.replace(TREE, confidence=0.05),
     ],
     ids=str,
 )

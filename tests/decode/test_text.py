@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moa_jax.decode.text import Writer, before_stop, stop_finder
+from moa_jax.decode.text import GrowingText, Writer, before_stop, stop_finder
+
+SENTENCE = "Ein Café, ein Kaffee für 3 €. 你好, 👩‍🚀! " * 9
 
 
 class Bytes:
@@ -37,6 +39,51 @@ def test_without_a_tokenizer_ids_are_shown():
     writer = Writer(None)
     assert writer.text([5]) is None
     assert list(writer.pieces([[5, 6], [7]], [])) == ["5 6 ", "7 ", ""]
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+@pytest.mark.parametrize("stops", [(), ("never there",), ("€. 你",), ("Kaffee", "fee fü")])
+def test_a_growing_text_is_the_whole_text(stops, size):
+    tokens = list(SENTENCE.encode())
+    growing, shown = GrowingText(Bytes(), stops), []
+    for start in range(0, len(tokens), size):
+        shown.append(growing.add(tokens[start : start + size]))
+        assert all(stop not in "".join(shown) for stop in stops)
+        assert len("".join(shown)) <= growing.num_characters
+    found = "".join(shown) + growing.end()
+    assert found == before_stop(SENTENCE, stops)
+    count = stop_finder(Bytes(), stops)(tokens) if stops else None
+    assert growing.num_tokens == (count or len(tokens))
+    assert growing.num_characters == len(Bytes().decode(tokens[:count], True))
+    assert not growing.stop or growing.add([65]) == ""
+
+
+def test_tokens_have_places_in_a_growing_text():
+    growing, places = GrowingText(Bytes()), []
+    for token in "a€".encode() + b"\xe2b\xffc":
+        growing.add([token])
+        places.append((growing.begin, growing.num_characters))
+    assert places == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
+
+
+def test_a_growing_text_decodes_few_tokens():
+    class Counting(Bytes):
+        most = 0
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            self.most = max(self.most, len(tokens))
+            return super().decode(tokens, skip_special_tokens)
+
+    tokenizer = Counting()
+    growing = GrowingText(tokenizer, ("never there",))
+    assert "".join(growing.add([token]) for token in SENTENCE.encode()) in SENTENCE
+    assert tokenizer.most < 50
+
+
+def test_a_stop_text_may_be_kept():
+    growing = GrowingText(Bytes(), ("fee",), keep_stop=True)
+    assert growing.add(b"coffee, tea") == "coffee"
+    assert (growing.stop, growing.num_tokens, growing.end()) == ("fee", 6, "")
 
 
 def test_a_text_ends_before_its_first_stop():

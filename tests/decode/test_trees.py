@@ -51,8 +51,6 @@ KINDS = ("moa_", "glide_", "independent_", "eagle_")  # whose rounds are those o
 QUICK = {
     ("moa_llama_trained", "d7b8t62"),
     ("moa_qwen2_n0", "d4b3t8"),
-    ("glide_llama", "d4b3t8"),
-    ("independent_llama", "d4b3t8"),
     ("eagle_llama_trained", "d4b3t8"),
 }
 
@@ -140,14 +138,11 @@ MORE_TREES = [
     DraftShape(3, 2, 1),
     DraftShape(7, 8, 62),
     DraftShape(5, 1, 2),
-    DraftShape(5, confidence=0.05),
-    DraftShape(5, 3, 12, confidence=0.01),
-    DraftShape.static([[0], [1], [0, 0]], confidence=0.05),
 ]
 
 
 def assert_changes_nothing(models, shape: DraftShape) -> set[int]:
-    session = Session(models.target, models.drafter, shape)
+    session = models.session(shape)
     plain = [models.plain.generate([prompt], 24, NO_STOP)[0].token_ids for prompt in PROMPTS]
     batch = session.generate(PROMPTS, 24, NO_STOP)
     for expected, prompt, row in zip(plain, PROMPTS, batch, strict=True):
@@ -173,9 +168,8 @@ def test_more_trees_change_nothing(pair, shape):  # noqa: F811
     assert_changes_nothing(pair, shape)
 
 
-def test_every_stop_position_in_a_tree(simple_pair):  # noqa: F811
-    models = simple_pair
-    session = Session(models.target, models.drafter, DraftShape(4, 3, 8))
+def test_every_stop_position_in_a_tree(pair):  # noqa: F811
+    models, session = pair, pair.session(DraftShape(4, 3, 8))
     whole = models.plain.generate([PROMPTS[0]], 16, NO_STOP)[0].token_ids
     for index, token in enumerate(whole):
         cut = whole[: whole.index(token) + 1]
@@ -188,7 +182,7 @@ def test_every_stop_position_in_a_tree(simple_pair):  # noqa: F811
 # ---- growth, without a model --------------------------------------------------------------
 
 V = 7
-GUIDE = Guide(lambda x, _: jax.nn.log_softmax(x), None, None, V, jnp.ones(1, bool))
+GUIDE = Guide(lambda x, _: jax.nn.log_softmax(x), None, None, V)
 
 
 def table_step(table_VV):
@@ -201,9 +195,9 @@ def table_step(table_VV):
     return fed
 
 
-def grown(table_VV, shape, root=0, guide=GUIDE):
+def grown(table_VV, shape, root=0):
     fed = table_step(jnp.asarray(table_VV, jnp.float32))
-    return jax.jit(lambda: grow.grow(fed, 0, jnp.array([root]), shape, guide))()
+    return jax.jit(lambda: grow.grow(fed, 0, jnp.array([root]), shape, GUIDE))()
 
 
 def paths_of(tree):
@@ -279,28 +273,6 @@ def test_chain_is_the_likeliest_path():
     assert tree.tokens_BN[0].tolist() == expected
 
 
-def test_confidence_leaves_out_what_is_unlikely():
-    """A chain whose second step is a coin toss ends after the first; nothing more is fed."""
-    table_VV = np.full((V, V), -20.0)
-    table_VV[0, 1] = table_VV[1, 2] = table_VV[1, 3] = 0.0
-    table_VV[2:4, 4] = 0.0
-    for shape in (DraftShape(6, confidence=0.6), DraftShape(6, 2, 12, confidence=0.6)):
-        tree, fed = grown(table_VV, shape)
-        assert paths_of(tree) == {(1,)}
-        assert int(fed) == 2  # the root, and the node whose children were not likely enough
-        assert (np.asarray(tree.tokens_BN[0, 2:]) == NOTHING).all(), "missing nodes stand last"
-    tree, _ = grown(table_VV, DraftShape(6, 2, 12, confidence=0.3))
-    assert paths_of(tree) == {(1,), *((1, a) for a in (2, 3)), *((1, a, 4) for a in (2, 3))}
-
-
-def test_confidence_sees_only_rows_that_still_decode():
-    table_VV = np.full((V, V), -20.0)
-    table_VV[0, 1] = 0.0
-    done = GUIDE._replace(active_B=jnp.zeros(1, bool))
-    _, fed = grown(table_VV, DraftShape(6, confidence=0.6), guide=done)
-    assert int(fed) == 0
-
-
 @pytest.mark.parametrize(
     ("make", "line"),
     [
@@ -308,7 +280,6 @@ def test_confidence_sees_only_rows_that_still_decode():
         (lambda: DraftShape(4, 0), "breadth is 0"),
         (lambda: DraftShape(4, 3, 0), "total_tokens is 0"),
         (lambda: DraftShape(65), "at most 64"),
-        (lambda: DraftShape(4, confidence=1.0), "confidence is 1.0"),
         (lambda: DraftShape(4, 3, sampled=True), "static tree"),
         (lambda: DraftShape.static([]), "at least one rank"),
         (lambda: DraftShape.static([[0, 0]]), r"path \[0, 0\] but not \[0\]"),

@@ -91,7 +91,7 @@ def test_round_trip_by_file_and_folder(tmp_path, target):
         save_vocabulary(path, saved)
         for place in (path, str(path), path.parent):
             found = load_vocabulary(place, target)
-            assert (found.vocab_size, found.tokenizer_sha256) == saved[1:]
+            assert found[1:] == (saved.vocab_size, saved.tokenizer_sha256, path)
             assert found.ids_U.dtype == np.int32
             np.testing.assert_array_equal(found.ids_U, ids)
     assert list(path.parent.iterdir()) == [path]

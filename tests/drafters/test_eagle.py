@@ -282,7 +282,6 @@ def _drafted(target, drafter, prompt, depth):
             None,
             None if ids is None else jnp.array(ids),
             target.config.vocab_size,
-            jnp.ones(1, bool),
         )
         root = (jnp.array(prompt[-1:]), jnp.array([len(verified)]), DraftShape(depth), guide)
         tree, _ = functions.propose(params, shared, cache, *root)

@@ -17,6 +17,8 @@ from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
 from tests.drafting import (
+    CHAIN,
+    TREE,
     assert_changes_nothing,
     assert_drafting_equals_training,
     assert_training_makes_a_drafter,
@@ -129,8 +131,9 @@ def test_drafting_equals_training(calm_target):  # noqa: F811
     assert_drafting_equals_training(calm_target, untrained(calm_target, "glide", CONFIG))
 
 
-def test_drafts_change_no_text(calm_target):  # noqa: F811
-    taus = assert_changes_nothing(calm_target, untrained(calm_target, "glide", CONFIG))
+@pytest.mark.parametrize("shape", [TREE, pytest.param(CHAIN, marks=pytest.mark.slow)], ids=str)
+def test_drafts_change_no_text(calm_target, shape):  # noqa: F811
+    taus = assert_changes_nothing(calm_target, untrained(calm_target, "glide", CONFIG), [shape])
     assert all(max(row) > 1 for row in taus), "no draft was accepted, so nothing was shown"
 
 

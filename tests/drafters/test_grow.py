@@ -1,5 +1,6 @@
-"""The worked examples in the docstrings of grow.py: the functions give the arrays shown there."""
+"""The worked examples in the docstrings of grow.py, and the candidates of a level."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,15 +8,17 @@ import pytest
 from moa_jax.config import DraftShape
 from moa_jax.drafters import grow
 from moa_jax.drafters.api import Guide
+from moa_jax.model import pieces
+from moa_jax.model.pieces import PIECE
 from tests.drafting import shown
 
-GUIDE = Guide(lambda x, _: x, None, None, 10, jnp.ones(1, bool))
-AFTER = {  # token -> probabilities of the next one
-    5: {7: 0.5, 8: 0.4},
-    7: {1: 0.5, 2: 0.3},
+GUIDE = Guide(lambda x, _: x, None, None, 10)
+AFTER = {  # token -> probabilities of the next one; what the docstring does not name is below it
+    5: {7: 0.5, 8: 0.4, 0: 0.1},
+    7: {1: 0.5, 2: 0.3, 0: 0.2},
     8: {3: 0.9, 4: 0.1},
-    3: {6: 0.8, 9: 0.1},
-    1: {6: 0.7, 2: 0.2},
+    3: {6: 0.8, 9: 0.1, 0: 0.05, 1: 0.05},
+    1: {6: 0.7, 2: 0.2, 0: 0.1},
 }
 
 
@@ -32,9 +35,9 @@ def example(monkeypatch):
     seen, frontier, select = {}, grow._frontier, grow.select
 
     def keep_frontier(level, flat, breadth):
-        below, best_BW = frontier(level, flat, breadth)
+        below, score_BW, best_BW = frontier(level, flat, breadth)
         seen["best_BW"] = best_BW[0]  # of level 2, the last
-        return below, best_BW
+        return below, score_BW, best_BW
 
     def keep_flat(root_B, flat, shape, bound):
         seen.update(tokens_BX=flat.tokens_BX[0], parent_BX=flat.parent_BX[0])
@@ -83,3 +86,50 @@ def test_the_example_of_a_static_tree():
     assert fed == [([5], [[1]]), ([8], [[1, 1]])]
     assert tree.tokens_BN[0].tolist() == [5, 7, 8, 3, 4]
     assert tree.parent_BN[0].tolist() == [0, 0, 0, 2, 2]
+
+
+# ---- candidates ---------------------------------------------------------------------------
+
+
+def orders() -> dict[str, np.ndarray]:
+    """Rows (1, 3, U) in which equals decide."""
+    rng = np.random.default_rng(0)
+    some_are_out = rng.normal(size=(1, 3, 64))
+    some_are_out[..., 5:60] = -np.inf
+    return {
+        "no ties": rng.normal(size=(1, 3, 64)),
+        "many ties": rng.integers(0, 3, (1, 3, 64)),
+        "all alike": np.zeros((1, 3, 64)),
+        "zeros of both signs": rng.choice([0.0, -0.0, -1.0], (1, 3, 64)),
+        "nearly all are out": some_are_out,
+        "none is left": np.full((1, 3, 64), -np.inf),
+        "the last piece is short": rng.integers(0, 3, (1, 3, 57)),
+        "a short piece that is out": np.full((1, 3, 33), -np.inf),
+        "one piece": rng.integers(0, 3, (1, 3, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", orders())
+def test_the_best_of_pieces_are_the_best_of_all(name, monkeypatch):
+    """The same values at the same places as `lax.top_k`, fewer or more than a piece has."""
+    order_BWU = jnp.asarray(orders()[name], jnp.float32)
+    monkeypatch.setattr(pieces, "PIECE", 8)
+    for count in (1, 2, 7, 8, 12, order_BWU.shape[-1]):
+        if count <= order_BWU.shape[-1]:
+            value_BWk, place_BWk = pieces.top_k(order_BWU, count)
+            expected_BWk, index_BWk = jax.lax.top_k(order_BWU, count)
+            np.testing.assert_array_equal(place_BWk, index_BWk)
+            np.testing.assert_array_equal(value_BWk, expected_BWk)
+            assert place_BWk.dtype == jnp.int32
+    with pytest.raises(ValueError, match="must be no larger"):
+        pieces.top_k(order_BWU, order_BWU.shape[-1] + 1)
+
+
+@pytest.mark.parametrize("size", [PIECE, 2 * PIECE + 1, 16 * 8016])
+def test_scores_are_those_of_a_log_softmax(size):
+    """Bit by bit, in one piece and in many, though the log-softmax is never made."""
+    logits_BWU = jnp.asarray(np.random.default_rng(1).normal(0, 3, (1, 2, size)), jnp.float32)
+    index_BWk, log_prob_BWk = jax.jit(grow._likeliest, static_argnums=1)(logits_BWU, 8)
+    log_BWU = jax.jit(jax.nn.log_softmax)(logits_BWU)
+    np.testing.assert_array_equal(index_BWk, jax.lax.top_k(logits_BWU, 8)[1])
+    np.testing.assert_array_equal(log_prob_BWk, jnp.take_along_axis(log_BWU, index_BWk, axis=-1))

@@ -16,6 +16,8 @@ from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
 from tests.drafting import (
+    CHAIN,
+    TREE,
     assert_changes_nothing,
     assert_drafting_equals_training,
     assert_training_makes_a_drafter,
@@ -132,8 +134,9 @@ def test_drafting_with_borrowed_weights_equals_training(calm_target):  # noqa: F
     assert_drafting_equals_training(calm_target, untrained(calm_target, BORROWED, config))
 
 
-def test_drafts_change_no_text(calm_target):  # noqa: F811
-    for row in assert_changes_nothing(calm_target, cut_short(calm_target)):
+@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
+def test_drafts_change_no_text(calm_target, shape):  # noqa: F811
+    for row in assert_changes_nothing(calm_target, cut_short(calm_target), [shape]):
         assert max(row) > 1.5
 
 

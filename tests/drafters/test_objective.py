@@ -1,6 +1,7 @@
 """Losses as settings, and work in chunks of tokens: other memory, the same numbers."""
 
 import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -21,7 +22,7 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
 from moa_jax.drafters.moa import make
-from moa_jax.model import chunks, layers
+from moa_jax.model import attention, chunks
 from moa_jax.model import llama as llama
 from moa_jax.model.cache import KV
 from moa_jax.training.distillation import abstract_frozen, make_loss, make_probe
@@ -40,19 +41,28 @@ def batch_of(rows: int = 3) -> Batch:
     return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, response_BT)
 
 
+@functools.cache
 def stacked_target() -> dict:
     params = jax.jit(partial(llama.init, TARGET))(jax.random.key(1))
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
+@functools.cache
+def drafter_params() -> dict:
+    init = jax.jit(make(DRAFTER, TARGET).init)
+    return jax.tree.map(lambda x: 3 * x, init(jax.random.key(2)))
+
+
+@functools.cache
+def gradient(objective: Objective):
+    """The compiled gradient of the loss, and its parts."""
+    loss = make_loss(TARGET, make(DRAFTER, TARGET, objective), jnp.float32)
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
 def gradient_of(objective: Objective, progress: float = 0.5):
-    drafter = make(DRAFTER, TARGET, objective)
-    loss = make_loss(TARGET, drafter, jnp.float32)
-    params = jax.tree.map(lambda x: 3 * x, jax.jit(drafter.init)(jax.random.key(2)))
-    found = jax.jit(jax.grad(loss, has_aux=True))(
-        params, stacked_target(), batch_of(), jax.random.key(3), jnp.float32(progress)
-    )
-    return jax.tree.map(np.asarray, found)
+    given = (drafter_params(), stacked_target(), batch_of(), jax.random.key(3))
+    return jax.tree.map(np.asarray, gradient(objective)(*given, jnp.float32(progress)))
 
 
 # ---- chunks -------------------------------------------------------------------------------
@@ -85,16 +95,16 @@ def test_chunked_training_equals_plain(objective):
 
 def test_long_attention_in_chunks_equals_short(monkeypatch):
     keys = jax.random.split(jax.random.key(0), 3)
-    q_BTKGE = jax.random.normal(keys[0], (2, T, 2, 3, 4))
+    q_BKGTE = jax.random.normal(keys[0], (2, 2, 3, T, 4))
     kv = KV(*(jax.random.normal(key, (2, 2, T, 4)) for key in keys[1:]))
     mask_1TT = jnp.tril(jnp.ones((1, T, T), bool))
 
     def found():
-        total = lambda q, kv: jnp.sum(jnp.sin(layers.attend(q, kv, mask_1TT)))  # noqa: E731
-        return jax.grad(total, (0, 1))(q_BTKGE, kv)
+        total = lambda q, kv: jnp.sum(jnp.sin(attention.attend(q, kv, mask_1TT)))  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1)))(q_BKGTE, kv)
 
     whole = found()
-    monkeypatch.setattr(layers, "QUERY_CHUNK", 8)
+    monkeypatch.setattr(attention, "QUERY_CHUNK", 8)
     jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), found(), whole)
 
 
@@ -138,9 +148,9 @@ def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
         )
         return first["log_acceptance"] + 3 * second["log_acceptance"], (first, second, len(scored))
 
-    gradient = jax.value_and_grad(total, (1, 2), has_aux=True)
-    (value, (*found, once)), grads = gradient(True, head_DU, features)
-    (expected, (*alone, twice)), expected_grads = gradient(False, head_DU, features)
+    both = jax.jit(jax.value_and_grad(total, (1, 2), has_aux=True), static_argnums=0)
+    (value, (*found, once)), grads = both(True, head_DU, features)
+    (expected, (*alone, twice)), expected_grads = both(False, head_DU, features)
     assert 2 * once == twice
     compared = lambda a, b: assert_norm_close(a, b, "together")  # noqa: E731
     jax.tree.map(compared, (value, found, grads), (expected, alone, expected_grads))
@@ -221,6 +231,7 @@ def test_no_array_of_tokens_by_vocabulary_lives():
         given = (abstract_frozen(cfg), batch, jax.random.key(0), jnp.float32(0))
         return gradient.lower(params, *given).as_text()
 
-    assert f"{rows}x{length}x{V}" in shapes(0)
-    assert f"{rows}x{length}x{V}" not in shapes(16)
-    assert f"{rows}x16x{V}" in shapes(16)
+    whole, chunked = shapes(0), shapes(16)
+    assert f"{rows}x{length}x{V}" in whole
+    assert f"{rows}x{length}x{V}" not in chunked
+    assert f"{rows}x16x{V}" in chunked

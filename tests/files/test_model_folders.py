@@ -196,6 +196,22 @@ def test_an_interrupted_save_leaves_what_was_there(pair, tmp_path, monkeypatch):
     assert sorted(path.name for path in pair.iterdir()) == ["draft", "target"]
 
 
+def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "some.json"
+    folders.write_json(path, {"depth": 3})
+
+    def full_disk(fresh: Path, content: bytes) -> None:
+        with fresh.open("wb") as file:
+            file.write(content[:9])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            folders.write_json(path, {"depth": 4})
+    assert folders.read_json(path) == {"depth": 3} and list(tmp_path.iterdir()) == [path]
+
+
 def test_only_model_folders_are_replaced(pair, tmp_path):
     target = load_target(pair / "target")
     save_target(pair / "draft", target.config, target.params)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,15 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from moa_jax.files import folders
+from moa_jax.files import folders, placement
+from moa_jax.model import convert
+from moa_jax.model.quantise import quantise_params
 from moa_jax.pretrained import (
     Generation,
     describe_target,
+    formats_of,
+    load_borrowed,
+    load_drafter,
     load_target,
     save_target,
     stored_dtype,
@@ -93,6 +99,71 @@ def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
     expected = tensors["lm_head.weight"].astype(dtype).T
     np.testing.assert_array_equal(target.params["lm_head"], expected)
     assert stored_dtype(pair / "target") == {"float64": "float32"}.get(stored, stored)
+
+
+# ---- eight bits ---------------------------------------------------------------------------
+
+
+def test_weights_are_quantised_as_they_are_loaded(pair):
+    """What is loaded in int8 is what quantising the loaded arrays gives; drafters alike."""
+    target, quantised = (load_target(pair / "target", weights=w) for w in (None, "int8"))
+    expected = quantise_params(target.params, "int8")
+    assert_same_trees(quantised.params, expected)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(expected)} == {"int8", "float32"}
+    options = {"target_layer_inference": 0}
+    drafter = load_drafter(pair / "draft", target, **options)
+    found = load_drafter(pair / "draft", quantised, weights="int8", **options)
+    assert_same_trees(found.params, quantise_params(drafter.params, "int8"))
+    borrow = lambda params: {"embed": params["embed"], "last": params["layers"][-1]}  # noqa: E731
+    shared = load_borrowed(describe_target(pair / "target"), borrow, weights="int8")
+    assert_same_trees(shared, borrow(expected))
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_not_quantised(pair, wrong):
+    name = "model.layers.0.mlp.down_proj.weight"
+    damaged = tensors_of(pair / "target")[name].copy()
+    damaged[3, 5] = wrong
+    edit_tensors(pair / "target", **{name: damaged})
+    said = refusal(load_target, pair / "target", weights="int8")
+    file = pair / "target" / "model.safetensors"
+    assert said.startswith(f"{file}: {name} holds values that are not finite")
+    load_target(pair / "target")  # as before: what is not quantised is not looked at
+
+
+def test_a_dead_channel_is_quantised(pair):
+    name = "model.layers.0.mlp.down_proj.weight"
+    dead = tensors_of(pair / "target")[name].copy()
+    dead[3] = 0
+    edit_tensors(pair / "target", **{name: dead})
+    params = load_target(pair / "target", weights="int8").params
+    kernel = params["layers"][0]["mlp"]["down"]["kernel"]
+    assert float(kernel.scale[3]) == 1 and not np.any(kernel.values[:, 3])
+
+
+def test_formats_are_refused_where_there_are_none(pair, monkeypatch):
+    assert refusal(load_target, pair / "target", weights="int4") == (
+        "weights 'int4': choose int8 or fp8, or none"
+    )
+    assert "this device is cpu: choose int8" in refusal(load_target, pair / "x", weights="fp8")
+    target = describe_target(pair / "target")
+    assert "fp8 weights need" in refusal(load_drafter, pair / "draft", target, weights="fp8")
+    with pytest.raises(ValueError, match="list of layers"):
+        load_target(pair / "target", layers="stacked", weights="int8")
+
+
+@pytest.mark.parametrize(
+    "capability, formats",
+    [
+        ({"compute_capability": "8.6"}, ["int8"]),
+        ({"compute_capability": "8.9"}, ["int8", "fp8"]),
+        ({"compute_capability": "12.0"}, ["int8", "fp8"]),
+        ({"compute_capability": "gfx942"}, ["int8"]),
+        ({}, ["int8"]),
+    ],
+)
+def test_fp8_is_for_hardware_that_has_it(capability, formats):
+    assert formats_of(SimpleNamespace(**capability)) == formats
 
 
 @pytest.mark.parametrize(
@@ -212,7 +283,7 @@ print(max(seen) - before, 4 * sum(int(np.prod(shape)) for shape in shapes.values
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("layers", ["list", "stacked"])
+@pytest.mark.parametrize("layers", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
 def test_the_host_never_holds_a_model_twice(tmp_path, layers):
     peak, model = map(int, run_python(PEAK, str(tmp_path / "target"), layers).split())
     assert 0.8 * model < peak < 1.5 * model
@@ -223,6 +294,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from moa_jax.files import placement
 from moa_jax.pretrained import load_target
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -234,6 +306,7 @@ def of(path, shape):  # split the last axis that four devices share evenly; the 
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 plain = load_target(sys.argv[1], layers=sys.argv[2])
+placement.TURNED_ON_HOST = int(sys.argv[3])
 spread = load_target(sys.argv[1], layers=sys.argv[2], sharding=of)
 def check(path, one, two):
     np.testing.assert_array_equal(one, two)
@@ -243,7 +316,38 @@ print(len({shard.device for shard in spread.params["embed"].addressable_shards})
 """
 
 
-@pytest.mark.parametrize("layers", ["list", "stacked"])
-def test_each_array_is_born_in_its_sharding(saved, layers):
+@pytest.mark.parametrize(
+    "layers, turned_on_host",
+    [("list", 1 << 24), pytest.param("list", 0, marks=pytest.mark.slow), ("stacked", 0)],
+)
+def test_each_array_is_born_in_its_sharding(saved, layers, turned_on_host):
     flags = "--xla_force_host_platform_device_count=4"
-    assert run_python(SHARDED, str(saved / "llama" / "target"), layers, XLA_FLAGS=flags) == "4\n"
+    given = (str(saved / "llama" / "target"), layers, str(turned_on_host))
+    assert run_python(SHARDED, *given, XLA_FLAGS=flags) == "4\n"
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64", "mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_devices_turn_matrices_as_the_host_does(stored, dtype, tmp_path, monkeypatch):
+    """Bit by bit: subnormal numbers, infinities, and halves between two numbers too."""
+    rng = np.random.default_rng(0)
+    halves = rng.integers(0, 1 << 16, (8, 16), dtype=np.uint16)
+    tensors = {
+        "q": rng.normal(size=(24, 16)),
+        "k": np.nan_to_num(halves.view(np.float16)).astype(np.float32) * 1e-38,
+        "v": np.nan_to_num(halves.view(ml_dtypes.bfloat16).astype(np.float32)),
+    }
+    with np.errstate(over="ignore"):
+        mixed = {"q": "bfloat16", "k": "float16", "v": "float32"}
+        dtypes = mixed if stored == "mixed" else dict.fromkeys(tensors, stored)
+        tensors = {name: tensor.astype(dtypes[name]) for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    packing = convert.kernel((None,) * 4, tuple("qkv"), 16, (2, 3, 4), (2, 1, 4), (2, 1, 4))
+    reader = folders.TensorReader(tmp_path)
+    loaded = []
+    for turned_on_host in (1 << 24, 0):
+        monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)
+        loaded.append(np.asarray(placement.read_params(reader, {(): packing}, dtype)))
+    host, device = loaded
+    assert host.dtype == device.dtype == np.dtype(dtype) and host.shape == (16, 2, 5, 4)
+    assert host.tobytes() == device.tobytes()

@@ -12,24 +12,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 
 from configs import demo_drafter, demo_target, moa_llama3_8b
 from configs.shapes import SHAPES
 from infer import bench
 from infer.flags import batches
 from infer.flags.bench import TREE, check, modes_of, parser_of
+from infer.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax import InputError, Result, load_target
 from moa_jax.config import BlockConfig, DraftShape, MoaConfig, TargetConfig
+from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode import step
+from moa_jax.decode.exactness import scores_after
 from moa_jax.decode.sample import law_of
 from moa_jax.decode.session import GREEDY, rows_of
 from moa_jax.drafters import DRAFTERS
-from moa_jax.measure import figures, phases, random_pair, report, traffic, tuned
+from moa_jax.measure import figures, phases, random_pair, report, traffic
+from moa_jax.measure.fidelity import fidelity
 from moa_jax.measure.figures import Run
 from moa_jax.measure.simulate import accept_with
-from moa_jax.model import convert
-from moa_jax.pretrained import save_drafter, save_target
+from moa_jax.model import attention_gpu, attention_tpu, convert, masks
+from moa_jax.model.cache import KV
+from moa_jax.model.quantise import quantise_params
+from moa_jax.pretrained import describe_target, save_drafter, save_target
 from tests.model_folders import refusal
 
 BLOCK = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
@@ -97,7 +105,7 @@ def test_acceptance_by_hand():
     result = Result([7], [1] * 12, "length", [4, 2, 1, 3, 1], 0.0, 1.0, [3, 3, 3, 2, 3])
     found = figures.acceptance([result], 4)
     assert found["acceptance_rate"] == 6 / 11
-    assert found["acceptance_unconditional"] == [3 / 4, 2 / 4, 1 / 4]
+    assert found["acceptance_unconditional"] == [3 / 4, 2 / 4, 1 / 3]
     assert found["acceptance_conditional"] == [3 / 4, 2 / 3, 1 / 1]
 
 
@@ -127,6 +135,19 @@ def test_bytes_of_small_programs():
     assert traffic.bytes_read(jax.jit(written), held, rows) == 4 * 400
 
 
+@pytest.mark.parametrize("kernels", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
+def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
+    past = KV(*[jnp.zeros((1, 2, 256, 64))] * 2)
+    heads, length_B = jnp.zeros((1, 2, 4, 3, 64)), jnp.array([100])
+
+    def twice(past, heads):
+        for _ in range(2):
+            _, past = kernels.attend(heads, past, masks.sight(length_B, masks.line(3)))
+        return past
+
+    assert traffic.bytes_read(twice, past, heads) == 2 * size(past)
+
+
 def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:
     """Setup, weights and a state like that after prefill."""
     functions = DRAFTERS["moa"].make(drafter.config, TARGET)
@@ -134,7 +155,7 @@ def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:
     weights = step.Weights(target.params, drafter.params)
     limits = step.Limits(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
     prompt = (jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))
-    prefill = functools.partial(step.prefill, setup, capacity=40)
+    prefill = functools.partial(step.prefill, setup, capacity=40, chunks=(32,))
     return setup, weights, blank(prefill, weights, *prompt, limits, LAW), limits
 
 
@@ -218,7 +239,8 @@ def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
 
     @jax.jit
     def run(weights, prompt_BT, length_B):
-        state = step.prefill(setup, weights, prompt_BT, length_B, limits, LAW, capacity=200)
+        sizes = {"capacity": 200, "chunks": (32,)}
+        state = step.prefill(setup, weights, prompt_BT, length_B, limits, LAW, **sizes)
         return step.decode(setup, weights, state, limits, LAW)
 
     state = run(weights, jnp.ones((rows, 4), jnp.int32), jnp.full(rows, 4))
@@ -245,16 +267,13 @@ def hasty(monkeypatch):
     """Short loops: what is measured is of no matter here."""
     monkeypatch.setattr(phases, "SECONDS_A_LOOP", 0.01)
     monkeypatch.setitem(traffic.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setattr("infer.flags.bench.TUNE_DEPTHS", ())
-    monkeypatch.setattr("infer.flags.bench.TUNE_TREES", ())
 
 
 @pytest.mark.slow
 def test_one_document_on_stdout(stored, capsys, hasty):
-    flags = ["--modes", "plain,chain", "--chain-depth", "3", "--repeats", "1", "--tune"]
+    flags = ["--modes", "plain,chain", "--chain-depth", "3", "--repeats", "1"]
     bench.main([*stored, *flags, "--max-new-tokens", "12", "--json"])
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    found = json.loads(capsys.readouterr().out)
     assert found.keys() == {"modes", "peers", "settings", "machine"}
     plain, chain = found["modes"]
     assert (plain["mode"], plain["depth"], plain["tau"], plain["speedup"]) == ("plain", 1, 1.0, 1.0)
@@ -272,16 +291,6 @@ def test_one_document_on_stdout(stored, capsys, hasty):
     assert found["settings"]["prompts"] == 3 and found["machine"]["bandwidth_bytes_per_s"] > 0
     text = report.render(found)
     assert "| plain | " in text and "| chain 3 | extend |" in text
-    assert "tuned.json: written" in said.err
-    assert_tuned(Path(stored[3]), max(found["modes"], key=lambda row: row["tokens_per_s"]))
-
-
-def assert_tuned(folder: Path, best: dict) -> None:
-    (entry,) = json.loads((folder / tuned.FILE).read_text())["tuned"]
-    kind = jax.devices()[0].device_kind
-    assert (entry["device_kind"], entry["dtype"], entry["batch"]) == (kind, "float32", 1)
-    assert (entry["mode"], entry["tokens_per_s"]) == (best["mode"], best["tokens_per_s"])
-    assert tuned.load_tuned(folder, kind, "float32") == DraftShape(best["depth"])
 
 
 def test_random_weights_of_a_config(tmp_path, capsys, hasty):
@@ -317,55 +326,85 @@ def test_modes_of_flags():
         modes = modes_of(args, tiny()[1])
         return [(m.name, m.shape.depth, m.shape.breadth, m.shape.total_tokens) for m in modes]
 
-    assert shapes() == [("plain", 1, 1, None), ("chain", 5, 1, None), ("tree", *TREE)]
+    chain = ("chain", 5, 1, None)
+    assert shapes() == [("plain", 1, 1, None), chain, ("tree", *TREE), ("auto", *chain[1:])]
     chains = shapes("--modes", "chain", "--sweep-depth", "2,3", "--chain-depth", "3")
     assert [depth for _, depth, *_ in chains] == [3, 2]
     trees = shapes("--modes", "tree", "--tree", "4,4,9", "--sweep-total", "4,9")
     assert [total for *_, total in trees] == [9, 4]
-    assert len(shapes("--tune")) > 8
 
 
 def test_commands_of_the_gpu_script_parse():
     """They run seldom, where a mistyped flag costs the whole run."""
-    values = {"batch": "8", "dtype": "bfloat16"}
+    values = {"batch": "8", "dtype": "bfloat16", "chance": "0.2"}
     script = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ")
     commands = re.findall(r"-m infer\.bench ([^>|\n]*)", script)
-    assert len(commands) == 2
+    assert len(commands) == 5
     for command in commands:
         args = parser_of(None).parse_args(shlex.split(string.Template(command).substitute(values)))
         check(args)
         assert args.json
 
 
-# ---- tuned.json ---------------------------------------------------------------------------
+# ---- quantised weights --------------------------------------------------------------------
 
 
-def entry_of(kind: str, depth: int) -> dict:
-    place = {"device_kind": kind, "dtype": "float32", "batch": 1}
-    return place | {"mode": "chain", "depth": depth, "breadth": 1, "total_tokens": None}
+def test_random_pairs_are_quantised_as_they_are_drawn():
+    target, drafter = tiny()
+    quantised = random_pair.random_target(TARGET, jnp.float32, Path("tiny"), weights="int8")
+    expected = quantise_params(target.params, "int8")
+    jax.tree.map(np.testing.assert_array_equal, quantised.params, expected)
+    found = random_pair.random_drafter("moa", DRAFT, quantised, jnp.float32, weights="int8")
+    expected = quantise_params(drafter.params, "int8")
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected)
 
 
-def test_tuned_keeps_one_entry_a_device(tmp_path, monkeypatch):
-    assert tuned.load_tuned(tmp_path, "one", "float32") is None
-    for kind, depth in (("one", 3), ("two", 4), ("one", 5)):
-        path = tuned.save_tuned(tmp_path, entry_of(kind, depth))
-    assert tuned.load_tuned(tmp_path, "one", "float32") == DraftShape(5)
-    assert tuned.load_tuned(tmp_path, "two", "float32") == DraftShape(4)
-    assert tuned.load_tuned(tmp_path, "two", "bfloat16") is None
-    before = path.read_text()
+def test_the_cost_of_weights_by_hand():
+    """Two targets whose laws differ much: KL and agreement on the tokens that count."""
+    sharp = lambda target: target._replace(  # noqa: E731
+        params=target.params | {"lm_head": 40 * target.params["lm_head"]}
+    )
+    one = sharp(tiny()[0])
+    two = sharp(random_pair.random_target(TARGET, jnp.float32, Path("other"), seed=3))
+    texts = [([3, 7, 9, 1], [True, False, True, True]), ([5, 60], [False, True])]
+    kls, same = [], []
+    for tokens, counts in texts:
+        for n in (n for n in range(1, len(tokens)) if counts[n]):
+            p, q = (
+                scipy.special.softmax(scores_after(x, tokens[:n], [], GREEDY)) for x in (one, two)
+            )
+            kls.append(scipy.stats.entropy(p, q))
+            same.append(p.argmax() == q.argmax())
+    found = fidelity(one, two, texts)
+    assert (found.tokens, found.agreement) == (3, pytest.approx(np.mean(same)))
+    assert found.mean_kl == pytest.approx(np.mean(kls), rel=1e-3)
+    assert found.worst_kl == pytest.approx(max(kls), rel=1e-3) and min(kls) > 0.01
+    assert fidelity(one, one, texts)[1:] == (0, 0, 1)
 
-    def full_disk(fresh: Path, content: bytes) -> None:
-        with fresh.open("wb") as file:
-            file.write(content[:9])
-        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full_disk)
-        with pytest.raises(OSError):
-            tuned.save_tuned(tmp_path, entry_of("one", 2))
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
-    path.write_text('{"tuned": [{"depth": 3}]}')
-    assert "remove it" in refusal(tuned.load_tuned, tmp_path, "one", "float32")
+def test_the_cost_of_weights_is_reported(stored, capsys, hasty, monkeypatch):
+    texts = [([3, 7, 9, 1], [False, False, True, True])]
+    monkeypatch.setattr(batches, "answers_of", lambda path, target, limit: texts[:limit])
+    flags = ["--modes", "plain", "--limit", "1", "--max-new-tokens", "4", "--repeats", "1"]
+    flags += [*stored, "--weights", "int8", "--weights-cost", "some.jsonl", "--no-phases", "--json"]
+    bench.main(flags)
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["weights"] == "int8"
+    assert (found["weights_cost"]["conversations"], found["weights_cost"]["tokens"]) == (1, 2)
+    text = report.render(found)
+    assert "float32 with int8 weights" in text and "2 tokens of answers in 1 conversations" in text
+    texts.clear()
+    assert "there is no answer in it" in refusal(bench.main, flags)
+
+
+def test_answers_of_conversations_are_marked():
+    target = describe_target(DEMO / "target")
+    path = str(ROOT / "tests" / "data" / "conversations.jsonl")
+    found = list(batches.answers_of(path, target, 2))
+    tokenizer = load_tokenizer(target.folder)
+    assert len(found) == 2
+    said = tokenizer.decode(found[0].tokens_T[found[0].response_T])
+    assert said.startswith("Of course. On which day") and "Next Friday" not in said
 
 
 # ---- refusals and peers -------------------------------------------------------------------
@@ -376,25 +415,26 @@ def test_tuned_keeps_one_entry_a_device(tmp_path, monkeypatch):
     [
         ("--modes plain,trees", "choose from plain, chain, tree"),
         ("--tree 3,4", "three numbers"),
-        ("--modes chain --tune", "lacks plain"),
-        ("--tune --simulate-acceptance 0.5", "trained pair"),
+        ("--modes chain --compare transformers", "lacks plain"),
         ("--random-weights x.py", "no such config file"),
         ("--random-weights configs/tiny.py --target t", "leave out --target"),
         ("--random-weights configs/tiny.py --conversations c", "no tokenizer"),
         ("--compare vllm", "known are transformers"),
         ("--compare transformers --batch 2", "one prompt at a time"),
+        ("--compare transformers --weights int8", "leave out --weights"),
+        ("--weights-cost c.jsonl", "add --weights"),
+        ("--weights-cost c --weights int8 --random-weights configs/tiny.py", "--random-weights"),
+        ("--random-weights configs/tiny.py --weights fp8", "this device is cpu: choose int8"),
+        ("--weights int8 --weights-cost /nowhere.jsonl", "/nowhere.jsonl"),
         ("--compare transformers", "torch is missing"),
         ("--plot x.png", "matplotlib is missing"),
         ("--draft d", "name both"),
-        ("--confidence 1.5", "confidence is 1.5"),
         ("--tree 4,9999,9", "breadth 9999 is more than"),
         ("--batch 100", "6 prompts fill no batch of 100"),
         ("--max-new-tokens 5000", "positions"),
         ("--prompts /nowhere.jsonl", "/nowhere.jsonl"),
         ("--modes plain --cache-rows 32 --max-new-tokens 128", "a cache of 128 rows is too small"),
         ("--modes chain --cache-rows 32 --max-new-tokens 128", "a cache of 128 rows is too small"),
-        ("--tune --confidence 0.3 --batch 100", "--tune stores sizes alone"),
-        ("--tune --target t --draft some/drafter", "--tune needs a drafter in a folder"),
     ],
 )
 def test_refused_flags(flags, fault, monkeypatch):

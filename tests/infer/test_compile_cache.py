@@ -67,6 +67,7 @@ def test_the_cache_is_bounded(tmp_path):
     assert 0 < sum(path.stat().st_size for path in entries(tmp_path)) <= most
 
 
+@pytest.mark.slow
 def test_without_a_bound_everything_is_kept(tmp_path):
     """jax then writes no second file beside a program's own."""
     unbounded = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
@@ -76,6 +77,7 @@ def test_without_a_bound_everything_is_kept(tmp_path):
     assert start(1, **unbounded)["hits"] == len(entries(tmp_path)) > 0
 
 
+@pytest.mark.slow
 def test_a_program_that_another_one_starts_is_silent_too(tmp_path):
     """It finds the folder set, and so does not take it for the user's own."""
     folder = start(1, XDG_CACHE_HOME=str(tmp_path))["folder"]
@@ -85,6 +87,7 @@ def test_a_program_that_another_one_starts_is_silent_too(tmp_path):
     start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=folder, **size)
 
 
+@pytest.mark.slow
 def test_the_user_decides_where_it_is(tmp_path):
     own = tmp_path / "own"
     start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(own))

@@ -58,7 +58,7 @@ def stored_tensors(table, dtype=np.float32):
 def packed_tree(table, tensors):
     return convert.nest(
         {
-            path: convert.pack(packing, (tensors[name] for name in packing.names), np.float32)
+            path: convert.pack(packing, [tensors[name] for name in packing.names], np.float32)
             for path, packing in table.items()
         }
     )

@@ -18,13 +18,12 @@ from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import train_tokenizer
 from moa_jax.decode import step
 from moa_jax.decode.session import rows_of
-from moa_jax.measure.tuned import save_tuned
 from tests.conftest import arrays_of, golden_cases
 from tests.model_folders import save_random_pair
 
 RESULT_KEYS = {
     *("prompt_ids", "token_ids", "text", "finish_reason", "rounds", "accept_lengths", "tau"),
-    *("prefill_s", "decode_s", "tokens_per_s", "drafted"),
+    *("prefill_s", "decode_s", "tokens_per_s", "drafted", "drafted_levels"),
 }
 
 
@@ -32,7 +31,7 @@ RESULT_KEYS = {
 def folders(tmp_path_factory) -> list[str]:
     """The flags that name a random pair, whose target has 300 tokens and a tokenizer."""
     folder = tmp_path_factory.mktemp("pair")
-    save_random_pair(folder, "llama", seed=5, vocab_size=300, num_hidden_layers=3)
+    save_random_pair(folder, "llama", seed=5, vocab_size=300, num_hidden_layers=2)
     train_tokenizer(iter(["Good morning, how can I help?"] * 9), 290, folder / "tokenizer")
     for file in (folder / "tokenizer").iterdir():
         file.rename(folder / "target" / file.name)
@@ -62,7 +61,40 @@ def test_json_is_the_contract(ask, folders):
     target = load_target(folders[1], jnp.float32)
     (plain,) = Session(target).generate([[5, 6, 7]], 9)
     assert result["token_ids"] == plain.token_ids
-    assert document["settings"]["mode"] == "chain" and document["settings"]["depth"] == 5
+    assert document["settings"]["mode"] == "auto" and document["settings"]["depth"] == 5
+    assert set(result["drafted"]) == {4} and len(result["drafted"]) == result["rounds"]
+
+
+def test_json_has_penalties_and_log_probabilities(ask, folders):
+    flags = "--prompt-ids 5,6,7 --max-new-tokens 9 --mode chain --depth 3 --json --logprobs 2"
+    code, out, _ = ask(*flags.split(), "--presence-penalty", "-0.5", "--frequency-penalty=1.5")
+    document = json.loads(out)
+    (result,) = document["results"]
+    assert code == 0 and set(result) == RESULT_KEYS | {"logprobs"}
+    row = Sampling(presence_penalty=-0.5, frequency_penalty=1.5)
+    session = Session(load_target(folders[1], jnp.float32), top_logprobs=2)
+    (plain,) = session.generate([[5, 6, 7]], 9, sampling=row)
+    assert result["token_ids"] == plain.token_ids
+    for ours, theirs in zip(result["logprobs"], plain.logprobs, strict=True):
+        assert ours["logprob"] == pytest.approx(theirs.logprob, abs=1e-5)
+        assert [token for token, _ in ours["top"]] == [token for token, _ in theirs.top]
+    assert document["settings"]["presence_penalty"] == -0.5
+    assert document["settings"]["frequency_penalty"] == 1.5
+
+
+def test_weights_in_eight_bits(ask, folders):
+    """The text is that of the quantised target alone, and settings say so."""
+    code, out, _ = ask(
+        *"--prompt-ids 5,6,7 --max-new-tokens 9 --weights int8 --check --json".split()
+    )
+    document = json.loads(out)
+    (result,) = document["results"]
+    assert code == 0 and result["difference"] is None
+    assert document["settings"]["weights"] == "int8"
+    assert document["settings"]["dtype"] == "float32"
+    target = load_target(folders[1], jnp.float32, weights="int8")
+    (plain,) = Session(target).generate([[5, 6, 7]], 9)
+    assert result["token_ids"] == plain.token_ids
 
 
 @pytest.mark.parametrize("folder", golden_cases("moa_llama_trained", "generate.npz"))
@@ -75,10 +107,12 @@ def test_json_equals_recorded_draft(folder, ask):
     assert prompt + json.loads(out)["results"][0]["token_ids"] == whole
 
 
-def test_text_streams_and_compares(ask):
-    code, out, err = ask("--prompt", "Good morning", "--max-new-tokens", "8", "--compare")
+def test_text_streams_and_compares(ask, monkeypatch):
+    monkeypatch.setattr("infer.comparison.SECONDS", 0.0)
+    flags = ["--max-new-tokens", "8", "--mode", "chain", "--compare"]
+    code, out, err = ask("--prompt", "Good morning", *flags)
     assert code == 0 and out.endswith("\n")
-    assert "tau" in err and "the same tokens" in err and "tokens/s" in err
+    assert "| chain |" in err and "chain writes the same tokens" in err and "3 times each" in err
 
 
 @pytest.mark.slow  # tests/decode/test_sampling_texts.py has the theorem
@@ -177,20 +211,41 @@ def test_prompt_from_stdin(ask, monkeypatch):
     assert len(json.loads(out)["results"]) == 1
 
 
-def test_chat_keeps_its_history(ask, monkeypatch):
-    asked = iter(["Good morning", "help", "/new", "Good morning", ""])
-    prompts = []
-    answer = generate._answer_as_text
+@pytest.fixture
+def chat(ask, monkeypatch):
+    """Says some lines in a chat; gives the prompts, and the programs compiled by each answer."""
 
-    def spy(ask, prompt, *rest):
-        prompts.append(prompt)
-        return answer(ask, prompt, *rest)
+    def chat(*lines: str) -> tuple[list[list[int]], list[int]]:
+        asked, prompts, compiled = iter([*lines, ""]), [], []
+        answer = generate._answer_as_text
 
-    monkeypatch.setattr(generate, "_answer_as_text", spy)
-    monkeypatch.setattr(generate, "_ask", lambda: next(asked))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    ask("--max-new-tokens", "4")
+        def spy(ask, prompt, *rest):
+            prompts.append(prompt)
+            found = answer(ask, prompt, *rest)
+            compiled.append(ask.session.num_compiled)
+            return found
+
+        monkeypatch.setattr(generate, "_answer_as_text", spy)
+        monkeypatch.setattr(generate, "_ask", lambda: next(asked))
+        monkeypatch.setattr(generate, "fill_meanwhile", lambda session: None)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        ask("--max-new-tokens", "4")
+        return prompts, compiled
+
+    return chat
+
+
+def test_chat_keeps_its_history(chat):
+    prompts, _ = chat("Good morning", "help", "/new", "Good morning")
     assert prompts[1][: len(prompts[0])] == prompts[0] and prompts[2] == prompts[0]
+
+
+def test_a_chat_grows_without_compiling(chat):
+    """Prompts of one chunk and of several, and far more rows than a single prompt would get."""
+    prompts, compiled = chat(*["Good morning, how can I help? " * 2] * 8)
+    lengths = [len(prompt) for prompt in prompts]
+    assert lengths == sorted(lengths) and lengths[0] < 64 and 128 < lengths[-1]
+    assert compiled == [2] * 8
 
 
 def test_vllm_speculative_config(ask, folders):
@@ -211,18 +266,6 @@ def test_a_prompt_alone_is_decoded_as_its_row():
     sampling = Sampling(0.8, seed=2**32 - 1)
     ask = generate.Asking(None, None, None, SimpleNamespace(stop_ids=None), sampling, None)
     assert [ask.settings(i)["sampling"] for i in range(3)] == rows_of(sampling, 3)
-
-
-def test_tuned_drafts(ask, folders):
-    """Where plain decoding was fastest, nothing is drafted."""
-    place = {"device_kind": jax.devices()[0].device_kind, "dtype": "float32", "batch": 2}
-    save_tuned(Path(folders[3]), place | {"depth": 1, "breadth": 1, "total_tokens": None})
-    flags = ["--prompt-ids", "5,6,7", "--max-new-tokens", "4", "--json", "--tuned", "--batch", "2"]
-    _, out, _ = ask(*flags)
-    document = json.loads(out)
-    settings = [document["settings"][key] for key in ("mode", "draft", "depth")]
-    assert settings == ["plain", None, 1]
-    assert document["results"][0]["accept_lengths"] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -251,9 +294,13 @@ def test_tuned_drafts(ask, folders):
         (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
         (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--prompt-ids", "5", "--weights", "int4"], "choose from 'int8', 'fp8'"),
+        (["--prompt-ids", "5", "--weights", "fp8"], "fp8 weights need an NVIDIA GPU"),
         (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 128 rows is too small"),
-        (["--prompt-ids", "5", "--tuned"], "run python -m infer.bench --tune --target"),
         (["--prompt-ids", "5", "--batch", "2"], "--batch 2 is for --json"),
+        (["--prompt-ids", "5", "--logprobs", "2"], "--logprobs 2 is for --json"),
+        (["--prompt-ids", "5", "--json", "--logprobs", "21"], "21 likeliest tokens: choose from 0"),
+        (["--prompt-ids", "5", "--presence-penalty", "3"], "presence_penalty is 3.0: choose from"),
         (["--prompt-ids", "5", "--stop-ids", "2,300"], "--stop-ids names the id 300"),
         (["--prompt-ids", "5", "--stop-ids", "-1"], "--stop-ids names the id -1"),
         (["--prompt-ids", "5", "--check", "--sampled-drafts", "--temperature", "1"], "leave out"),

@@ -47,6 +47,17 @@ def test_text_describes_a_model(model, capsys):
     assert "3.0 MiB, model_type llama, vocab_size 64, hidden_size 32" in line
 
 
+def test_loading_is_timed_when_asked(saved, capsys):
+    target = str(saved / "llama" / "target")
+    info.main(["--json", "--load", "--target", target, "--draft", target])
+    report = json.loads(capsys.readouterr().out)
+    loading, size = report["loading"], report["pair"]["target"]["weights_bytes"]
+    assert loading["dtype"] == "float32"
+    assert loading["seconds"] * loading["bytes_per_s"] == pytest.approx(size)
+    line = info.render(report).splitlines()[-1]
+    assert line.split()[0] == "loading" and line.endswith("GB/s")
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         program.run(info.main, ["--target", str(tmp_path)])

@@ -6,15 +6,12 @@ import argparse
 import json
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from infer import program
 from infer.flags import pair
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
-from moa_jax.measure.tuned import save_tuned
 from tests.model_folders import refusal
 
 
@@ -28,7 +25,7 @@ def parse(*flags: str) -> argparse.Namespace:
 def loading(monkeypatch, *flags: str) -> argparse.Namespace:
     """The flags after a pair was loaded by them, without the loading."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise InterruptedError
 
     monkeypatch.setattr(pair, "load_target", stop)
@@ -104,8 +101,8 @@ def test_tree_flags(tmp_path):
     assert shape() == DraftShape(7, 8, 62)
     assert shape("--depth", "3", "--breadth", "2", "--total-tokens", "5") == DraftShape(3, 2, 5)
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
-    static = DraftShape.static([[0], [1], [0, 0]], confidence=0.1)
-    assert shape("--paths", str(tmp_path / "tree.json"), "--confidence", "0.1") == static
+    static = DraftShape.static([[0], [1], [0, 0]])
+    assert shape("--paths", str(tmp_path / "tree.json")) == static
     (tmp_path / "tree.json").write_text("[[0")
     assert "is no JSON list of paths" in refusal(shape, "--paths", str(tmp_path / "tree.json"))
     assert "leave out --depth" in refusal(shape, "--paths", "x", "--depth", "3")
@@ -113,64 +110,18 @@ def test_tree_flags(tmp_path):
     assert "use it with --mode tree" in refusal(chain, "--breadth", "3")
 
 
-# ---- tuned drafts -------------------------------------------------------------------------
-
-SHAPES = {"plain": DraftShape(1), "chain": DraftShape(4), "tree": DraftShape(4, 2, 9)}
-
-
-def tune(folder, shape: DraftShape, batch: int = 1) -> None:
-    place = {"device_kind": jax.devices()[0].device_kind, "dtype": "bfloat16", "batch": batch}
-    sizes = {key: getattr(shape, key) for key in ("depth", "breadth", "total_tokens")}
-    save_tuned(folder, place | sizes)
-
-
-@pytest.mark.parametrize("mode", SHAPES)
-def test_a_session_drafts_as_tuned(tmp_path, monkeypatch, mode):
-    made = []
-    monkeypatch.setattr(pair, "Session", lambda *models, **rest: made.append((*models, rest)))
-    target = SimpleNamespace(params={"embed": jnp.zeros(1, jnp.bfloat16)})
-    drafter = SimpleNamespace(folder=tmp_path, depth=6)
-    tune(tmp_path, DraftShape(7))
-    tune(tmp_path, SHAPES[mode], batch=8)
-    pair.open_session(parse("--tuned"), target, drafter, batch=8, cache_rows=99)
-    pair.open_session(parse("--tuned", "--confidence", "0.2"), target, drafter)
-    pair.open_session(parse(), target, drafter)
-    (_, _, shape, rest), (_, _, other, _), (_, _, own, _) = made
-    assert shape == SHAPES[mode] and rest["cache_rows"] == 99 and pair.mode_of(shape) == mode
-    assert (other, own) == (DraftShape(7, confidence=0.2), DraftShape(6))
-
-
-def test_what_was_not_tuned_names_the_command(tmp_path):
-    target = SimpleNamespace(params={"embed": jnp.zeros(1, jnp.bfloat16)})
-    drafter = SimpleNamespace(folder=tmp_path, depth=6)
-    said = refusal(pair.tuned_shape, parse("--tuned"), target, drafter, 1)
-    assert said.startswith(f"{tmp_path} is not tuned for ")
-    assert said.endswith("run python -m infer.bench --tune --dtype bfloat16 --batch 1")
-    tune(tmp_path, DraftShape(4))
-    args = parse("--tuned", "--target", "t", "--draft", "d")
-    said = refusal(pair.tuned_shape, args, target, drafter, 8)
-    assert said.endswith("--tune --target t --draft d --dtype bfloat16 --batch 8")
-
-
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "mode", "shape"),
     [
-        ("--mode", "chain"),
-        ("--depth", "3"),
-        ("--num-speculative-tokens", "3"),
-        ("--breadth", "2"),
-        ("--total-tokens", "3"),
-        ("--paths", "x"),
+        (["--depth", "1"], "plain", DraftShape(1)),
+        (["--mode", "chain"], "chain", DraftShape(6)),
+        (["--mode", "tree", "--depth", "4"], "tree", DraftShape(4, 8, 62)),
     ],
 )
-def test_tuned_is_all_of_a_shape(flags):
-    said = refusal(pair.load_pair, parse("--tuned", *flags))
-    assert said == f"--tuned says mode and sizes of a draft: leave out {flags[0]}"
-
-
-def test_tuned_takes_nothing_from_vllms_json_or_the_hub():
-    said = refusal(pair.load_pair, parse("--tuned", *speculative(num_speculative_tokens=3)))
-    assert said.endswith("leave out --num-speculative-tokens")
-    config = speculative(model="some/drafter")
-    said = refusal(pair.load_pair, parse("--tuned", "--target", "t", *config))
-    assert said == "--tuned needs a drafter in a folder: some/drafter is none, copy it to one"
+def test_a_session_drafts_as_the_flags_say(monkeypatch, flags, mode, shape):
+    made = []
+    monkeypatch.setattr(pair, "Session", lambda *models, **rest: made.append((*models, rest)))
+    drafter = SimpleNamespace(depth=6)
+    pair.open_session(parse(*flags), "target", drafter, cache_rows=99)
+    assert made == [("target", drafter, shape, {"vocabulary": None, "cache_rows": 99})]
+    assert pair.kind_of(shape) == mode

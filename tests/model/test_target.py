@@ -31,11 +31,11 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=TARGETS,
-    ids=lambda p: "-".join([p[0], *(f"{k}={v}" for k, v in p[1].items())]),
-)
+def named(case) -> str:
+    return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=named)
 def saved(request, tmp_path_factory):
     """A random torch model, right-padded tokens, and the folder that transformers wrote."""
     family, sizes = request.param
@@ -80,6 +80,11 @@ def test_every_layer_equals_transformers(saved, layers):
     assert_close(llama.unembed(loaded.params, found.hidden_BTD)[real_BT], logits[real_BT], "logits")
 
 
+# One of each family is fast; llama31 has a single head of keys and values.
+CACHED = [pytest.param(case, marks=pytest.mark.slow if case[1] else []) for case in TARGETS]
+
+
+@pytest.mark.parametrize("saved", CACHED, indirect=True, ids=named)
 def test_cached_pass_equals_whole_pass(saved):
     """A prompt in one piece, then tokens one and three at a time, at uneven lengths.
 
@@ -97,8 +102,8 @@ def test_cached_pass_equals_whole_pass(saved):
     for advance_B, count in (([3, 1, 2], 3), ([1, 1, 1], 1), ([3, 2, 1], 3)):
         index_BT = length_B[:, None] + jnp.arange(count)
         new_BT = jnp.take_along_axis(tokens_BT, index_BT, axis=1)
-        mask = masks.cached(masks.line(count), length_B, rows)
-        found = forward(params, new_BT, llama.Context(index_BT, mask, caches, length_B))
+        sight = masks.sight(length_B, masks.line(count))
+        found = forward(params, new_BT, llama.Context(index_BT, sight, caches))
         hidden_BWD = np.asarray(found.hidden_BTD)
         for b, advance in enumerate(advance_B):
             start = int(length_B[b])

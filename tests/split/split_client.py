@@ -70,7 +70,7 @@ class ToyHalf:
         self.exact = True  # whether rows come as they were
         self.reset(Sampling())
 
-    def reset(self, sampling: Sampling) -> None:
+    def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
         self.rows: list[tuple[str, int]] = []  # where from, and the token
 
     def _put(self, start: int, source: str, tokens: Sequence[int]) -> None:

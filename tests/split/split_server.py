@@ -15,8 +15,8 @@ import numpy as np
 import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
+from infer.listening.patience import PatientHttp
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
-from infer.split.server.listener import PatientHttp
 from infer.split.server.metrics import ServerMetrics
 from infer.split.server.scheduler import Scheduler
 from infer.split.server.sessions import ServerLimits
@@ -102,10 +102,10 @@ class ToySlots:
         if self.error is not None:
             raise self.error
 
-    def open(self, sampling: Sampling, stop_ids: list[int], total: int) -> int:
+    def open(self, sampling: Sampling, stop_ids: list[int], total: int, prompt_length: int) -> int:
         self.diary.append(("open",))
         index = self.slots.index(None)
-        self.slots[index] = Slot(sampling, frozenset(stop_ids), total)
+        self.slots[index] = Slot(sampling, frozenset(stop_ids), total, prompt_length)
         return index
 
     def close(self, slot: int) -> None:
@@ -300,6 +300,7 @@ def opening(tokens: list[int], total: int = 400, **changes) -> wire.Open:
     fields = {
         "seq": 0,
         "tokens": tokens,
+        "prompt_length": len(tokens),
         "root_given": False,
         "known": 0,
         "total": total,

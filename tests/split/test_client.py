@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import socket
 import ssl
-import subprocess
 
 import pytest
 
@@ -19,6 +17,7 @@ from moa_jax.split import wire
 from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import Slots
+from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
 from tests.split.split_client import relayed, serving
@@ -371,20 +370,14 @@ def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, 
 @pytest.mark.slow
 def test_split_client_knows_certificates(ask, server, tmp_path):
     """A certificate that nobody signed, the right one, and a server that speaks no TLS."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    pem = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
-    command = ["openssl", "req", "-x509", *key, *names, *pem]
-    subprocess.run(command, check=True, capture_output=True)
+    cert, key = certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    tls.load_cert_chain(cert, key)
     with relayed(server.port, lambda message, seen: [message], token="secret", tls=tls) as port:
         url = f"wss://127.0.0.1:{port}/v1/split"
         said = refused(ask(*IDS, url=url))
         assert "its certificate is not trusted (" in said and "see --tls-ca" in said
-        code, out, err = ask(*IDS, "--tls-ca", tmp_path / "cert.pem", url=url)
+        code, out, err = ask(*IDS, "--tls-ca", cert, url=url)
         assert code == 0 and len(out.split()) == NEW, err
         said = refused(ask(*IDS, url=f"ws://127.0.0.1:{port}/v1/split"))
         assert "--offline" in said

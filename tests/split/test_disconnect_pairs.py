@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -209,51 +210,56 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
 
 
 NETWORKS = ["loopback", "wired", "5g", "4g", "far"]
+KILLED = "4g"  # over this network the server dies once
 
 
-@pytest.mark.parametrize("profile", NETWORKS)
-def test_disconnect_fifty_questions_of_the_bundled_pair(demo, program, profile):
-    """The same tokens as local plain decoding over one network, whatever happens on the way:
+def test_disconnect_fifty_questions_over_five_networks(demo, program):
+    """The same tokens as local plain decoding over each network, whatever happens on the way:
 
     links are cut, refused and reset at random bytes; messages come twice, late, never, cut short or
-    again after a while; and once, on one of the networks, the server is killed and comes back.
+    again after a while; and one of the two servers is killed and comes back. All networks at once.
     """
     session, half, facts = demo
-    process, port = program()
+    servers = {name: program() for name in (KILLED, "others")}
     prompts = questions(50, 400)
     assert len(prompts) == 50
     restarted = []
 
-    def act_of(index: int, proxy: Proxy):
-        fail = failing(proxy, index, 0.05)
+    def answer_all(profile: str) -> list[Any]:
+        process, port = servers[profile if profile == KILLED else "others"]
+        spoil = spoiler(NETWORKS.index(profile), 12, 0.05)
+        with relayed(port, spoil) as spoiled, linked(spoiled, PROFILES[profile]) as proxy:
 
-        def act(event: int, answering) -> None:
-            if profile == "4g" and index >= 25 and event >= 3 and not restarted:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                restarted.append(program(port))
-            fail(event, answering)
+            def act_of(index: int):
+                fail = failing(proxy, index, 0.05)
 
-        return act
+                def act(event: int, answering) -> None:
+                    if profile == KILLED and index >= 25 and event >= 3 and not restarted:
+                        process.send_signal(signal.SIGKILL)
+                        process.wait()
+                        restarted.append(program(port))
+                    fail(event, answering)
 
-    spoil = spoiler(NETWORKS.index(profile), 12, 0.05)
-    with relayed(port, spoil) as spoiled, linked(spoiled, PROFILES[profile]) as proxy:
+                return act
 
-        async def work(answering):
-            found = []
-            for index, prompt in enumerate(prompts):
-                act = act_of(index, proxy)
-                found.append(await answered(answering, prompt, 32, act=act, seconds=500))
-            return found
+            async def work(answering):
+                acts = [act_of(index) for index in range(len(prompts))]
+                pairs = zip(prompts, acts, strict=True)
+                return [await answered(answering, p, 32, act=act, seconds=500) for p, act in pairs]
 
-        options = dataclasses.replace(DEMO_OPTIONS, patience=20)  # what never comes costs as much
-        answers = run_client(at(proxy.port, facts, 20), options, work, half)
-        proxy.heal()
-    for prompt, found in zip(prompts, answers, strict=True):
-        (plain,) = session.generate([prompt], 32, NO_STOP)
-        assert found.tokens == plain.token_ids
-    assert sum(found.counts.drops for found in answers) > 10
-    assert bool(restarted) == (profile == "4g")
+            # What never comes costs as much as this.
+            options = dataclasses.replace(DEMO_OPTIONS, patience=20)
+            found = run_client(at(proxy.port, facts, 20), options, work, half.twin())
+            proxy.heal()
+        return found
+
+    with ThreadPoolExecutor(len(NETWORKS)) as pool:
+        answers_of = dict(zip(NETWORKS, pool.map(answer_all, NETWORKS), strict=True))
+    plain = [session.generate([prompt], 32, NO_STOP)[0].token_ids for prompt in prompts]
+    for profile, answers in answers_of.items():
+        assert [found.tokens for found in answers] == plain, profile
+        assert sum(found.counts.drops for found in answers) > 10, profile
+    assert len(restarted) == 1
 
 
 def memory_of(process: subprocess.Popen) -> float:
@@ -295,6 +301,9 @@ def test_disconnect_soak_of_32_clients(demo, program):
                 time.sleep(1)
         assert all(client.result() for client in running)
         proxy.heal()
-    settled = sizes[len(sizes) // 2]  # all programs are compiled, all slots were used
-    assert max(sizes[len(sizes) // 2 :]) < settled * 1.1 + 30, sizes
+    # A pass needs memory for itself, so what stays between passes is seen in the least size.
+    third = len(sizes) // 3
+    before, after = sizes[third : 2 * third], sizes[2 * third :]  # all programs are compiled
+    assert min(after) < min(before) * 1.03 + 10, sizes
+    assert max(after) < 1.5 * min(before), sizes
     assert process.poll() is None

@@ -64,7 +64,7 @@ def random_messages(seed: int) -> list[Any]:
     more = bool(rng.integers(2))
     return [
         Hello(f"moa-jax {seed}", pairing, CODECS[seed % 3], more),
-        Open(seq, prompt, more, 1, 64, tokens(3, 0), sampling_fields(sampling)),
+        Open(seq, prompt, 1, more, 1, 64, tokens(3, 0), sampling_fields(sampling)),
         Resume(name, -1 if more else seq, 7),
         Verify(seq, drafted, [int(rng.integers(node + 1)) for node in range(len(drafted))]),
         Read(seq, tokens(64)),
@@ -118,7 +118,8 @@ def test_messages_come_back(seed):
 
 
 def test_sampling_travels_whole():
-    sampling = Sampling(0.7, 40, 0.9, 0.01, 1.1, seed=(1 << 32) - 1)
+    penalties = {"presence_penalty": -0.5, "frequency_penalty": 1.5}
+    sampling = Sampling(0.7, 40, 0.9, 0.01, 1.1, **penalties, seed=(1 << 32) - 1)
     message = dataclasses.replace(of(Open), sampling=sampling_fields(sampling))
     assert Sampling(**decode(encode(message), Open).sampling) == sampling
     whole = dataclasses.replace(of(Open), sampling=sampling_fields(Sampling()) | {"temperature": 1})
@@ -180,6 +181,8 @@ BROKEN: list[tuple[type, str, Any]] = [
     (Open, "tokens", ints(*range(65))),
     (Open, "tokens", ints(1)[:3]),
     (Open, "tokens", [1, 2]),
+    (Open, "prompt_length", 0),
+    (Open, "prompt_length", 65),
     (Open, "root_given", 0),
     (Open, "known", 64),
     (Open, "known", -1),
@@ -194,7 +197,7 @@ BROKEN: list[tuple[type, str, Any]] = [
     *(
         (Open, "sampling", with_sampling(**{name: value}))
         for name in with_sampling()
-        for value in (None, True, float("nan"), float("inf"), -1, -0.5, SECRET, 1 << 63)
+        for value in (None, True, float("nan"), float("inf"), -3, -2.5, SECRET, 1 << 63)
     ),
     (Open, "sampling", with_sampling(top_k=1.0)),
     (Open, "sampling", with_sampling(top_k=1 << 31)),
@@ -256,6 +259,7 @@ def test_fields_out_of_range_are_refused(message, name, value):
 def test_fields_that_contradict_each_other_are_refused():
     fields = raw_fields(of(Open)) | {"tokens": ints(1, 2, 3)}
     decode(raw(Open, fields | {"known": 3, "total": 3}), Open)
+    assert "Open.prompt_length" in refused(raw(Open, fields | {"prompt_length": 4}), Open)
     assert "Open.known" in refused(raw(Open, fields | {"known": 4}), Open)
     assert "Open.total" in refused(raw(Open, fields | {"total": 2}), Open)
     for parents in ([0, 1], [0, 1, 2, 0], [0, 2, 0], [1, 0, 0], [0, 1, 3]):
@@ -288,17 +292,21 @@ def test_each_side_reads_the_other_side_only():
         wrong_way = decode_down if type(message) in UP.values() else decode_up
         assert "none of" in refusal(wrong_way, encode(message), LIMITS)
     for kind in set(range(256)) - UP.keys():
-        assert "none of Hello, Open" in refusal(decode_up, bytes((1, kind, 0x80)), LIMITS)
+        assert "none of Hello, Open" in refusal(
+            decode_up, bytes((wire.VERSION, kind, 0x80)), LIMITS
+        )
 
 
 def test_another_version_is_told_from_a_broken_message():
-    for version in (0, 2, 255):
-        with pytest.raises(WrongVersion, match=f"version {version}, this one version 1") as error:
+    for version in (0, wire.VERSION - 1, wire.VERSION + 1, 255):
+        with pytest.raises(
+            WrongVersion, match=rf"version {version}, .* version {wire.VERSION}:"
+        ) as error:
             decode_up(bytes((version,)) + encode(Close())[1:], LIMITS)
         assert error.value.theirs == version
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01", "text", None])
+@pytest.mark.parametrize("data", [b"", bytes((wire.VERSION,)), "text", None])
 def test_what_is_no_message_at_all(data):
     refused(data, Close)
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax import Session, load_drafter
+from moa_jax import load_drafter
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.errors import InputError
 from moa_jax.pretrained import describe_target
 from moa_jax.split.half import DraftHalf
+from moa_jax.split.pairing import pairing_of
 from moa_jax.split.rows import pack, unpack
 from moa_jax.split.slots import Full, Request, Slots
 from tests.pairs import NO_STOP, Pair, random_pair_of
@@ -23,7 +24,9 @@ PROMPTS = ([5, 9, 4, 17, 23], [11], [3, 8, 8, 61, 7, 30, 31, 32, 33, 34])
 LAWS = (
     Sampling(),
     Sampling(0.8, top_k=20, seed=7),
-    Sampling(1.0, top_p=0.9, repetition_penalty=1.2, seed=8),
+    Sampling(
+        1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=-2.0, frequency_penalty=0.4, seed=8
+    ),
 )
 TREE = DraftShape(4, 3, 8)
 
@@ -38,8 +41,8 @@ class Split:
         self.done = ""
 
     def open(self, prompt, sampling: Sampling, stop_ids=NO_STOP, new=NUM_NEW) -> None:
-        self.half.reset(sampling)
-        self.slot = self.slots.open(sampling, stop_ids, len(prompt) + new)
+        self.half.reset(sampling, len(prompt))
+        self.slot = self.slots.open(sampling, stop_ids, len(prompt) + new, len(prompt))
         self.text = list(prompt)
         for start in range(0, len(prompt), self.slots.chunk):
             part = prompt[start : start + self.slots.chunk]
@@ -87,8 +90,18 @@ def half(pair: Pair) -> DraftHalf:
     return DraftHalf(described, drafter, max_tokens=64)
 
 
-@pytest.mark.parametrize("sampling", LAWS, ids=["greedy", "top-k", "penalty"])
-@pytest.mark.parametrize("shape", [4, TREE], ids=["chain", "tree"])
+# The others are slow: sessions that share a pass, below, have every law with both shapes.
+LAW_NAMES, FAST = ("greedy", "top-k", "penalties"), ("chain-greedy", "tree-penalties")
+WRITTEN = [
+    pytest.param(
+        shape, law, id=f"{kind}-{name}", marks=[] if f"{kind}-{name}" in FAST else pytest.mark.slow
+    )
+    for kind, shape in (("chain", 4), ("tree", TREE))
+    for name, law in zip(LAW_NAMES, LAWS, strict=True)
+]
+
+
+@pytest.mark.parametrize("shape, sampling", WRITTEN)
 def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampling):
     split, taus = Split(slots, half), []
     for prompt in PROMPTS:
@@ -104,20 +117,24 @@ def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampl
     assert max(taus) > 1  # something was accepted
 
 
-def test_split_drafts_what_the_local_step_drafts(pair, slots, half):
-    """Accept lengths of every round are those of one process, chain and tree."""
+@pytest.mark.parametrize(
+    "shape, local",
+    [(4, DraftShape(5)), pytest.param(TREE, TREE, marks=pytest.mark.slow)],
+    ids=["chain", "tree"],
+)
+def test_split_drafts_what_the_local_step_drafts(pair, slots, half, shape, local):
+    """Accept lengths of every round are those of one process."""
     split = Split(slots, half)
-    for shape, local in ((4, pair.session(5)), (TREE, Session(pair.target, pair.drafter, TREE))):
-        for prompt in PROMPTS:
-            (found,) = local.generate([prompt], NUM_NEW, NO_STOP)
-            split.open(prompt, Sampling())
-            counts = []
-            while not split.done:
-                (reply,) = slots.verify([split.draft(shape)])
-                split.take(reply)
-                counts.append(reply.count)
-            assert counts == found.accept_lengths
-            slots.close(split.slot)
+    for prompt in PROMPTS:
+        (found,) = pair.session(local).generate([prompt], NUM_NEW, NO_STOP)
+        split.open(prompt, Sampling())
+        counts = []
+        while not split.done:
+            (reply,) = slots.verify([split.draft(shape)])
+            split.take(reply)
+            counts.append(reply.count)
+        assert counts == found.accept_lengths
+        slots.close(split.slot)
 
 
 def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, half):
@@ -172,6 +189,22 @@ def test_split_keeps_given_tokens(pair, slots, half):
     kept = [*prompt, *first, *given]
     (plain,) = pair.plain.generate([kept], NUM_NEW - len(given) - 1, NO_STOP)
     assert split.text == [*kept, *plain.token_ids]
+    slots.close(split.slot)
+
+
+def test_split_counts_an_answer_that_is_read(pair, slots, half):
+    """A session that is opened again with its text has the same penalties as before."""
+    prompt, law = PROMPTS[0], LAWS[2]
+    (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, law)
+    text = [*prompt, *plain.token_ids[:10]]
+    split = Split(slots, half)
+    split.half.reset(law, len(prompt))
+    split.slot = slots.open(law, NO_STOP, len(prompt) + NUM_NEW, len(prompt))
+    split.text = list(text)
+    split.take(slots.read(split.slot, text, pick_root=False), given=len(text))
+    while not split.done:
+        split.take(slots.verify([split.draft(3)])[0])
+    assert split.text == [*prompt, *plain.token_ids]
     slots.close(split.slot)
 
 
@@ -248,7 +281,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_split_drafts_that_are_no_trees_are_refused(slots, name):
-    slot = slots.open(Sampling(), NO_STOP, 20)
+    slot = slots.open(Sampling(), NO_STOP, 20, 2)
     slots.read(slot, [5, 6], pick_root=True)
     before = dataclasses.asdict(slots._slots[slot])
     with pytest.raises(InputError):
@@ -258,14 +291,14 @@ def test_split_drafts_that_are_no_trees_are_refused(slots, name):
 
 
 def test_split_slots_run_out_and_sessions_are_bounded(slots):
-    taken = [slots.open(Sampling(), NO_STOP, 20) for _ in range(4)]
+    taken = [slots.open(Sampling(), NO_STOP, 20, 2) for _ in range(4)]
     with pytest.raises(Full):
-        slots.open(Sampling(), NO_STOP, 20)
+        slots.open(Sampling(), NO_STOP, 20, 2)
     for slot in taken:
         slots.close(slot)
     with pytest.raises(InputError, match="hold from 2 to 64"):
-        slots.open(Sampling(), NO_STOP, 65)
-    slot = slots.open(Sampling(), NO_STOP, 6)
+        slots.open(Sampling(), NO_STOP, 65, 2)
+    slot = slots.open(Sampling(), NO_STOP, 6, 2)
     with pytest.raises(InputError, match="in all"):
         slots.read(slot, [5] * 6, pick_root=True)
     slots.close(slot)
@@ -276,7 +309,7 @@ def test_split_slots_run_out_and_sessions_are_bounded(slots):
 def test_split_needs_no_drafter_on_the_server(pair):
     """A client that drafts nothing streams the target's tokens, one a pass."""
     slots = Slots(pair.target, None, num_slots=1, max_tokens=64, max_nodes=1)
-    slot = slots.open(Sampling(), NO_STOP, 15)
+    slot = slots.open(Sampling(), NO_STOP, 15, 2)
     text = slots.read(slot, PROMPTS[0], pick_root=True).tokens
     while len(text) < 15:
         (reply,) = slots.verify([Request(slot, (), ())])
@@ -284,6 +317,32 @@ def test_split_needs_no_drafter_on_the_server(pair):
         text += reply.tokens
     (plain,) = pair.plain.generate([PROMPTS[0]], 10, NO_STOP)
     assert text == [*PROMPTS[0], *plain.token_ids]
+
+
+def test_split_sides_choose_the_format_of_their_weights(pair, slots):
+    """A client in int8 drafts for a target that is not: the text is the target's, on its own."""
+    described = describe_target(pair.target.folder)
+    options = {"target_layer_inference": pair.drafter.config.target_layer_inference}
+    found = {
+        weights: load_drafter(pair.drafter.folder, described, weights=weights, **options)
+        for weights in (None, "int8")
+    }
+    halves = {name: DraftHalf(described, each, max_tokens=64) for name, each in found.items()}
+    held = {
+        name: sum(leaf.nbytes for leaf in jax.tree.leaves(half._weights))
+        for name, half in halves.items()
+    }
+    assert held["int8"] < 0.4 * held[None]
+    assert halves["int8"].leaves == halves[None].leaves  # what the server sends is the same
+    assert pairing_of(described, found["int8"]) == pairing_of(described, found[None])
+    split = Split(slots, halves["int8"])
+    (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
+    split.open(PROMPTS[0], Sampling())
+    while not split.done:
+        (reply,) = slots.verify([split.draft(4)])
+        split.take(reply)
+    assert split.text == [*PROMPTS[0], *plain.token_ids]
+    slots.close(split.slot)
 
 
 def test_split_pairs_are_loaded_in_part(pair):

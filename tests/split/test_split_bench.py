@@ -13,7 +13,7 @@ import pytest
 
 from infer import bench, program
 from infer.program import Progress
-from infer.split.bench import crowd, outage, run, tables
+from infer.split.bench import outage, run, tables
 from infer.split.bench.flags import parser_of
 from infer.split.bench.pairs import Pair, SplitBench, Way, options_of
 from infer.split.bench.stage import Stage, kind_of, staged
@@ -41,7 +41,7 @@ REFUSED = {  # flags, and what the one line says
     "--clients 0": "at least 1",
     "--outages 3,x": "at least 1",
     "--draft x=./absent": "absent is not a folder",
-    "--tune": "unrecognized arguments: --tune",
+    "--sweep-depth 2": "unrecognized arguments: --sweep-depth 2",
 }
 
 
@@ -133,14 +133,6 @@ def test_split_bench_crowds_get_the_targets_text(at):
     for row in rows:
         assert 0 < row["first_token_s"]["p50"] <= row["answer_s"]["p50"] <= row["answer_s"]["p95"]
         assert row["tokens_per_s"] == pytest.approx(row["answers"] * NEW / row["seconds"])
-
-
-def test_arrivals_follow_a_poisson_law():
-    times = crowd.arrivals(4000, 5.0, seed=3)
-    gaps = np.diff(times)
-    assert times[0] == 0 and times == crowd.arrivals(4000, 5.0, seed=3)
-    assert times != crowd.arrivals(4000, 5.0, seed=4)
-    assert gaps.mean() == pytest.approx(0.2, rel=0.06) == pytest.approx(gaps.std(), rel=0.06)
 
 
 def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(server):

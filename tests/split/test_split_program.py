@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -23,14 +22,16 @@ import pytest
 from websockets.sync.client import connect
 
 from infer import server
+from infer.listening.address import check_address, is_loopback
+from infer.listening.events import EventLog, WarningsTo
 from infer.program import INTERRUPTED, run
-from infer.split.server.events import EventLog, WarningsTo
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import Request, Slots
+from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.split.split_server import LIMITS
 
@@ -90,36 +91,22 @@ def test_split_program_refuses_a_port_in_use(capsys):
 
 
 def test_loopback_hosts_are_known():
-    assert all(map(server.is_loopback, ("localhost", "127.0.0.1", "127.8.0.1", "::1")))
-    assert not any(map(server.is_loopback, ("0.0.0.0", "::", "192.0.2.1", "example.org")))
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.0.1", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "192.0.2.1", "example.org")))
 
 
 def test_public_hosts_go_with_a_token_or_by_will(files):
     parse = lambda *flags: server._parser().parse_args(["--host", "0.0.0.0", *flags])  # noqa: E731
-    assert server._token_of(parse("--token-file", files["token"])) == "secret"
-    assert server._token_of(parse("--open")) is None
+    check_address(parse("--token-file", files["token"]), "--token-file", has_secret=True)
+    check_address(parse("--open"), "--token-file", has_secret=False)
     with pytest.raises(InputError):
-        server._token_of(parse())
+        check_address(parse(), "--token-file", has_secret=False)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     save_random_pair(folder, "llama", seed=3)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory) -> Path:
-    """A folder with cert.pem for localhost and key.pem."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    files = ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
-    command = ["openssl", "req", "-x509", *key, *names, *files]
-    subprocess.run(command, check=True, capture_output=True)
     return folder
 
 
@@ -202,7 +189,9 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
         assert isinstance(ask(wire.Hello("a test", facts, "int8", True)), wire.Welcome)
         sampling = wire.sampling_fields(Sampling())
         total = len(prompt) + count
-        assert isinstance(ask(wire.Open(0, prompt, False, 0, total, [], sampling)), wire.Opened)
+        assert isinstance(
+            ask(wire.Open(0, prompt, len(prompt), False, 0, total, [], sampling)), wire.Opened
+        )
         while (verdict := wire.decode_down(link.recv(60), LIMITS)).more:
             pass
         text = list(verdict.tokens)
@@ -225,7 +214,7 @@ def test_split_serves_everything_padded_before_the_rest_is_compiled(pair, monkey
     prompts, session = [[5, 17, 60], list(range(38))], Session(target)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=4)):
         plain = [session.generate([p], 5, [], sampling)[0].token_ids for p in prompts]
-        opened = [slots.open(sampling, [], len(prompt) + 5) for prompt in prompts]
+        opened = [slots.open(sampling, [], len(prompt) + 5, len(prompt)) for prompt in prompts]
         texts = [
             slots.read(slot, prompt, pick_root=True).tokens[len(prompt) :]
             for slot, prompt in zip(opened, prompts, strict=True)
@@ -260,19 +249,24 @@ def test_split_program_serves_the_targets_text_and_goes_on_sigterm(pair, started
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert program.returncode == 0
     said = [event["event"] for event in events]
-    after = said[said.index("drain") + 1 :]  # the server may hear late that its clients are gone
-    assert set(after) <= {"disconnect"}
+    # The server may hear late that its clients are gone, and tells those that it drains.
+    after = events[said.index("drain") + 1 :]
+    assert {(each["event"], each.get("code")) for each in after} <= {
+        ("disconnect", None),
+        ("fault", "draining"),
+    }
     closed = [event for event in events if event["event"] == "close"]
     assert sorted(event["tokens"] for event in closed) == [13, 17, 52]
     assert "Traceback" not in log
 
 
 @pytest.mark.slow
-def test_split_program_speaks_tls_and_asks_for_its_token(pair, started, certificate, files):
-    tls = ["--tls-cert", certificate / "cert.pem", "--tls-key", certificate / "key.pem"]
+def test_split_program_speaks_tls_and_asks_for_its_token(pair, started, tmp_path, files):
+    cert, key = certificate(tmp_path)
+    tls = ["--tls-cert", cert, "--tls-key", key]
     program, ready = started(*tls, "--token-file", files["token"])
     assert ready["url"].startswith("wss://127.0.0.1:")
-    trusted = ssl.create_default_context(cafile=certificate / "cert.pem")
+    trusted = ssl.create_default_context(cafile=cert)
     shown = {"Authorization": "Bearer secret"}
     with pytest.raises(ssl.SSLCertVerificationError):
         connect(ready["url"], ssl=ssl.create_default_context()).__enter__()

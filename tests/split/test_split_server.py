@@ -244,7 +244,7 @@ REFUSED = {  # what is said first, the code and a part of the text
     "extra": (pairing(width=3), "pairing", "width: none on the server"),
     "before_hello": (wire.encode(wire.Close()), "state", "Close came before Hello"),
     "open_before_hello": (wire.encode(opening([1])), "state", "Open came before Hello"),
-    "nonsense": (b"\x01\x02nonsense", "message", "Open"),
+    "nonsense": (bytes((wire.VERSION, 2)) + b"nonsense", "message", "Open"),
     "empty": (b"", "message", "empty"),
     "text": ("hello", "message", "text"),
     "down": (wire.encode(wire.Opened("0" * 32)), "message", "none of"),
@@ -309,7 +309,7 @@ def test_split_oversized_messages_end_the_connection():
         running(limits=ConnectionLimits(max_message_bytes=2000)) as server,
         Client(server) as client,
     ):
-        client.send(b"\x01\x02" + bytes(5000))
+        client.send(bytes((wire.VERSION, 2)) + bytes(5000))
         with pytest.raises(ConnectionClosed) as closed:
             client.receive()
         assert closed.value.rcvd.code == 1009
@@ -561,7 +561,7 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
 
 def test_split_connections_that_ask_for_nothing_are_given_up(monkeypatch):
     with running() as server, Client(server) as client:
-        monkeypatch.setattr("infer.split.server.listener.REQUEST_SECONDS", 0.2)
+        monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.2)
         for sent in (b"", b"GET /v1/split HTTP/1.1\r\nHost: x\r\n"):
             with socket.create_connection(("127.0.0.1", server.port)) as silent:
                 silent.sendall(sent)

@@ -35,6 +35,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
+from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.metrics import read_records
 from moa_jax.training.optim import optimizer
@@ -175,8 +176,9 @@ def test_killed_at_random_moments_it_is_exact(small_target, distilled, tmp_path)
 
 
 def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsys):
-    config = distill_config(tmp_path, small_target)
+    config = dataclasses.replace(distill_config(tmp_path, small_target), draft_vocabulary=40)
     distill.distill(dataclasses.replace(config, run=dataclasses.replace(config.run, save_every=3)))
+    assert "draft vocabulary: 40 of 320 tokens cover " in capsys.readouterr().err
     file = tmp_path / "config.py"
     file.write_text(f"from moa_jax.config import *\nconfig = {config!r}\n")
 
@@ -186,6 +188,7 @@ def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsy
         return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
 
     final = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()}
+    assert set(final) == {"config.json", "model.safetensors", VOCABULARY}
     assert exported("12", "twelve") == exported("newest", "newest") == final
     taus = {each["step"]: each["simulated_tau"] for each in metrics(tmp_path, "eval")}
     assert f"step 12, simulated tau {taus[12]:.3f}" in capsys.readouterr().err

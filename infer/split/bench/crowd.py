@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from infer.split.client.answering import Answering
 from infer.split.link import Gone, Lost
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
+from moa_jax.measure.arrivals import percentiles
 
 
 class CrowdAnswer(NamedTuple):
@@ -31,15 +29,6 @@ class CrowdQuestion(NamedTuple):
 
     prompt: Sequence[int]
     total: int
-
-
-def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
-    """When each client comes, in seconds: the first at once, then `rate` a second on average."""
-    law = random.Random(seed)
-    times = [0.0]
-    while len(times) < count:
-        times.append(times[-1] + law.expovariate(rate))
-    return times
 
 
 async def gather(
@@ -90,11 +79,6 @@ def summary(found: Sequence[CrowdAnswer], failed: int) -> dict[str, Any]:
         "failed": failed,
         "seconds": span,
         "tokens_per_s": tokens / span,
-        "answer_s": _percentiles([one.end - one.begin for one in found]),
-        "first_token_s": _percentiles([one.first - one.begin for one in found]),
+        "answer_s": percentiles([one.end - one.begin for one in found]),
+        "first_token_s": percentiles([one.first - one.begin for one in found]),
     }
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    p50, p95 = np.quantile(values, (0.5, 0.95)).tolist()
-    return {"p50": p50, "p95": p95}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from infer.flags.pair import DEFAULT_TREE, DEMO
+from infer.flags.pair import DEFAULT_TREE, DEMO, add_weights_flag
 from infer.program import Parser, names, positive
 from infer.split.client.state import ClientOptions
 from infer.split.network.profiles import PROFILES
@@ -30,6 +30,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="repeat for several; default: the bundled drafter",
     )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
+    add_weights_flag(group)
     group = parser.add_argument_group("what is asked")
     group.add_argument("--suite", default="demo", help="question sets, as of infer.evaluate")
     group.add_argument("--prompts", type=positive, default=8, metavar="K", help="how many of them")

@@ -86,13 +86,14 @@ def load(args: argparse.Namespace) -> SplitBench:
             f"prompt and answer take {most} tokens, the target has {positions} positions: lower "
             "--max-new-tokens or --outages"
         )
-    options = {mode: options_of(args, mode) for mode in args.modes}
-    drafters = [(name, open_drafter(path, target)) for name, path in named(args)]
+    clients = {mode: options_of(args, mode) for mode in args.modes}
+    options = {"weights": args.weights}
+    drafters = [(name, open_drafter(path, target, **options)) for name, path in named(args)]
     pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
     for pair in pairs:
-        _warm(pair.half, options.values(), prompts)
+        _warm(pair.half, clients.values(), prompts)
     ways = [
-        Way(mode, pair, options[mode])
+        Way(mode, pair, clients[mode])
         for mode in args.modes
         for pair in (pairs if mode in (*DRAFTING, "offline") else pairs[:1])
     ]
@@ -146,6 +147,8 @@ def _pair(
     flags += ["--max-tokens", str(most), "--warm", ",".join(map(str, sorted(nodes)))]
     if args.dtype:
         flags += ["--dtype", args.dtype]
+    if args.weights:
+        flags += ["--weights", args.weights]
     return Pair(name, drafter, half, pairing_of(target, drafter), flags)
 
 

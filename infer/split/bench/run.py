@@ -43,6 +43,7 @@ from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.files.folders import write_whole
+from moa_jax.measure.arrivals import arrivals
 from moa_jax.measure.figures import median, quartiles
 from moa_jax.measure.turns import in_turns
 
@@ -265,7 +266,7 @@ def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
     with staged(PROFILES[name], {pair.name: flags}, args.seed) as stage:
         server = _server(bench, stage, pair, timeout=60.0)
         for count in args.clients:
-            times = crowd.arrivals(count, args.rate, args.seed)
+            times = arrivals(count, args.rate, args.seed)
             for mode in modes:
                 ways = dataclasses.replace(each[mode], patience=PATIENCE)
                 with _clients(pair, server, ways, count) as clients:
@@ -360,6 +361,7 @@ def _settings(bench: SplitBench) -> dict[str, Any]:
         "target": str(args.target or "bundled"),
         "drafts": {pair.name: pair.drafter.method for pair in bench.pairs},
         "dtype": str(bench.target.params["embed"].dtype),
+        "weights": args.weights,
         "prompts": len(bench.prompts),
         "stop": "the target's end" if args.natural_stops else "never",
     } | {key: getattr(args, key) for key in shown}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moa_jax.measure.report import precision
 from moa_jax.measure.tables import percent, short, table_of
 
 LINKS = {
@@ -22,7 +23,7 @@ def render(document: dict[str, Any]) -> str:
     settings, machine = document["settings"], document["machine"]
     parts = [
         f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
-        f"{settings['max_new_tokens']} tokens (stop: {settings['stop']}), {settings['dtype']}, "
+        f"{settings['max_new_tokens']} tokens (stop: {settings['stop']}), {precision(settings)}, "
         f"rows in {settings['codec']}; drafting slowed down {settings['client_slowdown']:g} times; "
         f"{machine['device_kind']}, {machine['cores']} cores for client and server together. Local "
         f"plain decoding: {short(document['local_plain_tokens_per_s'])} tokens/s.",

@@ -66,7 +66,7 @@ class ClientDrafter:
         self._blank = 0  # rows of the prompt that were filled without the target
         self._fed = 0  # rows that fit the whole text, the drafter's own included
         self._ahead: list[int] = []  # tokens drafted after the end of the text
-        await self._on_half(self._half.reset, sampling)
+        await self._on_half(self._half.reset, sampling, len(text.prompt))
 
     async def absorb(self, parts: Iterable[TokenRows]) -> None:
         """Takes the target's rows into the caches."""

@@ -220,6 +220,7 @@ class RemoteSession:
         self._request = wire.Open(
             seq=0,
             tokens=list(text.settled),
+            prompt_length=len(text.prompt),
             root_given=root_given,
             known=self._received,
             total=text.total,

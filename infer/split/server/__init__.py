@@ -2,14 +2,11 @@
 
 One request passes through these files from top to bottom, and its reply comes back up:
 
-    listener.py    HTTP connections; closes those that send no request
     app.py         SplitServer: WebSocket, /health and /metrics; Connection: one client's messages
     scheduler.py   Scheduler: what the target does next, batches of drafts or chunks of prompts
     sessions.py    SplitSession and ReplyBuffer: one client's text; SlotQueue: who has a slot
     slots.py       in moa_jax/split: the target and the caches of all sessions
 
-Beside them:
-
-    metrics.py     what /metrics says
-    events.py      the log
+Beside them metrics.py has what /metrics says, and infer/listening what all servers share: the
+address, HTTP connections, signals, the log.
 """

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -26,7 +25,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from infer.split.server.events import Log, place_of
+from infer.listening.credentials import is_bearer
+from infer.listening.events import Log, place_of
 from infer.split.server.metrics import CONTENT_TYPE
 from infer.split.server.scheduler import Scheduler
 from infer.split.server.sessions import Encoding, Refused, ReplyBuffer, SplitSession
@@ -133,8 +133,7 @@ class SplitServer:
     def _knows_token(self, connection: HTTPConnection) -> bool:
         if self.limits.token is None:
             return True
-        shown = connection.headers.get("authorization", "").encode()
-        return hmac.compare_digest(shown, f"Bearer {self.limits.token}".encode())
+        return is_bearer(connection.headers.get("authorization", ""), [self.limits.token])
 
 
 class Connection:

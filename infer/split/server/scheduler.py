@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from infer.split.server.events import Log, place_of
+from infer.listening.events import Log, place_of
 from infer.split.server.metrics import ServerMetrics
 from infer.split.server.sessions import (
     Encoding,
@@ -373,7 +373,9 @@ class Scheduler:
     def _read_slot(self, session: SplitSession, chunk: list[int], pick_root: bool) -> Reply:
         if session.slot is None:  # this is the first chunk
             given = session.request
-            session.slot = self._slots.open(Sampling(**given.sampling), given.stop_ids, given.total)
+            session.slot = self._slots.open(
+                Sampling(**given.sampling), given.stop_ids, given.total, given.prompt_length
+            )
         return self._slots.read(session.slot, chunk, pick_root=pick_root)
 
     def _close_slot(self, session: SplitSession) -> None:

@@ -110,23 +110,22 @@ def step(
     the same with MaskConfig.on_policy_reuse.
     """
     sa, ca, _ = moa.blocks
-    rows = cache.cross_attention.k_BKSE.shape[2]
-    seen_BWS, position_BW, start_B = nodes.seen(rows), nodes.position_BW, nodes.start_B
+    position_BW = nodes.position_BW
     x_BWD, sa_cache = llama.embed(shared, nodes.tokens_BW), cache.self_attention
     if sa is not None:
         sa_params, turn = {"params": params["self_attention"]}, rotation(sa, position_BW)
-        x_BWD, _, sa_cache = Block(sa).apply(sa_params, x_BWD, turn, seen_BWS, sa_cache, start_B)
+        x_BWD, _, sa_cache = Block(sa).apply(sa_params, x_BWD, turn, nodes.seen, sa_cache)
     x_BWD = CrossBlock(ca).apply(
         {"params": params["cross_attention"]},
         x_BWD,
         rotation(ca, position_BW),
         cache.cross_attention,
-        nodes.known(rows),
+        nodes.known,
     )
     reused = cache.reused
     if reused:
         block = moa.target_cfg.block
-        context = llama.Context(position_BW, seen_BWS, reused, start_B)
+        context = llama.Context(position_BW, nodes.seen, reused)
         x_BWD, _, _, reused = llama.apply_blocks(block, shared["layers"], x_BWD, context)
         x_BWD = llama.final_norm(block, shared, x_BWD)
     cache = MoaCache(sa_cache, cache.cross_attention, reused)

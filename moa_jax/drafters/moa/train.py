@@ -151,17 +151,14 @@ def _reuse_on_policy(
     rows a token sees. Known tokens see only the target's, and so give the target's own output.
     """
     block, reused = moa.target_cfg.block, moa.cfg.target_layer_inference
-    B, T = batch.tokens_BT.shape
     layers = shared["layers"]
     if not isinstance(layers, list):  # stacked for training, but caches are a list
         layers = [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(reused)]
-    room = ((0, 0), (0, 0), (0, T), (0, 0))
-    true_rows = [
-        jax.tree.map(lambda a, i=i: jnp.pad(a[i - reused], room), tapped.rows_LBKTE)
-        for i in range(reused)
-    ]
+    true_rows = tuple(
+        jax.tree.map(lambda a, i=i: a[i - reused], tapped.rows_LBKTE) for i in range(reused)
+    )
     mask_BTS = masks.on_policy(start_BT, batch.segment_BT)
-    context = llama.Context(batch.position_BT, mask_BTS, tuple(true_rows), jnp.full(B, T))
+    context = llama.Context(batch.position_BT, mask_BTS, true_rows)
     x_BTD, *_ = llama.apply_blocks(block, layers, entry_BTD, context)
     return llama.final_norm(block, shared, x_BTD)
 

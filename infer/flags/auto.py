@@ -1,0 +1,99 @@
+"""Mode auto: which ways a session chooses among, and the table of what they cost here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.costs import Costs, Place, load_costs, pair_of, priced_as, save_costs
+from moa_jax.decode.session import PLAIN, Session
+from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.measure.pricing import NEW, PROMPT, price
+from moa_jax.pretrained import LoadedDrafter, Target
+
+CHAINS = (3, 5, 8)  # depths, beside the drafter's own
+TREE = {"cpu": DraftShape(5, 4, 16)}  # a CPU verifies few tokens at once
+TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
+FOLDER = "costs"  # in that of compiled programs
+
+
+def ways_of(own: DraftShape) -> tuple[DraftShape, ...]:
+    """Plain decoding, the drafter's own shape, chains, and a tree unless candidates are drawn."""
+    chains = tuple(DraftShape(depth, sampled=own.sampled) for depth in CHAINS)
+    tree = TREE.get(jax.default_backend(), TREE_ELSEWHERE)
+    return tuple(dict.fromkeys((PLAIN, own, *chains, *(() if own.sampled else (tree,)))))
+
+
+def costs_of(
+    target: Target,
+    drafter: LoadedDrafter,
+    vocabulary: DraftVocabulary | None,
+    weights: str | None,
+) -> Costs:
+    """The table of this pair on this device, empty where nothing was measured yet."""
+    size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
+    place = Place(
+        device_kind=jax.devices()[0].device_kind,
+        dtype=str(target.params["embed"].dtype),
+        weights=weights,
+        pair=pair_of(target.config, drafter.method, drafter.config, size),
+        cores=_num_cores(),
+    )
+    costs, notice = load_costs(folder(), place)
+    if notice:
+        print(notice, file=sys.stderr)
+    return costs
+
+
+def fill(session: Session, batch: int = 1, keep: bool = True) -> None:
+    """Measures what ways cost where the session's table does not say, and keeps it if told to."""
+    if _lacks(session, batch):
+        print(
+            f"compiling and timing {len(session.ways)} ways to decode, once on this machine",
+            file=sys.stderr,
+        )
+        _measure(session, batch)
+        if keep:
+            save_costs(folder(), session.costs)
+
+
+def fill_meanwhile(session: Session, batch: int = 1) -> None:
+    """`fill` without a word, while somebody types; a program that ends does not wait for it."""
+    if session.chooser is not None and _lacks(session, batch):
+        lives = threading.main_thread().is_alive
+
+        def measure() -> None:
+            _measure(session, batch, lives)
+            save_costs(folder(), session.costs)
+
+        session.background.submit("costs", measure)
+
+
+def _lacks(session: Session, batch: int) -> bool:
+    return any(session.costs.ms(batch, way) is None for way in session.ways)
+
+
+def _measure(session: Session, batch: int, *go_on: Callable[[], bool]) -> None:
+    rows = session.room.rows(PROMPT + NEW)
+    for way, ms in price(session, batch, *go_on).items():
+        session.costs.put(batch, priced_as(way) or way, ms, rows)
+
+
+def folder() -> Path | None:
+    """Where tables of costs lie; None where compiled programs are not kept either."""
+    config = jax.config
+    kept = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
+    return Path(kept) / FOLDER if kept and "://" not in kept else None  # jax takes URLs, too
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

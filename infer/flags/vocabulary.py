@@ -1,0 +1,56 @@
+"""The flag that narrows what is drafted, and the vocabulary that it leads to."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from moa_jax.decode.vocabulary import (
+    FILE,
+    MANY_TOKENS,
+    DraftVocabulary,
+    default_vocabulary,
+    load_vocabulary,
+)
+from moa_jax.pretrained import LoadedDrafter, Target
+
+NONE = "none"  # draft from all tokens
+
+
+def add_vocabulary_flag(group: Any) -> None:
+    """Add --draft-vocabulary, from which `vocabulary_of` chooses."""
+    group.add_argument(
+        "--draft-vocabulary",
+        metavar="FILE",
+        help="draft from these tokens only (train.vocabulary), or from all with "
+        f"{NONE}; default: {FILE} of the drafter's folder for targets of more than "
+        f"{MANY_TOKENS} tokens, else {NONE}",
+    )
+
+
+def vocabulary_of(
+    args: argparse.Namespace, target: Target, drafter: LoadedDrafter | None
+) -> DraftVocabulary | None:
+    """What --draft-vocabulary names, else the default, of which a line on stderr tells.
+
+    None is the target's whole vocabulary. Raises InputError as `load_vocabulary`.
+    """
+    asked = args.draft_vocabulary
+    if asked == NONE:
+        return None
+    if asked is not None:
+        return load_vocabulary(asked, target)
+    found = drafter and default_vocabulary(target, drafter)
+    if found:
+        print(
+            f"drafts from {len(found.ids_U)} of {found.vocab_size} tokens, those of {found.file} "
+            f"(--draft-vocabulary {NONE} drafts from all)",
+            file=sys.stderr,
+        )
+    return found
+
+
+def source_of(vocabulary: DraftVocabulary | None) -> str | None:
+    """The file of a draft vocabulary, ready for JSON; None is the target's whole vocabulary."""
+    return vocabulary and str(vocabulary.file)

@@ -1,0 +1,108 @@
+"""A server of ours in a process of its own: started, waited for, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moa_jax.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 600.0  # for models to load and compile
+STOP_SECONDS = 15.0
+SIGTERM_CODE = 128 + signal.SIGTERM  # as shells count
+
+
+class Child:
+    """A server's process, which lives as long as this context."""
+
+    def __init__(
+        self,
+        program: str,
+        flags: Sequence[str],
+        place: Path,
+        *,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Runs `program` (infer.serve ...) on any free port.
+
+        Its log and its ready file begin with the path `place`. The words of `prefix` stand before
+        the command, and `env` is added to this process's environment.
+        """
+        self.program, self._ready = program, place.with_suffix(".json")
+        self._log = place.with_suffix(".log")
+        own = ["--port", "0", "--ready-file", str(self._ready)]
+        self._command = [*prefix, sys.executable, "-m", program, *own, *flags]
+        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
+
+    def __enter__(self) -> Child:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ready(self) -> dict[str, Any]:
+        """The URL and the port, once the server takes clients.
+
+        Raises InputError with the last line of a server that does not start.
+        """
+        end = time.monotonic() + READY_SECONDS
+        while not self._ready.exists():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise InputError(f"the server did not start: {self.last_line()}")
+            time.sleep(0.05)
+        return json.loads(self._ready.read_text())
+
+    def check(self) -> None:
+        """Raises InputError with the last line of a server that has ended."""
+        if (code := self._process.poll()) is not None:
+            raise InputError(f"{self.program} ended with code {code}: {self.last_line()}")
+
+    def last_line(self) -> str:
+        """What the server said last."""
+        said = self._log.read_text(errors="replace").strip().splitlines()
+        return said[-1] if said else "nothing"
+
+    def cpu_seconds(self) -> float | None:
+        """What all its threads have computed; None where the system does not say."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return None
+        fields = text.rpartition(")")[2].split()  # a name may hold spaces
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what is inside as an exception does, so that children are ended, too."""
+    if threading.current_thread() is not threading.main_thread():  # only that one hears signals
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        sys.exit(SIGTERM_CODE)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

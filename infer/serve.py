@@ -1,0 +1,174 @@
+"""Serves a pair to OpenAI's clients over HTTP: completions and chats, many at once.
+
+python -m infer.serve                                      the bundled pair, for this machine only
+python -m infer.serve --target DIR --draft DIR --slots 32 --max-tokens 4096
+python -m infer.serve --host 0.0.0.0 --api-key-file KEYS --tls-cert C.pem --tls-key K.pem
+
+/v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /ping,
+/health and /metrics answer. SIGTERM lets running answers end first; Ctrl-C does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import socket
+import time
+from pathlib import Path
+
+from infer.flags.auto import costs_of, ways_of
+from infer.flags.pair import (
+    AUTO,
+    add_draft_flags,
+    add_pair_flags,
+    asked_mode,
+    load_pair,
+    shape_of,
+)
+from infer.flags.prompts import tokenizer_of
+from infer.flags.vocabulary import vocabulary_of
+from infer.listening.address import (
+    DRAIN_SECONDS,
+    add_address_flags,
+    add_limits,
+    bind,
+    check_address,
+)
+from infer.listening.credentials import read_keys
+from infer.listening.events import EventLog, Log, WarningsTo
+from infer.listening.until import serve_until_signal
+from infer.program import Parser, positive, run
+from infer.serving.app import OpenAIServer, ServingLimits
+from infer.serving.metrics import ServingMetrics
+from infer.serving.model import Model
+from moa_jax.decode.engine import Engine
+from moa_jax.errors import InputError
+from moa_jax.pretrained import Target
+
+SECRET = "--api-key-file"
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them
+DEMO_NAME = "moa-jax-demo"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    keys = read_keys(args.api_key_file) if args.api_key_file else ()
+    check_address(args, SECRET, has_secret=bool(keys))
+    # The port is bound before the models are loaded, which takes a while.
+    with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
+        engine, target = _load(args)
+        server = _server_of(args, engine, target, keys, log)
+        log("compile")  # this may take a minute
+        engine.prepare()
+        engine.start()
+        try:
+            return asyncio.run(_serve(args, server, listener))
+        finally:
+            engine.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("infer.serve", __doc__)
+    add_address_flags(parser, 8000, SECRET, "with the keys of clients, one a line")
+    add_pair_flags(parser)
+    add_draft_flags(parser)
+    parser.add_argument_group("API").add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="by which clients ask for the model; default: the last part of --target",
+    )
+    limits = ServingLimits()
+    group = parser.add_argument_group("limits")
+    whole = [
+        ("--slots", 16, "answers that are decoded at once"),
+        (
+            "--max-tokens",
+            2048,
+            "tokens of a prompt with its answer, within the target's positions",
+        ),
+        ("--max-queue", 256, "answers that wait for a slot; others hear 429"),
+        ("--max-body-bytes", limits.max_body_bytes, "bytes of a request"),
+    ]
+    seconds = [
+        ("--body-seconds", limits.body_seconds, "until a request's body must have come"),
+        ("--request-seconds", limits.request_seconds, "that an answer may take, waiting included"),
+        ("--send-seconds", limits.send_seconds, "that a client may take to accept what is sent"),
+        ("--drain-seconds", DRAIN_SECONDS, "that running answers have left after SIGTERM"),
+    ]
+    add_limits(group, whole, seconds)
+    group.add_argument(
+        "--max-prompt", type=positive, metavar="N", help="tokens of a prompt; default: what fits"
+    )
+    return parser
+
+
+def _load(args: argparse.Namespace) -> tuple[Engine, Target]:
+    """The engine that the flags ask for, not started yet."""
+    target, drafter = load_pair(args)
+    shape = shape_of(args, drafter and drafter.depth)
+    vocabulary = vocabulary_of(args, target, drafter)
+    rest = {}
+    if drafter and asked_mode(args) == AUTO:
+        costs = costs_of(target, drafter, vocabulary, args.weights)
+        rest = {"ways": ways_of(shape), "costs": costs}
+    engine = Engine(
+        target,
+        drafter,
+        shape,
+        vocabulary=vocabulary,
+        num_slots=args.slots,
+        max_tokens=min(args.max_tokens, target.config.max_position_embeddings),
+        max_waiting=args.max_queue,
+        **rest,
+    )
+    return engine, target
+
+
+def _server_of(
+    args: argparse.Namespace, engine: Engine, target: Target, keys: tuple[str, ...], log: Log
+) -> OpenAIServer:
+    most = engine.max_tokens - 1
+    if (args.max_prompt or 1) > most:
+        raise InputError(f"--max-prompt {args.max_prompt}: prompts of at most {most} tokens fit")
+    model = Model(
+        name=args.served_model_name or _name_of(args.target),
+        tokenizer=tokenizer_of(target.folder),
+        vocab_size=target.config.vocab_size,
+        eos_ids=tuple(target.generation.eos_ids),
+        max_tokens=engine.max_tokens,
+        max_prompt=args.max_prompt or most,
+        created=int(time.time()),
+    )
+    limits = ServingLimits(
+        max_body_bytes=args.max_body_bytes,
+        body_seconds=args.body_seconds,
+        request_seconds=args.request_seconds,
+        send_seconds=args.send_seconds,
+    )
+    return OpenAIServer(engine, model, ServingMetrics(model.name, engine), log, limits, keys)
+
+
+def _name_of(target: str | None) -> str:
+    """The name of a model: a hub id as it is, a folder by its last part."""
+    if target is None:
+        return DEMO_NAME
+    return Path(target).resolve().name if Path(target).exists() else target
+
+
+async def _serve(args: argparse.Namespace, server: OpenAIServer, listener: socket.socket) -> int:
+    """Serves until a signal comes; returns the exit code."""
+    return await serve_until_signal(
+        args,
+        listener,
+        server.app,
+        ("http", "/v1"),
+        functools.partial(server.drain, args.drain_seconds),
+        stop=server.stop,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
+if __name__ == "__main__":
+    run(main)

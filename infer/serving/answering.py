@@ -1,0 +1,243 @@
+"""The choices of one request: from the engine's thread to text that a client can be sent.
+
+    engine's thread     hear(News)  --call_soon_threadsafe-->  Choice.note     event loop
+                                                                  text, stops, log-probabilities
+                                                               Part
+    a client's task     changed.wait, Choice.take  <--------------'
+
+News become text when they come, whether the client reads or not: a stop text ends its answer at
+once, a slow client's parts grow together into one, and the engine waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+from infer.serving.errors import FAULT, STOPPING, TOO_MANY, UNAVAILABLE, Refusal, bad
+from infer.serving.metrics import ServingMetrics
+from infer.serving.model import Model
+from infer.serving.wanted import Wanted
+from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
+from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.session import row_of
+from moa_jax.decode.text import GrowingText
+from moa_jax.errors import InputError
+
+
+@dataclasses.dataclass
+class Part:
+    """What is new of a choice."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    likely: list[Likely] = dataclasses.field(default_factory=list)  # one for each token, or none
+    offsets: list[int] = dataclasses.field(default_factory=list)  # of these tokens in the answer
+    finish: str = ""  # "stop", "length" or nothing yet
+    stop_reason: int | str | None = None  # the stop text or the id of `stop_token_ids`
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.token_ids or self.finish)
+
+
+class Choice:
+    """One answer that grows."""
+
+    def __init__(self, answering: Answering, index: int, prompt: int) -> None:
+        """Choice `index` of a request, for the prompt with number `prompt`."""
+        wanted = answering.wanted
+        self.index, self.prompt = index, prompt
+        self.finish, self.num_tokens = "", 0
+        self.ticket: Ticket | None = None
+        self._answering, self._wanted = answering, wanted
+        self._text = GrowingText(
+            answering.model.tokenizer,
+            wanted.stops,
+            keep_stop=wanted.keep_stop,
+            skip_special=wanted.skip_special,
+        )
+        self._part = Part(wanted.prompts[prompt].text)
+
+    def hear(self, news: News) -> None:
+        """Hears of the engine, in its thread."""
+        try:
+            self._answering.loop.call_soon_threadsafe(self._note, news)
+        except RuntimeError:  # the loop has ended, and with it the server
+            pass
+
+    def take(self) -> Part:
+        """What is new since the last call."""
+        part, self._part = self._part, Part()
+        return part
+
+    def _note(self, news: News) -> None:
+        """Turns news into text; what comes after the end does not count."""
+        if self.finish:
+            return
+        self._answering.timed(self, len(news.token_ids))
+        if news.token_ids:
+            self._write(news)
+        if self._text.stop is not None:
+            self._end("stop", self._text.stop)
+            self._answering.engine.cancel(self.ticket)  # it does not know texts
+        elif news.finish in ("stop", "length"):
+            self._part.text += self._text.end()
+            own = self._answering.model.eos_ids
+            last = self._part.token_ids[-1] if self._part.token_ids else None
+            self._end(news.finish, last if news.finish == "stop" and last not in own else None)
+        elif news.finish:
+            self._end(news.finish, None)
+            self._answering.fail(news)
+        self._answering.changed.set()
+
+    def _write(self, news: News) -> None:
+        """Adds tokens to the part: one by one where each has a place in the text."""
+        tokens, part, text = list(news.token_ids), self._part, self._text
+        hidden = tokens[-1:] if news.finish == "stop" and not self._wanted.keep_stop else []
+        visible = tokens[: len(tokens) - len(hidden)]
+        with_likely = self._wanted.top_logprobs is not None
+        before = text.num_tokens
+        for group in [[token] for token in visible] if with_likely else [visible]:
+            if text.stop is not None:
+                break
+            part.text += text.add(group)
+            part.offsets += [text.begin] * with_likely
+        count = text.num_tokens - before
+        if hidden and text.stop is None:  # it ends the answer and is no part of its text
+            part.offsets += [text.num_characters] * with_likely
+            count += 1
+        part.token_ids += tokens[:count]
+        part.likely += news.logprobs[:count] if with_likely else []
+        self.num_tokens += count
+
+    def _end(self, finish: str, reason: int | str | None) -> None:
+        self.finish = self._part.finish = finish
+        self._part.stop_reason = reason
+
+
+class Answering:
+    """All choices of a request, in the engine from `submit` until they have ended or `cancel`."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        engine: Engine,
+        model: Model,
+        metrics: ServingMetrics,
+        began: float,
+    ) -> None:
+        """`began` is when the request came, by `time.monotonic`."""
+        self.wanted, self.engine, self.model, self.metrics = wanted, engine, model, metrics
+        self.began = began
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.choices = [
+            Choice(self, prompt * wanted.n + i, prompt)
+            for prompt in range(len(wanted.prompts))
+            for i in range(wanted.n)
+        ]
+        self._seen = [0.0] * len(self.choices)  # when each had its last tokens
+        self._failure: Refusal | None = None
+
+    def submit(self) -> None:
+        """Hands all choices to the engine, or none; raises Refusal."""
+        wanted = self.wanted
+        most = self.engine.load().slots + self.engine.max_waiting
+        if len(self.choices) > most:  # there would never be room
+            name = "n" if wanted.n > 1 else "prompt"
+            raise bad(name, f"{name}: {len(self.choices)} choices: ask for {most} at most")
+        try:
+            for choice in self.choices:
+                request = Request(
+                    prompt_ids=wanted.prompts[choice.prompt].ids,
+                    max_new_tokens=wanted.new_tokens[choice.prompt],
+                    stop_ids=wanted.stop_ids,
+                    sampling=row_of(wanted.sampling, choice.index),
+                    top_logprobs=wanted.top_logprobs,
+                )
+                choice.ticket = self.engine.submit(request, choice.hear)
+        except Full as error:
+            self.cancel()
+            seconds = self.metrics.seconds_until_room(self.engine.load())
+            raise Refusal(
+                TOO_MANY,
+                str(error),
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(seconds)},
+            ) from error
+        except Closed as error:
+            self.cancel()
+            raise Refusal(UNAVAILABLE, STOPPING) from error
+        except InputError as error:
+            self.cancel()
+            raise bad("messages" if wanted.chat else "prompt", str(error)) from error
+
+    async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
+        """Yields what is new of each choice until all have ended; raises Refusal if one fails."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            done = self.done
+            for choice in self.choices:
+                if part := choice.take():
+                    yield choice, part
+            if done:
+                return
+            await self.changed.wait()
+            self.changed.clear()
+
+    async def whole(self) -> list[Part]:
+        """All choices, once they have ended; raises Refusal if one fails."""
+        while self._failure is None and not self.done:
+            await self.changed.wait()
+            self.changed.clear()
+        if self._failure is not None:
+            raise self._failure
+        return [choice.take() for choice in self.choices]
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish for choice in self.choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.ids) for prompt in self.wanted.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def cancel(self) -> None:
+        """Frees what the choices hold in the engine; those that have ended hold nothing."""
+        for choice in self.choices:
+            if choice.ticket is not None and not choice.finish:
+                choice.finish = "cancelled"
+                self.engine.cancel(choice.ticket)
+
+    def stop(self) -> None:
+        """Ends the request because the server ends."""
+        self._failure = Refusal(UNAVAILABLE, STOPPING)
+        self.changed.set()
+
+    def fail(self, news: News) -> None:
+        """Ends the request with what happened to one of its choices."""
+        if news.finish == "cancelled":  # by an engine that closes: `cancel` hears no news
+            self.stop()
+        else:
+            self._failure = Refusal(FAULT, news.error or "the engine failed")
+
+    def timed(self, choice: Choice, count: int) -> None:
+        """Counts the time that a choice's new tokens took."""
+        if not count:
+            return
+        now, before = time.monotonic(), self._seen[choice.index]
+        self._seen[choice.index] = now
+        if before:
+            self.metrics.took(now - before, count)
+        else:
+            self.metrics.first_token.observe(now - self.began)

@@ -1,0 +1,128 @@
+"""Rows of results: what clients saw of one server at one rate, and how that compares with plain.
+
+latency             from when a request should have been sent to the end of its answer
+first token         the same to the first token
+a token             from the first token to the end, over the tokens after the first
+throughput          tokens of whole answers, from the first request to the last answer's end
+speedup             median over requests of (latency with plain decoding / latency)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from infer.serving.bench.clients import Answer
+from moa_jax.measure.arrivals import percentiles
+from moa_jax.measure.figures import median
+
+
+class Capacity(NamedTuple):
+    """What a server does while as many clients as it has slots ask all the time."""
+
+    requests_per_s: float
+    tokens_per_s: float
+
+
+def capacity_of(answers: Sequence[Answer], begin: float, end: float) -> Capacity:
+    """Requests and tokens between two times; an answer counts by its share that lies there.
+
+    Raises ZeroDivisionError for an empty time.
+    """
+    requests = tokens = 0.0
+    for answer in answers:
+        inside = min(answer.end, end) - max(answer.sent, begin)
+        if not answer.error and inside > 0:
+            share = inside / (answer.end - answer.sent)
+            requests, tokens = requests + share, tokens + share * answer.tokens
+    return Capacity(requests / (end - begin), tokens / (end - begin))
+
+
+def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What clients saw of one server at one rate."""
+    whole = [answer for answer in answers if not answer.error]
+    span = max(answer.end for answer in answers) - min(answer.due for answer in answers)
+    tokens = sum(answer.tokens for answer in whole)
+    firsts = [answer.first - answer.due for answer in whole if answer.first is not None]
+    each = [
+        (answer.end - answer.first) / (answer.tokens - 1)
+        for answer in whole
+        if answer.first is not None and answer.tokens > 1
+    ]
+    late = percentiles([answer.sent - answer.due for answer in answers])["p95"]
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(whole),
+        "failures": dict(Counter(answer.error for answer in answers if answer.error)),
+        "seconds": span,
+        "tokens": tokens,
+        "tokens_per_s": tokens / span,
+        "requests_per_s": len(whole) / span,
+        "first_token_ms": _ms(percentiles(firsts)),
+        "ms_per_token": _ms(percentiles(each)),
+        "latency_s": percentiles([answer.seconds for answer in whole]),
+        "sent_late_ms": None if late is None else 1e3 * late,
+    }
+
+
+def beside(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:
+    """How a server compares with plain decoding of the same requests; above 1 it is better.
+
+    Requests count where both answered. `same_text` counts those whose texts are equal.
+    """
+    known = {answer.asked.index: answer for answer in plain if not answer.error}
+    pairs = [
+        (answer, known[answer.asked.index])
+        for answer in answers
+        if not answer.error and answer.asked.index in known
+    ]
+    ours, theirs = summarise(answers), summarise(plain)
+    p95 = lambda row: row["latency_s"]["p95"]  # noqa: E731
+    return {
+        "speedup": median([theirs.seconds / ours.seconds for ours, theirs in pairs]),
+        "throughput_over_plain": _over(ours["tokens_per_s"], theirs["tokens_per_s"]),
+        "p95_over_plain": _over(p95(theirs), p95(ours)),
+        "first_token_over_plain": _over(
+            theirs["first_token_ms"]["p50"], ours["first_token_ms"]["p50"]
+        ),
+        "compared": len(pairs),
+    }
+
+
+def differences(
+    answers: Sequence[Answer], others: Sequence[Answer], facts: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The requests whose text is another one than another way's, where both have answered."""
+    known = {answer.asked.index: answer for answer in others if not answer.error}
+    return [
+        dict(facts) | {"request": answer.asked.index, "set": answer.asked.set}
+        for answer in answers
+        if not answer.error
+        and answer.asked.index in known
+        and _said(answer) != _said(known[answer.asked.index])
+    ]
+
+
+def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the rows of one way: the speedup at the lowest rate, and the worst of the others."""
+    known = [row for row in rows if row.get("speedup") is not None]
+    low = min(known, key=lambda row: row["rate"], default=None)
+    least = lambda key: min((row[key] for row in known if row[key]), default=None)  # noqa: E731
+    return {
+        "speedup_at_lowest_rate": low and low["speedup"],
+        "lowest_throughput_over_plain": least("throughput_over_plain"),
+        "lowest_p95_over_plain": least("p95_over_plain"),
+    }
+
+
+def _said(answer: Answer) -> tuple[str, int]:
+    return answer.text, answer.tokens
+
+
+def _ms(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {key: None if value is None else 1e3 * value for key, value in values.items()}
+
+
+def _over(above: float | None, below: float | None) -> float | None:
+    return above / below if above and below else None

@@ -1,0 +1,100 @@
+"""The results of `infer.bench --serve` in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moa_jax.measure.tables import percent, short, table_of
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """All tables, with what they rest on."""
+    settings, machine = document["settings"], document["machine"]
+    stop = "to their limit" if settings["ignore_stop"] else "to their end"
+    left = f" ({settings['left_out']} too long)" if settings["left_out"] else ""
+    parts = [
+        f"{settings['questions']} questions of the suite {settings['suite']}{left}, answers {stop} "
+        f"or {settings['max_new_tokens']} tokens, temperature {settings['temperature']:g}, "
+        f"{settings['dtype']}, {settings['slots']} slots; {machine['device_kind']}, "
+        f"{machine['cores']} cores for server and clients together",
+        table_of([_capacity(server) for server in document["servers"]]),
+        table_of([cells for rate in document["rates"] for cells in _rate(rate["ways"])]),
+        table_of([cells for rate in document["rates"] for cells in _work(rate["ways"])]),
+        "\n".join(_worst(found) for found in document["beside_plain"]),
+        _differences(document["differences"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def shares(row: Mapping[str, Any]) -> str:
+    """`plain 20 %, chain 3 80 %`: the rounds of each way, the most frequent first."""
+    found = sorted(row["shares"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{way} {percent(share)}" for way, share in found) or "-"
+
+
+def _capacity(server: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "all slots full": server["way"],
+        "requests/s": short(server["requests_per_s"]),
+        "tokens/s": short(server["tokens_per_s"]),
+        "idle, of a core": percent(server["idle_cpu"], 1),
+    }
+
+
+def _rate(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """A line for each way at one rate, which the first line names."""
+    for index, row in enumerate(rows):
+        yield {
+            "requests/s": "" if index else _named(row),
+            "way": row["way"],
+            "tokens/s": short(row["tokens_per_s"]),
+            "over plain": short(row["throughput_over_plain"]),
+            "first token ms, p50, p95": _both(row["first_token_ms"]),
+            "ms a token": _both(row["ms_per_token"]),
+            "latency s": _both(row["latency_s"]),
+            "speedup": short(row["speedup"]),
+            "of p95": short(row["p95_over_plain"]),
+            "same text": _same(row),
+        }
+
+
+def _work(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    for index, row in enumerate(rows):
+        yield {
+            "requests/s": "" if index else _named(row),
+            "way": row["way"],
+            "tau": short(row["tau"]),
+            "accepted": percent(row["acceptance_rate"]),
+            "slots in use": short(row["slots_in_use"]),
+            "waiting": short(row["waiting"]),
+            "rounds": shares(row),
+            "of prompts copied": percent(row["prefix_share"]),
+        }
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    of_capacity = row["of_capacity"]
+    return short(row["rate"]) + ("" if of_capacity is None else f" ({of_capacity:.3g}x)")
+
+
+def _both(found: Mapping[str, float | None]) -> str:
+    return f"{short(found['p50'])}, {short(found['p95'])}"
+
+
+def _same(row: Mapping[str, Any]) -> str:
+    failed = f", {row['failed']} FAILED" if row["failed"] else ""
+    compared = row["compared"]
+    return ("-" if compared is None else f"{compared - row['different']}/{compared}") + failed
+
+
+def _worst(found: Mapping[str, Any]) -> str:
+    return (
+        f"{found['way']}: {short(found['speedup_at_lowest_rate'])} times as fast as plain at the "
+        f"lowest rate; at worst {short(found['lowest_throughput_over_plain'])} of its throughput "
+        f"and {short(found['lowest_p95_over_plain'])} times as fast at p95."
+    )
+
+
+def _differences(found: Sequence[Mapping[str, Any]]) -> str:
+    return f"{len(found)} answers DIFFER from those of the first way." if found else ""

@@ -1,0 +1,63 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+BAD, UNAUTHORIZED, NO_SUCH, BAD_METHOD, SLOW_BODY = 400, 401, 404, 405, 408
+TOO_LARGE, BAD_TYPE, TOO_MANY = 413, 415, 429
+FAULT, UNAVAILABLE, TOO_LONG = 500, 503, 504
+STOPPING = "the server is stopping: ask another one, or later"
+
+
+class Refusal(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`param` is the field that is wrong, and `code` a word for programs."""
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    def content(self) -> dict[str, Any]:
+        """The error as an object for JSON."""
+        kind = "invalid_request_error"
+        if self.status >= FAULT:
+            kind = "server_error"
+        elif self.status == TOO_MANY:
+            kind = "rate_limit_error"
+        line = " ".join(str(self).split())
+        return {"error": {"message": line, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad(param: str | None, message: str, code: str | None = None) -> Refusal:
+    """A request with a field that is wrong."""
+    return Refusal(BAD, message, param=param, code=code)
+
+
+def as_json(content: Any) -> bytes:
+    """Compact JSON; what is no Unicode of a user's text is escaped, as all that is not ASCII."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def shown(value: Any) -> str:
+    """A value of a request for an error's line, cut where it is long."""
+    text = json.dumps(value) if isinstance(value, str | int | float | bool) else _kind(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _kind(value: Any) -> str:
+    if value in ([], {}):
+        return f"an empty {'list' if value == [] else 'object'}"
+    names = {list: "a list", dict: "an object", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

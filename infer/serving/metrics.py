@@ -1,0 +1,129 @@
+"""The server's metrics in Prometheus' text format, under the names of vLLM where it has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.engine import Engine, Load
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SHORT = (0.0005, *SECONDS[:11])
+TOKENS = tuple(2**power for power in range(17))
+LONGEST_WAIT = 60  # seconds, of those that clients are told to wait
+
+
+class ServingMetrics:
+    """What one server has counted, in a registry of its own."""
+
+    def __init__(self, model: str, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._names, self._values = ("model_name", "engine"), (model, "0")
+        self._registry.register(_EngineCollector(engine, self._names, self._values))
+        self.first_token = self._histogram("time_to_first_token_seconds", SECONDS)
+        self._between = self._histogram("inter_token_latency_seconds", SHORT)
+        self._latency = self._histogram("e2e_request_latency_seconds", SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", TOKENS)
+        self._generated = self._histogram("request_generation_tokens", TOKENS)
+        self._ended = Counter(
+            "vllm:request_success",
+            "Choices that ended, by reason",
+            [*self._names, "finished_reason"],
+            registry=self._registry,
+        )
+        self._replies = Counter(
+            "moa:http_replies", "Replies by status", ["status"], registry=self._registry
+        )
+        self._mean_seconds = 1.0  # of the last requests
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        text = name.replace("_", " ")
+        own = {"registry": self._registry, "buckets": buckets}
+        return Histogram(f"vllm:{name}", text, self._names, **own).labels(*self._values)
+
+    def took(self, seconds: float, count: int) -> None:
+        """Counts `count` tokens that came together, this long after those before them."""
+        for _ in range(count):
+            self._between.observe(seconds / count)
+
+    def ended(self, seconds: float, prompt: int, generated: list[tuple[str, int]]) -> None:
+        """Counts a request: its time, tokens of its prompts, and (reason, tokens) of choices."""
+        self._latency.observe(seconds)
+        self._prompt.observe(prompt)
+        self._mean_seconds += (seconds - self._mean_seconds) / 16
+        for reason, tokens in generated:
+            self._ended.labels(*self._values, reason).inc()
+            self._generated.observe(tokens)
+
+    def replied(self, status: int) -> None:
+        """Counts a reply."""
+        self._replies.labels(str(status)).inc()
+
+    def seconds_until_room(self, load: Load) -> int:
+        """How long a client should wait when nobody more may: until some of the queue is served."""
+        seconds = self._mean_seconds * max(load.waiting, 1) / max(load.slots, 1) / 2
+        return min(max(math.ceil(seconds), 1), LONGEST_WAIT)
+
+    def text(self) -> bytes:
+        """All metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    """Asks the engine what it has counted whenever somebody reads the metrics."""
+
+    def __init__(self, engine: Engine, names: tuple[str, ...], values: tuple[str, ...]) -> None:
+        self._engine, self._names, self._values = engine, names, values
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._engine.load()
+        yield self._gauge("vllm:num_requests_running", "Being read or decoded", load.running)
+        yield self._gauge("vllm:num_requests_waiting", "Not begun", load.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of cache rows in use", load.rows_used)
+        yield self._gauge("moa:slots", "Requests decoded at once at most", load.slots)
+        whole = {
+            "vllm:num_preemptions": ("Requests put back, which never happens", 0),
+            "vllm:prompt_tokens": ("Tokens of prompts", load.prompt_tokens),
+            "vllm:generation_tokens": ("Tokens of answers", load.generated_tokens),
+            "vllm:prefix_cache_queries": ("Tokens of prompts looked up", load.prompt_tokens),
+            "vllm:prefix_cache_hits": ("Tokens of prompts copied", load.prefix_tokens),
+            "vllm:spec_decode_num_drafts": ("Drafts verified", load.drafts),
+            "vllm:spec_decode_num_draft_tokens": ("Tokens drafted", load.drafted_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted", load.accepted_tokens),
+            "moa:engine_failures": ("Passes that failed", load.failures),
+            "moa:programs": ("Programs compiled or loaded", load.compiled),
+        }
+        for name, (text, value) in whole.items():
+            counter = CounterMetricFamily(name, text, labels=self._names)
+            counter.add_metric(self._values, value)
+            yield counter
+        yield self._by(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "position",
+            {str(i): count for i, count in enumerate(load.accepted_by_position)},
+        )
+        rounds = {_named(way): count for way, count in load.rounds_by_way.items()}
+        yield self._by("moa:rounds", "way", rounds)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=self._names)
+        gauge.add_metric(self._values, value)
+        return gauge
+
+    def _by(self, name: str, label: str, values: dict[str, int]) -> Metric:
+        counter = CounterMetricFamily(name, f"By {label}", labels=[*self._names, label])
+        for key, value in values.items():
+            counter.add_metric([*self._values, key], value)
+        return counter
+
+
+def _named(way: DraftShape) -> str:
+    """A way to decode as a label: plain, or a shape with its depth and its drafted tokens."""
+    if not way.num_drafted:
+        return "plain"
+    return f"chain {way.depth}" if way.is_chain else f"tree {way.depth}/{way.num_drafted}"

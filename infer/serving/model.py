@@ -1,0 +1,92 @@
+"""What a server says and knows of its model: names, limits, and texts as tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from infer.serving.errors import NO_SUCH, Refusal, bad, shown
+from moa_jax.data import chat
+from moa_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The model that is served; without a tokenizer prompts and answers are token ids."""
+
+    name: str
+    tokenizer: Any | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_tokens: int  # of a prompt with its answer
+    max_prompt: int
+    created: int  # seconds since 1970
+
+    def check_name(self, name: str | None) -> None:
+        """Raises Refusal for the name of another model; None asks for any."""
+        if name is not None and name != self.name:
+            raise Refusal(
+                NO_SUCH,
+                f"model {shown(name)} is not served here: ask for {self.name}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def ids_of(self, text: str, param: str, special: bool = True) -> tuple[int, ...]:
+        """A text as tokens, with those that the tokenizer puts around any text.
+
+        Raises Refusal for a text that is much too long, and without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise bad(param, f"{param}: the model has no tokenizer: give token ids")
+        self.check_characters(len(text), param)
+        found = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        return tuple(found["input_ids"])
+
+    def ids_after(self, messages: list[chat.Message], generation_prompt: bool) -> tuple[int, ...]:
+        """A conversation as tokens; raises Refusal where the model cannot chat."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise bad(
+                "messages",
+                f"messages: {self.name} has no chat template, as base models have none: "
+                "ask /v1/completions",
+                "no_chat_template",
+            )
+        self.check_characters(sum(len(message["content"]) for message in messages), "messages")
+        try:
+            text = chat.render(self.tokenizer, messages, generation_prompt)
+        except InputError as error:
+            raise bad("messages", f"messages: {error}") from error
+        return self.ids_of(text, "messages", special=False)
+
+    def check_characters(self, count: int, param: str) -> None:
+        """Raises Refusal for a text too long for `max_prompt` tokens, before it is read."""
+        if count > self.max_prompt * self._longest_token:
+            raise self.too_long(param, f"more than {self.max_prompt}")
+
+    def too_long(self, param: str, tokens: int | str) -> Refusal:
+        """What to raise for a prompt of too many tokens."""
+        return bad(
+            param,
+            f"{param}: the prompt has {tokens} tokens, and {self.max_prompt} are the most: "
+            "shorten it",
+            "context_length_exceeded",
+        )
+
+    def card(self) -> dict[str, Any]:
+        """The model as /v1/models lists it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "moa-jax",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.max_tokens,
+        }
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token; each byte of others counts as one."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)

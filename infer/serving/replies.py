@@ -1,0 +1,139 @@
+"""Answers in the two shapes of OpenAI: completions and chats, whole or as events of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from infer.serving.answering import Answering, Choice, Part
+from infer.serving.errors import as_json
+from infer.serving.tokens import TokenTexts
+from moa_jax.decode.logprobs import Likely
+from moa_jax.version import __version__
+
+DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
+
+
+class Replies:
+    """The replies to one request."""
+
+    def __init__(self, answering: Answering, token_texts: TokenTexts) -> None:
+        self._answering, self._wanted = answering, answering.wanted
+        self._token_texts = token_texts
+        self._begun: set[int] = set()  # choices of a chat whose role was said
+        self.id = f"{'chatcmpl' if self._wanted.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._same = {
+            "id": self.id,
+            "object": self._object(),
+            "created": int(time.time()),
+            "model": answering.model.name,
+            "system_fingerprint": f"moa-jax-{__version__}",
+            "seed": self._wanted.sampling.seed,  # with it the answer can be had again
+        }
+
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
+        """The reply with all choices."""
+        pairs = zip(self._answering.choices, parts, strict=True)
+        choices = [self._choice(choice, part, "message") for choice, part in pairs]
+        return self._reply(choices) | {"usage": self._usage()}
+
+    def events(self, choice: Choice, part: Part) -> Iterator[bytes]:
+        """The events of a stream for what is new of a choice."""
+        first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        rest: dict[str, Any] = {"usage": None} if self._wanted.include_usage else {}
+        if self._wanted.chat and first:
+            role = {"role": "assistant", "content": ""}
+            opening = {"index": choice.index, "delta": role, "logprobs": None}
+            yield event(self._reply([opening | {"finish_reason": None}]) | rest)
+        found = self._choice(choice, part, "delta")
+        if self._wanted.with_ids and not self._wanted.chat and not first:
+            del found["prompt_token_ids"]
+        yield event(self._reply([found], first) | rest)
+
+    def last_events(self) -> Iterator[bytes]:
+        """The events at the end of a stream: the usage, if it was asked for, and the mark."""
+        if self._wanted.include_usage:
+            yield event(self._reply([]) | {"usage": self._usage()})
+        yield DONE
+
+    def _object(self) -> str:
+        if not self._wanted.chat:
+            return "text_completion"
+        return "chat.completion.chunk" if self._wanted.stream else "chat.completion"
+
+    def _reply(self, choices: list[dict[str, Any]], first: bool = True) -> dict[str, Any]:
+        reply = self._same | {"choices": choices}
+        if self._wanted.chat and self._wanted.with_ids and first and choices:
+            reply["prompt_token_ids"] = list(self._wanted.prompts[0].ids)
+        return reply
+
+    def _choice(self, choice: Choice, part: Part, name: str) -> dict[str, Any]:
+        """A choice; `name` is what holds the text of a chat."""
+        found: dict[str, Any] = {"index": choice.index}
+        if self._wanted.chat:
+            found[name] = {"content": part.text} if part.text or name == "message" else {}
+            if name == "message":
+                found[name] = {"role": "assistant", **found[name], "refusal": None}
+        else:
+            found["text"] = part.text
+        found["logprobs"] = None
+        if self._wanted.top_logprobs is not None:
+            found["logprobs"] = self._in_chat(part) if self._wanted.chat else self._listed(part)
+        found["finish_reason"] = part.finish or None
+        found["stop_reason"] = part.stop_reason
+        if self._wanted.with_ids:
+            found["token_ids"] = part.token_ids
+            if not self._wanted.chat:
+                found["prompt_token_ids"] = list(self._wanted.prompts[choice.prompt].ids)
+        return found
+
+    def _usage(self) -> dict[str, int]:
+        prompt, generated = self._answering.num_prompt_tokens, self._answering.num_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+        }
+
+    def _in_chat(self, part: Part) -> dict[str, Any]:
+        """Log-probabilities as chats have them."""
+        content = []
+        for token, likely in zip(part.token_ids, part.likely, strict=True):
+            top = [self._entry(other, logprob) for other, logprob in self._top(likely)]
+            content.append(self._entry(token, likely.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._token_texts(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _listed(self, part: Part) -> dict[str, Any]:
+        """Log-probabilities as completions have them; the written token is among the likeliest."""
+        text_of = lambda token: self._token_texts(token)[0]  # noqa: E731
+        pairs = list(zip(part.token_ids, part.likely, strict=True))
+        return {
+            "tokens": [text_of(token) for token, _ in pairs],
+            "token_logprobs": [_finite(likely.logprob) for _, likely in pairs],
+            "top_logprobs": [
+                {text_of(other): _finite(logprob) for other, logprob in self._top(likely)}
+                | {text_of(token): _finite(likely.logprob)}
+                for token, likely in pairs
+            ],
+            "text_offset": part.offsets,
+        }
+
+    def _top(self, likely: Likely) -> list[tuple[int, float]]:
+        return likely.top[: self._wanted.top_logprobs or 0]
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + as_json(content) + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

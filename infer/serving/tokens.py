@@ -1,0 +1,53 @@
+"""Single tokens as text and bytes, for log-probabilities."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePiece
+
+
+class TokenTexts:
+    """The text of each token of a vocabulary, computed once for those that are asked for."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bytes]] = {}
+        self._byte_of = _bytes_of_characters()
+
+    def __call__(self, token: int) -> tuple[str, bytes]:
+        """The token's text and its bytes; without a tokenizer its id.
+
+        A token that is a part of a character has the text `bytes:\\xe2\\x82`, as OpenAI writes it,
+        so that different tokens have different texts.
+        """
+        if token not in self._known:
+            self._known[token] = self._found(token)
+        return self._known[token]
+
+    def _found(self, token: int) -> tuple[str, bytes]:
+        if self._tokenizer is None:
+            return str(token), str(token).encode()
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text, text.encode()
+        name = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if found := BYTE.fullmatch(name):
+            data = bytes.fromhex(found[1])
+        elif all(character in self._byte_of for character in name):
+            data = bytes(self._byte_of[character] for character in name)
+        else:
+            return text, text.encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The bytes for which characters stand in byte-level vocabularies.
+
+    Those that Latin-1 prints stand for themselves, the others follow from U+0100 in order.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printed]
+    shifted = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printed} | shifted

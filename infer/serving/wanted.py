@@ -1,0 +1,319 @@
+"""What a request for answers asks for, checked field by field.
+
+Fields are OpenAI's, and those that vLLM adds to them. A field that would change the answer and has
+no meaning here is refused by name; other unknown fields do nothing, as with vLLM, and their names
+are logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Any
+
+from infer.serving.errors import bad, shown
+from infer.serving.fields import Fields, is_number, is_text
+from infer.serving.model import Model
+from moa_jax.config import Sampling
+from moa_jax.data.chat import Message
+from moa_jax.errors import InputError
+
+MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 128, 16, 256, 32
+MOST_LOGPROBS, MOST_BIASES = 20, 1024
+USUAL_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; a chat may go on while it fits
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+SAMPLING = (  # fields and their defaults, which are OpenAI's
+    ("temperature", 1.0),
+    ("top_p", 1.0),
+    ("min_p", 0.0),
+    ("repetition_penalty", 1.0),
+    ("presence_penalty", 0.0),
+    ("frequency_penalty", 0.0),
+)
+# Fields that would change the answer, each with the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": ("none",),
+    "functions": (),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "suffix": (),
+    "prediction": (),
+    "web_search_options": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "logits_processors": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "documents": (),
+}
+# Fields that change nothing: they need no line in the log.
+SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+SILENT += ("parallel_tool_calls", "spaces_between_special_tokens", "request_id", "priority")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt, with its text where the answer repeats it."""
+
+    place: str  # the field that has it
+    ids: tuple[int, ...]
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A request that can be answered: `n` choices for each prompt."""
+
+    chat: bool
+    prompts: tuple[Prompt, ...]
+    new_tokens: tuple[int, ...]  # at most, for each prompt
+    n: int
+    sampling: Sampling  # of the first choice; each next one adds 1 to the seed
+    stops: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    keep_stop: bool
+    skip_special: bool
+    top_logprobs: int | None
+    stream: bool
+    include_usage: bool
+    echo: bool
+    with_ids: bool
+    ignored: tuple[str, ...]  # fields that nobody knows
+
+
+def completion_of(body: dict[str, Any], model: Model) -> Wanted:
+    """What a body for /v1/completions asks for; raises Refusal."""
+    fields = Fields(body)
+    model.check_name(fields.text("model"))
+    echo = fields.flag("echo")
+    top_logprobs = fields.whole("logprobs", None, 0, MOST_LOGPROBS)
+    if echo and top_logprobs is not None:
+        raise bad("echo", "echo with logprobs: those of prompts are not computed: leave one out")
+    n = fields.whole("n", 1, 1, MOST_CHOICES)
+    if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
+        raise fields.wrong("best_of", "the same number as n: all choices are returned")
+    most = fields.whole("max_tokens", USUAL_TOKENS, 1, 1 << 31)
+    special = fields.flag("add_special_tokens", default=True)
+    prompts = _prompts_of(fields, model, special, echo)
+    return _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)
+
+
+def chat_of(body: dict[str, Any], model: Model) -> Wanted:
+    """What a body for /v1/chat/completions asks for; raises Refusal."""
+    fields = Fields(body)
+    model.check_name(fields.text("model"))
+    if fields.flag("echo"):
+        raise fields.wrong("echo", "false: a chat does not repeat its messages")
+    with_logprobs = fields.flag("logprobs")
+    top_logprobs = fields.whole("top_logprobs", None, 0, MOST_LOGPROBS)
+    if top_logprobs is not None and not with_logprobs:
+        raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
+    if with_logprobs:
+        top_logprobs = top_logprobs or 0
+    most = fields.whole("max_tokens", None, 1, 1 << 31)
+    newer = fields.whole("max_completion_tokens", None, 1, 1 << 31)
+    if None not in (most, newer) and most != newer:
+        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
+    n = fields.whole("n", 1, 1, MOST_CHOICES)
+    fields.refuse(REFUSED)  # before a template sees what it does not know
+    ids = model.ids_after(messages_of(fields), generation_prompt=True)
+    prompt = Prompt("messages", ids)
+    return _wanted(fields, model, [prompt], n, newer or most, top_logprobs, chat=True, echo=False)
+
+
+def messages_of(fields: Fields) -> list[Message]:
+    """The messages of a chat: texts of system, user and assistant; raises Refusal."""
+    messages = fields.value("messages")
+    if not isinstance(messages, list) or not messages:
+        raise fields.wrong("messages", "a list of messages, each with role and content")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise bad(place, f"{place} is no object: give it a role and a content")
+    fields = Fields(message, f"{place}.")
+    role = fields.text("role")
+    if role not in ROLES:
+        raise fields.wrong("role", "system, user or assistant")
+    fields.refuse({"tool_calls": (), "function_call": (), "audio": ()})
+    content = fields.value("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    if not is_text(content):
+        raise fields.wrong("content", "a text of Unicode characters")
+    return {"role": ROLES[role], "content": content}
+
+
+def _part(part: Any, place: str) -> str:
+    """The text of a part of a message, which must be text."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not is_text(text):
+        raise bad(place, f'{place} is no text: give {{"type": "text", "text": ...}}')
+    return text
+
+
+def _prompts_of(fields: Fields, model: Model, special: bool, echo: bool) -> list[Prompt]:
+    """The prompts of a completion: a text, ids, or a list of either."""
+    value = fields.value("prompt")
+    if isinstance(value, list) and value and type(value[0]) is not int:
+        if len(value) > MOST_CHOICES:
+            raise bad("prompt", f"prompt has {len(value)} prompts: give at most {MOST_CHOICES}")
+        places = [(f"prompt[{i}]", each) for i, each in enumerate(value)]
+    else:
+        places = [("prompt", value)]
+    return [_prompt(each, place, model, special, echo) for place, each in places]
+
+
+def _prompt(value: Any, place: str, model: Model, special: bool, echo: bool) -> Prompt:
+    if is_text(value):
+        return Prompt(place, model.ids_of(value, place, special), value if echo else "")
+    if not isinstance(value, list):
+        raise bad(place, f"{place} is {shown(value)}: give a text or a list of token ids")
+    ids = ids_of(value, place, model)
+    return Prompt(place, ids, model.tokenizer.decode(ids) if echo and model.tokenizer else "")
+
+
+def ids_of(value: Any, place: str, model: Model) -> tuple[int, ...]:
+    """A list of token ids; raises Refusal for ids outside the vocabulary and for anything else."""
+    if not isinstance(value, list):
+        raise bad(place, f"{place} is {shown(value)}: give a list of token ids")
+    for token in value:
+        if type(token) is not int:
+            raise bad(place, f"{place} holds {shown(token)}: give token ids, which are numbers")
+        if not 0 <= token < model.vocab_size:
+            raise bad(
+                place,
+                f"{place} has the id {shown(token)}, outside the vocabulary of "
+                f"{model.vocab_size}: use the model's own tokenizer",
+            )
+    return tuple(value)
+
+
+def _wanted(
+    fields: Fields,
+    model: Model,
+    prompts: list[Prompt],
+    n: int,
+    most: int | None,
+    top_logprobs: int | None,
+    *,
+    chat: bool,
+    echo: bool,
+) -> Wanted:
+    """The part of a request that both APIs share."""
+    fields.refuse(REFUSED)
+    if len(prompts) * n > MOST_CHOICES:
+        raise bad("n", f"n is {n} for {len(prompts)} prompts: {MOST_CHOICES} choices are the most")
+    stream, options = fields.flag("stream"), fields.within("stream_options")
+    if not stream and fields.value("stream_options") is not None:
+        raise bad("stream_options", "stream_options goes with stream: give stream true, or neither")
+    include_usage = options.flag("include_usage")
+    wanted = Wanted(
+        chat=chat,
+        prompts=tuple(prompts),
+        new_tokens=tuple(_new_tokens(prompt, most, model) for prompt in prompts),
+        n=n,
+        sampling=_sampling_of(fields, model),
+        stops=_stops_of(fields),
+        stop_ids=_stop_ids_of(fields, model),
+        keep_stop=fields.flag("include_stop_str_in_output"),
+        skip_special=fields.flag("skip_special_tokens", default=True),
+        top_logprobs=top_logprobs,
+        stream=stream,
+        include_usage=include_usage,
+        echo=echo,
+        with_ids=fields.flag("return_token_ids"),
+        ignored=(),
+    )
+    for name in SILENT:
+        fields.value(name)
+    return dataclasses.replace(wanted, ignored=tuple(fields.unread()))
+
+
+def _new_tokens(prompt: Prompt, most: int | None, model: Model) -> int:
+    """How many tokens may follow a prompt; raises Refusal where that is less than was asked for."""
+    place, length = prompt.place, len(prompt.ids)
+    if not length:
+        raise bad(place, f"{place}: the prompt is empty: give at least one token")
+    if length > model.max_prompt:
+        raise model.too_long(place, length)
+    fits = model.max_tokens - length
+    if most is not None and most > fits:
+        raise bad(
+            "max_tokens",
+            f"max_tokens is {most}, and after a prompt of {length} tokens {fits} fit: ask for less",
+            "context_length_exceeded",
+        )
+    return most or fits
+
+
+def _sampling_of(fields: Fields, model: Model) -> Sampling:
+    settings: dict[str, Any] = {name: fields.number(name, usual) for name, usual in SAMPLING}
+    top_k = fields.whole("top_k", 0, -1, 1 << 31)
+    settings["top_k"] = top_k if 0 < top_k < model.vocab_size else 0  # -1 and 0 keep all
+    seed = fields.whole("seed", None, -(1 << 63), (1 << 63) - 1)
+    settings["seed"] = secrets.randbits(31) if seed is None else seed % (1 << 32)
+    settings["logit_bias"] = _biases_of(fields, model)
+    try:
+        return Sampling(**settings)
+    except InputError as error:  # its line begins with the name
+        raise bad(str(error).partition(" ")[0], str(error)) from error
+
+
+def _biases_of(fields: Fields, model: Model) -> tuple[tuple[int, float], ...]:
+    value = fields.value("logit_bias")
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise fields.wrong("logit_bias", f"an object of at most {MOST_BIASES} ids and biases")
+    found: dict[int, float] = {}
+    for name, bias in value.items():
+        is_id = name.isascii() and name.isdecimal() and len(name) < 10
+        if not is_id or int(name) >= model.vocab_size:
+            raise bad(
+                "logit_bias",
+                f"logit_bias names {name[:20]!r}: give ids of the vocabulary of {model.vocab_size}",
+            )
+        if not is_number(bias) or not -100 <= bias <= 100:
+            raise bad("logit_bias", f"logit_bias of {name}: give a number from -100 to 100")
+        found[int(name)] = float(bias)
+    return tuple((token, bias) for token, bias in sorted(found.items()) if bias)
+
+
+def _stops_of(fields: Fields) -> tuple[str, ...]:
+    value = fields.value("stop")
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS:
+        raise fields.wrong("stop", f"a text or a list of at most {MOST_STOPS} texts")
+    if not all(is_text(text) and 0 < len(text) <= LONGEST_STOP for text in texts):
+        raise bad("stop", f"stop: give texts of 1 to {LONGEST_STOP} Unicode characters")
+    return tuple(dict.fromkeys(texts))
+
+
+def _stop_ids_of(fields: Fields, model: Model) -> tuple[int, ...]:
+    """The ids that end an answer: the model's own, unless they are to be ignored, and more."""
+    own = () if fields.flag("ignore_eos") else model.eos_ids
+    value = fields.value("stop_token_ids")
+    if value is None:
+        return own
+    if not isinstance(value, list) or len(value) > MOST_STOP_IDS:
+        raise fields.wrong("stop_token_ids", f"a list of at most {MOST_STOP_IDS} ids")
+    more = ids_of(value, "stop_token_ids", model)
+    return tuple(dict.fromkeys((*own, *more)))

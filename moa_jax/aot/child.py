@@ -1,0 +1,88 @@
+"""Ahead-of-time compiles in a process of their own, since compilers crash.
+
+    parent: run(module, request, ...) --> child: python -m module, which ends with serve(answer)
+
+The request travels as a pickle on stdin, the answer as a line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from moa_jax.aot import machines
+from moa_jax.aot.machines import Machine
+from moa_jax.errors import InputError, first_line
+
+Answer = dict[str, Any]
+
+
+class CompilerCrash(RuntimeError):
+    """The compiler ended without a verdict; one line."""
+
+
+def run(module: str, request: Any, machine: Machine, advice: str) -> Answer:
+    """What `module` answers in a process that may compile for `machine`.
+
+    Raises InputError without the machine's compiler and for what the child refuses, and
+    CompilerCrash, which ends with `advice`, where the compiler dies.
+    """
+    machines.check_compiler(machine)
+    ran = subprocess.run(
+        [sys.executable, "-m", module],
+        input=pickle.dumps(request),
+        env=os.environ | machines.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+    )
+    if ran.returncode < 0 or ran.returncode > 128:
+        raise CompilerCrash(f"{machine.name}: {_crash(ran.returncode, advice)}")
+    if ran.returncode:
+        raise RuntimeError(ran.stderr.decode(errors="replace"))
+    answer = json.loads(ran.stdout.splitlines()[-1])
+    if "crash" in answer:
+        raise CompilerCrash(f"{machine.name}: the compiler says: {answer['crash']}: {advice}")
+    if "input_error" in answer:
+        raise InputError(answer["input_error"])
+    return answer
+
+
+def serve(answer: Callable[..., Answer]) -> None:
+    """The child's part: answers the request on stdin."""
+    request = pickle.load(sys.stdin.buffer)
+    notices = _Notices()
+    logging.getLogger("moa_jax").addHandler(notices)
+    try:
+        given = answer(*request) | {"notices": notices.said}
+    except InputError as error:
+        given = {"input_error": str(error)}
+    except jax.errors.JaxRuntimeError as error:
+        given = {"crash": first_line(error)[:500]}
+    print(json.dumps(given))
+
+
+class _Notices(logging.Handler):
+    """What the child's library has to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _crash(code: int, advice: str) -> str:
+    number = -code if code < 0 else code - 128
+    name = {each.value: each.name for each in signal.Signals}.get(number, f"code {code}")
+    if number == signal.SIGKILL:
+        return f"the compiler was killed ({name}): this machine may be out of memory"
+    return f"the compiler crashed ({name}), which says nothing about fitting: {advice}"

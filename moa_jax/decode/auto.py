@@ -1,0 +1,280 @@
+"""Which draft comes next: the way that commits most tokens a millisecond, as far as is known.
+
+    heard                              so far     what follows
+    6 rounds that drafted 3 tokens     1: 6 of 6  shares 1.0, 0.5 and 0.67, so a round of this chain
+    accepted 3, 1, 3, 1, 1, 2 of them  2: 3 of 6  commits 1 + 1.0 + 0.5 + 0.33 = 2.83 tokens. If it
+                                       3: 2 of 3  takes 1.6 ms, that is 1.77 a ms; plain has 1.0
+
+**What is known.** A position's share is counted among the rounds that drafted it and accepted all
+before it; the products of shares tell in how many rounds a position is accepted. So rounds of every
+depth are used, each for what it drafted. A tree's levels have shares of their own. What was heard
+fades with the rounds, since text changes. A share of which little was heard is close to a guess:
+that of the position before it, and what a chain's share says of a tree's, or a tree's of a chain's.
+
+**At first.** One missed round says little, and many answers are too short to wait for a probe. So
+a chain's first token starts as if a few rounds had mostly accepted it. These fade as others do: a
+guess of that weight would come back when what was heard has faded. And the first choices hold for
+1, 1, 2 and 4 rounds, then for 8, so that few rounds are lost while each tells much.
+
+**What is not known.** Nothing is heard of what is not drafted, plain decoding hears nothing at all.
+So now and then a few rounds are a probe, and there is no other exploration:
+
+    plain 32 | probe | plain 64 | probe | plain 128 | probe | chain of 3 ...
+               no               no                    yes: the next one comes after 32 again
+
+A way can be probed if it drafts what the best one does not, and would be faster if its shares were
+the highest that are likely. Fresh counts bound them; when all has faded, any share up to 1 is
+likely. So a way that could not win at shares of 1 is never tried. The probe is the shorter, the
+more it is expected to lose. Where drafting was given up nothing is expected of it, and it costs
+about two tokens if nothing is accepted. Waits double up to 256 rounds, and such a probe then takes
+one token in a hundred. After longer waits, changes of text would cost more than probes do. The wait
+is short again where drafting was given up, and where the best way became faster or slower by a
+quarter, for then it is another text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.costs import priced_as
+
+PLAIN = DraftShape(1)
+ROUNDS_BETWEEN_CHOICES = 8  # fewer at first, as many as were heard
+FIRST_WAIT, LAST_WAIT = 32, 256  # rounds from one probe to the next
+CHANGED = math.log(1.25)  # of the best way's speed: what a probe found holds no more
+LEAST_PROBE, MOST_PROBE = 1, 32  # rounds
+TOKENS_OF_A_PROBE = 2.0  # that it may be expected to lose
+KEPT = 1 - 1 / 128  # of what was heard, from one round to the next
+MOST_HEARD = 128.0  # rounds that count, so that many rows fade as soon as one does
+LEAST_HEARD = 2.0  # rounds that faded ones still weigh in a share
+GUESSED = 3.0  # rounds that a guess weighs
+FIRST_SHARE, FIRST_HEARD = 0.7, 3.5  # of a chain's first token; rounds that seem to have said so
+FIRST_GUESSED = 0.1  # rounds that it weighs when those have faded
+RESCUED = 1.5  # a tree misses a level as often as a chain misses its token, to this power
+DEVIATIONS = 1.5  # from a share to the highest that is likely
+
+
+class Choice(NamedTuple):
+    """What to draft next, and for how many rounds until `Chooser.next` is asked again."""
+
+    shape: DraftShape
+    rounds: int
+
+
+class _Tokens(NamedTuple):
+    """What a round of a way commits."""
+
+    expected: float
+    most: float  # at the highest shares that are likely
+
+
+class _Position:
+    """What was heard of a position of chains, or of a level of a tree."""
+
+    __slots__ = ("rounds", "share", "_all")
+
+    def __init__(self, share: float = 0.0, rounds: float = 0.0) -> None:
+        self.rounds = rounds  # that came to the position; old ones count less
+        self.share = share  # of them that accepted it
+        self._all = 0  # rounds that came to it, old ones too
+
+    @property
+    def weight(self) -> float:
+        """Rounds, and at least a few: what was known last is not forgotten, but soon overruled."""
+        return max(self.rounds, min(self._all, LEAST_HEARD))
+
+    def add(self, came: int, accepted: int) -> None:
+        if came:
+            self.share = _mean(self.share, self.weight, accepted / came, came)
+            self.rounds = min(self.rounds + came, MOST_HEARD)
+            self._all += came
+
+
+class Chooser:
+    """Chooses among ways to draft by their costs and by what was accepted; one for all answers.
+
+    It has no clock and no chance in it: the same calls give the same choices.
+    """
+
+    def __init__(self, ways: Sequence[DraftShape], own: DraftShape) -> None:
+        """`ways` has plain decoding, `DraftShape(1)`, among them; `own` is for want of costs."""
+        self._ways, self._own = tuple(ways), own
+        self._priced = {way: priced for way in ways if (priced := priced_as(way))}
+        later = max(way.levels for way in (*ways, own)) - 2
+        first = _Position(FIRST_SHARE, FIRST_HEARD)
+        self._chains = [first, *(_Position() for _ in range(later))]
+        self._trees: dict[DraftShape, list[_Position]] = {}
+        self._best, self._rate = own, 1.0  # tokens a millisecond, when the wait was set
+        self._wait, self._since = FIRST_WAIT, 0  # rounds from probe to probe, and those so far
+        self._probe: DraftShape | None = None
+        self._left = 0  # rounds of the probe
+        self._heard = 0  # rounds, of whatever way
+
+    def heard(self, shape: DraftShape, accepted: npt.ArrayLike, rounds: int) -> None:
+        """Hears how many drafted tokens each round accepted, the rows of a batch all in one list.
+
+        `shape` is one of the ways, or `own`; `rounds` counts those of the batch. A round that a
+        stop or a limit cut is to be left out.
+        """
+        self._heard += rounds
+        kept = KEPT**rounds
+        for position in itertools.chain(self._chains, *self._trees.values()):
+            position.rounds *= kept
+        counts = np.asarray(accepted)
+        came = counts.size
+        for place, position in enumerate(self._heard_of(shape)[: shape.levels - 1]):
+            hits = int(np.count_nonzero(counts > place))
+            position.add(came, hits)
+            came = hits
+        if shape == self._probe:
+            self._left -= rounds
+        else:
+            self._since += rounds
+
+    def next(self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]) -> Choice:
+        """The next choice, given the milliseconds of a round of some ways and what is compiled.
+
+        A way without a cost is left out. Where no way has one it is `own`, else plain decoding,
+        else the first way that is ready. Raises ValueError if nothing is ready.
+        """
+        known = {
+            way: costs[priced]
+            for way, priced in self._priced.items()
+            if way in ready and priced in costs
+        }
+        if not known:
+            return Choice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
+        tokens = self._tokens(known)
+        rates = {way: tokens[way].expected / ms for way, ms in known.items()}
+        best = max(known, key=rates.__getitem__)
+        if self._probe in known and self._left > 0:
+            return Choice(self._probe, self._left)
+        self._judge(best, rates[best])
+        if self._since >= self._wait and (probe := _probe(best, known, tokens)):
+            self._probe, self._left = probe
+            return Choice(*probe)
+        rounds = min(max(self._heard, 1), ROUNDS_BETWEEN_CHOICES)
+        left = self._wait - self._since
+        return Choice(best, min(left, rounds) if left > 0 else rounds)
+
+    def _heard_of(self, way: DraftShape) -> list[_Position]:
+        if way.is_chain:
+            return self._chains
+        if way not in self._trees:
+            self._trees[way] = [_Position() for _ in self._chains]
+        return self._trees[way]
+
+    def _without_costs(self, ready: Collection[DraftShape]) -> DraftShape:
+        for way in (self._own, PLAIN, *self._ways):
+            if way in ready:
+                return way
+        raise ValueError("no way to draft is ready: compile one of them first")
+
+    def _tokens(self, ways: Iterable[DraftShape]) -> dict[DraftShape, _Tokens]:
+        trees = [(heard, _of_a_chain) for heard in self._trees.values()]
+        of_chains = _tokens(self._chains, _shares(self._chains, trees, FIRST_SHARE))
+        tokens = {}
+        for way in ways:
+            expected, most = of_chains
+            if not way.is_chain:
+                heard, guesses = self._heard_of(way), [(self._chains, _of_a_tree)]
+                expected, most = _tokens(heard, _shares(heard, guesses, _of_a_tree(FIRST_SHARE)))
+            tokens[way] = _Tokens(expected[way.levels - 1], most[way.levels - 1])
+        return tokens
+
+    def _judge(self, best: DraftShape, rate: float) -> None:
+        """Says how long the next wait is, where a probe has ended or the text has changed."""
+        gave_up = not best.num_drafted and self._best.num_drafted
+        changed = abs(math.log(rate / self._rate)) > CHANGED
+        if self._probe or gave_up or changed:
+            paid = gave_up or changed or _tells_more(best, self._best)
+            self._wait = FIRST_WAIT if paid else min(2 * self._wait, LAST_WAIT)
+            self._rate = rate
+        if self._probe or gave_up:
+            self._probe, self._since = None, 0
+        self._best = best
+
+
+def _probe(
+    best: DraftShape,
+    costs: Mapping[DraftShape, float],
+    tokens: Mapping[DraftShape, _Tokens],
+) -> Choice | None:
+    """The probe that may gain most before it has lost what it may; None if none can gain."""
+    rate = tokens[best].expected / costs[best]
+    found, largest = None, 0.0
+    for way, ms in costs.items():
+        commits = tokens[way].expected if best.num_drafted else 1.0  # what gave up is not trusted
+        lost = max(rate * ms - commits, TOKENS_OF_A_PROBE / MOST_PROBE)
+        rounds = TOKENS_OF_A_PROBE / lost
+        gain = rounds * (tokens[way].most / ms - rate)
+        if gain > largest and _tells_more(way, best):
+            found, largest = Choice(way, max(LEAST_PROBE, round(rounds))), gain
+    return found
+
+
+def _tokens(heard: Sequence[_Position], shares: Sequence[float]) -> tuple[list[float], ...]:
+    """What a round commits that drafts none, one, two ... positions, as `_Tokens` has it."""
+    most = [_highest(share, at.rounds) for share, at in zip(shares, heard, strict=True)]
+    return _committed(shares), _committed(most)
+
+
+def _tells_more(way: DraftShape, than: DraftShape) -> bool:
+    """Whether a way drafts something that the other does not."""
+    if way.is_chain and than.is_chain:
+        return way.levels > than.levels
+    return way != than and way.num_drafted > 0
+
+
+def _shares(
+    heard: Sequence[_Position],
+    others: Sequence[tuple[Sequence[_Position], Callable[[float], float]]],
+    first: float,
+) -> list[float]:
+    """The share of each position: what was heard, with a guess for what was heard of little.
+
+    `others` have each a function that makes a guess of their shares.
+    """
+    shares, guess, guessed = [], first, FIRST_GUESSED
+    for place, position in enumerate(heard):
+        for positions, translated in others:
+            if weight := (other := positions[place]).weight:
+                guess = _mean(translated(other.share), weight, guess, guessed)
+                guessed = GUESSED
+        guess, guessed = _mean(position.share, position.weight, guess, guessed), GUESSED
+        shares.append(guess)
+    return shares
+
+
+def _mean(one: float, weight: float, other: float, weight_of_other: float) -> float:
+    return (one * weight + other * weight_of_other) / (weight + weight_of_other)
+
+
+def _highest(share: float, rounds: float) -> float:
+    """Wilson's upper bound of a share that was counted in so many rounds; 1 for no rounds."""
+    squared = DEVIATIONS**2
+    spread = math.sqrt(squared * (rounds * share * (1 - share) + squared / 4))
+    return (rounds * share + squared / 2 + spread) / (rounds + squared)
+
+
+def _committed(shares: Iterable[float]) -> list[float]:
+    """Tokens that a round commits which drafts none, one, two ... of these positions."""
+    return list(itertools.accumulate(itertools.accumulate(shares, operator.mul), initial=1.0))
+
+
+def _of_a_tree(share: float) -> float:
+    """The share of a tree's level, guessed from a chain's."""
+    return 1 - (1 - share) ** RESCUED
+
+
+def _of_a_chain(share: float) -> float:
+    """The share of a chain's position, guessed from a tree's."""
+    return 1 - (1 - share) ** (1 / RESCUED)

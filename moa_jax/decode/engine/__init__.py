@@ -1,0 +1,10 @@
+"""Many answers at once: continuous batching, with speculation that suits the load.
+
+engine.py   requests in, news out            seats.py      who sits in a batch, and its calls
+shelf.py    compiled programs, by size       rows.py       what these do on the device
+pace.py     how long a call is, which way    prefixes.py   texts kept for prompts that begin alike
+"""
+
+from moa_jax.decode.engine.engine import Closed, Engine, Full, Load, News, Request, Ticket
+
+__all__ = ["Closed", "Engine", "Full", "Load", "News", "Request", "Ticket"]

@@ -1,0 +1,109 @@
+"""How an engine decodes on: in which way, and how many rounds before it looks up again.
+
+Costs come from a table where it knows the batch, until the engine's own calls have told them of
+every way. Where the table does not know all, a way that has no figure yet gets a call now and then.
+Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
+table, which holds what was measured on a machine at rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.auto import Chooser
+from moa_jax.decode.costs import Costs, priced_as
+from moa_jax.decode.engine.rows import MOST_ROUNDS
+
+LONGEST_S = 0.05  # of a call, so that news come often
+CALLS_BETWEEN_TRIALS = 4
+ROUNDS_OF_A_TRIAL = 2
+LEAST_MEASURED = 2  # calls, before a figure counts
+OLD = 256  # calls after which a figure is tried again: the machine may have been busy
+NEW_SHARE, NEW_SHARE_OF_OLD = 0.2, 0.5  # of the last call in a figure
+
+
+class Measured:
+    """Seconds, of which the first are left out, for a device prepares then."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.last = -1, 0.0, 0
+
+    def add(self, seconds: float, now: int = 0) -> None:
+        """Takes a measurement at a time that is counted in calls."""
+        self.count += 1
+        share = NEW_SHARE if now - self.last < OLD else NEW_SHARE_OF_OLD
+        if self.count == 1:
+            self.mean = seconds
+        elif self.count > 1:
+            self.mean += share * (seconds - self.mean)
+        self.last = now
+
+
+class Pace:
+    """Ways and lengths of calls, and the seconds that they took."""
+
+    def __init__(self, chooser: Chooser | None, costs: Costs | None, own: DraftShape) -> None:
+        self._chooser, self._costs, self._own = chooser, costs, own
+        self._round_s: dict[Any, Measured] = {}  # by program
+        self._chunk_s = Measured()
+        self._calls, self._last_trial = 0, 0
+
+    def choose(
+        self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool
+    ) -> tuple[Any, int]:
+        """The program of the next call, and its rounds; a few in a `hurry`: somebody is read."""
+        self._calls += 1
+        way, rounds = self._way(batch, programs, hurry)
+        program = programs[way]
+        measured = self._round_s.get(program)
+        if measured is not None and measured.count > 0:
+            most = self._chunk_s.mean if hurry else LONGEST_S
+            rounds = min(rounds, max(1, int(most / measured.mean)))
+        elif hurry:
+            rounds = 1
+        return program, min(rounds, MOST_ROUNDS)
+
+    def took(self, program: Any, rounds: int, seconds: float) -> None:
+        """Hears how long a call took that had the device for itself."""
+        if rounds:
+            self._round_s.setdefault(program, Measured()).add(seconds / rounds, self._calls)
+
+    def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
+        """Hears how long a call and a chunk took together."""
+        measured = self._round_s.get(program)
+        if measured is not None and measured.count > 0:
+            self._chunk_s.add(max(seconds - rounds * measured.mean, 0.0))
+
+    def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
+        """Hears how many drafted tokens each row's rounds accepted, but for those that were cut."""
+        if self._chooser is not None:
+            self._chooser.heard(way, accepted, rounds)
+
+    def _way(
+        self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool
+    ) -> tuple[DraftShape, int]:
+        if self._chooser is None:
+            return self._own, MOST_ROUNDS
+        table = self._costs.for_batch(batch) if self._costs else {}
+        own = {way: self._ms(program) for way, program in programs.items()}
+        priced = [way for way in programs if priced_as(way) is not None]
+        untried = [way for way in priced if own[way] is None]
+        known = [way for way in priced if priced_as(way) in table]
+        if len(known) < len(priced) and not hurry:  # a call beside a chunk has no time of its own
+            due = untried or [way for way in priced if self._is_old(programs[way])]
+            if due and self._calls - self._last_trial > CALLS_BETWEEN_TRIALS:
+                self._last_trial = self._calls
+                return due[0], ROUNDS_OF_A_TRIAL
+        if not (untried and known):
+            table = {priced_as(way): own[way] for way in priced if own[way] is not None}
+        return self._chooser.next(table, programs)
+
+    def _ms(self, program: Any) -> float | None:
+        measured = self._round_s.get(program)
+        known = measured is not None and measured.count >= LEAST_MEASURED
+        return 1e3 * measured.mean if known else None
+
+    def _is_old(self, program: Any) -> bool:
+        return self._calls - self._round_s[program].last > OLD

@@ -1,0 +1,261 @@
+"""The texts that an engine decodes side by side: who sits where, and the calls that serve them.
+
+A call is heard of one call late, so that the device never waits for the host:
+
+    host     send 1 | send 2 | hear 1 | send 3 | hear 2 | send 4 | hear 3
+    device            1 1 1 1 1 1 1 1   2 2 2 2 2 2 2 2   3 3 3 3 3 3 3 3
+
+Whoever ended in call 1 still has a seat in call 2, which leaves its row as it is. All methods
+belong to the thread of the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moa_jax.config import DraftShape
+from moa_jax.decode import logprobs
+from moa_jax.decode.engine.rows import GREEDY, MOST_ROUNDS, Given, Kind, Live, Report, together
+from moa_jax.decode.engine.shelf import Shelf, Size
+from moa_jax.decode.logprobs import Likely, LogProbs
+
+CALLS_OF_PATIENCE = 8  # calls for which a smaller state must have been enough
+
+
+@dataclasses.dataclass(eq=False)
+class Text:
+    """One text under way, as the host knows it."""
+
+    tokens: list[int]  # prompt and answer, as far as they were heard of
+    total: int  # tokens that it may hold
+    given: Given  # its one row of settings
+    kind: Kind
+    top_logprobs: int | None = None  # likeliest tokens that it wants to know beside each
+    known: int = 0  # tokens that all caches hold for certain
+    ended: bool = False
+    surely: int = 0  # verified tokens
+    ahead: int = 0  # tokens that calls which were sent may add
+
+
+@dataclasses.dataclass
+class Flight:
+    """A call that was sent."""
+
+    program: tuple[Size, DraftShape, Kind]
+    rounds: int  # at most
+    texts: list[Text | None]  # by row
+    report: Report  # on the device
+    sent: float  # seconds
+    alone: bool  # nothing else was sent to the state since the call before it
+    read_before: bool = False  # a chunk was sent since then
+
+    @property
+    def way(self) -> DraftShape:
+        return self.program[1]
+
+
+@dataclasses.dataclass
+class Heard:
+    """What a call did for one text."""
+
+    text: Text
+    tokens: list[int]
+    logprobs: list[Likely]
+    done: bool
+    rounds: list[tuple[int, int]]  # tokens committed, nodes drafted
+
+
+class Seats:
+    """A state of some size, which grows and shrinks with those who sit in it.
+
+    While they move from one state to another, both are in memory.
+    """
+
+    def __init__(self, shelf: Shelf, nobody: Given, draft_rows: int, most_behind: int) -> None:
+        """`nobody` is what a call is given for a row in which nobody sits."""
+        self._shelf, self._nobody = shelf, nobody
+        self._draft_rows, self._most_behind = draft_rows, most_behind
+        self._most_new = MOST_ROUNDS * max(way.levels for way in shelf.ways)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody sits anywhere, and the state is gone."""
+        self._state: Live | None = None
+        self._size: Size | None = None
+        self._texts: list[Text | None] = []
+        self._ended: set[int] = set()  # rows that the device may think of as under way
+        self._behind = 0  # rounds of plain decoding that the drafter has not read
+        self._given: dict[Kind, Given] = {}  # on the device
+        self._spare = 0  # calls for which a smaller state would have been enough
+        self._disturbed = True  # something else than a call was sent
+
+    @property
+    def texts(self) -> list[Text]:
+        """Those who sit, in the order of their rows."""
+        return [text for text in self._texts if text is not None]
+
+    @property
+    def size(self) -> Size | None:
+        return self._size
+
+    @property
+    def kind(self) -> Kind:
+        """The least kind of a call that serves all who sit."""
+        return _most([text.kind for text in self.texts])
+
+    # ---- come and go ----
+
+    def enter(self, row: Live, rows: int, text: Text) -> None:
+        """Seats a text that was read in a row of its own; there is always a state large enough."""
+        self._fit([*self.texts, text])
+        self._put(row, rows, text)
+
+    def leave(self, text: Text) -> None:
+        """Frees a seat; the next call leaves its row as it is."""
+        text.ended = True
+        if text in self._texts:
+            index = self._index(text)
+            self._texts[index] = None
+            self._ended.add(index)
+            self._given = {}
+
+    def copy(self, text: Text) -> tuple[Live, int]:
+        """The caches of one who sits, and how many rows they have."""
+        self._disturbed = True
+        index = np.int32(self._index(text))
+        return self._shelf.run(("take", self._size), self._state, index), self._size.rows
+
+    def _index(self, text: Text) -> int:
+        return next(index for index, other in enumerate(self._texts) if other is text)
+
+    def _put(self, row: Live, rows: int, text: Text) -> None:
+        size = self._size
+        if rows != size.rows:
+            row = self._shelf.run(("resized", rows, size.rows), row)
+        index = self._texts.index(None)
+        self._state = self._shelf.run(("insert", size), self._state, row, np.int32(index))
+        self._texts[index] = text
+        self._ended.discard(index)
+        self._given = {}
+        self._disturbed = True
+
+    # ---- grow and shrink ----
+
+    def _needs(self, texts: Sequence[Text]) -> tuple[int, int]:
+        """Slots, and rows for the next call of any way."""
+        longest = max(min(t.total, t.surely + t.ahead + self._most_new + 1) for t in texts)
+        return len(texts), longest + self._draft_rows
+
+    def _fit(self, texts: Sequence[Text]) -> None:
+        """Moves to another size where this one is too small, or was too large for a while."""
+        needs, kind = self._needs(texts), _most([text.kind for text in texts])
+        best, size = self._shelf.best(*needs, kind), self._size
+        if size and self._shelf.fits(size, *needs) and self._shelf.serves(size, kind):
+            self._spare = self._spare + 1 if 2 * best.cost <= size.cost else 0
+            if best == size or (self.texts and self._spare < CALLS_OF_PATIENCE):
+                return
+        self._move(best)
+
+    def _move(self, size: Size) -> None:
+        old, before, sitting = self._state, self._size, list(enumerate(self._texts))
+        moving = [(i, text) for i, text in sitting if text is not None]
+        if not moving:
+            old = self._state = None  # its memory is free before more is taken
+        behind = self._behind if moving else 0
+        self.reset()
+        self._size, self._texts, self._behind = size, [None] * size.slots, behind
+        self._state = self._shelf.run(("empty", size))
+        for index, text in moving:
+            row = self._shelf.run(("take", before), old, np.int32(index))
+            self._put(row, before.rows, text)
+
+    def wishes(self, waiting: int) -> list[Size]:
+        """Sizes that would serve better than what is there; others are soon wanted.
+
+        `waiting` more texts would sit if they could.
+        """
+        if not self.texts:
+            return []
+        slots, rows = self._needs(self.texts)
+        slots = min(slots + waiting, self._shelf.slots[-1])
+        ahead = min(2 * rows, self._shelf.rows[-1])
+        return [self._shelf.wanted(slots, rows), self._shelf.wanted(slots, ahead)]
+
+    # ---- calls ----
+
+    def ready(self) -> dict[DraftShape, tuple[Size, DraftShape, Kind]]:
+        """The ways that a call can take now, each with its program."""
+        self._fit(self.texts)
+        kind, found = self.kind, {}
+        for way in self._shelf.ways:
+            served = self._shelf.kind_of_call(self._size, way, kind)
+            if served is not None:
+                found[way] = (self._size, way, served)
+        return found
+
+    def send(self, program: tuple[Size, DraftShape, Kind], rounds: int) -> Flight:
+        """Sends a call of one of the programs that are `ready`."""
+        size, way, kind = program
+        if self._behind and (way.num_drafted or self._behind == self._most_behind):
+            self._state = self._shelf.run(("catch_up", size), self._state)
+            self._behind, self._disturbed = 0, True
+        if self._most_behind and not way.num_drafted:
+            rounds = min(rounds, self._most_behind - self._behind)
+            self._behind += rounds
+        if kind not in self._given:
+            rows = [self._nobody if text is None else text.given for text in self._texts]
+            self._given[kind] = jax.device_put(together(rows, kind))
+        ended = np.zeros(size.slots, bool)
+        ended[list(self._ended)] = True
+        self._ended = set()
+        arrays = (self._state, self._given[kind], ended, np.int32(rounds))
+        begin, alone = time.perf_counter(), not self._disturbed
+        self._state, report = self._shelf.run(("call", *program), *arrays)
+        self._disturbed = False
+        for text in self.texts:
+            text.ahead += rounds * way.levels
+        return Flight(program, rounds, list(self._texts), report, begin, alone)
+
+    def hear(self, flight: Flight) -> tuple[list[Heard], int]:
+        """Waits for a call: what it did for each, and how many rounds it had."""
+        report = jax.device_get(flight.report)
+        turned = int((report.counts_B2R[:, 0] > 0).sum(axis=1).max())
+        heard = []
+        for row, text in enumerate(flight.texts):
+            if text is None:
+                continue
+            text.ahead -= flight.rounds * flight.way.levels
+            if not text.ended:
+                heard.append(_of_row(text, report, row))
+        return heard, turned
+
+
+def _of_row(text: Text, report: Report, row: int) -> Heard:
+    count = int(report.count_B[row])
+    tokens = report.tokens_BW[row, :count].tolist()
+    text.tokens += tokens
+    text.surely += count
+    text.known = int(report.known_B[row])
+    committed_R, drafted_R = report.counts_B2R[row].tolist()
+    rounds = [(n, k) for n, k in zip(committed_R, drafted_R, strict=True) if n]
+    likely = likely_of(text, report.logprobs, row, count)
+    return Heard(text, tokens, likely, bool(report.done_B[row]), rounds)
+
+
+def likely_of(text: Text, found: LogProbs | None, row: int, count: int) -> list[Likely]:
+    """What a text wants to know of its first `count` tokens of a window, on the host."""
+    if text.top_logprobs is None:
+        return []
+    each = logprobs.as_list(found, row, slice(count))
+    return [Likely(logprob, top[: text.top_logprobs]) for logprob, top in each]
+
+
+def _most(kinds: Sequence[Any]) -> Kind:
+    """The least kind that serves all of these."""
+    return Kind(*(max(each) for each in zip(*kinds, strict=True))) if kinds else Kind(GREEDY)

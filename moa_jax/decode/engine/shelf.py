@@ -1,0 +1,214 @@
+"""An engine's compiled programs, by the size of what they work on.
+
+    slots    1  2  4  8 .. all     of the state that decodes: powers of two
+    rows     256  512 .. all       of caches: powers of two
+
+A call is also compiled for a way to draft and for a kind of settings: one that serves more kinds
+can stand in. The thread that decodes uses what is there, and never compiles. `Background` makes
+what is missing, and until then something larger serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import DraftShape
+from moa_jax.decode import logprobs
+from moa_jax.decode.engine import rows as device
+from moa_jax.decode.engine.rows import EVERY, Given, Kind, Live
+from moa_jax.decode.programs import Program, Programs, cache_rows_for
+from moa_jax.decode.session import Session
+from moa_jax.decode.step import Weights
+
+LEAST_ROWS = 256
+LEAST_CHUNK = 16
+
+
+class Size(NamedTuple):
+    """Of a state."""
+
+    slots: int
+    rows: int
+
+    @property
+    def cost(self) -> int:
+        """What a round costs, roughly: each slot has its work, and reads its rows."""
+        return self.slots * (2 * LEAST_ROWS + self.rows)
+
+
+class Shelf:
+    """Programs that are compiled; one thread may run them while another one makes more."""
+
+    def __init__(
+        self, session: Session, num_slots: int, num_rows: int, blank: Callable[[int, Kind], Given]
+    ) -> None:
+        """`blank` gives what a call of so many slots is given for nobody, on the host."""
+        self.slots = _powers(1, num_slots)
+        self.rows = _powers(LEAST_ROWS, cache_rows_for(num_rows))
+        self.chunks = _powers(LEAST_CHUNK, session.chunks(1)[0])
+        self.ways, self.own = session.ways, session.shape
+        self._session, self._blank = session, blank
+        dtype = session.target.params["embed"].dtype
+        top = min(logprobs.MOST, session.target.config.vocab_size)
+        self._programs = {
+            (way, likely): Programs((setup,), (session.weights,), dtype)
+            for way in session.ways
+            for likely, count in ((False, None), (True, top))
+            for setup in [session.setup._replace(shape=way, top_logprobs=count)]
+        }
+        self._ready: dict[Hashable, Callable[..., Any]] = {}
+        self._ready_rows: tuple[int, ...] = ()
+        self._ready_sizes: tuple[Size, ...] = ()
+
+    @property
+    def largest(self) -> Size:
+        return Size(self.slots[-1], self.rows[-1])
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a state of the largest size."""
+        leaves = jax.tree.leaves(self._form(self.largest))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    # ---- what is there ----
+
+    def run(self, name: Hashable, *arrays: Any) -> Any:
+        """Runs a program that is there; the names are those of `_make`."""
+        return self._ready[name](self._session.weights, *arrays)
+
+    def fits(self, size: Size, slots: int, rows: int) -> bool:
+        return size.slots >= slots and size.rows >= rows
+
+    def wanted(self, slots: int, rows: int) -> Size:
+        """The smallest size for so much, whether its programs are there or not."""
+        return Size(_at_least(self.slots, slots), _at_least(self.rows, rows))
+
+    def best(self, slots: int, rows: int, kind: Kind) -> Size | None:
+        """The size that is there, holds so much, serves the kind, and costs least."""
+        found = [s for s in self._ready_sizes if self.fits(s, slots, rows) and self.serves(s, kind)]
+        return min(found, key=lambda size: size.cost, default=None)
+
+    def serves(self, size: Size, kind: Kind) -> bool:
+        """Whether a state of this size can decode this kind."""
+        return self.kind_of_call(size, self.own, kind) is not None
+
+    def kind_of_call(self, size: Size, way: DraftShape, kind: Kind) -> Kind | None:
+        """The least kind that serves this one and is compiled, None if none is."""
+        there = (k for k in kind.servers() if ("call", size, way, k) in self._ready)
+        return next(there, None)
+
+    def kind_of_first(self, rows: int, kind: Kind) -> Kind:
+        """The least kind of a first token that serves this one and is compiled."""
+        return next(k for k in kind.servers() if ("first", rows, k) in self._ready)
+
+    def row_size(self, rows: int) -> int:
+        """The rows of the shortest single text for which programs are there."""
+        return _at_least(self._ready_rows, rows)
+
+    def chunk(self, rows: int, count: int) -> int:
+        """The chunk to read `count` tokens in, the largest one if it takes several."""
+        there = [size for size in self.chunks if ("read", rows, size) in self._ready]
+        return next((size for size in there if size >= count), there[-1])
+
+    # ---- what is made ----
+
+    def make_size(self, size: Size, kind: Kind = EVERY) -> None:
+        """All that a state of this size needs, with calls of its own way for one kind."""
+        self.make_rows(size.rows)
+        state, row, index = self._form(size), self._form(Size(1, size.rows)), _number()
+        self._make(("empty", size), device.empty, slots=size.slots, rows=size.rows)
+        self._make(("insert", size), device.insert, state, row, index)
+        self._make(("take", size), device.take, state, index, donate=False)
+        if self._session.most_behind:
+            self._make(("catch_up", size), device.catch_up, state)
+        self.make_call(size, self.own, kind)
+        if size not in self._ready_sizes:
+            self._ready_sizes = (*self._ready_sizes, size)
+
+    def make_rows(self, rows: int) -> None:
+        """All that reading a prompt into so many rows needs."""
+        if rows in self._ready_rows:
+            return
+        row = self._form(Size(1, rows))
+        one = jax.ShapeDtypeStruct((1,), jnp.int32)
+        self._make(("empty", Size(1, rows)), device.empty, slots=1, rows=rows)
+        self._make(("restart", rows), device.restart, row, row.tokens_BC, one)
+        for chunk in reversed(self.chunks):
+            self._make(("read", rows, chunk), device.read, row, one, chunk=chunk)
+        self.make_first(rows, EVERY._replace(likely=True))
+        there = sorted({*self._ready_rows, rows})
+        for pair in ((a, b) for a in there for b in there if rows in (a, b)):
+            form = self._form(Size(1, pair[0]))
+            self._make(("resized", *pair), device.resized, form, donate=False, rows=pair[1])
+        self._ready_rows = tuple(there)
+
+    def make_first(self, rows: int, kind: Kind) -> None:
+        """The first token behind a prompt in so many rows, for fewer kinds than all."""
+        width = self._session.target.config.block.hidden_size
+        dtype = self._session.weights.target["embed"].dtype
+        arrays = (self._form(Size(1, rows)), jax.ShapeDtypeStruct((1, width), dtype))
+        like = (*arrays, self._blank(1, kind))
+        self._make(("first", rows, kind), device.first, *like, likely=kind.likely)
+
+    def make_call(self, size: Size, way: DraftShape, kind: Kind) -> None:
+        """A call in another way, or for fewer kinds."""
+        state, given = self._form(size), self._blank(size.slots, kind)
+        ended = np.zeros(size.slots, bool)
+        arrays = (state, given, ended, _number())
+        self._make(("call", size, way, kind), device.call, *arrays, way=way, likely=kind.likely)
+
+    def _make(
+        self,
+        name: Hashable,
+        function: Any,
+        *like: Any,
+        way: DraftShape | None = None,
+        likely: bool = False,
+        **static: Any,
+    ) -> None:
+        """Compiles a program, and puts it where `run` finds it."""
+        if name in self._ready:
+            return
+        static.setdefault("donate", bool(like))
+        program = self._programs[way or self.own, likely].compile(function, *like, **static)
+        if jax.default_backend() == "cpu":
+            _run_once(program, self._session.weights, like)
+        self._ready[name] = program
+
+    def _form(self, size: Size) -> Live:
+        empty = lambda weights: device.empty(self._session.setup, weights, **size._asdict())  # noqa: E731
+        return jax.eval_shape(empty, self._session.weights)
+
+
+def _run_once(program: Program, weights: Weights, like: tuple[Any, ...]) -> None:
+    """Runs a program on zeros: at its first run XLA's library for CPUs prepares its calls.
+
+    Numbers are 1, because a call of no rounds would prepare nothing.
+    """
+    blank = lambda leaf: (jnp.zeros if leaf.shape else jnp.ones)(leaf.shape, leaf.dtype)  # noqa: E731
+    jax.block_until_ready(program(weights, *jax.tree.map(blank, like)))
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    """`first`, doubled again and again, up to `last`, which is the end in any case."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+def _at_least(sizes: tuple[int, ...], count: int) -> int:
+    return next(size for size in sizes if size >= count)
+
+
+def _number() -> np.ndarray:
+    return np.zeros((), np.int32)

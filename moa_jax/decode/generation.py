@@ -1,0 +1,235 @@
+"""A batch that is being decoded: calls of a compiled loop, and what the host learns between them.
+
+    call      the way to draft that the session chooses -> some rounds on the device -> news
+    news      one transfer: rounds so far, rows that are done, what each round committed
+
+Where nothing is to be chosen, looked at or shown, one call decodes to the end. A session that
+chooses does so between calls. All ways carry the same state, so any call may take another way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import DraftShape
+from moa_jax.decode import logprobs
+from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.sample import Law
+from moa_jax.decode.step import NEVER, DecodeState, Limits
+
+if TYPE_CHECKING:
+    from moa_jax.decode.session import Session
+
+# (generated tokens) -> how many of them to keep if they hold a stop, else None
+StopWhen = Callable[[list[int]], int | None]
+
+
+class Result(NamedTuple):
+    """One answer. `accept_lengths` has a round's accepted drafts + 1, the last one cut where a
+    stop or the limit cut it, so `1 + sum(accept_lengths) == len(token_ids)`."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]  # generated, a stop token included
+    finish_reason: str  # "stop" or "length"
+    accept_lengths: list[int]
+    prefill_s: float
+    decode_s: float  # of the whole batch that the answer was part of
+    drafted: list[int]  # nodes that each round proposed, the root apart
+    drafted_levels: Sequence[int] = ()  # how deep they went; of a chain the same number
+    logprobs: Sequence[Likely] = ()  # of each token, if the session was asked for them
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accept_lengths)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target verification; nan before any round."""
+        return sum(self.accept_lengths) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over decoding time, prefill and its token left out."""
+        return sum(self.accept_lengths) / self.decode_s if self.decode_s else float("nan")
+
+
+class Call(NamedTuple):
+    """What one call of a loop did."""
+
+    shape: DraftShape
+    rounds: int
+    seconds: float  # with what it cost the host
+
+
+class Generation:
+    """Prompts that were read, and their answers so far.
+
+    All rows that are not done take part in a round, so a round has the same index in each of them.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompts: Sequence[Sequence[int]],
+        started: tuple[DecodeState, Limits, Law, float],
+        teaches: bool = True,
+    ) -> None:
+        """`started` is what `Session.start` gave for these prompts.
+
+        One that `teaches` tells the session's chooser what is accepted.
+        """
+        self.prompts, self.decode_s = prompts, 0.0
+        self.state, self.limits, self.law, self.prefill_s = started
+        self._session = session
+        self._chooser = session.chooser if teaches else None
+        self._kept: dict[int, int] = {}
+        self._rounds_B = np.zeros(len(prompts), np.int32)
+        self._done_B = np.asarray(self.state.now.done_B)
+        self._levels: list[int] = []  # below the root, of each round's draft
+        self._ready: set[DraftShape] = set()  # ways that are compiled
+        self._round_s: dict[DraftShape, float] = {}  # of each way's last call
+        self._behind = 0  # rounds of plain decoding that the drafter has not read
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has ended."""
+        return bool(self._done_B.all())
+
+    def call(self, most: int | None = None, within: float | None = None) -> Call:
+        """Decodes on in the way that the session chooses, for as many rounds as it says.
+
+        There are at most `most` rounds, and as many as probably end `within` so many seconds.
+        """
+        begin = time.perf_counter()
+        shape, rounds = self._session.next(self.arrays, self._ready)
+        self.decode_s += time.perf_counter() - begin
+        if within is not None:
+            known = self._round_s.get(shape)
+            rounds = min(rounds, max(1, int(within / known)) if known else 1)
+        return self.take(shape, rounds if most is None else min(rounds, most))
+
+    def take(self, shape: DraftShape, rounds: int) -> Call:
+        """Decodes on in a given way; plain rounds stop where no more tokens may wait."""
+        session = self._session
+        if self._behind and (shape.num_drafted or self._behind == session.most_behind):
+            self.catch_up()
+        if session.most_behind and not shape.num_drafted:
+            rounds = min(rounds, session.most_behind - self._behind)
+            self._behind += rounds
+        pause = NEVER if rounds >= NEVER else int(self._rounds_B.max()) + rounds
+        limits = self.limits._replace(pause=jnp.int32(pause))
+        decode = session.loop(self.state, limits, self.law, shape)
+        with session.alone:
+            begin = time.perf_counter()
+            self.state = decode(session.weights, self.state, limits, self.law)
+            turned = self._hear(shape)
+            seconds = time.perf_counter() - begin
+        self.decode_s += seconds
+        if turned:
+            self._round_s[shape] = seconds / turned
+        return Call(shape, turned, seconds)
+
+    def catch_up(self) -> float:
+        """The drafter reads what plain rounds have left; returns the seconds that this took."""
+        if not self._behind:
+            return 0.0
+        program = self._session.catching_up(self.state)
+        with self._session.alone:
+            begin = time.perf_counter()
+            self.state = jax.block_until_ready(program(self._session.weights, self.state))
+            seconds = time.perf_counter() - begin
+        self.decode_s += seconds
+        self._behind = 0
+        return seconds
+
+    @property
+    def arrays(self) -> tuple[DecodeState, Limits, Law]:
+        """What a loop of rounds is compiled for."""
+        return self.state, self.limits, self.law
+
+    def look(self, stop_when: StopWhen) -> None:
+        """Ends the rows in which a stop is found, and notes how many tokens they keep."""
+        begin, done_B = time.perf_counter(), self._done_B.copy()
+        for row, tokens in enumerate(self.tokens()):
+            cut = stop_when(tokens)
+            if cut is not None:
+                self._kept.setdefault(row, cut)
+                done_B[row] = True
+        if (done_B != self._done_B).any():
+            now = self.state.now._replace(done_B=jnp.asarray(done_B))
+            self.state, self._done_B = self.state._replace(now=now), done_B
+        self.decode_s += time.perf_counter() - begin
+
+    def tokens(self) -> list[list[int]]:
+        """What each row has generated, cut where a stop was found."""
+        tokens_BC, length_B = jax.device_get((self.state.tokens_BC, self.state.now.length_B))
+        found = zip(self.prompts, tokens_BC, length_B, strict=True)
+        new = [tokens_C[len(prompt) : length + 1].tolist() for prompt, tokens_C, length in found]
+        return [tokens[: self._kept.get(row)] for row, tokens in enumerate(new)]
+
+    def results(self) -> list[Result]:
+        """The answers as they stand."""
+        state = self.state
+        fields = (self.limits.stop_ids_BX, state.rounds_B, state.counts_B2R)
+        rows = jax.device_get(state.logprobs)
+        results = []
+        for row, (prompt, tokens, stop_X, rounds, counts_2R) in enumerate(
+            zip(self.prompts, self.tokens(), *jax.device_get(fields), strict=True)
+        ):
+            accepted = counts_2R[0, :rounds].tolist()
+            stopped = row in self._kept or tokens[-1] in stop_X.tolist()
+            if row in self._kept:
+                accepted = _cut(accepted, len(tokens) - 1)
+            drafted = counts_2R[1, : len(accepted)].tolist()
+            levels = [min(pair) for pair in zip(self._levels, drafted, strict=False)]
+            reason = "stop" if stopped else "length"
+            times = (self.prefill_s, self.decode_s)
+            written = slice(len(prompt), len(prompt) + len(tokens))
+            thought = rows and logprobs.as_list(rows, row, written)
+            results.append(
+                Result(
+                    list(prompt), tokens, reason, accepted, *times, drafted, levels, thought or ()
+                )
+            )
+        return results
+
+    def _hear(self, shape: DraftShape) -> int:
+        """Waits for a call and reads its news; returns how many rounds there were.
+
+        The chooser does not hear of the last round of a row, which a stop or the limit may have
+        cut.
+        """
+        state, before_B = self.state, self._rounds_B
+        news = (state.rounds_B, state.now.done_B, state.counts_B2R)
+        self._rounds_B, self._done_B, counts_B2R = jax.device_get(news)
+        turned = int(self._rounds_B.max() - before_B.max())
+        self._levels += [shape.levels - 1] * turned
+        if self._chooser is not None:
+            ends = np.maximum(self._rounds_B - self._done_B, before_B)
+            accepted = [
+                counts_R[first:end] - 1
+                for counts_R, first, end in zip(counts_B2R[:, 0], before_B, ends, strict=True)
+            ]
+            self._chooser.heard(shape, np.concatenate(accepted), turned)
+        return turned
+
+
+def _cut(accept_lengths: list[int], total: int) -> list[int]:
+    """The accept lengths of the rounds that gave the first `total` tokens; the last one is cut."""
+    rounds = []
+    for length in accept_lengths:
+        if total > 0:
+            rounds.append(min(length, total))
+        total -= length
+    return rounds
+
+
+def shapes_of(arrays: Any) -> Any:
+    """The shapes of arrays, which outlive them."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)

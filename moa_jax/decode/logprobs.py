@@ -1,0 +1,83 @@
+"""What the target thought of the tokens that were written, right under speculation.
+
+They are log-probabilities of its logits as they are, before biases, penalties and temperature:
+vLLM's `raw_logprobs`. Each belongs to a token's index in its row:
+
+    index          0 ....... prompt-1 | prompt ... length | length+1 ...
+    own_BC         zeros              | of the answer     | left-overs
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moa_jax.errors import InputError
+from moa_jax.model.pieces import top_k
+
+Array = jax.Array
+
+MOST = 20  # likeliest tokens that may be asked for: OpenAI's limit
+
+
+class Likely(NamedTuple):
+    """One written token's log-probability, in nats, and those of the likeliest tokens."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # (id, log-probability), most likely first
+
+
+class LogProbs(NamedTuple):
+    """The same of many tokens on the device; k likeliest each."""
+
+    own_BC: Array
+    top_BCk: Array
+    id_BCk: Array
+
+
+def check(count: int | None, vocab_size: int) -> None:
+    """Raises InputError for a number of likeliest tokens that nobody gets."""
+    if count is not None and not 0 <= count <= min(MOST, vocab_size):
+        raise InputError(
+            f"{count} likeliest tokens: choose from 0 to {min(MOST, vocab_size)}, or none at all"
+        )
+
+
+def blank(batch: int, width: int, count: int) -> LogProbs:
+    """Zeros for rows of `width` tokens."""
+    top_BCk = jnp.zeros((batch, width, count), jnp.float32)
+    return LogProbs(jnp.zeros((batch, width), jnp.float32), top_BCk, top_BCk.astype(jnp.int32))
+
+
+def logprobs_of(logits_BDV: Array, tokens_BD: Array, count: int) -> LogProbs:
+    """Of tokens that were chosen after these logits, with the `count` likeliest beside each."""
+    logits_BDV = logits_BDV.astype(jnp.float32)
+    total_BD1 = jax.nn.logsumexp(logits_BDV, axis=-1, keepdims=True)
+    own_BD1 = jnp.take_along_axis(logits_BDV, tokens_BD[..., None], axis=-1) - total_BD1
+    if not count:
+        none_BD0 = own_BD1[..., :0]
+        return LogProbs(own_BD1[..., 0], none_BD0, none_BD0.astype(jnp.int32))
+    top_BDk, id_BDk = top_k(logits_BDV, count)
+    return LogProbs(own_BD1[..., 0], top_BDk - total_BD1, id_BDk)
+
+
+def placed(rows: LogProbs, new: LogProbs, start_B: Array) -> LogProbs:
+    """The rows with D new tokens from `start` on."""
+
+    def place(row: Array, new: Array, start: Array) -> Array:
+        return lax.dynamic_update_slice(row, new, (start, *(0,) * (row.ndim - 1)))
+
+    return jax.tree.map(lambda row, new: jax.vmap(place)(row, new, start_B), rows, new)
+
+
+def as_list(rows: LogProbs, row: int, tokens: slice) -> list[Likely]:
+    """Some tokens of one row, from arrays on the host."""
+    own_D, top_Dk, id_Dk = (np.asarray(leaf[row])[tokens].tolist() for leaf in rows)
+    return [
+        Likely(own, list(zip(ids, top, strict=True)))
+        for own, top, ids in zip(own_D, top_Dk, id_Dk, strict=True)
+    ]

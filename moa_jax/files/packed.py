@@ -1,0 +1,141 @@
+"""Stored tensors packed into arrays in the host's memory, by several threads.
+
+    file    (out, in)    some rows at a time: jax's CPU client turns them into a core's cache,
+      |
+      v
+    array   (in, out)    and they are cast into columns of the array
+
+What takes longest is the kernel clearing the pages of these arrays, so each is written once, by
+all threads, and devices that are CPUs take it over. Pages are mapped as the system maps them.
+Numpy would ask for pages of 2 MiB, which a virtual machine may have to fetch from its host, and
+that takes ten times longer.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moa_jax.files.folders import TensorReader
+from moa_jax.model import convert
+
+PIECE_BYTES = 4 * 1024**2  # what a thread turns at once, so that a core's cache holds it
+MOST_THREADS = 8
+
+
+class _Piece(NamedTuple):
+    """Rows of a stored tensor, and where they go."""
+
+    given_OI: np.ndarray
+    out_OI: np.ndarray  # a view of the array
+    turned: bool  # whether numbers of a column lie side by side there
+
+
+def read_packed(
+    reader: TensorReader, packings: Iterable[tuple[convert.Packing, bool]], dtype: Any
+) -> Iterator[np.ndarray]:
+    """Yield the array of each packing, turned or not; the next is read while the caller has one.
+
+    One that turns and shall not be turned has its first axis last, and as its dtype the narrower
+    of `dtype` and the tensors' own. All others have the shape of the packing, and `dtype`. There
+    are two arrays at a time, if the caller keeps none, and a piece for each thread. Raises
+    InputError as `TensorReader.read`.
+    """
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), "read") as threads:
+        begun: collections.deque[tuple[np.ndarray, list[Future[None]]]] = collections.deque()
+        try:
+            for packing, turned in packings:
+                array, pieces = _planned(reader, packing, turned and packing.turns, dtype)
+                begun.append((array, [threads.submit(_fill, piece) for piece in pieces]))
+                del array, pieces
+                if len(begun) == 2:
+                    yield _finished(*begun.popleft())
+            yield from (_finished(*begun.popleft()) for _ in range(len(begun)))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _finished(array: np.ndarray, pieces: list[Future[None]]) -> np.ndarray:
+    for piece in pieces:
+        piece.result()
+    return array
+
+
+def _planned(
+    reader: TensorReader, packing: convert.Packing, turned: bool, dtype: Any
+) -> tuple[np.ndarray, list[_Piece]]:
+    """A new array for a packing, and the pieces that fill it."""
+    tensors = [reader.read(name) for name in packing.names]
+    turns, dtype = packing.turns, np.dtype(dtype)
+    if turns and not turned:
+        dtype = _narrower({tensor.dtype for tensor in tensors}, dtype)
+    inputs = packing.shape[0] if turns else 1
+    outputs = packing.shape[1:] if turns else packing.shape
+    shape = packing.shape if turned else (*outputs, inputs) if turns else outputs
+    array = _paged(shape, dtype)
+    all_OI = array.reshape(inputs, -1).T if turned else array.reshape(-1, inputs)
+    pieces = []
+    for tensor, run in convert.runs(packing):
+        given_OI = tensors[tensor].reshape(-1, inputs)[run.first :][: run.rows]
+        out_OI = all_OI[run.place :][: run.rows]
+        step = _rows_at_once(inputs * given_OI.itemsize)
+        for row in range(0, run.rows, step):
+            end = row + step
+            pieces.append(_Piece(given_OI[row:end], out_OI[row:end], turned))
+    return array, pieces
+
+
+def _narrower(own: set[np.dtype], dtype: np.dtype) -> np.dtype:
+    (only,) = own if len(own) == 1 else (dtype,)
+    return only if only.itemsize < dtype.itemsize else dtype
+
+
+def _rows_at_once(row_bytes: int) -> int:
+    """How many rows make a piece: whole lines of a cache where there are many."""
+    rows = max(PIECE_BYTES // row_bytes, 1)
+    return rows if rows < 64 else rows // 64 * 64
+
+
+def _paged(shape: convert.Shape, dtype: np.dtype) -> np.ndarray:
+    """A new array that starts with a page."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype).reshape(shape)
+
+
+def _fill(piece: _Piece) -> None:
+    given_OI, out_OI = piece.given_OI, piece.out_OI
+    if given_OI.itemsize > out_OI.itemsize:  # so that fewer bytes are turned
+        given_OI = given_OI.astype(out_OI.dtype)
+    if piece.turned:
+        given_OI = _turned(given_OI)
+    if given_OI.dtype == out_OI.dtype:  # numpy copies bfloat16 one by one unless it is integers
+        given_OI, out_OI = (array.view(f"u{array.itemsize}") for array in (given_OI, out_OI))
+    np.copyto(out_OI, given_OI, casting="unsafe")
+
+
+def _turned(rows_OI: np.ndarray) -> np.ndarray:
+    """The same rows, with the numbers of a column side by side in memory."""
+    cpu = _cpu()
+    if cpu is None:
+        return rows_OI
+    # Numpy turns 1 GB/s, the client's own copy of an array with strides 6.
+    return np.asarray(jax.device_put(rows_OI.T, cpu)).T
+
+
+@functools.cache
+def _cpu() -> Any:
+    """This process's first CPU device; None where jax was told to use others alone."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None

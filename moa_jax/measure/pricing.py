@@ -1,0 +1,55 @@
+"""What a round costs in each way that a session may take: the numbers that it chooses by.
+
+One generation of random tokens takes all ways in turns, a few rounds at a time, as it will when
+it chooses. So a price holds what a call costs the host, and drift of the machine hits all ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.generation import Generation
+from moa_jax.decode.session import GREEDY, Session
+from moa_jax.errors import InputError
+from moa_jax.measure.turns import in_turns
+
+ROUNDS, TURNS = 8, 9  # rounds of a call, and counted calls of each way
+PROMPT, NEW = 64, 128  # tokens
+NO_STOP: list[int] = []
+
+
+def price(
+    session: Session, batch: int = 1, go_on: Callable[[], bool] = lambda: True
+) -> dict[DraftShape, float]:
+    """Median milliseconds of a round of each way, in a batch of such a size.
+
+    All ways are compiled first. As soon as it may not `go_on` it gives up, and nothing is known.
+    Raises InputError where the caches are too small for the prompts.
+    """
+    seconds: dict[DraftShape, list[float]] = {way: [] for way in session.ways}
+    found = _begin(session, batch)
+    for turn in in_turns(len(session.ways), 1, TURNS):
+        if not go_on():
+            return {}
+        if found.done:
+            found = _begin(session, batch)
+        way, rounds, spent = found.take(session.ways[turn.way], ROUNDS)
+        if not way.num_drafted:  # it pays for its share of catching up
+            spent += found.catch_up() * rounds / session.most_behind
+        if turn.is_counted and rounds:
+            seconds[way].append(spent / rounds)
+    return {way: 1e3 * float(np.median(each)) for way, each in seconds.items() if each}
+
+
+def _begin(session: Session, batch: int) -> Generation:
+    """A batch of random prompts whose answers go on to their limit."""
+    room = session.room.behind(1)
+    if room < 2:
+        raise InputError("the caches have no room to measure what a round costs: make them larger")
+    prompt, new = (PROMPT, NEW) if room > PROMPT + NEW else (room // 2, room // 2)
+    size = (batch, prompt)
+    prompts = np.random.default_rng(0).integers(session.target.config.vocab_size, size=size)
+    return session.begin(prompts.tolist(), new, NO_STOP, GREEDY, teaches=False)

@@ -1,0 +1,146 @@
+"""Grouped softmax attention: within a pass, and over a cache of which a pass sees a part.
+
+    row of a cache   0 ......... n-1 | n ....... n+X-1 | n+X ....... S-1
+                     prefix: all see | tree: ancestors | left-overs, never seen
+                     every row       |                 |
+
+Allocated rows are S, used rows n + X. The einsum reads all S under a mask. The kernels of
+accelerators read the n rows of the prefix, which need no mask but their number, and apart from
+these the X rows of the tree. They join the two by their log-sum-exps. `attend_cached` chooses: a
+program compiled for a GPU gets Pallas-Triton, one for a TPU gets Pallas, any other the einsum.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moa_jax.model import cache, chunks
+from moa_jax.model.cache import KV
+from moa_jax.model.devices import traced_platform
+from moa_jax.model.masks import Sight
+
+Array = jax.Array
+
+QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
+
+
+Seen = Array | Sight  # a mask (B, T, S) within a pass, a sight where there is a cache
+
+
+def sees_anything(seen: Seen) -> Array:
+    """Whether a token sees any row at all, (B, T, 1); T is 1 where that is the same for all."""
+    if not isinstance(seen, Sight):
+        return seen.any(axis=-1, keepdims=True)
+    prefix_B11 = (seen.length_B > seen.first)[:, None, None]
+    if seen.ancestor_BTX is None:
+        return prefix_B11 | (seen.num_behind > 0)
+    return prefix_B11 | seen.ancestor_BTX.any(axis=-1, keepdims=True)
+
+
+def attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
+    """Attention over the visible rows, (B, T, K, G, E).
+
+    The queries of a group join the token axis, so that both products are plain batched
+    matrix products and the scores, the largest array here, are never transposed.
+    """
+    if q_BKGTE.shape[3] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
+        q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
+        part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])  # noqa: E731
+        mask_BTS = jnp.broadcast_to(mask_BTS, (q_BTKGE.shape[0], *mask_BTS.shape[1:]))
+        return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
+    return _attend(q_BKGTE, kv, mask_BTS)
+
+
+def attend_cached(heads_BKXTE: Array, past: KV, sight: Sight) -> tuple[Array, KV]:
+    """Writes the new rows of a pass to a cache and attends to what it sees of it.
+
+    The G queries of each key-value head are followed by keys and values, X = G + 2, unless the
+    sight has no tokens behind the prefix. Returns (B, T, K, G, E) and the cache.
+    """
+    kernels = _kernels()
+    if kernels and not kernels.is_possible(heads_BKXTE, past):
+        _say(f"no {kernels.PLATFORM} kernel for such heads or caches")
+        kernels = None
+    if kernels is None:
+        return by_einsum(heads_BKXTE, past, sight)
+    branch = {kernels.PLATFORM: kernels.attend}
+    return lax.platform_dependent(heads_BKXTE, past, sight, default=by_einsum, **branch)
+
+
+def keep_path(
+    caches: tuple[KV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[KV, ...]:
+    """Puts the rows of a path of D nodes to the front of those behind the verified ones.
+
+    Node i stands at row length + i of each cache, its place on the path is length + level. `taken`
+    has the same rows as the pass made them: XLA would copy a cache that it reads and writes.
+    """
+    write = functools.partial(_write_path, taken)
+    kernels = _kernels() if caches else None
+    able = kernels is not None and kernels.keep_path is not None
+    if not (able and kernels.is_possible(caches[0].k_BKSE, caches[0])):
+        return write(caches, path_BD, length_B)
+    branch = {kernels.PLATFORM: kernels.keep_path}
+    return lax.platform_dependent(caches, path_BD, length_B, default=write, **branch)
+
+
+def _kernels() -> ModuleType | None:
+    """The kernels of the device that a program is traced for; None where it has none."""
+    platform = traced_platform()
+    try:
+        if platform == "tpu":
+            from moa_jax.model import attention_tpu as found
+        elif platform == "gpu":
+            from moa_jax.model import attention_gpu as found
+        else:
+            return None
+    except ImportError as error:
+        _say(f"this jax has no Pallas kernels for a {platform} ({error})")
+        return None
+    is_here = platform == jax.default_backend()
+    if is_here and (reason := found.lacks(jax.local_devices()[0])):
+        _say(reason)
+        return None
+    return found
+
+
+@functools.cache  # once for each reason
+def _say(reason: str) -> None:
+    logging.getLogger(__name__).warning("%s: attention reads whole caches (einsum)", reason)
+
+
+def _write_path(
+    taken: tuple[KV, ...], caches: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[KV, ...]:
+    pairs = zip(caches, taken, strict=True)
+    return tuple(cache.write(past, rows, length_B) for past, rows in pairs)
+
+
+def by_einsum(heads_BKXTE: Array, past: KV, sight: Sight) -> tuple[Array, KV]:
+    """`attend_cached` without a kernel, which reads all rows under a mask; kernels equal it."""
+    q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
+    if sight.num_behind:
+        q_BKGTE = heads_BKXTE[:, :, :-2]
+        rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
+        past = cache.write(past, rows, sight.start_B(T))
+    return attend(q_BKGTE, past, sight.mask(T, past.k_BKSE.shape[2])), past
+
+
+def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
+    B, K, G, T, E = q_BKGTE.shape
+    q_BKXE = q_BKGTE.reshape(B, K, G * T, E)
+    score_BKXS = jnp.einsum(
+        "BKXE,BKSE->BKXS", q_BKXE, kv.k_BKSE, preferred_element_type=jnp.float32
+    )
+    score_BKGTS = score_BKXS.reshape(B, K, G, T, -1) * E**-0.5
+    hidden = jnp.finfo(jnp.float32).min  # not -inf: rows of padding may see nothing at all
+    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, hidden)
+    weight_BKXS = jax.nn.softmax(score_BKGTS, axis=-1).reshape(B, K, G * T, -1)
+    mixed_BKXE = jnp.einsum("BKXS,BKSE->BKXE", weight_BKXS.astype(q_BKXE.dtype), kv.v_BKSE)
+    return jnp.moveaxis(mixed_BKXE.reshape(B, K, G, T, E), 3, 1)

@@ -1,0 +1,382 @@
+"""Attention over a cache as two Pallas-Triton kernels, which read the rows that are used.
+
+    kernel 1    split 0     the tree: new rows are written, X rows seen by ancestors
+                            and its share of the prefix
+                split i     its share of the prefix, blocks of rows that all tokens see
+    kernel 2    joins the splits of each query by their log-sum-exps
+
+A pass of few tokens has few queries, and B x K programs would leave most of the GPU idle. So the
+used rows are split, as in flash-decoding, and by their number at run time: a cache that is not
+full costs what it holds. A pass that fills the GPU by itself is one split and needs no second
+kernel.
+
+Packed heads, as `layers.Attention.project` makes them, reach the kernel as one array, since each
+slice of it would be one more launch:
+
+    heads_BKXTE   X:  0 .. G-1 queries | G keys | G+1 values     of the T tokens, rotated
+
+References: FlashAttention-2 (2307.08691); flash-decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from moa_jax.model.cache import KV
+from moa_jax.model.devices import compute_capability
+from moa_jax.model.masks import Sight
+
+Array = jax.Array
+State = tuple[Array, Array, Array]  # of a softmax: largest score, sum, sum of values
+Ref = Any  # an array in the GPU's memory, as a kernel sees it
+
+PLATFORM = "cuda"
+LOG2_E = 1.4426950408889634  # kernels compute powers of 2
+NOTHING = -1e30  # the log-sum-exp of no row at all; finite, so that differences of two are
+PROGRAMS = 132  # streaming multiprocessors of an H100 or H200, about one program each
+ROOMY = {"9.0", "10.0", "10.3"}  # compute capabilities with 227 KiB of shared memory a program
+FIRST = 8.0  # compute capability that Triton needs
+
+
+class Sizes(NamedTuple):
+    """What is compiled into the kernels."""
+
+    G: int
+    T: int
+    E: int
+    X: int  # tokens behind the prefix, which the T of the pass end
+    is_line: bool  # each of the X sees all before it; otherwise there is an ancestor matrix
+    first: int  # rows before it are hidden
+    queries: int  # of one program: a power of two
+    rows: int  # of the cache, read at a time: a power of two
+    splits: int
+
+    @property
+    def blocks(self) -> int:
+        """Programs that share the G x T queries of one key-value head."""
+        return pl.cdiv(self.G * self.T, self.queries)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the pass has rows of its own."""
+        return self.X > 0
+
+
+def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sight) -> Sizes:
+    """How the work on heads (B, K, G or G + 2, T, E) over S rows is cut into programs."""
+    B, K, G, T, E = heads_shape
+    X = sight.num_behind
+    G -= 2 if X else 0
+    most = _most_numbers(dtype)
+    queries = min(max(16, pl.next_power_of_2(G * T)), max(16, most // E))
+    rows = max(16, min(128 if queries <= 64 else 64, most // 2 // E))
+    programs = B * K * pl.cdiv(G * T, queries)
+    wanted = PROGRAMS * (2 if queries <= 64 else 1)
+    splits = max(1, min(wanted // programs, pl.cdiv(S, 2 * rows)))
+    return Sizes(G, T, E, X, sight.ancestor_BTX is None, sight.first, queries, rows, splits)
+
+
+def _most_numbers(dtype: jnp.dtype) -> int:
+    """Numbers that the queries of one program may be; its keys and values may be half as many.
+
+    They stand in shared memory, of which most GPUs have 99 KiB a program. float32, which is
+    multiplied without tensor cores, is unrolled: with more of it compilers take minutes.
+    """
+    if dtype.itemsize > 2:
+        return 4 * 1024
+    is_here = jax.default_backend() == "gpu"  # else the GPU is only described: an H200
+    is_roomy = not is_here or jax.local_devices()[0].compute_capability in ROOMY
+    return 32 * 1024 if is_roomy else 8 * 1024
+
+
+def lacks(device: jax.Device) -> str:
+    """Why a device cannot run the kernels, nothing where it can."""
+    if compute_capability(device) >= FIRST:
+        return ""
+    return f"Triton needs an NVIDIA GPU of compute capability {FIRST}, {device.device_kind} is none"
+
+
+def is_possible(heads: Array, past: KV) -> bool:
+    """Whether the kernels take heads of this size, 16, 32, 64, ..., and caches of this dtype."""
+    E = heads.shape[-1]
+    is_power = E >= 16 and E == pl.next_power_of_2(E)
+    return is_power and heads.dtype == past.k_BKSE.dtype
+
+
+def attend(
+    heads_BKXTE: Array, past: KV, sight: Sight, *, interpret: bool = False
+) -> tuple[Array, KV]:
+    """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
+
+    The arguments are those of `attention.attend_cached`; a cache without new rows is given back.
+    """
+    B, K, _, T, E = heads_BKXTE.shape
+    sizes = sizes_of(heads_BKXTE.shape, heads_BKXTE.dtype, past.k_BKSE.shape[2], sight)
+    G, splits = sizes.G, sizes.splits
+    heads_BKYE = heads_BKXTE.reshape(B, K, -1, E)
+    operands = [sight.length_B, heads_BKYE, past.k_BKSE, past.v_BKSE]
+    if not sizes.is_line:
+        operands.append(sight.ancestor_BTX.astype(jnp.int8))
+    mixed = jax.ShapeDtypeStruct((B, T, K, G, E), heads_BKXTE.dtype)
+    partial = (
+        jax.ShapeDtypeStruct((B, K, splits, G * T, E), jnp.float32),
+        jax.ShapeDtypeStruct((B, K, splits, G * T), jnp.float32),
+    )
+    results = [mixed] if splits == 1 else list(partial)
+    caches = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in past] if sizes.writes else []
+    found = pl.pallas_call(
+        functools.partial(_attend_kernel, sizes),
+        grid=(splits, K * sizes.blocks, B),
+        out_shape=[*results, *caches],
+        input_output_aliases={2 + i: len(results) + i for i in range(len(caches))},
+        name="attend_rows",
+        interpret=interpret,
+        cost_estimate=_cost(sizes, heads_BKYE, past, results),
+        compiler_params=triton.CompilerParams(
+            num_warps=8 if sizes.queries > 64 else 4, num_stages=2
+        ),
+    )(*operands)
+    if caches:
+        past = KV(*found[-2:])
+    if splits > 1:
+        return _join(sizes, sight.length_B, found[:2], mixed, interpret), past
+    return found[0], past
+
+
+def _join(
+    sizes: Sizes,
+    length_B: Array,
+    partial: Sequence[Array],
+    mixed: jax.ShapeDtypeStruct,
+    interpret: bool,
+) -> Array:
+    """What all splits found together, from the part and the log-sum-exp of each."""
+    B, T, K, G, _ = mixed.shape
+    return pl.pallas_call(
+        functools.partial(_join_kernel, sizes),
+        grid=(K * G, pl.cdiv(T, _tokens(T)), B),
+        out_shape=mixed,
+        name="join_splits",
+        interpret=interpret,
+        cost_estimate=pl.CostEstimate(
+            flops=0,  # of products
+            bytes_accessed=sum(map(_num_bytes, (*partial, mixed))),
+            transcendentals=partial[1].size,
+        ),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+    )(length_B, *partial)
+
+
+def _attend_kernel(
+    sizes: Sizes, length_ref: Ref, heads_ref: Ref, k_ref: Ref, v_ref: Ref, *refs: Ref
+) -> None:
+    """One program: some queries of one key-value head over one split of the rows."""
+    ancestor_ref, (mixed_ref, *lse_refs), caches = _sorted(sizes, refs)
+    split, b = pl.program_id(0), pl.program_id(2)
+    k, block = pl.program_id(1) // sizes.blocks, pl.program_id(1) % sizes.blocks
+    G, T, X, S = sizes.G, sizes.T, sizes.X, k_ref.shape[2]
+    e_1E = jnp.arange(sizes.E)[None, :]
+    index_Q = block * sizes.queries + jnp.arange(sizes.queries)
+    there_Q1 = (index_Q < G * T)[:, None]
+    token_Q1 = (index_Q % T)[:, None]
+    length = length_ref[b]
+    q_QE = triton.load(heads_ref.at[b, k, index_Q[:, None], e_1E], mask=there_Q1, other=0.0)
+    precision = lax.Precision.HIGHEST if q_QE.dtype == jnp.float32 else None
+    dot = functools.partial(triton.dot, precision=precision)
+
+    def see(state: State, k_RE: Array, v_RE: Array, seen_QR: Array) -> State:
+        """Online softmax over R more rows."""
+        best_Q, total_Q, mixed_QE = state
+        score_QR = dot(q_QE, k_RE, trans_b=True) * (sizes.E**-0.5 * LOG2_E)
+        score_QR = jnp.where(seen_QR, score_QR, NOTHING)
+        higher_Q = jnp.maximum(best_Q, jnp.max(score_QR, axis=1))
+        weight_QR = jnp.where(seen_QR, jnp.exp2(score_QR - higher_Q[:, None]), 0.0)
+        fade_Q = jnp.exp2(best_Q - higher_Q)
+        mixed_QE = mixed_QE * fade_Q[:, None] + dot(weight_QR.astype(v_RE.dtype), v_RE)
+        return higher_Q, total_Q * fade_Q + jnp.sum(weight_QR, axis=1), mixed_QE
+
+    def prefix(index: Array, state: State) -> State:
+        row_R = index * sizes.rows + jnp.arange(sizes.rows)
+        seen_R = (row_R < length) & (row_R >= sizes.first) if sizes.first else row_R < length
+        at = (b, k, row_R[:, None], e_1E)  # no row that is seen is behind the cache
+        k_RE = triton.load(k_ref.at[at], mask=seen_R[:, None], other=0.0)
+        v_RE = triton.load(v_ref.at[at], mask=seen_R[:, None], other=0.0)
+        return see(state, k_RE, v_RE, seen_R[None, :])
+
+    def tree(index: Array, state: State) -> State:
+        node_R = index * _nodes(X) + jnp.arange(_nodes(X))
+        is_row_R = length + node_R < S  # nothing is written behind a cache that is too small
+        new_R1 = ((node_R >= X - T) & (node_R < X) & is_row_R)[:, None]
+        old_R1 = ((node_R < X - T) & is_row_R)[:, None]
+        rows = []
+        for head, cache_ref, written_ref in zip((G, G + 1), (k_ref, v_ref), caches, strict=True):
+            made = head * T + node_R[:, None] - (X - T)
+            new_RE = triton.load(heads_ref.at[b, k, made, e_1E], mask=new_R1, other=0.0)
+            here = (b, k, length + node_R[:, None], e_1E)
+            old_RE = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
+            triton.store(written_ref.at[here], new_RE, mask=new_R1 & (block == 0) & (e_1E >= 0))
+            rows.append(jnp.where(new_R1, new_RE, old_RE))
+        node_1R = node_R[None, :]
+        if sizes.is_line:
+            seen_QR = node_1R <= token_Q1 + (X - T)
+        else:
+            at = (b if ancestor_ref.shape[0] > 1 else 0, token_Q1, node_1R)
+            known_QR = triton.load(ancestor_ref.at[at], mask=there_Q1 & (node_1R < X), other=0)
+            seen_QR = known_QR.astype(jnp.int32) > 0
+        if sizes.first:
+            seen_QR &= length + node_1R >= sizes.first
+        return see(state, *rows, seen_QR)
+
+    share, used = _share(sizes, length)
+
+    @pl.when((split == 0) | (split * share < used))
+    def _() -> None:
+        state = (
+            jnp.full(sizes.queries, NOTHING, jnp.float32),
+            jnp.zeros(sizes.queries, jnp.float32),
+            jnp.zeros((sizes.queries, sizes.E), jnp.float32),
+        )
+        end = jnp.minimum((split + 1) * share, used)
+        state = lax.fori_loop(split * share, end, prefix, state)
+        if sizes.writes:
+            turns = jnp.where(split == 0, jnp.int32(pl.cdiv(X, _nodes(X))), jnp.int32(0))
+            state = lax.fori_loop(jnp.int32(0), turns, tree, state)
+        best_Q, total_Q, mixed_QE = state
+        mixed_QE = mixed_QE / jnp.where(total_Q > 0, total_Q, 1.0)[:, None]
+        if not lse_refs:
+            at = (b, token_Q1, k, (index_Q // T)[:, None], e_1E)
+            mixed = mixed_QE.astype(mixed_ref.dtype)
+            triton.store(mixed_ref.at[at], mixed, mask=there_Q1 & (e_1E >= 0))
+            return
+        at = (b, k, split, index_Q)
+        mask_QE = there_Q1 & (e_1E >= 0)
+        triton.store(mixed_ref.at[(*at[:3], index_Q[:, None], e_1E)], mixed_QE, mask=mask_QE)
+        lse_Q = jnp.where(total_Q > 0, best_Q + jnp.log2(total_Q), NOTHING)
+        triton.store(lse_refs[0].at[at], lse_Q, mask=index_Q < G * T)
+
+
+def _join_kernel(
+    sizes: Sizes, length_ref: Ref, mixed_ref: Ref, lse_ref: Ref, joined_ref: Ref
+) -> None:
+    """One program: some tokens of one query head, from all splits that had rows."""
+    head, b = pl.program_id(0), pl.program_id(2)
+    k, g = head // sizes.G, head % sizes.G
+    e_1E = jnp.arange(sizes.E)[None, :]
+    token_T = pl.program_id(1) * _tokens(sizes.T) + jnp.arange(_tokens(sizes.T))
+    there_T = token_T < sizes.T
+    index_T = g * sizes.T + token_T
+    mask_TE = there_T[:, None] & (e_1E >= 0)
+    share, used = _share(sizes, length_ref[b])
+
+    def join(split: Array, state: State) -> State:
+        best_T, total_T, joined_TE = state
+        lse_T = triton.load(lse_ref.at[b, k, split, index_T], mask=there_T, other=NOTHING)
+        at = (b, k, split, index_T[:, None], e_1E)
+        mixed_TE = triton.load(mixed_ref.at[at], mask=mask_TE, other=0.0)
+        higher_T = jnp.maximum(best_T, lse_T)
+        fade_T, weight_T = jnp.exp2(best_T - higher_T), jnp.exp2(lse_T - higher_T)
+        joined_TE = joined_TE * fade_T[:, None] + weight_T[:, None] * mixed_TE
+        return higher_T, total_T * fade_T + weight_T, joined_TE
+
+    state = (
+        jnp.full(token_T.shape, NOTHING, jnp.float32),
+        jnp.zeros(token_T.shape, jnp.float32),
+        jnp.zeros((token_T.shape[0], sizes.E), jnp.float32),
+    )
+    _, total_T, joined_TE = lax.fori_loop(
+        jnp.int32(0), jnp.maximum(pl.cdiv(used, share), 1), join, state
+    )
+    joined_TE = (joined_TE / total_T[:, None]).astype(joined_ref.dtype)
+    triton.store(joined_ref.at[b, token_T[:, None], k, g, e_1E], joined_TE, mask=mask_TE)
+
+
+def _share(sizes: Sizes, length: Array) -> tuple[Array, Array]:
+    """Blocks of the prefix that one split reads, and blocks that are used."""
+    used = pl.cdiv(length, sizes.rows)
+    return jnp.maximum(pl.cdiv(used, sizes.splits), 1), used
+
+
+def _sorted(sizes: Sizes, refs: Sequence[Ref]) -> tuple[Ref | None, Sequence[Ref], Sequence[Ref]]:
+    """The ancestor matrix, the results, and the caches that are written."""
+    num_results = 1 if sizes.splits == 1 else 2
+    ancestor_ref, refs = (None, refs) if sizes.is_line else (refs[0], refs[1:])
+    return ancestor_ref, refs[:num_results], refs[num_results:]
+
+
+def _tokens(T: int) -> int:
+    """Tokens of one program that joins splits."""
+    return min(pl.next_power_of_2(T), 64)
+
+
+def _nodes(X: int) -> int:
+    """Rows behind the prefix that are read at a time; products need 16."""
+    return min(max(16, pl.next_power_of_2(X)), 64)
+
+
+def _num_bytes(array: Array | jax.ShapeDtypeStruct) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _cost(
+    sizes: Sizes, heads: Array, past: KV, results: Sequence[jax.ShapeDtypeStruct]
+) -> pl.CostEstimate:
+    """Of a full cache; each block of queries reads all of it."""
+    B, K, S, E = past.k_BKSE.shape
+    pairs = B * K * sizes.G * sizes.T * (S + sizes.X)
+    moved = sizes.blocks * sum(map(_num_bytes, past)) + _num_bytes(heads)
+    return pl.CostEstimate(
+        flops=4 * pairs * E,
+        bytes_accessed=moved + sum(map(_num_bytes, results)),
+        transcendentals=pairs,
+    )
+
+
+def keep_path(
+    caches: tuple[KV, ...], path_BD: Array, length_B: Array, *, interpret: bool = False
+) -> tuple[KV, ...]:
+    """Moves rows length + path to rows length, length + 1, ... of all caches, in one launch."""
+    arrays = jax.tree.leaves(caches)
+    B, K, _, E = arrays[0].shape
+    moved = 2 * len(arrays) * B * K * path_BD.shape[1] * E * arrays[0].dtype.itemsize
+    found = pl.pallas_call(
+        functools.partial(_keep_kernel, path_BD.shape[1], E, interpret),
+        grid=(K, B, len(arrays)),
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
+        input_output_aliases={2 + i: i for i in range(len(arrays))},
+        name="keep_path",
+        interpret=interpret,
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=moved, transcendentals=0),
+        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+    )(length_B, path_BD, *arrays)
+    return jax.tree.unflatten(jax.tree.structure(caches), found)
+
+
+def _keep_kernel(
+    D: int, E: int, interpret: bool, length_ref: Ref, path_ref: Ref, *refs: Ref
+) -> None:
+    """One program: one key-value head of one array. It reads all rows before it writes one."""
+    k, b = pl.program_id(0), pl.program_id(1)
+    level_D = jnp.arange(pl.next_power_of_2(D))
+    there_D, e_1E = level_D < D, jnp.arange(E)[None, :]
+    length = length_ref[b]
+    node_D = triton.load(path_ref.at[b, level_D], mask=there_D, other=0)
+
+    def move(old_ref: Ref, kept_ref: Ref) -> None:
+        at, S = (b, k, (length + node_D)[:, None], e_1E), old_ref.shape[2]
+        mask_DE = (there_D & (length + level_D < S))[:, None] & (e_1E >= 0)
+        rows_DE = triton.load(old_ref.at[at], mask=mask_DE, other=0.0)
+        if not interpret:
+            triton.debug_barrier()  # a thread's new row may be another's old one
+        triton.store(kept_ref.at[b, k, (length + level_D)[:, None], e_1E], rows_DE, mask=mask_DE)
+
+    half = len(refs) // 2
+    for index, pair in enumerate(zip(refs[:half], refs[half:], strict=True)):
+        pl.when(pl.program_id(2) == index)(functools.partial(move, *pair))

@@ -1,0 +1,188 @@
+"""Attention over a cache on TPUs: a Pallas kernel for the prefix, joined with the tree.
+
+    prefix   rows 0 .. n-1, the kernel: blocks beyond them are neither fetched nor computed
+    tree     rows n .. n+X-1, an einsum: they are few
+
+The two parts are joined by their log-sum-exps. A grid runs in order on a TPU, so blocks of rows
+come one after the other and keep their running softmax in scratch memory.
+
+References: FlashAttention-2 (2307.08691).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
+
+from moa_jax.model import cache
+from moa_jax.model.cache import KV
+from moa_jax.model.masks import Sight
+
+Array = jax.Array
+
+PLATFORM = "tpu"
+LANES = 128  # a number for each query is kept in all lanes of a register's row
+TILE = 16  # rows of a bfloat16 register: queries are padded to a multiple
+QUERIES = 512  # at most, of one program
+NOTHING = -1e30  # the log-sum-exp of no row at all; finite, so that differences of two are
+
+
+keep_path = None  # a launch costs little on TPUs
+
+
+def lacks(device: jax.Device) -> str:
+    """Why a device cannot run the kernel: nothing, every TPU can."""
+    return ""
+
+
+def is_possible(heads: Array, past: KV) -> bool:
+    """Whether the kernel takes these caches: whole blocks of rows, which `Session` sees to."""
+    S, E = past.k_BKSE.shape[2:]
+    return S % LANES == 0 and E % 64 == 0 and heads.dtype == past.k_BKSE.dtype
+
+
+def attend(
+    heads_BKXTE: Array, past: KV, sight: Sight, *, interpret: bool = False
+) -> tuple[Array, KV]:
+    """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
+
+    The arguments are those of `attention.attend_cached`; a cache without new rows is given back.
+    """
+    q_BKGTE = heads_BKXTE[:, :, :-2] if sight.num_behind else heads_BKXTE
+    B, K, G, T, E = q_BKGTE.shape
+    prefix_BKGTE, lse_BKGT = _attend_prefix(q_BKGTE, past, sight, interpret)
+    if sight.num_behind:
+        rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
+        past = cache.write(past, rows, sight.start_B(T))
+        tree_BKGTE, tree_lse_BKGT = _attend_tree(q_BKGTE, past, sight)
+        higher_BKGT = jnp.maximum(lse_BKGT, tree_lse_BKGT)
+        parts = ((lse_BKGT, prefix_BKGTE), (tree_lse_BKGT, tree_BKGTE))
+        weights = [jnp.exp(lse_BKGT - higher_BKGT)[..., None] for lse_BKGT, _ in parts]
+        mixed = [weight * part for weight, (_, part) in zip(weights, parts, strict=True)]
+        prefix_BKGTE = sum(mixed) / sum(weights)
+    return jnp.moveaxis(prefix_BKGTE, 3, 1).astype(q_BKGTE.dtype), past
+
+
+def _attend_tree(q_BKGTE: Array, past: KV, sight: Sight) -> tuple[Array, Array]:
+    """Attention to the X rows behind the prefix, and its log-sum-exps."""
+    T, E = q_BKGTE.shape[3:]
+    X = sight.num_behind
+    cut = jax.vmap(lambda rows_KSE, start: lax.dynamic_slice_in_dim(rows_KSE, start, X, axis=1))
+    k_BKXE, v_BKXE = (cut(rows_BKSE, sight.length_B) for rows_BKSE in past)
+    score_BKGTX = E**-0.5 * jnp.einsum(
+        "BKGTE,BKXE->BKGTX", q_BKGTE, k_BKXE, preferred_element_type=jnp.float32
+    )
+    seen_BTX = sight.behind(T)
+    if sight.first:
+        row_BX = sight.length_B[:, None] + jnp.arange(X)
+        seen_BTX = seen_BTX & (row_BX >= sight.first)[:, None]
+    score_BKGTX = jnp.where(seen_BTX[:, None, None], score_BKGTX, NOTHING)
+    lse_BKGT = jax.nn.logsumexp(score_BKGTX, axis=-1)
+    weight_BKGTX = jnp.exp(score_BKGTX - lse_BKGT[..., None]).astype(v_BKXE.dtype)
+    mixed_BKGTE = jnp.einsum(
+        "BKGTX,BKXE->BKGTE", weight_BKGTX, v_BKXE, preferred_element_type=jnp.float32
+    )
+    return mixed_BKGTE, lse_BKGT
+
+
+def _attend_prefix(q_BKGTE: Array, past: KV, sight: Sight, interpret: bool) -> tuple[Array, Array]:
+    """Attention to the verified rows in float32, and its log-sum-exps."""
+    B, K, G, T, E = q_BKGTE.shape
+    S = past.k_BKSE.shape[2]
+    num = -(-G * T // TILE) * TILE
+    block = min(num, QUERIES)
+    num = -(-num // block) * block
+    q_BKQE = q_BKGTE.reshape(B, K, G * T, E)
+    q_BKQE = jnp.pad(q_BKQE, ((0, 0), (0, 0), (0, num - G * T), (0, 0)))
+    rows = next(size for size in (512, 256, 128) if S % size == 0)
+    last = lambda length: jnp.maximum(pl.cdiv(length, rows) - 1, 0)  # noqa: E731
+    queries = pl.BlockSpec((None, None, block, E), lambda b, k, q, s, n: (b, k, q, 0))
+    # A block that was fetched is not fetched again: beyond the prefix, the last one is named.
+    keys = pl.BlockSpec(
+        (None, None, rows, E), lambda b, k, q, s, n: (b, k, jnp.minimum(s, last(n[b])), 0)
+    )
+    numbers = pl.BlockSpec((None, None, block, LANES), lambda b, k, q, s, n: (b, k, q, 0))
+    scratch = [tpu.VMEM((block, width), jnp.float32) for width in (LANES, LANES, E)]
+    pairs = B * K * G * T * S
+    size = q_BKQE.dtype.itemsize
+    mixed_BKQE, lse_BKQX = pl.pallas_call(
+        functools.partial(_prefix_kernel, rows, sight.first),
+        out_shape=[
+            jax.ShapeDtypeStruct(q_BKQE.shape, jnp.float32),
+            jax.ShapeDtypeStruct((B, K, num, LANES), jnp.float32),
+        ],
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, K, num // block, S // rows),
+            in_specs=[queries, keys, keys],
+            out_specs=[queries, numbers],
+            scratch_shapes=scratch,
+        ),
+        name="attend_prefix",
+        interpret=interpret,
+        cost_estimate=pl.CostEstimate(
+            flops=4 * pairs * E,
+            bytes_accessed=size * (q_BKQE.size + (num // block) * 2 * B * K * S * E)
+            + 4 * B * K * num * (E + LANES),
+            transcendentals=pairs,
+        ),
+    )(sight.length_B, q_BKQE, *past)
+    mixed_BKGTE = mixed_BKQE[:, :, : G * T].reshape(B, K, G, T, E)
+    return mixed_BKGTE, lse_BKQX[:, :, : G * T, 0].reshape(B, K, G, T)
+
+
+def _prefix_kernel(
+    rows: int,
+    first: int,
+    length_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    mixed_ref,
+    lse_ref,
+    best_ref,
+    total_ref,
+    sum_ref,
+) -> None:
+    """One block of rows for one block of queries."""
+    length, index = length_ref[pl.program_id(0)], pl.program_id(3)
+
+    @pl.when(index == 0)
+    def _() -> None:
+        best_ref[...] = jnp.full_like(best_ref, NOTHING)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    @pl.when(index * rows < length)
+    def _() -> None:
+        q_QE, v_RE = q_ref[...], v_ref[...]
+        precision = lax.Precision.HIGHEST if q_QE.dtype == jnp.float32 else None
+        dot = functools.partial(
+            lax.dot_general, preferred_element_type=jnp.float32, precision=precision
+        )
+        score_QR = dot(q_QE, k_ref[...], (((1,), (1,)), ((), ()))) * q_QE.shape[1] ** -0.5
+        row_QR = index * rows + lax.broadcasted_iota(jnp.int32, score_QR.shape, 1)
+        seen_QR = (row_QR < length) & (row_QR >= first)
+        score_QR = jnp.where(seen_QR, score_QR, NOTHING)
+        best_Q1 = best_ref[:, :1]
+        higher_Q1 = jnp.maximum(best_Q1, jnp.max(score_QR, axis=1, keepdims=True))
+        weight_QR = jnp.where(seen_QR, jnp.exp(score_QR - higher_Q1), 0.0)
+        fade_Q1 = jnp.exp(best_Q1 - higher_Q1)
+        total_Q1 = fade_Q1 * total_ref[:, :1] + jnp.sum(weight_QR, axis=1, keepdims=True)
+        mixed_QE = dot(weight_QR.astype(v_RE.dtype), v_RE, (((1,), (0,)), ((), ())))
+        sum_ref[...] = fade_Q1 * sum_ref[...] + mixed_QE
+        best_ref[...] = jnp.broadcast_to(higher_Q1, best_ref.shape)
+        total_ref[...] = jnp.broadcast_to(total_Q1, total_ref.shape)
+
+    @pl.when(index == pl.num_programs(3) - 1)
+    def _() -> None:
+        total_QX = total_ref[...]
+        found_QX = total_QX > 0
+        divisor_QX = jnp.where(found_QX, total_QX, 1.0)
+        mixed_ref[...] = sum_ref[...] / divisor_QX[:, :1]
+        lse_ref[...] = jnp.where(found_QX, best_ref[...] + jnp.log(divisor_QX), NOTHING)

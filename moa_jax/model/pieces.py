@@ -1,0 +1,40 @@
+"""Large vocabularies in pieces, because a GPU gives each row to one of its many processors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+# Tokens of a piece. Below, a CPU would lose by pieces, and a GPU would gain nothing.
+PIECE = 8192
+
+
+def in_pieces(x_BNV: Array, fill: float | int) -> Array:
+    """A vocabulary as pieces (B, N, X, P) of at most PIECE tokens; `fill` stands behind the last.
+
+    Sizes of vocabularies are multiples of powers of two, so hardly any has to be filled up.
+    """
+    B, N, V = x_BNV.shape
+    X = 1 << ((V - 1) // PIECE).bit_length()
+    if missing := -V % X:
+        x_BNV = jnp.pad(x_BNV, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
+    return x_BNV.reshape(B, N, X, -1)
+
+
+def top_k(order_BNV: Array, count: int) -> tuple[Array, Array]:
+    """`lax.top_k`, ties included: of each piece, then of what is best in all pieces."""
+    if count == 1:
+        index_BN1 = jnp.argmax(order_BNV, axis=-1, keepdims=True).astype(jnp.int32)
+        return jnp.take_along_axis(order_BNV, index_BN1, axis=-1), index_BN1
+    order_BNXP = in_pieces(order_BNV, -jnp.inf)
+    B, N, X, P = order_BNXP.shape
+    if X == 1 or count > order_BNV.shape[-1]:  # the latter is refused
+        return lax.top_k(order_BNV, count)
+    # Equals of a piece come out in their order, and so do the pieces: the first of equals wins.
+    best_BNXk, place_BNXk = lax.top_k(order_BNXP, min(count, P))
+    place_BNXk += P * jnp.arange(X, dtype=jnp.int32)[:, None]
+    best_BNk, winner_BNk = lax.top_k(best_BNXk.reshape(B, N, -1), count)
+    return best_BNk, jnp.take_along_axis(place_BNXk.reshape(B, N, -1), winner_BNk, axis=-1)

@@ -1,0 +1,165 @@
+"""Weights of eight bits: a matrix is integers or float8, and a scale for each output channel.
+
+    w_DF  ~  values_DF * scale_F        x @ w  ~  (x @ values) * scale
+
+A product reads the eight bits, widens them and scales what comes out. On GPUs they are widened on
+their way into the multiplication; CPUs, and libtpu today, store the widened matrix first. Only
+matrices are quantised. Norm scales and biases stay what they are, and so do activations and caches.
+An embedding (V, D) has a scale for each row, which serves a lookup and, where the head is tied to
+it, the output channels.
+
+References: LLM.int8() (arXiv 2208.07339) for symmetric scales by vector.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax.model import panels
+from moa_jax.model.panels import Panels
+
+Array = jax.Array
+
+Format = Literal["int8", "fp8"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the largest weight of a channel becomes
+_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+# Leaves of parameter trees that are matrices: the axis that a product with them sums over.
+_SUMMED = {"kernel": 0, "lm_head": 0, "head": 0, "embed": 1}
+
+
+class Quantised(NamedTuple):
+    """A matrix of eight bits, in the place of an array in a parameter tree.
+
+    Flax checks the shape of a parameter's first leaf, so `values` comes first.
+    """
+
+    values: Array  # int8 or float8_e4m3fn
+    scale: Array  # one number an output channel, in the dtype of activations
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """That of the matrix it stands for, and so of activations and caches."""
+        return self.scale.dtype
+
+
+Matrix = Array | Quantised | Panels
+
+
+def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
+    """Round a matrix to eight bits; `summed` is the axis that products sum over.
+
+    The scale is rounded first, so that its own error is not in what the values stand for. A
+    channel of zeros, or of numbers too small to divide by, gets a scale of 1. A channel that is
+    not finite gets a scale that is not.
+    """
+    wide = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=summed, keepdims=True) / _LARGEST[weights]
+    scale = scale.astype(weight.dtype)
+    scale = jnp.where(scale < jnp.finfo(weight.dtype).tiny, jnp.ones_like(scale), scale)
+    values = wide / scale.astype(jnp.float32)
+    if weights == "int8":
+        values = jnp.round(values)
+    values = jnp.clip(values, -_LARGEST[weights], _LARGEST[weights]).astype(_DTYPES[weights])
+    return Quantised(values, scale.squeeze(summed))
+
+
+def stored_as(path: tuple[Any, ...], leaf: Array, weights: Format | None) -> Matrix:
+    """A leaf of a parameter tree in a format: matrices are quantised, the rest stays."""
+    summed = _SUMMED.get(path[-1]) if path else None
+    return leaf if weights is None or summed is None else quantise(leaf, weights, summed)
+
+
+def quantise_params(params: Any, weights: Format) -> Any:
+    """A parameter tree, with its layers in a list, whose matrices are quantised."""
+
+    def of(path: tuple[Any, ...], leaf: Array) -> Matrix:
+        return stored_as(tuple(getattr(key, "key", None) for key in path), leaf, weights)
+
+    return jax.tree.map_with_path(of, params)
+
+
+def in_panels(params: Any) -> Any:
+    """A parameter tree, with its layers in a list, whose kernels are in panels where that helps."""
+
+    def of(path: tuple[Any, ...], leaf: Matrix) -> Matrix:
+        is_kernel = _SUMMED.get(getattr(path[-1], "key", None)) == 0
+        return panels.cut(leaf) if is_kernel else leaf
+
+    is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)  # noqa: E731
+    return jax.tree.map_with_path(of, params, is_leaf=is_matrix)
+
+
+def format_of(params: Any) -> Format | None:
+    """The format of a parameter tree's matrices; None where they are arrays."""
+    stored = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    return next((name for name in FORMATS if jnp.dtype(_DTYPES[name]) in stored), None)
+
+
+def matrices(params: Any) -> list[Matrix]:
+    """The leaves of a parameter tree, a matrix of any form being one."""
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised | Panels))
+
+
+# ---- products -----------------------------------------------------------------------------
+
+
+def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
+    """x (..., D) @ kernel (D, *outputs), multiplied as one matrix, in `dtype`.
+
+    With a quantised kernel the sums are float32 until they are scaled.
+    """
+    inputs, *outputs = kernel.shape
+    if isinstance(kernel, Quantised):
+        values_DF = kernel.values.reshape(inputs, -1).astype(x.dtype)
+        y = jnp.matmul(x, values_DF, preferred_element_type=jnp.float32)
+        y = (y * kernel.scale.reshape(-1).astype(jnp.float32)).astype(dtype)
+    elif isinstance(kernel, Panels):
+        y = panels.multiply(x, kernel).astype(dtype)
+    else:
+        kernel_DF = kernel.astype(x.dtype).reshape(inputs, -1)
+        y = jnp.matmul(x, kernel_DF, preferred_element_type=dtype)
+    return y.reshape(*x.shape[:-1], *outputs)
+
+
+def matmul_rows(x: Array, table_VD: Matrix, dtype: Any) -> Array:
+    """x (..., D) with every row of a table, (..., V) in `dtype`."""
+    quantised = isinstance(table_VD, Quantised)
+    values_VD = (table_VD.values if quantised else table_VD).astype(x.dtype)
+    y = jnp.einsum("...D,VD->...V", x, values_VD, preferred_element_type=dtype)
+    return y * table_VD.scale.astype(dtype) if quantised else y
+
+
+def lookup(table_VD: Matrix, ids: Array) -> Array:
+    """Rows (..., D) of a table."""
+    if isinstance(table_VD, Quantised):
+        scale = table_VD.scale[ids][..., None]
+        return table_VD.values[ids].astype(scale.dtype) * scale
+    return table_VD[ids]
+
+
+# ---- parts --------------------------------------------------------------------------------
+
+
+def columns(kernel_DV: Matrix, ids_U: Array) -> Matrix:
+    """Some output channels of a kernel, (D, U)."""
+    if isinstance(kernel_DV, Quantised):
+        return Quantised(kernel_DV.values[:, ids_U], kernel_DV.scale[ids_U])
+    if isinstance(kernel_DV, Panels):
+        return kernel_DV.whole()[:, ids_U]
+    return kernel_DV[:, ids_U]
+
+
+def transposed(table_VD: Matrix) -> Matrix:
+    """A table (V, D) as the kernel (D, V) of a head."""
+    if isinstance(table_VD, Quantised):
+        return table_VD._replace(values=jnp.asarray(table_VD.values.T))
+    return jnp.asarray(table_VD.T)

@@ -1,0 +1,89 @@
+"""Decoding with weights of eight bits reads eight bits: no matrix is widened in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs.moa_llama3_8b import config as PAPER
+from moa_jax.aot import hlo
+from moa_jax.aot.lowering import abstract_weights, compile_decode, num_bytes
+from moa_jax.aot.machines import devices
+from moa_jax.decode.step import Setup
+from moa_jax.drafters import DRAFTERS
+from moa_jax.model import quantise
+from tests.aot.test_lowering import DRAFTS, H200, LLAMA, needs_compiler, reported, session_rows
+
+EIGHT = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+SMALLEST = LLAMA.block.hidden_size**2  # bytes of a matrix: what goes out of attention
+TWO = dataclasses.replace(LLAMA, num_layers=2)
+
+
+def setup_of(num_nodes: int) -> Setup:
+    shape = DRAFTS[num_nodes]
+    drafter = DRAFTERS["moa"].make(PAPER.drafter, TWO) if shape.num_drafted else None
+    return Setup(TWO, drafter, shape)
+
+
+def widened(text: str) -> list[tuple[str, int]]:
+    """What a loop makes that is as large as half the smallest matrix: no activations, no caches."""
+    made = hlo._looped(hlo.parse(text))
+    skipped = hlo.FREE | hlo.FOLLOWED
+    return [(x.name, x.size) for x in made if x.opcode not in skipped and x.size >= SMALLEST // 2]
+
+
+def report(name: str) -> None:
+    """Prints what two layers of Llama-3-8B with the paper's drafter move; a name is `8-int8`.
+
+    `1-int8-control` widens each kernel before it is multiplied.
+    """
+    num_nodes, weights, *control = name.split("-")
+    setup = setup_of(int(num_nodes))
+    held = abstract_weights(setup, weights=weights)
+    if control:
+        product = quantise.matmul
+
+        def apart(x, kernel, dtype):
+            wide = jax.lax.optimization_barrier(kernel.values.astype(x.dtype))
+            return product(x, kernel._replace(values=wide), dtype)
+
+        quantise.matmul = apart
+    program = compile_decode(devices(H200)[0], setup, held, session_rows(int(num_nodes)))
+    facts = {
+        "moves": [list(move) for move in hlo.large_moves(program.hlo)],
+        "widened": widened(program.hlo),
+        "temp": program.temp_bytes,
+        "weights": num_bytes(held),
+    }
+    print(json.dumps(facts))
+
+
+@pytest.mark.parametrize("weights", quantise.FORMATS)
+def test_eight_bits_are_half_of_sixteen(weights):
+    """Scales and what is not quantised, the norms and a bias, are less than 1 % of the rest."""
+    setup = setup_of(8)
+    found = num_bytes(abstract_weights(setup, weights=weights))
+    assert 0.5 < found / num_bytes(abstract_weights(setup)) < 0.505
+    leaves = jax.tree.leaves(abstract_weights(setup, jnp.float32, weights))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32), jnp.dtype(EIGHT[weights])}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", ["1-fp8", "8-int8"])
+def test_no_matrix_is_widened_in_memory(name):
+    facts = reported(name, __name__)
+    assert facts["moves"] == facts["widened"] == []
+    assert facts["temp"] < 0.01 * facts["weights"]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_matrix_that_is_widened_is_noticed():
+    """The control: four products a layer and the head, in bfloat16."""
+    facts = reported("1-int8-control", __name__)
+    assert len(facts["widened"]) >= 4 * TWO.num_layers + 1

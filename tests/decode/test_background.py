@@ -1,0 +1,58 @@
+"""Work in the background: in order, each job once, and never in the way of a process that ends."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from moa_jax.decode.background import Background
+
+
+def test_jobs_are_done_in_order_and_once(caplog):
+    done, begin = [], threading.Event()
+    background = Background()
+    background.submit("wait", begin.wait)
+    for name in "abab":
+        background.submit(name, lambda name=name: done.append(name))
+    background.submit("broken", lambda: 1 / 0)
+    background.submit("c", lambda: done.append("c"))
+    background.submit("first", lambda: done.append("first"), next=True)
+    assert not done
+    begin.set()
+    background.wait()
+    assert done == ["first", "a", "b", "c"] and "division by zero" in caplog.text
+    background.submit("d", lambda: done.append("d"))
+    background.wait()
+    background.wait()
+    assert done[4:] == ["d"]
+
+
+CODE = """
+import sys, threading, time
+from moa_jax.decode.background import Background
+background, begun = Background(), threading.Event()
+seconds = float(sys.argv[1])
+background.submit(1, lambda: (begun.set(), time.sleep(seconds), print("done", flush=True)))
+background.submit(2, lambda: print("not begun", flush=True))
+begun.wait()
+print("ends", flush=True)
+"""
+
+
+def test_a_process_that_ends_leaves_out_what_was_not_begun():
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE, "0.5"], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ends\ndone\n", "")
+
+
+def test_whoever_interrupts_the_wait_ends_the_process():
+    """At once, without a word, and with the exit code of an interruption."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CODE, "60"], **pipes) as process:
+        assert process.stdout.readline() == "ends\n"
+        time.sleep(0.5)  # until it waits
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=30)
+    assert (process.returncode, out, error) == (130, "", "")

@@ -1,0 +1,99 @@
+"""Rounds on a CPU: no copy of a cache, weights in panels, the same text."""
+
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax import Session
+from moa_jax.aot.hlo import Move, large_moves
+from moa_jax.config import DraftShape
+from moa_jax.decode import session as session_module
+from moa_jax.decode.session import GREEDY
+from moa_jax.model import panels, quantise
+from moa_jax.model.panels import Panels
+from tests.model_folders import save_random_pair
+from tests.pairs import NO_STOP, PROMPTS, Pair
+
+CHAIN, TREE = DraftShape(3), DraftShape(4, 3, 8)
+SIZES = dict(hidden_size=128, intermediate_size=64, head_dim=32, vocab_size=128)
+
+
+HEADS = {"one-head": 1, "two-heads": 2}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one-head", marks=pytest.mark.slow),
+        pytest.param(2, id="two-heads"),
+    ],
+)
+def pair(request, tmp_path_factory) -> Pair:
+    """A random pair with so many heads of keys and values; all kernels of its target can be cut."""
+    folder, heads = tmp_path_factory.mktemp("heads"), request.param
+    sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=heads)
+    save_random_pair(folder, "llama", seed=3, num_hidden_layers=2, **sizes)
+    return Pair(folder, 0)
+
+
+def copies(session: Session, batch: int) -> list[Move]:
+    """What the loop of rounds copies of the size of a cache, or larger."""
+    state, limits, law, _ = session.start([[5, 6, 7]] * batch, 9, NO_STOP, GREEDY)
+    size = min(rows.nbytes for kv in state.now.target_caches for rows in kv)
+    return large_moves(session.loop(state, limits, law).as_text(), size)
+
+
+SHAPES = {"plain": (None, 1), "batch": (None, 2), "chain": (CHAIN, 1), "tree": (TREE, 1)}
+FAST = ("one-head-chain", "two-heads-plain", "two-heads-batch", "two-heads-tree")
+
+
+def cases() -> list:
+    """Heads, shape and batch of each round."""
+    found = {f"{a}-{b}": (HEADS[a], *SHAPES[b]) for a, b in itertools.product(HEADS, SHAPES)}
+    slow = {name: [] if name in FAST else [pytest.mark.slow] for name in found}
+    return [pytest.param(*case, id=name, marks=slow[name]) for name, case in found.items()]
+
+
+@pytest.mark.parametrize("pair, shape, batch", cases(), indirect=["pair"])
+def test_a_round_copies_no_cache(pair, shape, batch):
+    session = pair.plain if shape is None else Session(pair.target, pair.drafter, shape)
+    assert copies(session, batch) == []
+
+
+@pytest.mark.parametrize("shape", [None, TREE], ids=["plain", "tree"])
+def test_panels_change_no_text(pair, shape, monkeypatch):
+    def texts() -> list[list[int]]:
+        session = Session(pair.target, shape and pair.drafter, shape)
+        cut = [isinstance(leaf, Panels) for leaf in quantise.matrices(session.weights)]
+        assert sum(cut) >= 9 if panels.is_fast() else not any(cut)
+        return [result.token_ids for result in session.generate(PROMPTS, 20, NO_STOP)]
+
+    found = texts()
+    monkeypatch.setattr(panels, "is_fast", lambda: False)
+    assert texts() == found
+
+
+def test_weights_that_take_the_place_of_others_are_cut_too(pair):
+    session = Session(pair.target, pair.drafter, CHAIN)
+    before = session.weights
+    session.weights = before._replace(target=pair.target.params)
+    same = jax.tree.map(np.array_equal, session.weights, before)
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_new_loop_runs_once_before_an_answer_does(pair, monkeypatch):
+    turned = []
+    run = session_module._first_round
+
+    def first_round(program, weights, like):
+        run(program, weights, like)
+        turned.append(program)
+
+    monkeypatch.setattr(session_module, "_first_round", first_round)
+    session = Session(pair.target)
+    one, two = (session.generate([prompt], 8, NO_STOP)[0] for prompt in PROMPTS[:1] * 2)
+    assert len(turned) == 1 and one.token_ids == two.token_ids

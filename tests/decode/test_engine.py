@@ -1,0 +1,658 @@
+"""Many answers at once: each is that of plain decoding alone, whatever happens beside it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax import Session
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.auto import PLAIN, Chooser
+from moa_jax.decode.costs import Costs
+from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
+from moa_jax.decode.engine.pace import Pace
+from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
+from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
+from moa_jax.decode.engine.shelf import Shelf, Size
+from moa_jax.decode.session import GREEDY
+from moa_jax.errors import InputError
+from tests.decode.test_chunks import KINDS, drafter, target
+
+NO_STOP: tuple[int, ...] = ()
+CHAIN, TREE, LONG = DraftShape(3), DraftShape(3, 2, 4), DraftShape(5)
+WAIT_S = 120.0
+LAWS = (
+    Sampling(),
+    Sampling(0.9, seed=4),
+    Sampling(0.8, top_k=20, top_p=0.9, seed=3),
+    Sampling(1.2, min_p=0.02, repetition_penalty=1.3, seed=9),
+    Sampling(repetition_penalty=1.2, logit_bias=((5, 2.0), (7, float("-inf")))),
+    Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.8, seed=2),
+)
+
+
+class Listener:
+    """Keeps what a request hears, in its order."""
+
+    def __init__(self) -> None:
+        self.all: list[News] = []
+        self._end: queue.SimpleQueue[News] = queue.SimpleQueue()
+
+    def __call__(self, news: News) -> None:
+        self.all.append(news)
+        if news.finish:
+            self._end.put(news)
+
+    def wait(self) -> News:
+        return self._end.get(timeout=WAIT_S)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for news in self.all for token in news.token_ids]
+
+    def assert_one_end(self) -> None:
+        assert [bool(news.finish) for news in self.all] == [False] * (len(self.all) - 1) + [True]
+
+
+@functools.cache
+def plain() -> Session:
+    return Session(target())
+
+
+@functools.cache
+def alone(request: Request) -> tuple[list[int], str]:
+    """What plain decoding says, and how it ends."""
+    prompts, stops = [list(request.prompt_ids)], list(request.stop_ids)
+    (row,) = plain().generate(prompts, request.max_new_tokens, stops, [request.sampling])
+    return row.token_ids, row.finish_reason
+
+
+def mixed(count: int, seed: int, longest: int = 90) -> list[Request]:
+    """Requests of mixed lengths, settings and seeds, some of which end at a stop."""
+    random, requests = np.random.default_rng(seed), []
+    for index in range(count):
+        prompt = tuple(random.integers(0, 61, random.integers(1, longest)).tolist())
+        sampling = LAWS[index % len(LAWS)]
+        stops = (11, 23) if index % 3 == 0 else ()
+        requests.append(Request(prompt, int(random.integers(1, 40)), stops, sampling))
+    return requests
+
+
+def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Engine:
+    settings = dict(num_slots=4, max_tokens=200, chunk=32) | rest
+    found = Engine(target(), name and drafter(name), shape if name else None, **settings)
+    found.prepare()
+    return found
+
+
+@functools.cache
+def serving(name: str | None, shape: DraftShape | None = CHAIN) -> Engine:
+    """An engine that runs until the end of this file, since most of a test is compiling."""
+    return _started(engine_of(name, shape))
+
+
+def _started(engine: Engine) -> Engine:
+    engine.session.background.submit = lambda *job, **rest: None  # what is there serves
+    engine.start()
+    SERVING.append(engine)
+    return engine
+
+
+@functools.cache
+def serving_ways() -> Engine:
+    """One that may choose; its drafter waits behind at most five rounds of plain decoding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moa_jax.decode.session.MOST_BEHIND", 5)
+        engine = engine_of("eagle3", CHAIN, ways=(TREE, LONG))
+    for way in engine.shelf.ways:
+        engine.shelf.make_call(engine.shelf.largest, way, EVERY)
+    return _started(engine)
+
+
+SERVING: list[Engine] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closing():
+    yield
+    for engine in SERVING:
+        engine.close()
+
+
+@pytest.fixture
+def started():
+    """Engines that are closed in the end: `started(engine)`."""
+    engines = []
+
+    def start(engine: Engine) -> Engine:
+        engines.append(engine)
+        engine.start()
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
+    """Sends all at once, and waits for all."""
+    listeners = [Listener() for _ in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        engine.submit(request, listener)
+    for listener in listeners:
+        listener.wait()
+    return listeners
+
+
+def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
+    for request, listener in zip(requests, listeners, strict=True):
+        listener.assert_one_end()
+        assert (listener.token_ids, listener.all[-1].finish) == alone(request)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(None, CHAIN), ("moa-1", CHAIN), ("eagle3", TREE), ("lookup", CHAIN)]
+)
+def test_texts_are_those_of_plain_decoding_alone(name, shape):
+    """Twenty requests on four seats."""
+    requests = mixed(20, 1)
+    assert_as_alone(requests, answers(serving(name, shape), requests))
+
+
+@pytest.mark.parametrize("name", [None, pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_log_probabilities_come_with_the_tokens(name, started):
+    """Those of a session, beside requests that want none and in any settings."""
+    engine = started(engine_of(name, num_slots=3))
+    requests = mixed(9, 8)
+    wanted = [None, 0, 3, None, 20, 1, 2, None, 5]
+    asking = [replace(r, top_logprobs=k) for r, k in zip(requests, wanted, strict=True)]
+    found = answers(engine, asking)
+    assert_as_alone(requests, found)
+    session = Session(target(), top_logprobs=20)
+    for request, listener, count in zip(requests, found, wanted, strict=True):
+        likely = [each for news in listener.all for each in news.logprobs]
+        if count is None:
+            assert not likely
+            continue
+        settings = (request.max_new_tokens, list(request.stop_ids), [request.sampling])
+        (row,) = session.generate([list(request.prompt_ids)], *settings)
+        assert [len(each.top) for each in likely] == [count] * len(row.token_ids)
+        for ours, theirs in zip(likely, row.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            values = [[value for _, value in each.top[:count]] for each in (ours, theirs)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+# ---- sizes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Caches of 128 and 256 rows."""
+    monkeypatch.setattr("moa_jax.decode.engine.shelf.LEAST_ROWS", 128)
+
+
+pairs = pytest.mark.parametrize(
+    "name", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("moa-1", "lookup"))]
+)
+
+
+@pairs
+def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeypatch):
+    """Programs of all sizes are there, so every call has the size that its texts need."""
+    engine = engine_of(name, num_slots=2)
+    for slots, rows in itertools.product(engine.shelf.slots, engine.shelf.rows):
+        engine.shelf.make_size(Size(slots, rows))
+    sizes, send = [], engine._seats.send
+
+    def noted(program, rounds):
+        sizes.append(program[0])
+        return send(program, rounds)
+
+    monkeypatch.setattr(engine._seats, "send", noted)
+    long = Request((5, 9), 150, NO_STOP, LAWS[1])
+    requests = [long, *mixed(6, 2, longest=60)]
+    assert_as_alone(requests, answers(started(engine), requests))
+    assert set(sizes) >= {Size(1, 128), Size(2, 128), Size(2, 256)}
+    before = len(sizes)
+    assert_as_alone([long], answers(engine, [long]))
+    assert set(sizes[before:]) == {Size(1, 128), Size(1, 256)}
+
+
+def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, monkeypatch):
+    engine = engine_of(None, num_slots=4)
+    assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(4, 256)
+    requests = [Request((5, 9, index), 30, NO_STOP, LAWS[1]) for index in range(2)]
+    assert_as_alone(requests, answers(started(engine), requests))
+    engine.session.background.wait()
+    assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(2, 256)
+    assert engine.shelf.kind_of_call(Size(2, 256), PLAIN, kind_of(LAWS[1])) == Kind(WARM)
+    assert_as_alone(requests, answers(engine, requests))
+    assert engine._seats.size.slots < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"), [(None, ()), pytest.param("moa-1", (LONG, TREE), marks=pytest.mark.slow)]
+)
+def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, started):
+    """Whatever comes, once it is prepared; other threads may."""
+    threads = []
+
+    def compiled(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            threads.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    try:
+        engine = engine_of(name, ways=ways, num_slots=3)
+        assert "MainThread" in threads
+        requests = mixed(12, 3)
+        answers(started(engine), requests)
+        engine.session.background.wait()
+        answers(engine, requests)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compiled)
+    assert "background" in threads
+    assert "engine" not in threads
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices prepare nothing")
+def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
+    """What XLA's library prepares at a program's first run is inside the loop of rounds."""
+    session = Session(target())
+    blank = lambda slots, kind: together([given_of(GREEDY, 0, 0, (), 64)] * slots, kind)  # noqa: E731
+    shelf, rounds = Shelf(session, 1, 100, blank), []
+
+    class Noted:
+        def compile(self, function, *like, **static):
+            def program(weights, *arrays):
+                rounds.append(int(arrays[-1]))
+
+            return program
+
+    monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): Noted()})
+    shelf.make_call(shelf.largest, PLAIN, EVERY)
+    assert rounds == [1]
+
+
+# ---- ways ---------------------------------------------------------------------------------
+
+
+def test_every_way_gives_the_same_texts(monkeypatch):
+    """From each way to each other one, with drafters that wait behind rounds of plain decoding."""
+    engine = serving_ways()
+    turns = itertools.cycle([(CHAIN, 2), (PLAIN, 3), (TREE, 1), (PLAIN, 7), (LONG, 2)])
+    there = lambda batch, programs, hurry: next(turn for turn in turns if turn[0] in programs)  # noqa: E731
+    monkeypatch.setattr(engine._pace, "_way", there)
+    requests = mixed(10, 4)
+    assert_as_alone(requests, answers(engine, requests))
+    assert set(engine.load().rounds_by_way) == {CHAIN, PLAIN, TREE, LONG}
+
+
+def test_costs_decide_for_a_batch_that_the_table_knows(monkeypatch):
+    engine, costs = serving_ways(), Costs(None)
+    ms = {PLAIN: 1.0, CHAIN: 50.0, LONG: 60.0, TREE: 70.0}
+    for slots, (way, cost) in itertools.product(engine.shelf.slots, ms.items()):
+        costs.put(slots, way, cost)
+    monkeypatch.setattr(engine._pace, "_costs", costs)
+    before = engine.load().rounds_by_way
+    requests = [Request((5, 9, index), 60, NO_STOP) for index in range(3)]
+    assert_as_alone(requests, answers(engine, requests))
+    rounds = Counter(engine.load().rounds_by_way) - Counter(before)
+    assert rounds[PLAIN] > 0.8 * rounds.total()
+
+
+def test_what_the_table_does_not_know_is_measured():
+    """Each way gets calls now and then until it has a figure; then the chooser has them all."""
+    programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
+    seconds = {PLAIN: 0.001, CHAIN: 0.1, TREE: 0.2}
+    pace, taken = Pace(Chooser(tuple(programs), CHAIN), None, CHAIN), Counter()
+    for _ in range(80):
+        program, rounds = pace.choose(2, programs, hurry=False)
+        way = program[1]
+        taken[way] += rounds
+        pace.took(program, rounds, rounds * seconds[way])
+        pace.heard(way, [0] * rounds, rounds)
+    assert taken[PLAIN] > 300 and 0 < taken[TREE] < 10
+    assert pace.choose(2, programs, hurry=False) == (programs[PLAIN], 8)
+
+
+def test_nothing_is_tried_beside_a_chunk():
+    """Such a call has no time of its own, so a slow way would be tried again and again."""
+    programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
+    pace = Pace(Chooser(tuple(programs), CHAIN), None, CHAIN)
+    found = [pace.choose(2, programs, hurry=True) for _ in range(40)]
+    assert found == [(programs[CHAIN], 1)] * 40
+    found = [pace.choose(2, programs, hurry=False)[0] for _ in range(40)]
+    assert programs[PLAIN] in found
+
+
+def test_calls_are_short_where_somebody_is_read():
+    """About as long as a chunk; and no call is longer than news may take."""
+    pace, program = Pace(None, None, CHAIN), "program"
+    assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 1)
+    for _ in range(3):
+        pace.took(program, 8, 8 * 0.01)
+    assert pace.choose(1, {CHAIN: program}, hurry=False) == (program, 5)
+    for _ in range(3):
+        pace.took_with_chunk(program, 1, 0.01 + 0.032)
+    assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 3)
+
+
+# ---- ends ---------------------------------------------------------------------------------
+
+
+def test_a_request_may_be_cancelled_at_any_time(started):
+    """While it waits, is read, or is decoded; it hears so once, and its neighbours hear nothing."""
+    engine = engine_of("moa-1", num_slots=2)
+    requests = [Request((index, 9), 190, NO_STOP, LAWS[index % 3]) for index in range(6)]
+    requests += [Request((50, 3), 30, NO_STOP)]
+    listeners = [Listener() for _ in requests]
+    begun = threading.Event()
+    first = listeners[0]
+
+    def heard(news: News) -> None:
+        first(news)
+        begun.set()
+
+    engine.submit(Request((1,) * 150, 40, NO_STOP), gone := Listener())
+    tickets = [
+        engine.submit(request, heard if index == 0 else listeners[index])
+        for index, request in enumerate(requests)
+    ]
+    engine.cancel(Ticket(0))
+    engine.cancel(tickets[3])
+    started(engine)
+    begun.wait(WAIT_S)
+    engine.cancel(tickets[0])
+    engine.cancel(tickets[0])
+    for listener in (gone, first, listeners[3]):
+        assert listener.wait().finish == "cancelled"
+        listener.assert_one_end()
+    assert listeners[3].token_ids == [] == gone.token_ids
+    said = first.token_ids
+    assert said == alone(requests[0])[0][: len(said)]
+    kept = [index for index in range(len(requests)) if index not in (0, 3)]
+    for index in kept:
+        listeners[index].wait()
+    assert_as_alone([requests[i] for i in kept], [listeners[i] for i in kept])
+    engine.cancel(tickets[-1])
+    assert engine.load().finished == {"cancelled": 3, "length": 5}
+    assert engine.load().running == engine.load().waiting == 0
+
+
+def test_who_waits_too_long_in_line_is_turned_away(started):
+    engine = engine_of(None, max_waiting=2, num_slots=1)
+    request = Request((5,), 3, NO_STOP)
+    listeners = [Listener() for _ in range(3)]  # one of them need not wait long
+    for listener in listeners:
+        engine.submit(request, listener)
+    with pytest.raises(Full, match="try again later"):
+        engine.submit(request, Listener())
+    assert engine.load().waiting == 3
+    started(engine)
+    for listener in listeners:
+        listener.wait()
+    assert_as_alone([request] * 3, listeners)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((), 3, ()), "empty"),
+        (Request((64,), 3, ()), "outside the vocabulary"),
+        (Request((1,) * 190, 11, ()), "201|at most"),
+        (Request((1,) * 300, 11, ()), "positions"),
+        (Request((1,), 0, ()), "at least 1"),
+        (Request((1,), 3, tuple(range(65))), "65 stop ids"),
+        (Request((1,), 3, (), top_logprobs=21), "21 likeliest"),
+        (Request((1,), 3, (), Sampling(logit_bias=((64, 1.0),))), "id 64 of 64"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(request_, message):
+    engine = Engine(target(), max_tokens=200)
+    with pytest.raises(InputError, match=message):
+        engine.submit(request_, Listener())
+    assert engine.load().waiting == 0
+
+
+def test_a_stop_that_is_no_token_stops_nothing():
+    given = given_of(GREEDY, 2, 9, (2**40, 3, -5, 64), 64)
+    assert set(given.stop_ids_BX[0].tolist()) == {3, -1}
+
+
+def test_a_request_is_taken_without_work_for_the_device():
+    """An event loop submits, and must not wait behind the calls that the device is at."""
+    engine, biases = Engine(target(), max_tokens=200), ((5, 2.0), (7, float("-inf")))
+    with jax.transfer_guard("disallow_explicit"):
+        for sampling in (*LAWS, Sampling(1.0, seed=2**32 - 1, logit_bias=biases)):
+            engine.submit(Request((5, 9), 20, (3,), sampling, top_logprobs=2), Listener())
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 257}, {"max_tokens": 1}, {"num_slots": 0}])
+def test_an_engine_that_cannot_be_is_refused(settings):
+    with pytest.raises(InputError, match="choose"):
+        Engine(target(), **settings)
+
+
+def test_closing_lets_answers_end_in_the_time_they_have():
+    engine = engine_of("moa-1", num_slots=1)
+    soon, late = Request((5,), 5, NO_STOP), Request((6,), 190, NO_STOP)
+    engine.start()
+    engine.submit(soon, one := Listener())
+    engine.close(drain_s=WAIT_S)
+    assert_as_alone([soon], [one])
+    with pytest.raises(Closed):
+        engine.submit(soon, Listener())
+    hurried = engine_of(None, num_slots=1)
+    listeners = [Listener(), Listener()]
+    for listener in listeners:
+        hurried.submit(late, listener)
+    hurried.start()
+    hurried.close()
+    assert [listener.wait().finish for listener in listeners] == ["cancelled"] * 2
+
+
+# ---- failures -----------------------------------------------------------------------------
+
+
+def failing(engine: Engine, monkeypatch, what: str, times: list[int]) -> None:
+    """Programs of this name fail at these runs, counted from 0."""
+    run, count = engine.shelf.run, itertools.count()
+
+    def broken(name, *arrays):
+        if name[0] == what and next(count) in times:
+            raise RuntimeError("the device is on fire")
+        return run(name, *arrays)
+
+    monkeypatch.setattr(engine.shelf, "run", broken)
+
+
+def split(found: list[Listener]) -> tuple[list[int], list[int]]:
+    """Which requests ended with an error, and which did not."""
+    lost = [index for index, each in enumerate(found) if each.all[-1].finish == "error"]
+    for index in lost:
+        assert "on fire" in found[index].all[-1].error
+        found[index].assert_one_end()
+    return lost, [index for index in range(len(found)) if index not in lost]
+
+
+@pytest.mark.parametrize(
+    ("what", "most"),
+    [("call", 4), ("insert", 4), ("read", 1), ("first", 1), ("restart", 1)],
+)
+def test_a_pass_that_fails_ends_those_in_it_alone(what, most, monkeypatch):
+    """Of a call those who sit, of a chunk the one who is read; the engine goes on."""
+    engine = serving("moa-1")
+    failures = engine.load().failures
+    failing(engine, monkeypatch, what, [4])
+    requests = mixed(12, 5)
+    lost, fine = split(found := answers(engine, requests))
+    assert 1 <= len(lost) <= most and engine.load().failures == failures + 1
+    assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
+
+
+def test_news_that_cannot_be_read_are_a_failed_pass(monkeypatch):
+    """An error of the device shows when its arrays are read."""
+    engine = serving("moa-1")
+    hear, count = engine._seats.hear, itertools.count()
+
+    def broken(flight):
+        if next(count) == 3:
+            raise RuntimeError("the device is on fire")
+        return hear(flight)
+
+    monkeypatch.setattr(engine._seats, "hear", broken)
+    requests = [Request((5, index), 60, NO_STOP) for index in range(6)]
+    lost, fine = split(found := answers(engine, requests))
+    assert 1 <= len(lost) <= 4
+    assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
+
+
+def test_nobody_waits_for_a_program_that_cannot_be_made(started, monkeypatch):
+    """Such requests fail, the later ones at once, and others are answered."""
+    engine = engine_of(None, num_slots=2)
+    make = engine.shelf.make_call
+
+    def broken(size, way, kind):
+        if kind.likely:
+            raise RuntimeError("the device is on fire")
+        make(size, way, kind)
+
+    monkeypatch.setattr(engine.shelf, "make_call", broken)
+    started(engine)
+    plain, asking = Request((5, 9), 20, NO_STOP), Request((5, 9), 20, NO_STOP, top_logprobs=2)
+    for _ in range(2):
+        lost, fine = split(found := answers(engine, [asking, plain]))
+        assert (lost, fine) == ([0], [1])
+        assert_as_alone([plain], found[1:])
+    assert engine.load().failures == 1 and engine.load().waiting == 0
+
+
+def test_a_listener_that_fails_harms_nobody():
+    engine = serving(None)
+
+    def broken(news: News) -> None:
+        raise ValueError("a bug of somebody else")
+
+    request = Request((5, 9), 20, NO_STOP)
+    engine.submit(request, broken)
+    assert_as_alone([request] * 3, answers(engine, [request] * 3))
+
+
+# ---- prompts that begin alike -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("moa-1", "eagle3", "lookup")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in KINDS
+    ],
+)
+def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
+    """Chats that go on, and prompts that share a beginning: the same texts, tokens and drafts."""
+    beginning = tuple((5 + 3 * i * i) % 61 for i in range(40))
+    tails = [(), (9, 8, 7), (9, 8, 6, 5), tuple(range(30)), (9, 8, 7)]
+    requests = [Request((*beginning, *tail), 20, NO_STOP, LAWS[i]) for i, tail in enumerate(tails)]
+    answer = alone(requests[1])[0]
+    requests.append(Request((*requests[1].prompt_ids, *answer, 3, 4), 20, NO_STOP))
+    engine, drafted = serving(name), {}
+    for most_bytes in (1 << 30, 0):
+        monkeypatch.setattr(engine, "_prefixes", Prefixes(most_bytes))
+        before = engine.load()
+        for request in requests:
+            assert_as_alone([request], answers(engine, [request]))
+        new = lambda count: count(engine.load()) - count(before)  # noqa: E731,B023
+        drafted[most_bytes] = (new(lambda x: x.drafted_tokens), new(lambda x: x.accepted_tokens))
+        if most_bytes:
+            assert (new(lambda x: x.prefix_lookups), new(lambda x: x.prefix_hits)) == (6, 5)
+            # The beginning; two tokens more; the beginning; all but the last of a prompt that
+            # was read; and a whole answer but its last token, which no cache holds.
+            assert new(lambda x: x.prefix_tokens) == 40 + 42 + 40 + 42 + (43 + 19)
+        else:
+            assert new(lambda x: x.prefix_lookups) == new(lambda x: x.prefix_hits) == 0
+            assert len(engine._prefixes) == 0
+    assert drafted[1 << 30] == drafted[0]
+
+
+def test_texts_are_kept_within_their_bytes():
+    """The text that was used last stays; one that is too large drives nobody out."""
+    row = lambda size: np.zeros(size, np.float32)  # noqa: E731
+    text = lambda start, *tail: np.array([start, *range(LEAST_REUSED - 1), *tail])  # noqa: E731
+    kept, first = Prefixes(100), lambda: [int(each.tokens[0]) for each in kept._kept]
+    for start in (1, 2, 3):
+        kept.keep(Kept(text(start, 7, 8), row(10), 1))
+    assert first() == [2, 3]
+    assert kept.longest(text(2, 7, 9, 9))[1] == LEAST_REUSED + 1
+    kept.keep(Kept(text(4), row(10), 1))
+    assert first() == [2, 4]
+    assert kept.longest(text(3, 7))[0] is None
+    assert not kept.wants(text(2, 7)) and kept.wants(text(2, 7, 8, 9))
+    kept.keep(Kept(text(4, 5), row(5), 1))
+    assert first() == [2, 4] and len(kept._kept[1].tokens) == LEAST_REUSED + 1
+    kept.keep(Kept(text(6), row(26), 1))
+    assert first() == [2, 4] and kept.num_bytes == 60
+
+
+def test_what_is_too_short_to_be_reused_is_neither_kept_nor_used():
+    """All prompts may begin with the same token, which says nothing of what is useful."""
+    kept, tokens = Prefixes(1000), np.arange(LEAST_REUSED + 5)
+    for last in (1, 2):
+        kept.keep(Kept(np.array([0, last, *tokens]), np.zeros(1), 1))
+    assert kept.longest((0, 1, *tokens[: LEAST_REUSED - 3]))[0] is None
+    assert [int(each.tokens[1]) for each in kept._kept] == [1, 2]
+    assert kept.longest((0, 1, *tokens[: LEAST_REUSED - 2]))[1] == LEAST_REUSED
+    assert [int(each.tokens[1]) for each in kept._kept] == [2, 1]
+    assert not kept.wants(tokens[: LEAST_REUSED - 1]) and kept.wants(3 + tokens[:LEAST_REUSED])
+    assert not Prefixes(0).wants(tokens)
+
+
+# ---- load ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moa-1"])
+def test_nothing_is_lost_under_load(name, small_steps, started):
+    """200 requests from 32 threads, a quarter of which are cancelled at some time."""
+    engine = started(engine_of(name, CHAIN, ways=(TREE, DraftShape(5)), num_slots=8))
+    requests, listeners = mixed(200, 7, longest=120), [Listener() for _ in range(200)]
+
+    def client(number: int) -> None:
+        random = np.random.default_rng(number)
+        for index in range(number, 200, 32):
+            ticket = engine.submit(requests[index], listeners[index])
+            if index % 4 == 0:
+                threading.Event().wait(random.uniform(0, 0.2))
+                engine.cancel(ticket)
+            else:
+                listeners[index].wait()
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(32)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    engine.close(WAIT_S)
+    ended = Counter(listener.all[-1].finish for listener in listeners)
+    assert set(ended) <= {"stop", "length", "cancelled"} and ended["cancelled"] <= 50
+    for request, listener in zip(requests, listeners, strict=True):
+        listener.assert_one_end()
+        token_ids, finish = alone(request)
+        if listener.all[-1].finish == "cancelled":
+            assert listener.token_ids == token_ids[: len(listener.token_ids)]
+        else:
+            assert (listener.token_ids, listener.all[-1].finish) == (token_ids, finish)
+    load = engine.load()
+    assert (load.running, load.waiting, load.failures) == (0, 0, 0)
+    assert load.finished == dict(ended)

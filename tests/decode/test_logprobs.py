@@ -1,0 +1,103 @@
+"""Log-probabilities of written tokens: those of one pass over the text, however drafted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax import Session
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode import logprobs, step
+from moa_jax.model import llama, masks
+from tests.model_folders import refusal
+from tests.pairs import NO_STOP, Pair, random_pair_of
+
+PROMPTS = [[5, 9, 4, 17, 23], [11]]
+NEW, TOP = 20, 3
+CHAIN, TREE = DraftShape(4), DraftShape(4, 3, 8)
+# Raw log-probabilities are of none of these settings.
+LAWS = [
+    Sampling(0.9, top_k=9, frequency_penalty=1.0, seed=4),
+    Sampling(repetition_penalty=1.2, logit_bias=((3, 2.0),)),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def answers(pair):
+    """The results for a shape; None is plain decoding. Prompts are read in chunks of 4."""
+
+    @functools.cache
+    def of(shape: DraftShape | None):
+        drafter = shape and pair.drafter
+        session = Session(pair.target, drafter, shape, chunk=4, top_logprobs=TOP)
+        return session.generate(PROMPTS, NEW, NO_STOP, LAWS)
+
+    return of
+
+
+def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    """The raw log-probabilities (T, V) of what follows each token before one of the answer."""
+    text_1T = jnp.array([[*prompt, *tokens]])
+    T = text_1T.shape[1]
+    context = llama.Context(jnp.arange(T)[None], masks.line(T))
+    found = llama.forward(pair.target.config, pair.target.params, text_1T, context)
+    logits_1TV = llama.unembed(pair.target.params, found.hidden_BTD)
+    return np.asarray(jax.nn.log_softmax(logits_1TV))[0, len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=str)
+def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
+    for prompt, result in zip(PROMPTS, answers(shape), strict=True):
+        assert shape is None or result.tau > 1
+        assert len(result.logprobs) == len(result.token_ids) == NEW
+        log_TV = by_one_pass(pair, prompt, result.token_ids)
+        for token, likely, log_V in zip(result.token_ids, result.logprobs, log_TV, strict=True):
+            ids, values = zip(*likely.top, strict=True)
+            assert likely.logprob == pytest.approx(log_V[token], abs=1e-5)
+            np.testing.assert_allclose(values, np.sort(log_V)[::-1][:TOP], atol=1e-5)
+            np.testing.assert_allclose(values, log_V[list(ids)], atol=1e-5)
+            assert len(set(ids)) == TOP
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+def test_drafts_change_none(answers, shape):
+    for drafted, plain in zip(answers(shape), answers(None), strict=True):
+        assert drafted.token_ids == plain.token_ids
+        pairs = zip(drafted.logprobs, plain.logprobs, strict=True)
+        assert all(abs(a.logprob - b.logprob) < 1e-5 for a, b in pairs)
+
+
+def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
+    """At a stop of the device, and at one that the host finds, in rounds of a chain."""
+    session = Session(pair.target, pair.drafter, CHAIN, chunk=4, top_logprobs=0)
+    whole = answers(CHAIN)[1]
+    stop = whole.token_ids[7]
+    first = whole.token_ids.index(stop) + 1
+    (stopped,) = session.generate(PROMPTS[1:], NEW, [stop], LAWS[1])
+    find = lambda tokens: 5 if len(tokens) > 5 else None  # noqa: E731
+    (cut,) = session.generate(PROMPTS[1:], NEW, NO_STOP, LAWS[1], find)
+    for result, length in ((stopped, first), (cut, 5)):
+        assert len(result.logprobs) == len(result.token_ids) == length
+        for ours, theirs in zip(result.logprobs, whole.logprobs, strict=False):
+            assert ours.top == [] and ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+def test_without_them_nothing_is_kept(pair):
+    """The state has no arrays for them, so no program computes them."""
+    session = Session(pair.target, pair.drafter, CHAIN)
+    state, *_ = session.start(PROMPTS, NEW, NO_STOP, LAWS)
+    assert state.logprobs is None and session.setup == session.setup._replace(top_logprobs=None)
+    assert step.Setup._field_defaults["top_logprobs"] is None
+
+
+def test_too_many_are_one_line(pair):
+    for count in (-1, logprobs.MOST + 1):
+        line = refusal(Session, pair.target, top_logprobs=count)
+        assert line == f"{count} likeliest tokens: choose from 0 to 20, or none at all"

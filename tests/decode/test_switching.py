@@ -1,0 +1,199 @@
+"""Calls of one generation that draft in different ways: the text is plain decoding's.
+
+The drafter's caches are late after rounds of plain decoding, and whole again after `catch_up`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax import Session
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.costs import Costs
+from moa_jax.decode.session import GREEDY, MOST_BEHIND, PLAIN
+from tests.decode.test_chunks import KINDS, PROMPTS, drafter, target
+from tests.pairs import NO_STOP
+
+CHAIN, LONG, TREE = DraftShape(3), DraftShape(5), DraftShape(3, 2, 4)
+NEW = 60
+SOME = PROMPTS[:4]
+BEHIND = 5
+QUICK = ("moa-1",)
+kinds = pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+)
+
+
+class Script:
+    """A chooser that takes what it is told, again and again, and keeps what it hears."""
+
+    def __init__(self, *choices: tuple[DraftShape, int]) -> None:
+        self.choices, self.all_heard = itertools.cycle(choices), []
+
+    def next(self, costs, ready):
+        return next(self.choices)
+
+    def heard(self, shape, accepted, rounds):
+        self.all_heard.append((shape, [*map(int, accepted)], rounds))
+
+
+@functools.cache
+def plain() -> Session:
+    return Session(target())
+
+
+@functools.cache
+def session(name: str) -> Session:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moa_jax.decode.session.MOST_BEHIND", BEHIND)
+        return Session(target(), drafter(name), CHAIN, ways=(LONG, TREE))
+
+
+def scripted(name: str, *choices: tuple[DraftShape, int]) -> Session:
+    found = session(name)
+    found.chooser = Script(*choices)
+    return found
+
+
+SWITCHES = [(CHAIN, 2), (PLAIN, 3), (TREE, 1), (PLAIN, 2), (PLAIN, 9), (LONG, 2), (PLAIN, 1)]
+LAWS = {"greedy": GREEDY, "sampled": Sampling(0.9, top_k=20, repetition_penalty=1.2, seed=3)}
+
+
+@kinds
+@pytest.mark.parametrize("law", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
+def test_every_switch_leaves_the_text_as_it_is(name, law):
+    """Uneven rows side by side, from every way to every other one."""
+    found = scripted(name, *SWITCHES).generate(SOME, NEW, NO_STOP, LAWS[law])
+    expected = plain().generate(SOME, NEW, NO_STOP, LAWS[law])
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+    for row in found:
+        assert 1 + sum(row.accept_lengths) == NEW and len(row.drafted) == row.rounds
+    heard = {shape for shape, *_ in session(name).chooser.all_heard}
+    assert heard == {CHAIN, PLAIN, TREE, LONG}
+
+
+@kinds
+def test_what_plain_rounds_left_is_made_up_for(name):
+    """Then the drafter's caches, and so its drafts, are those that it has after a longer prompt."""
+    found = scripted(name, (PLAIN, BEHIND + 3)).begin(SOME, NEW, NO_STOP, GREEDY)
+    for _ in range(3):  # the second and the third catch up before they begin
+        assert found.call()[1] == BEHIND
+    late = jax.tree.map(np.asarray, found.state.now.draft_cache)
+    texts = [[*prompt, *new] for prompt, new in zip(SOME, found.tokens(), strict=True)]
+    read = session(name).begin([text[:-1] for text in texts], NEW, NO_STOP, GREEDY)
+    assert read.tokens() == [text[-1:] for text in texts]
+    for each in (found, read):
+        each.take(CHAIN, 1)
+    assert [new[3 * BEHIND :] for new in found.tokens()] == read.tokens()
+    was_late = False
+    caches = [jax.tree.leaves(each.state.now.draft_cache) for each in (found, read)]
+    for ours, theirs, before in zip(*caches, jax.tree.leaves(late), strict=True):
+        for row, text in enumerate(texts):
+            rows = range(1, len(text) - 1)
+            axis = 0 if ours.ndim == 2 else 1  # of rows, in one prompt's part: a text, or (K, S, E)
+            some = [np.take(np.asarray(x)[row], rows, axis) for x in (ours, theirs, before)]
+            largest = abs(some[1]).max(initial=0)
+            np.testing.assert_allclose(*some[:2], rtol=0, atol=1e-5 * largest)
+            was_late |= not np.allclose(some[1], some[2], rtol=0, atol=1e-2 * largest)
+    assert was_late
+
+
+def test_drafts_after_plain_rounds_are_as_good():
+    """A drafter that has caught up accepts as much as one that was never late."""
+    (always,) = scripted("moa-0", (CHAIN, 4)).generate(SOME[1:2], NEW, NO_STOP)
+    ends = np.cumsum(always.accept_lengths).tolist()
+    count = max(end for end in ends if end <= BEHIND)
+    (late,) = scripted("moa-0", (PLAIN, count), *[(CHAIN, NEW)] * 9).generate(
+        SOME[1:2], NEW, NO_STOP
+    )
+    assert late.drafted[: count + 1] == [0] * count + [2]
+    assert late.accept_lengths[count:] == always.accept_lengths[ends.index(count) + 1 :]
+
+
+def test_rounds_that_were_cut_are_not_heard():
+    """Whatever a row accepted in its last round says nothing of the drafter."""
+    found = scripted("moa-1", (CHAIN, 3))
+    rows = found.generate(SOME, [17, 1, 9, 17], NO_STOP)  # one ends before its first round
+    heard = [n for _, accepted, _ in found.chooser.all_heard for n in accepted]
+    counted = [n - 1 for row in rows for n in row.accept_lengths[:-1]]
+    assert sorted(heard) == sorted(counted)
+
+
+def test_without_costs_nothing_else_is_compiled():
+    """The session's own way alone, and no work in the background."""
+    found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG, TREE))
+    (row,) = found.generate(SOME[1:2], NEW, NO_STOP)
+    found.background.wait()
+    assert found.num_compiled == 2 and set(row.drafted) == {2}
+    assert row.token_ids == plain().generate(SOME[1:2], NEW, NO_STOP)[0].token_ids
+
+
+def test_ways_with_costs_are_compiled_in_the_background():
+    """And are chosen as soon as they are there."""
+    costs = Costs(None)
+    for shape, ms in ((PLAIN, 1.0), (CHAIN, 50.0), (LONG, 60.0)):
+        costs.put(1, shape, ms)
+    found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG, TREE), costs=costs)
+    (first,) = found.generate(SOME[1:2], NEW, NO_STOP)
+    found.background.wait()
+    compiled = found.num_compiled  # prefill, plain and catch_up, two chains; the tree has no cost
+    (then,) = found.generate(SOME[1:2], NEW, NO_STOP)
+    assert compiled == found.num_compiled == 5
+    assert first.token_ids == then.token_ids
+    assert set(first.drafted) != {0} and then.drafted.count(0) > 40
+
+
+def test_room_is_for_the_largest_way_and_for_catching_up():
+    found = Session(target(), drafter("moa-0"), CHAIN, ways=(DraftShape(7, 8, 62),))
+    assert found.room.draft_rows == 1 + 62
+    assert Session(target(), drafter("moa-0"), CHAIN, ways=(LONG,)).room.draft_rows == MOST_BEHIND
+    assert Session(target(), drafter("moa-0"), CHAIN).room.draft_rows == CHAIN.num_rows
+
+
+def test_a_way_is_ready_when_all_that_it_needs_is_compiled():
+    """Rounds of plain decoding need the program that catches up, too."""
+    costs = Costs(None)
+    for shape in (PLAIN, CHAIN):
+        costs.put(1, shape, 1.0)
+    found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG,), costs=costs)
+    found.background.submit = lambda *job: None
+    begun, ready = found.begin(SOME[1:2], NEW, NO_STOP, GREEDY), set()
+    found.loop(*begun.arrays, PLAIN)
+    found.next(begun.arrays, ready)
+    assert ready == {CHAIN}
+    found.catching_up(begun.state)
+    found.next(begun.arrays, ready)
+    assert ready == {CHAIN, PLAIN}
+
+
+def test_what_is_timed_runs_alone():
+    """A thread that measures and one that answers take turns."""
+    found = session("moa-0")
+    begun = found.begin(SOME[1:2], NEW, NO_STOP, GREEDY)
+    begun.take(CHAIN, 1)
+    with found.alone:
+        thread = threading.Thread(target=begun.take, args=(CHAIN, 1))
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+    thread.join()
+    assert begun.results()[0].rounds == 2
+
+
+def test_a_session_that_drafts_nothing_chooses_nothing():
+    found = Session(target(), drafter("moa-0"), PLAIN, ways=(LONG,))
+    assert found.chooser is None and found.most_behind == 0
+
+
+def test_levels_of_each_round_are_those_of_its_way():
+    found = scripted("moa-0", (TREE, 2), (PLAIN, 1), (LONG, 1))
+    (row,) = found.generate(SOME[1:2], 30, NO_STOP)
+    assert row.drafted[:4] == [4, 4, 0, 4] and list(row.drafted_levels[:4]) == [2, 2, 0, 4]
+    assert len(row.drafted_levels) == row.rounds

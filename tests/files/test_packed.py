@@ -1,0 +1,136 @@
+"""Stored tensors become packed arrays piece by piece, two arrays at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from moa_jax.errors import InputError
+from moa_jax.files import folders, packed, placement
+from moa_jax.model import convert
+from tests.model_folders import refusal
+
+QKV, OUT, BIAS, GATE_UP = ("q", "k", "v"), ("out",), ("q_bias", "k_bias", "v_bias"), ("g", "u")
+TABLE: convert.Table = {
+    ("qkv",): convert.kernel((None,) * 4, QKV, 24, (2, 3, 4), (2, 1, 4), (2, 1, 4)),
+    ("bias",): convert.vector((None,) * 3, BIAS, (2, 3, 4), (2, 1, 4), (2, 1, 4)),
+    ("gate_up",): convert.kernel((None,) * 3, GATE_UP, 24, (1, 150), (1, 150)),
+    ("out",): convert.kernel((None,) * 2, OUT, 24, (24,)),  # square: turned or not, the same shape
+    ("embed",): convert.embedding("embed", 37, 24),
+}
+
+
+def save(folder, stored: str) -> dict[str, np.ndarray]:
+    """A folder with random tensors of the table."""
+    rng = np.random.default_rng(0)
+    shapes = convert.stored_shapes(TABLE)
+    tensors = {name: rng.normal(size=shape).astype(stored) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def expected(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The table's arrays by numpy alone, in the dtype of the tensors."""
+    q, k, v = (tensors[name].reshape(2, -1, 4, 24) for name in QKV)
+    biases = [tensors[name].reshape(2, -1, 4) for name in BIAS]
+    gate, up = (tensors[name].T for name in GATE_UP)
+    return {
+        "qkv": np.concatenate([q, k, v], axis=1).transpose(3, 0, 1, 2),
+        "bias": np.concatenate(biases, axis=1),
+        "gate_up": np.stack([gate, up], axis=1),
+        "out": tensors["out"].T,
+        "embed": tensors["embed"],
+    }
+
+
+@pytest.mark.parametrize("turned_on_host", [None, 0])
+@pytest.mark.parametrize("piece_bytes", [1, 200, 7000, 1 << 22])
+@pytest.mark.parametrize(
+    "stored, dtype",
+    [
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "bfloat16"),
+        ("float32", "bfloat16"),
+        ("float64", "float32"),
+    ],
+)
+def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)
+    tensors = save(tmp_path, stored)
+    params = placement.read_params(folders.TensorReader(tmp_path), TABLE, dtype)
+    for name, array in expected(tensors).items():
+        found = np.asarray(params[name])
+        assert found.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(found, array.astype(dtype), err_msg=name)
+
+
+def test_the_cpu_client_turns_as_numpy_does(monkeypatch):
+    """Where jax was told to use no CPU, numpy turns."""
+    rows_OI = np.arange(60, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(12, 5)
+    turned_OI = packed._turned(rows_OI)
+    np.testing.assert_array_equal(turned_OI.view(np.uint16), rows_OI.view(np.uint16))
+    assert turned_OI.T.flags.c_contiguous
+    monkeypatch.setattr(packed, "_cpu", lambda: None)
+    np.testing.assert_array_equal(packed._turned(rows_OI).view(np.uint16), rows_OI.view(np.uint16))
+
+
+@pytest.mark.parametrize("turned_on_host", [None, 0])
+def test_what_a_thread_finds_reaches_the_caller(turned_on_host, tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)
+    save(tmp_path, "bfloat16")
+    names = []
+
+    def broken(*_, **__):
+        names.append(threading.current_thread().name)
+        raise InputError("the disk is on fire: leave")
+
+    monkeypatch.setattr(packed.np, "copyto", broken)
+    reader = folders.TensorReader(tmp_path)
+    assert refusal(placement.read_params, reader, TABLE, "float32") == "the disk is on fire: leave"
+    assert names and all(name.startswith("read") for name in names)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+def test_a_file_that_ends_while_it_is_read(tmp_path):
+    """Using what was mapped of it would end the process."""
+    save(tmp_path, "float32")
+    reader, path = folders.TensorReader(tmp_path), tmp_path / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    said = refusal(placement.read_params, reader, TABLE, "float32")
+    assert said.startswith(f"{path} ends within ") and said.endswith(": fetch it again")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+def test_two_arrays_are_held(tmp_path, monkeypatch):
+    """However long a caller takes with one: threads read the next, and none after it."""
+    made: list[weakref.ref] = []
+    paged = packed._paged
+
+    def watched(shape, dtype):
+        array = paged(shape, dtype)
+        made.append(weakref.ref(array.base))
+        return array
+
+    monkeypatch.setattr(packed, "_paged", watched)
+    save(tmp_path, "float32")
+    packings = [(packing, True) for packing in TABLE.values()] * 3
+    arrays = packed.read_packed(folders.TensorReader(tmp_path), packings, np.float32)
+    most = []
+    for index in range(len(packings)):
+        array = next(arrays)
+        time.sleep(0.01)
+        assert len(made) == min(index + 2, len(packings))
+        most.append(sum(each() is not None for each in made))
+        del array
+    arrays.close()
+    assert max(most) == 2
+    assert not any(each() is not None for each in made)

@@ -1,0 +1,564 @@
+"""infer.bench --serve: flags, clients and whole documents over toy servers, its tables, one run."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from infer import bench, program
+from infer.evaluation.suites import DEMO, PAPER
+from infer.listening.child import Child, ended_by_sigterm
+from infer.serving.bench import clients, counts, figures, picture, questions, run, tables
+from infer.serving.bench.clients import Answer
+from infer.serving.bench.figures import Capacity
+from infer.serving.bench.flags import check, parser_of, ways_of
+from infer.serving.bench.questions import Asked, Questions
+from infer.serving.bench.stage import Server
+from infer.serving.metrics import ServingMetrics
+from moa_jax.config import DraftShape
+from moa_jax.decode.engine import Load
+from moa_jax.errors import InputError
+
+MOST_TOKENS = 1024
+
+
+def refused(line: str, capfd) -> str:
+    """The one line with which the program refuses its flags."""
+    with pytest.raises(SystemExit) as ended:
+        program.run(bench.main, ["--serve", *line.split()])
+    said = capfd.readouterr()
+    assert ended.value.code == 2 and not said.out and said.err.count("\n") == 1
+    return said.err
+
+
+def args_of(line: str):
+    args = parser_of("").parse_args(line.split())
+    check(args)
+    return args
+
+
+# ---- flags --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--rates 0", "'0' is no rate above 0"),
+        ("--rates 1,nan", "'nan' is no rate"),
+        ("--rates 1,fast", "'fast' is no rate"),
+        ("--rates ,", "no rate"),
+        ("--requests 3 --seconds 2", "not allowed with"),
+        ("--modes plain,quick", "--modes plain,quick: choose from"),
+        ("--modes chain,auto", "--modes lacks plain"),
+        ("--modes plain --draft a=X", "--draft with --modes plain"),
+        ("--target X", "--target without --draft"),
+        ("--modes plain --chain-depth 3", "--chain-depth without chain"),
+        ("--draft a=X --draft a=Y", "two ways are named a chain"),
+        ("--temperature -1", "temperature is -1.0"),
+        ("--output absent/x.json", "no such folder"),
+        ("--plot x.gif", "--plot x.gif"),
+        ("--split", "--split and --serve are two benchmarks"),
+        ("--sweep-depth 3", "unrecognized arguments: --sweep-depth"),
+    ],
+)
+def test_bad_flags_get_one_line(line, said, capfd):
+    assert said in refused(line, capfd)
+
+
+def test_each_way_has_a_server_with_its_flags():
+    args = args_of("--target T --draft a=A --draft B,n=1 --chain-depth 4 --slots 3 --dtype float32")
+    found = {way.label: way for way in ways_of(args)}
+    assert list(found) == ["plain", "a chain", "B chain", "a auto", "B auto"]
+    shared = "--target T --dtype float32 --slots 3 --mode "
+    assert " ".join(found["plain"].flags) == f"{shared}plain"
+    assert " ".join(found["a auto"].flags) == f"{shared}auto --draft A"
+    last = f"{shared}chain --draft B --target-layer-inference 1 --depth 4"
+    assert " ".join(found["B chain"].flags) == last
+    assert [way.label for way in ways_of(args_of(""))] == ["plain", "chain", "auto"]
+    assert ways_of(args_of(""))[2].flags == ("--slots", "16", "--mode", "auto")
+
+
+# ---- what is asked ------------------------------------------------------------------------
+
+
+def test_cells_are_the_same_arrivals_of_other_questions():
+    args = args_of("--rates 4,0.5x --seconds 20 --suite demo --temperature 0.5 --seed 7")
+    asked = Questions(args, MOST_TOKENS)
+    slow, fast = run.cells_of(args, asked, Capacity(6.0, 100.0))
+    assert (slow.rate, slow.of_capacity, fast.rate) == (3.0, 0.5, 4.0)
+    assert 40 < len(slow.asks) < 80 < len(fast.asks) + 10
+    assert fast.times[:40] == pytest.approx([time * 3 / 4 for time in slow.times[:40]])
+    indices = [each.index for cell in (slow, fast) for each in cell.asks]
+    assert indices == list(range(len(indices)))
+    assert [each.body["seed"] for each in slow.asks[:3]] == [7, 8, 9]
+    assert run.cells_of(args, Questions(args, MOST_TOKENS), Capacity(6.0, 100.0)) == [slow, fast]
+    first = args_of("--rates 4 --requests 5 --modes chain")
+    (cell,) = run.cells_of(first, asked, None)
+    assert (len(cell.asks), len(cell.times), cell.of_capacity) == (5, 5, None)
+
+
+def test_questions_that_are_too_long_are_left_out():
+    args = args_of("--suite demo --max-new-tokens 100")
+    few = Questions(args, 136)
+    assert few.count + few.left_out == 12 and 0 < few.count < 12
+    texts = {each.body["messages"][0]["content"] for each in islice(few.from_(0), 99)}
+    assert len(texts) == few.count
+    with pytest.raises(InputError, match="--max-new-tokens 100: no question of demo"):
+        Questions(args, 101)
+    sets = {each.set for each in islice(Questions(args, 999).from_(0), 12)}
+    assert sets == {f"demo-{name}" for name in PAPER}
+
+
+def test_the_bundled_questions_stand_in_for_the_papers(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOA_DATA", str(tmp_path))
+    assert questions.default_suite() == "demo"
+    (tmp_path / "specbench").symlink_to(DEMO)
+    assert questions.default_suite() == "paper"
+    monkeypatch.setenv("MOA_DATA", str(tmp_path / "absent"))
+    assert questions.default_suite() == "demo"
+
+
+# ---- figures ------------------------------------------------------------------------------
+
+
+def answer(index: int, due: float, first: float | None, end: float, tokens: int = 5, **more):
+    more = {"text": "t", "error": "", "sent": due} | more
+    return Answer(Asked(index, "qa", {}), due=due, first=first, end=end, tokens=tokens, **more)
+
+
+PLAIN = [answer(0, 10.0, 10.5, 12.5), answer(1, 11.0, 12.0, 15.0, 7), answer(2, 12.0, 13.0, 20.0)]
+OURS = [
+    answer(0, 30.0, 30.5, 31.0, sent=30.25),
+    answer(1, 31.0, 31.5, 33.0, 7, text="u"),
+    answer(2, 32.0, None, 32.5, 0, error="429 full"),
+]
+
+
+def test_figures_by_hand():
+    row = figures.summarise(OURS)
+    assert (row["requests"], row["failed"], row["failures"]) == (3, 1, {"429 full": 1})
+    assert (row["seconds"], row["tokens"], row["tokens_per_s"]) == (3.0, 12, 4.0)
+    assert row["requests_per_s"] == pytest.approx(2 / 3)
+    assert row["first_token_ms"] == {"p50": 500.0, "p95": 500.0}
+    assert row["ms_per_token"]["p50"] == pytest.approx((125 + 250) / 2)
+    assert row["latency_s"]["p50"] == 1.5  # of 1 and 2
+    assert row["sent_late_ms"] == pytest.approx(225.0)
+    beside = figures.beside(OURS, PLAIN)
+    assert (beside["speedup"], beside["compared"]) == ((2.5 + 2) / 2, 2)
+    assert beside["throughput_over_plain"] == pytest.approx(4.0 / (17 / 10))
+    assert beside["p95_over_plain"] == pytest.approx(7.6 / 1.95)
+    assert figures.differences(OURS, PLAIN, {"way": "auto"}) == [
+        {"way": "auto", "request": 1, "set": "qa"}
+    ]
+
+
+def test_nothing_is_known_where_all_failed():
+    failed = [one._replace(error="gone", first=None, tokens=0) for one in OURS]
+    row = figures.summarise(failed) | figures.beside(failed, PLAIN)
+    assert (row["failed"], row["tokens_per_s"], row["speedup"], row["compared"]) == (3, 0, None, 0)
+    assert row["latency_s"] == {"p50": None, "p95": None}
+    assert figures.differences(failed, PLAIN, {}) == []
+
+
+def test_capacity_counts_what_lies_between_two_times():
+    found = figures.capacity_of(
+        [
+            answer(0, 0.0, 1.0, 4.0, 8),  # half of it
+            answer(1, 3.0, 3.5, 5.0, 4),
+            answer(2, 5.0, 6.0, 9.0, 8),  # a quarter
+            answer(3, 7.0, 8.0, 9.0),
+            answer(4, 3.0, None, 5.0, 0, error="gone"),
+        ],
+        2.0,
+        6.0,
+    )
+    assert found == Capacity(1.75 / 4, (4 + 4 + 2) / 4)
+
+
+def test_the_worst_of_all_rates():
+    rows = [
+        {"rate": 2.0, "speedup": 1.1, "throughput_over_plain": 0.9, "p95_over_plain": 1.2},
+        {"rate": 1.0, "speedup": 1.5, "throughput_over_plain": 1.0, "p95_over_plain": None},
+        {"rate": 0.5, "speedup": None, "throughput_over_plain": None, "p95_over_plain": 0.1},
+    ]
+    assert figures.worst(rows) == {
+        "speedup_at_lowest_rate": 1.5,
+        "lowest_throughput_over_plain": 0.9,
+        "lowest_p95_over_plain": 1.2,
+    }
+
+
+# ---- what a server counts -----------------------------------------------------------------
+
+
+class ToyEngine:
+    """What metrics ask an engine for."""
+
+    now = Load(0, 0, 4, 0.0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, {}, 0, 3)
+
+    def load(self) -> Load:
+        return self.now
+
+
+def test_counts_are_what_the_servers_own_metrics_say():
+    """Two answers: 12 tokens in 5 rounds of a row after their first tokens, 5 drafts accepted."""
+    engine = ToyEngine()
+    metrics = ServingMetrics("toy", engine)
+    before = counts.counts_of(metrics.text().decode())
+    for _ in range(2):
+        metrics.first_token.observe(0.1)
+    chain, plain = DraftShape(3), DraftShape(1)
+    engine.now = engine.now._replace(
+        running=3,
+        waiting=2,
+        prompt_tokens=40,
+        generated_tokens=12,
+        drafts=4,
+        drafted_tokens=8,
+        accepted_tokens=5,
+        accepted_by_position=(3, 2),
+        rounds_by_way={chain: 3, plain: 1},
+        prefix_tokens=10,
+        compiled=5,
+    )
+    after = counts.counts_of(metrics.text().decode())
+    found = counts.what_server_did(before, after)
+    assert found == {
+        "tau": 10 / 5,
+        "acceptance_rate": 5 / 8,
+        "rounds": 4,
+        "shares": {"chain 3": 0.75, "plain": 0.25},
+        "prompt_tokens": 40,
+        "prefix_share": 0.25,
+        "failed_passes": 0,
+        "compiled": 2,
+    }
+    idle = counts.what_server_did(after, after)
+    assert (idle["tau"], idle["acceptance_rate"], idle["shares"]) == (None, None, {})
+    seen = [(1.0, before), (2.0, after), (9.0, before)]
+    assert counts.mean_in_use(seen, 2.5) == {"slots_in_use": 1.5, "waiting": 1.0}
+    assert counts.mean_in_use(seen, 0.5) == {"slots_in_use": 0.0, "waiting": 0.0}
+    assert counts.mean_in_use([], 0.5) == {"slots_in_use": None, "waiting": None}
+
+
+# ---- clients and toy servers --------------------------------------------------------------
+
+
+class ToyServer:
+    """An HTTP server that streams what was asked; `faults` says what happens to some requests.
+
+    The keys of `faults` are seeds, its values "refuse", "cut", "error", "odd" and "other".
+    """
+
+    def __init__(self, faults: dict[int, str] | None = None, seconds: float = 0.0) -> None:
+        self.faults, self.seconds = faults or {}, seconds
+        self.bodies: list[dict] = []
+        self.most, self.running = 0, 0
+        self._metrics = ServingMetrics("toy", self)
+
+    def load(self) -> Load:
+        return ToyEngine.now._replace(running=self.running)
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            size = int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0)
+            body = json.loads(await reader.readexactly(size)) if size else {}
+            path = head.split()[1]
+            if path == "/metrics":
+                self._reply(writer, self._metrics.text())
+            elif path == "/v1/models":
+                card = {"id": "toy", "max_model_len": MOST_TOKENS}
+                self._reply(writer, json.dumps({"data": [card]}).encode())
+            else:
+                await self._answer(writer, body)
+            await writer.drain()
+        finally:
+            writer.close()
+
+    def _reply(self, writer: asyncio.StreamWriter, content: bytes, status: str = "200 OK") -> None:
+        close = f"HTTP/1.1 {status}\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
+        writer.write(close.encode() + content)
+
+    async def _answer(self, writer: asyncio.StreamWriter, body: dict) -> None:
+        self.bodies.append(body)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        fault, text = self.faults.get(body["seed"]), body["messages"][0]["content"]
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        if fault == "refuse":
+            error = json.dumps({"error": {"message": "full"}}).encode()
+            self._reply(writer, error, "429 Too Many Requests")
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+        for event in self._events(fault, text):
+            writer.write(f"data: {event}\n\n".encode())
+
+    def _events(self, fault: str | None, text: str):
+        def event(delta: dict, finish: str | None = None) -> str:
+            return json.dumps({"choices": [{"delta": delta, "finish_reason": finish}]})
+
+        yield event({"role": "assistant", "content": ""})
+        yield event({"content": text[:2]})
+        if fault == "cut":
+            return
+        if fault == "odd":
+            yield "[1, 2"
+        if fault == "error":
+            yield json.dumps({"error": {"message": "a pass failed"}})
+        yield event({"content": text[2:] + ("!" if fault == "other" else "")}, "stop")
+        yield json.dumps({"choices": [], "usage": {"completion_tokens": 4}})
+        yield "[DONE]"
+
+
+@contextlib.contextmanager
+def listening(toy: ToyServer):
+    """A toy server's URL; it lives in a thread."""
+    ready: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(toy.handle, "127.0.0.1", 0)
+        ready.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        toy.stop = asyncio.Event()
+        await toy.stop.wait()
+        server.close()
+        await server.wait_closed()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    while not ready:
+        time.sleep(0.005)
+    try:
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(toy.stop.set)
+        thread.join()
+        loop.close()
+
+
+def asked(index: int) -> Asked:
+    return Asked(index, "qa", {"messages": [{"content": f"text {index}"}], "seed": index})
+
+
+def test_clients_come_at_their_times_and_tell_what_failed():
+    toy = ToyServer({1: "refuse", 2: "cut", 3: "error", 4: "odd"})
+    times = [0.0, 0.02, 0.05, 0.05, 0.06, 0.2]
+
+    async def play(url: str) -> list[Answer]:
+        async with clients.client_of(url) as client:
+            return await clients.come(client, [asked(i) for i in range(6)], times)
+
+    with listening(toy) as url:
+        found = asyncio.run(play(url))
+    assert [one.error for one in found] == [
+        "",
+        "429 full",
+        "the stream ended before the answer",
+        "a pass failed",
+        "an event is not as OpenAI has it",
+        "",
+    ]
+    began = found[0].due
+    assert [one.due - began for one in found] == pytest.approx(times)
+    assert all(one.due <= one.sent <= one.end for one in found)
+    whole = [found[0], found[5]]
+    assert [(one.text, one.tokens) for one in whole] == [("text 0", 4), ("text 5", 4)]
+    assert all(one.sent < one.first <= one.end for one in whole)
+
+
+def test_clients_that_keep_asking_leave_no_slot_empty():
+    toy = ToyServer(seconds=0.01)
+
+    async def play(url: str) -> list[Answer]:
+        async with clients.client_of(url) as client:
+            return await clients.keep_asking(client, map(asked, range(20)), 3)
+
+    with listening(toy) as url:
+        found = asyncio.run(play(url))
+    assert sorted(one.asked.index for one in found) == list(range(20))
+    assert toy.most == 3 and not any(one.error for one in found)
+
+
+def test_a_server_that_is_gone_is_an_error_of_each_request():
+    with listening(ToyServer()) as url:
+        pass
+
+    async def play() -> Answer:
+        async with clients.client_of(url) as client:
+            return await clients.ask(client, asked(0), 0.0)
+
+    found = asyncio.run(play())
+    assert found.error == "ConnectError" and (found.tokens, found.first) == (0, None)
+
+
+class ToyChild:
+    """A process that has not ended."""
+
+    def __init__(self, last: str = "") -> None:
+        self.last = last
+
+    def check(self) -> None:
+        if self.last:
+            raise InputError(f"infer.serve ended with code 1: {self.last}")
+
+    def cpu_seconds(self) -> float:
+        return 1.0
+
+
+def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
+    """The document over toy servers, one for each way."""
+    monkeypatch.setattr(run, "CAPACITY_SECONDS", 0.1)
+    monkeypatch.setattr(run, "FILLING_SECONDS", 0.01)
+    monkeypatch.setattr("infer.serving.bench.stage.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(counts, "SAMPLE_SECONDS", 0.02)
+    machine = {"device_kind": "toy", "platform": "cpu", "cores": 2}
+    args = args_of(line)
+    with contextlib.ExitStack() as stack:
+        servers = [
+            Server(way, stack.enter_context(listening(toy)), ToyChild())
+            for way, toy in zip(ways_of(args), toys, strict=True)
+        ]
+        return json.loads(json.dumps(asyncio.run(run._measure(args, machine, servers))))
+
+
+LINE = "--suite demo --modes plain,auto --slots 2"
+
+
+def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):
+    toys = [ToyServer(seconds=0.02), ToyServer({5: "other", 6: "refuse"}, seconds=0.01)]
+    document = measured(toys, f"{LINE} --rates 60,0.5x --requests 5", monkeypatch)
+    told = [[body for body in toy.bodies if body["seed"] < run.WARMING] for toy in toys]
+    by_seed = [sorted(bodies, key=lambda body: body["seed"]) for bodies in told]
+    assert by_seed[0] == by_seed[1] and len(by_seed[0]) == 10
+    assert by_seed[0][0]["stream_options"] == {"include_usage": True}
+    plain, auto = document["servers"]
+    assert (plain["way"], plain["draft"], auto["draft"]) == ("plain", None, "bundled")
+    assert 0 < plain["requests_per_s"] < 2 / 0.02 and plain["idle_cpu"] == 0
+    rates = document["rates"]
+    assert [rate["requests"] for rate in rates] == [5, 5]
+    half = next(rate for rate in rates if rate["rate"] != 60)
+    assert half["rate"] == pytest.approx(plain["requests_per_s"] / 2)
+    assert half["of_capacity"] == pytest.approx(0.5)
+    first, second = (rate["ways"] for rate in rates)
+    assert [row["failed"] for row in (*first, *second)] == [0, 0, 0, 1]
+    assert second[1]["failures"] == {"429 full": 1}
+    assert [(row["compared"], row["different"]) for row in second] == [(5, 0), (4, 1)]
+    assert [(one["way"], one["request"]) for one in document["differences"]] == [("auto", 5)]
+    assert first[0]["speedup"] == 1 and first[1]["speedup"] > 0
+    assert first[0]["slots_in_use"] is not None
+    assert document["beside_plain"][0]["way"] == "auto"
+    assert document["settings"]["dtype"] == "float32" and document["settings"]["questions"] == 12
+    shown = tables.render(document)
+    rows = [line for line in shown.splitlines() if line.startswith("|")]
+    assert sum(line.startswith("| ---") for line in rows) == 3 and len(rows) == 3 * 2 + 2 + 4 + 4
+    assert "1 answers DIFFER" in shown and "3/4, 1 FAILED" in shown
+    picture.plot(document, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").read_text().count("<path") > 20
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
+
+
+def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):
+    line = "--suite demo --modes chain,auto --slots 2 --rates 50 --requests 3"
+    document = measured([ToyServer(), ToyServer({1: "other"})], line, monkeypatch)
+    rows = document["rates"][0]["ways"]
+    assert [row["speedup"] for row in rows] == [None, None]
+    assert [(row["compared"], row["different"]) for row in rows] == [(3, 0), (3, 1)]
+    assert document["beside_plain"] == [] and document["rates"][0]["of_capacity"] is None
+    assert "of its throughput" not in tables.render(document)
+    picture.plot(document, tmp_path / "figure.png")
+
+
+def test_a_way_that_does_not_answer_is_told_before_measuring(monkeypatch):
+    class Refusing(ToyServer):
+        async def _answer(self, writer, body) -> None:
+            self._reply(writer, b'{"error": {"message": "no chat template"}}', "400 Bad Request")
+
+    with pytest.raises(InputError, match="server of plain does not answer: 400 no chat template"):
+        measured([Refusing(), ToyServer()], f"{LINE} --requests 2", monkeypatch)
+
+
+def test_a_server_that_ends_is_named_with_its_last_line():
+    with listening(ToyServer()) as url:
+        pass
+    (way, _) = ways_of(args_of(LINE))
+    server = Server(way, url, ToyChild("killed by nobody"))
+    cell = run.Cell(5.0, None, [asked(0)], [0.0])
+    with pytest.raises(InputError, match="server of plain: .*code 1: killed by nobody"):
+        asyncio.run(run._play(server, cell, run.Progress()))
+
+
+# ---- processes ----------------------------------------------------------------------------
+
+
+def test_a_child_tells_its_last_line_when_it_ends(tmp_path):
+    """json.tool has no --port, and takes its number for a file."""
+    with Child("json.tool", [], tmp_path / "one") as child:
+        with pytest.raises(InputError, match="did not start: .*No such file"):
+            child.ready()
+        with pytest.raises(InputError, match="json.tool ended with code 2: .*No such file"):
+            child.check()
+
+
+def test_a_child_is_ready_and_computes_and_ends(tmp_path):
+    program = tmp_path / "toy_program.py"
+    program.write_text(
+        "import json, sys, time\n"
+        "path = sys.argv[sys.argv.index('--ready-file') + 1]\n"
+        "sum(range(10**6))\n"
+        "open(path, 'w').write(json.dumps({'url': 'u', 'port': 1}))\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with Child("toy_program", [], tmp_path / "one", env={"NEW": "1"}) as child:
+            assert child.ready() == {"url": "u", "port": 1}
+            child.check()
+            spent = child.cpu_seconds()
+            assert spent is None or spent >= 0
+            process = child._process
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_sigterm_unwinds():
+    before, left = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            left.append(True)
+    assert ended.value.code == 143 and left
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+def test_a_run_with_the_bundled_pair(tmp_path, capfd):
+    output, plot = tmp_path / "found.json", tmp_path / "figure.png"
+    line = "--serve --suite demo --modes plain,chain --slots 1 --max-tokens 128 "
+    line += f"--max-new-tokens 16 --rates 0.5x,2x --requests 6 --output {output} --plot {plot}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "CAPACITY_SECONDS", 2.0)
+        assert bench.main(line.split()) == 0
+    assert "| chain |" in capfd.readouterr().out and plot.stat().st_size > 10_000
+    document = json.loads(Path(output).read_text())
+    for rate in document["rates"]:
+        for row in rate["ways"]:
+            assert (row["requests"], row["failed"], row["different"]) == (6, 0, 0)
+            assert row["compared"] == 6 and row["tokens_per_s"] > 0 and row["failed_passes"] == 0
+            assert row["tau"] == 1 if row["way"] == "plain" else row["tau"] > 1.3
+    assert document["machine"]["platform"] == "cpu"
+
+
+@pytest.mark.slow
+def test_a_target_that_is_not_there_is_one_line(capfd):
+    said = refused("--target ./absent --modes plain", capfd)
+    assert "plain: the server did not start: infer.serve: ./absent is not a folder" in said

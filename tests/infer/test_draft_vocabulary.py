@@ -1,0 +1,254 @@
+"""The draft vocabulary of a drafter's folder: who drafts from it, and that texts stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from infer import bench, convert, evaluate, generate
+from infer.evaluation.contenders import describe, load_contenders
+from infer.flags import pair as pair_flags
+from infer.program import run
+from moa_jax import Session, load_target
+from moa_jax.config import Sampling
+from moa_jax.data.tokenizer import train_tokenizer
+from moa_jax.decode import vocabulary
+from moa_jax.decode.vocabulary import FILE, load_vocabulary, save_vocabulary, vocabulary_of
+from moa_jax.files import parts
+from moa_jax.pretrained import describe_target
+from tests.model_folders import edit_json
+from tests.oracle import random_pair
+from tests.pairs import PROMPTS
+
+IDS = np.arange(0, 300, 2, dtype=np.int32)  # half of the target's tokens
+SHAPES = {"chain": ["--depth", "3"], "tree": ["--depth", "3", "--breadth", "3"]}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Path:
+    """A pair that agrees now and then, whose drafter brings IDS; to be read, not changed."""
+    folder = tmp_path_factory.mktemp("pair")
+    config, model = random_pair.random_target("llama", 21, 0.2, num_hidden_layers=2, vocab_size=300)
+    draft = random_pair.random_drafter(config, random_pair.draft_sizes(config, 0), 22, 0.2)
+    random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+    edit_json(folder / "draft" / "config.json", target_layer_inference=0)
+    train_tokenizer(iter(["Good morning, how can I help?"] * 9), 290, folder / "tokenizer")
+    for file in (folder / "tokenizer").iterdir():
+        file.rename(folder / "target" / file.name)
+    target = describe_target(folder / "target")
+    save_vocabulary(folder / "draft" / FILE, vocabulary_of(IDS, target))
+    lines = "".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in PROMPTS)
+    (folder / "prompts.jsonl").write_text(lines)
+    return folder
+
+
+@pytest.fixture
+def folder(stored, tmp_path) -> Path:
+    """A copy of it, to be changed or damaged."""
+    return Path(shutil.copytree(stored, tmp_path / "pair"))
+
+
+@pytest.fixture
+def large(monkeypatch) -> None:
+    """From now on the target counts as one of many tokens."""
+    monkeypatch.setattr(vocabulary, "MANY_TOKENS", 299)
+
+
+def named(folder: Path) -> list[str]:
+    return ["--target", f"{folder}/target", "--draft", f"{folder}/draft"]
+
+
+@pytest.fixture
+def opened(monkeypatch, capsys):
+    """The session that infer.generate opens for some flags, and its stderr until then."""
+
+    def stop(*arguments: Any, **settings: Any) -> None:
+        raise Opened(Session(*arguments, **settings))
+
+    def opened(*flags: str) -> tuple[Session, str]:
+        with monkeypatch.context() as patch, pytest.raises(Opened) as found:
+            patch.setattr(pair_flags, "Session", stop)
+            generate.main([*flags, "--prompt-ids", "5"])
+        return found.value.args[0], capsys.readouterr().err
+
+    return opened
+
+
+class Opened(Exception):
+    """Carries a session out of a program."""
+
+
+# ---- who drafts from it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode, temperature",
+    [
+        ("chain", "0.8"),
+        ("tree", "0"),
+        pytest.param("chain", "0", marks=pytest.mark.slow),
+        pytest.param("tree", "0.8", marks=pytest.mark.slow),
+    ],
+)
+def test_text_is_plain_decodings(stored, large, opened, capsys, mode, temperature):
+    """Greedy and sampled, while the drafter reads a slice of the head."""
+    law = ["--temperature", temperature, "--seed", "3", "--mode", mode, *SHAPES[mode]]
+    session, _ = opened(*named(stored), *law)
+    head_DU, whole_DV = (np.asarray(x) for x in heads(session))
+    np.testing.assert_array_equal(head_DU, whole_DV[:, IDS])
+    rest = ["--prompts", f"{stored}/prompts.jsonl", "--batch", "3", "--max-new-tokens", "20"]
+    assert not generate.main([*named(stored), *law, *rest, "--json"])
+    out, err = capsys.readouterr()
+    results, settings = json.loads(out).values()
+    file = stored / "draft" / FILE
+    assert settings["draft_vocabulary"] == str(file)
+    assert f"drafts from 150 of 300 tokens, those of {file} (--draft-vocabulary none" in err
+    sampling = Sampling(temperature=float(temperature), seed=3)
+    plain = Session(load_target(stored / "target", jnp.float32))
+    wanted = [result.token_ids for result in plain.generate(PROMPTS, 20, sampling=sampling)]
+    assert [result["token_ids"] for result in results] == wanted
+    assert {*np.concatenate(wanted).tolist()} - {*IDS.tolist()}, "drafts could hold all of it"
+    drafts = [token for result in results for token in accepted(result)]
+    assert drafts and {*drafts} <= {*IDS.tolist()}
+
+
+def accepted(result: dict[str, Any]) -> list[int]:
+    """The drafted tokens of an answer; its last round, which may be cut, is left out."""
+    ends = np.cumsum(result["accept_lengths"][:-1])  # the bonus tokens of rounds
+    return [token for i, token in enumerate(result["token_ids"][: ends[-1]]) if i and i not in ends]
+
+
+def heads(session: Session) -> tuple[Any, Any]:
+    """What the drafter scores with, and what the target does."""
+    return session.weights.vocabulary.head_DU, session.weights.target["lm_head"]
+
+
+def test_a_small_target_drafts_from_it_when_asked(stored, opened):
+    session, err = opened(*named(stored))
+    assert session.weights.vocabulary is None and "drafts from" not in err
+    session, err = opened(*named(stored), "--draft-vocabulary", f"{stored}/draft")
+    assert session.weights.vocabulary.ids_U.tolist() == IDS.tolist() and "drafts from" not in err
+    assert session.vocabulary.file == stored / "draft" / FILE
+
+
+def test_what_counts_as_many_tokens(stored, opened, monkeypatch):
+    assert vocabulary.MANY_TOKENS == 1 << 16
+    for limit, narrowed in ((299, True), (300, False)):
+        monkeypatch.setattr(vocabulary, "MANY_TOKENS", limit)
+        assert (opened(*named(stored))[0].weights.vocabulary is not None) == narrowed
+
+
+@pytest.mark.usefixtures("large")
+def test_the_flag_goes_before_the_default(stored, opened, tmp_path):
+    session, err = opened(*named(stored), "--draft-vocabulary", "none")
+    assert session.weights.vocabulary is None and "drafts from" not in err
+    target = describe_target(stored / "target")
+    other = save_vocabulary(tmp_path / "other.safetensors", vocabulary_of(IDS[:9], target))
+    session, err = opened(*named(stored), "--draft-vocabulary", str(other))
+    assert heads(session)[0].shape == (60, 9) and "drafts from" not in err
+    assert session.vocabulary.file == other
+
+
+@pytest.mark.usefixtures("large")
+def test_without_a_draft_or_a_file_nothing_is_said(folder, opened):
+    lookup = ["--target", f"{folder}/target", "--draft", "lookup"]
+    for flags in ([*named(folder), "--mode", "plain"], lookup):
+        session, err = opened(*flags)
+        assert session.vocabulary is None and "drafts from" not in err
+    (folder / "draft" / FILE).unlink()
+    session, err = opened(*named(folder))
+    assert session.vocabulary is None and "drafts from" not in err
+
+
+@pytest.mark.usefixtures("large")
+def test_a_head_of_its_own_leaves_the_file_alone(folder, opened, capsys):
+    """Even a damaged one; with the flag it is refused."""
+    shutil.copytree(folder / "target", folder / "small")
+    (folder / "small" / FILE).write_bytes(b"half a file")
+    pair = ["--target", f"{folder}/target", "--draft", f"{folder}/small"]
+    session, err = opened(*pair)
+    assert session.vocabulary is None and "drafts from" not in err
+    flags = [*pair, "--prompt-ids", "5", "--draft-vocabulary", f"{folder}/draft"]
+    assert "independent has a head of its own" in refused(flags, capsys)
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The one line with which infer.generate refuses its input."""
+    with pytest.raises(SystemExit) as end:
+        run(generate.main, flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    return line
+
+
+@pytest.mark.usefixtures("large")
+def test_a_file_that_does_not_fit_is_one_line(folder, capsys):
+    flags, file = [*named(folder), "--prompt-ids", "5"], folder / "draft" / FILE
+    tensors = load_file(file)
+    save_file(tensors | {"t2d": tensors["t2d"][:299]}, file)
+    assert f"{file}: t2d has 299 entries and the target 300" in refused(flags, capsys)
+    save_file(tensors, file, {"tokenizer_sha256": "0" * 64})
+    assert "was made for another tokenizer" in refused(flags, capsys)
+    file.write_bytes(b"half a file")
+    assert f"{file} cannot be read as safetensors" in refused(flags, capsys)
+
+
+@pytest.mark.usefixtures("large")
+def test_bench_drafts_from_it_in_every_mode(stored, capsys):
+    flags = ["--prompts", f"{stored}/prompts.jsonl", "--max-new-tokens", "3", "--repeats", "1"]
+    flags += ["--limit", "1", "--no-phases", "--modes", "chain,tree", "--tree", "2,3,3", "--json"]
+    bench.main([*named(stored), *flags])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["settings"]["draft_vocabulary"] == str(stored / "draft" / FILE)
+    assert err.count("drafts from 150 of 300 tokens") == 1
+
+
+@pytest.mark.usefixtures("large")
+def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
+    without = tmp_path / "without"
+    shutil.copytree(stored / "draft", without, ignore=lambda *_: [FILE])
+    where = ["--target", f"{stored}/target", "--modes", "chain,tree", "--draft", "lookup"]
+    where += ["--draft", f"a={stored}/draft", "--draft", f"b={without}"]
+    found = {}
+    for flag in ([], ["--draft-vocabulary", "none"]):
+        args = evaluate._parser().parse_args([*where, *flag])
+        target, entered = load_contenders(args)
+        narrowed = {c.name for c in entered if c.session.weights.vocabulary}
+        found[bool(flag)] = narrowed, describe(args, target, entered)["draft_vocabulary"]
+        assert capsys.readouterr().err.count("drafts from 150 of") == len(narrowed) // 2
+    hash = vocabulary.folders.file_hash(stored / "draft" / FILE)
+    assert found[False] == ({"a-chain", "a-tree"}, {"a-chain": hash, "a-tree": hash})
+    assert found[True] == (set(), None)
+
+
+# ---- where it goes ------------------------------------------------------------------------
+
+
+def test_converting_keeps_it_in_our_layout(folder, capsys):
+    def converted(layout: str) -> tuple[Path, str]:
+        output = folder / layout
+        flags = ["--target-layer-inference", "0", "--to", layout, "--output", str(output)]
+        convert.main([*named(folder), *flags])
+        return output / FILE, capsys.readouterr().err
+
+    file, err = converted("ours")
+    target = describe_target(folder / "target")
+    assert load_vocabulary(file, target).ids_U.tolist() == IDS.tolist() and not err
+    assert file.read_bytes() == (folder / "draft" / FILE).read_bytes()
+    file, err = converted("speculators")
+    assert not file.exists()
+    assert "layout speculators has no draft vocabulary" in err and "is left out" in err
+
+
+def test_a_pair_is_the_same_with_and_without_it(folder):
+    """As a client sees it, which drafts from all tokens."""
+    before = parts.model_hash(folder / "draft")
+    (folder / "draft" / FILE).unlink()
+    assert parts.model_hash(folder / "draft") == before

@@ -1,0 +1,224 @@
+"""The kernels of accelerators against the einsum: lengths, trees, heads.
+
+On CPUs they are interpreted, elsewhere compiled for the device that is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.model import attention, attention_gpu, attention_tpu, cache, masks
+from moa_jax.model.cache import KV
+from moa_jax.training.flops import programs_in
+
+KERNELS = {
+    "gpu": functools.partial(attention_gpu.attend, interpret=True),
+    "tpu": functools.partial(attention_tpu.attend, interpret=True),
+}
+if jax.default_backend() != "cpu":  # as it is compiled for the device that is here
+    KERNELS = {"compiled": attention.attend_cached}
+
+
+@jax.jit
+def by_einsum(*arrays):
+    with jax.default_matmul_precision("highest"):
+        return attention.by_einsum(*arrays)
+
+
+def tree(key: jax.Array, B: int, T: int, X: int) -> jax.Array:
+    """Ancestors at random; each token is its own."""
+    itself_TX = jnp.arange(X) == jnp.arange(X - T, X)[:, None]
+    return jax.random.bernoulli(key, 0.5, (B, T, X)) | itself_TX
+
+
+def drawn(lengths: list[int], shape: tuple[int, ...], S: int, X: int, dtype=jnp.float32):
+    """Packed heads (B, K, G, T, E), with rows for X > 0, and a cache of S rows."""
+    B, K, G, T, E = shape
+    keys = jax.random.split(jax.random.key(T + S + X), 3)
+    heads = jax.random.normal(keys[0], (B, K, G + 2 * (X > 0), T, E), dtype)
+    past = KV(*(jax.random.normal(key, (B, K, S, E), dtype) for key in keys[1:]))
+    return heads, past, jnp.array(lengths, jnp.int32)
+
+
+# lengths, (B, K, G, T, E), S, X, first; X - T tokens of the round stand in the cache already
+CASES = {
+    "plain": ([300], (1, 2, 4, 1, 64), 512, 1, 0),
+    "nothing-verified": ([0, 256], (2, 1, 2, 3, 64), 384, 3, 0),
+    "level-of-a-draft": ([130, 7], (2, 2, 2, 8, 64), 256, 17, 0),
+    "more-queries-than-a-block": ([200], (1, 1, 4, 63, 64), 384, 63, 0),
+    "hidden-row": ([1, 129], (2, 2, 1, 5, 64), 256, 5, 1),
+    "memory": ([5, 256, 1], (3, 2, 4, 8, 64), 256, 0, 0),
+    "full": ([379], (1, 2, 2, 5, 128), 384, 5, 0),
+}
+
+
+FAST = {("plain", "gpu"), ("level-of-a-draft", "gpu"), ("level-of-a-draft", "tpu")}
+FAST |= {(case, "compiled") for case in CASES}
+
+
+@pytest.mark.parametrize(
+    "case, kernel",
+    [
+        pytest.param(case, kernel, marks=[] if (case, kernel) in FAST else pytest.mark.slow)
+        for case in CASES
+        for kernel in KERNELS
+    ],
+)
+def test_kernels_equal_the_einsum(case, kernel):
+    lengths, shape, S, X, first = CASES[case]
+    heads, past, length_B = drawn(lengths, shape, S, X)
+    ancestor = tree(jax.random.key(1), shape[0], shape[3], X) if X else None
+    sight = masks.sight(length_B, ancestor, first)
+    mixed, written = jax.jit(KERNELS[kernel])(heads, past, sight)
+    expected, rows = by_einsum(heads, past, sight)
+    np.testing.assert_allclose(mixed, expected, atol=2e-6)
+    for found, wanted in zip(written, rows, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_line_needs_no_matrix(kernel):
+    """A chain known when the program is traced is kept as its length; the result is the same."""
+    heads, past, length_B = drawn([100, 3], (2, 1, 2, 70, 64), 256, 70)
+    known = masks.sight(length_B, masks.line(70))
+    assert known.ancestor_BTX is None
+    unknown = masks.sight(length_B, jnp.asarray(masks.line(70)))
+    assert unknown.ancestor_BTX is not None
+    for sight in (known, unknown):
+        mixed, _ = jax.jit(KERNELS[kernel])(heads, past, sight)
+        expected, _ = by_einsum(heads, past, unknown)
+        np.testing.assert_allclose(mixed, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_unused_rows_are_not_read(kernel):
+    """Blocks of 512 rows and less that a cache does not use may hold anything, NaN even."""
+    heads, past, length_B = drawn([140], (1, 2, 2, 4, 64), 1024, 4)
+    sight = masks.sight(length_B, masks.line(4))
+    expected, _ = jax.jit(KERNELS[kernel])(heads, past, sight)
+    spoilt = KV(*(rows.at[:, :, 512:].set(jnp.nan) for rows in past))
+    mixed, _ = jax.jit(KERNELS[kernel])(heads, spoilt, sight)
+    np.testing.assert_array_equal(mixed, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_in_bfloat16(kernel):
+    """Scores and sums are float32: as near to float32's result as the einsum is."""
+    heads, past, length_B = drawn([300], (1, 2, 4, 7, 64), 384, 7, jnp.bfloat16)
+    sight = masks.sight(length_B, masks.line(7))
+    mixed, _ = jax.jit(KERNELS[kernel])(heads, past, sight)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (heads, past))
+    expected, _ = by_einsum(*wide, sight)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(mixed.astype(jnp.float32), expected, atol=2e-2)
+
+
+def test_nothing_is_written_behind_a_cache_that_is_too_small():
+    """Its last rows hold what fits; a row further would be the next head's first."""
+    heads, past, length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)
+    sight = masks.sight(length_B, masks.line(4))
+    _, written = jax.jit(KERNELS.get("gpu", attention.attend_cached))(heads, past, sight)
+    for head, rows, old in zip((-2, -1), written, past, strict=True):
+        np.testing.assert_array_equal(rows[:, :, :254], old[:, :, :254])
+        np.testing.assert_array_equal(rows[:, :, 254:], heads[:, :, head, :2])
+
+
+def test_a_device_without_kernels_is_said_once(monkeypatch, caplog):
+    old = SimpleNamespace(device_kind="NVIDIA T4", compute_capability="7.5")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [old])
+    attention._say.cache_clear()
+    heads, past, length_B = drawn([100], (1, 1, 1, 1, 64), 256, 1)
+    sight = masks.sight(length_B, masks.line(1))
+    for _ in range(2):
+        mixed, _ = attention.attend_cached(heads, past, sight)
+    np.testing.assert_array_equal(mixed, attention.by_einsum(heads, past, sight)[0])
+    (record,) = caplog.records
+    assert "NVIDIA T4" in record.getMessage() and "einsum" in record.getMessage()
+    attention._say.cache_clear()
+
+
+def test_a_path_is_moved_to_the_front():
+    keys = jax.random.split(jax.random.key(0), 6)
+    arrays = [jax.random.normal(key, (2, 3, 40, 64)) for key in keys]
+    caches = tuple(KV(*arrays[i : i + 2]) for i in (0, 2, 4))
+    path_BD, length_B = jnp.array([[0, 2, 5], [0, 1, 4]]), jnp.array([7, 20])
+    rows = [cache.take(past, length_B[:, None] + path_BD) for past in caches]
+    expected = attention.keep_path(caches, tuple(rows), path_BD, length_B)
+    found = attention_gpu.keep_path(caches, path_BD, length_B, interpret=True)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert np.array_equal(found[1].k_BKSE[1, :, 22], caches[1].k_BKSE[1, :, 24])
+
+
+# ---- what kernels declare -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["plain", "level-of-a-draft", "full"])
+def test_the_gpu_kernel_declares_the_blocks_that_it_loads(case, monkeypatch):
+    """Loads are counted as the kernel is interpreted, over a cache that is full."""
+    _, shape, _, X, first = CASES[case]
+    S = 512
+    heads, past, length_B = drawn([S - X] * shape[0], shape, S, X, jnp.bfloat16)
+    sight = masks.sight(length_B, tree(jax.random.key(1), shape[0], shape[3], X), first)
+    loaded: dict[tuple[int, ...], int] = {}
+    load = attention_gpu.triton.load
+
+    def counted(ref, **options):
+        block = load(ref, **options)
+        loaded[block.shape] = loaded.get(block.shape, 0) + block.nbytes
+        return block
+
+    monkeypatch.setattr(attention_gpu.triton, "load", counted)
+    attend = functools.partial(attention_gpu.attend, interpret=True)
+    (call, *_) = pallas_calls(jax.make_jaxpr(attend)(heads, past, sight).jaxpr)
+    results = [x.aval for x in call.outvars if x.aval.shape != past.k_BKSE.shape]
+    small = heads.nbytes + sum(aval.size * aval.dtype.itemsize for aval in results)
+    # The loop over the prefix is traced once, so one block of keys and one of values are counted.
+    sizes = attention_gpu.sizes_of(heads.shape, heads.dtype, S, sight)
+    turns = shape[0] * shape[1] * sizes.blocks * -(-(S - X) // sizes.rows)
+    read = turns * loaded[sizes.rows, sizes.E]
+    assert call.params["cost_estimate"].bytes_accessed == read + small
+
+
+def pallas_calls(jaxpr) -> list[Any]:
+    """The calls of kernels in a traced program, in order."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            found.append(equation)
+        else:
+            found += [
+                call for inner in programs_in(equation.params) for call in pallas_calls(inner)
+            ]
+    return found
+
+
+def test_the_tpu_kernel_declares_the_blocks_that_it_fetches():
+    """Blocks are counted by the kernel's own index maps; a block named again is not fetched."""
+    shape, S = (2, 2, 4, 200, 64), 1024
+    heads, past, length_B = drawn([S] * 2, shape, S, 0)
+    attend = functools.partial(attention_tpu.attend, interpret=True)
+    (call,) = pallas_calls(jax.make_jaxpr(attend)(heads, past, masks.sight(length_B)).jaxpr)
+    grid = call.params["grid_mapping"]
+    fetched = 0
+    for mapping in grid.block_mappings:
+        named = None
+        sides = [getattr(side, "block_size", 1) for side in mapping.block_shape]
+        size = math.prod(sides) * mapping.array_aval.dtype.itemsize
+        for place in itertools.product(*map(range, grid.grid)):
+            index = mapping.compute_start_indices_interpret(place, length_B)
+            index = tuple(int(each) for each in index)
+            fetched += size * (index != named)
+            named = index
+    assert call.params["cost_estimate"].bytes_accessed == fetched

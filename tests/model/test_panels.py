@@ -1,0 +1,67 @@
+"""Kernels in panels: the same products, in one library call each, and nothing stored on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.aot.hlo import arrays, entry, parse
+from moa_jax.model import panels, quantise
+from moa_jax.model.layers import Linear
+from moa_jax.model.panels import Panels
+from tests.compare import assert_close
+
+KERNEL = np.random.default_rng(0).standard_normal((96, 3, 4, 16), np.float32)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (2, 5), (3,)])
+def test_products_equal_those_with_the_matrix(rows):
+    x = np.random.default_rng(1).standard_normal((*rows, 96), np.float32)
+    kernel = panels.cut(jnp.asarray(KERNEL))
+    assert isinstance(kernel, Panels) and kernel.shape == KERNEL.shape
+    want = np.tensordot(x, KERNEL, 1)
+    assert_close(quantise.matmul(x, kernel, jnp.float32), want, 2e-6)
+    linear = Linear(KERNEL.shape[1:], bias=True)
+    bias = np.full(KERNEL.shape[1:], 0.5, np.float32)
+    assert_close(linear.apply({"params": {"kernel": kernel, "bias": bias}}, x), want + 0.5, 2e-6)
+
+
+def test_a_matrix_comes_back():
+    kernel = panels.cut(jnp.asarray(KERNEL))
+    np.testing.assert_array_equal(kernel.whole(), KERNEL)
+    matrix = panels.cut(jnp.asarray(KERNEL.reshape(96, -1)))
+    ids = np.array([5, 0, 190])
+    np.testing.assert_array_equal(quantise.columns(matrix, ids), KERNEL.reshape(96, -1)[:, ids])
+
+
+def test_what_panels_do_not_help_stays():
+    odd, half = jnp.ones((96, 40)), jnp.ones((96, 64), jnp.bfloat16)
+    params = {"a": {"kernel": odd}, "b": {"kernel": half}, "c": {"scale": jnp.ones((64, 64))}}
+    found = quantise.in_panels(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    once = quantise.in_panels({"kernel": jnp.asarray(KERNEL)})
+    assert quantise.in_panels(once)["kernel"].columns_PDC is once["kernel"].columns_PDC
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_each_product_is_one_library_call(rows):
+    """XLA would spread the weights over the rows, once for both products, and store that.
+
+    Of a single row XLA's library makes a slow sum, so there are two rows at least.
+    """
+    kernel = panels.cut(jnp.ones((128, 128)))
+
+    def twice(x, kernel):
+        return panels.multiply(jnp.tanh(panels.multiply(x, kernel)), kernel)
+
+    hlo = jax.jit(twice).lower(jnp.ones((rows, 128)), kernel).compile().as_text()
+    main = parse(hlo)[entry(hlo)].values()
+    calls = [arrays(each.shape)[0] for each in main if "__ynn_fusion" in each.attributes]
+    assert [call.dims[0] for call in calls] == [max(rows, 2)] * 2
+    assert max(each.size for each in main) <= kernel.columns_PDC.nbytes
+
+
+def test_without_the_library_nothing_is_cut(monkeypatch):
+    monkeypatch.setattr(panels, "is_fast", lambda: False)
+    kernel = jnp.asarray(KERNEL)
+    assert panels.cut(kernel) is kernel

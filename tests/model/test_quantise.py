@@ -1,0 +1,139 @@
+"""Weights of eight bits: what is rounded, what products with them give, damaged channels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.model import llama, quantise
+from moa_jax.model.layers import Linear
+from moa_jax.model.quantise import FORMATS, Quantised, format_of, quantise_params
+from tests.compare import assert_close
+from tests.drafting import calm_target  # noqa: F401
+
+both = pytest.mark.parametrize("weights", FORMATS)
+
+
+def drawn(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
+    """Numbers whose channels differ in size."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) * rng.uniform(0.1, 9, shape[-1]), dtype)
+
+
+def restored(matrix: Quantised, summed: int) -> np.ndarray:
+    values, scale = (np.asarray(part, np.float32) for part in matrix)
+    return values * np.expand_dims(scale, summed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("summed", [0, 1])
+def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
+    weight = drawn(40, 24, dtype=dtype)
+    matrix = quantise.quantise(weight, "int8", summed)
+    assert (matrix.values.dtype, matrix.dtype, matrix.shape) == (jnp.int8, dtype, (40, 24))
+    assert matrix.scale.shape == ((24,) if summed == 0 else (40,))
+    step = np.expand_dims(np.asarray(matrix.scale, np.float32), summed)
+    wide = np.asarray(weight, np.float32)
+    most = 0.5001 if dtype == "float32" else 1.0  # a scale in bfloat16 may cut the largest
+    assert np.all(np.abs(restored(matrix, summed) - wide) <= most * step)
+    assert np.abs(np.asarray(matrix.values, int)).max(summed).tolist() == [127] * step.size
+
+
+def test_fp8_keeps_three_bits_behind_the_point():
+    weight = drawn(40, 24)
+    matrix = quantise.quantise(weight, "fp8", 0)
+    assert matrix.values.dtype == jnp.float8_e4m3fn
+    found, step = restored(matrix, 0), np.asarray(matrix.scale)
+    most = np.maximum(np.abs(weight) * 2**-4, step * 2**-10)  # below 2**-6 steps are even
+    assert np.all(np.abs(found - weight) <= 1.0001 * most)
+
+
+@both
+@pytest.mark.parametrize("outputs", [(24,), (2, 3, 4)])
+def test_products_are_those_of_what_the_values_stand_for(weights, outputs):
+    kernel, x = drawn(40, *outputs), drawn(2, 5, 40, seed=1)
+    matrix = quantise.quantise(kernel, weights, 0)
+    expected = np.tensordot(x, restored(matrix, 0), 1)
+    assert_close(quantise.matmul(x, matrix, jnp.float32), expected, "product")
+    module = Linear(outputs, bias=True)
+    params = {"kernel": matrix, "bias": drawn(*outputs, seed=2)}
+    assert_close(module.apply({"params": params}, x), expected + params["bias"], "Linear")
+
+
+@both
+def test_a_table_serves_lookup_and_head(weights):
+    table_VD, x_TD = drawn(30, 16), drawn(5, 16, seed=1)
+    matrix = quantise.quantise(table_VD, weights, 1)
+    whole_VD = restored(matrix, 1)
+    ids = jnp.array([[0, 29, 7]])
+    np.testing.assert_array_equal(quantise.lookup(matrix, ids), whole_VD[ids])
+    assert_close(quantise.matmul_rows(x_TD, matrix, jnp.float32), x_TD @ whole_VD.T, "rows")
+    turned = quantise.transposed(matrix)
+    assert_close(quantise.matmul(x_TD, turned, jnp.float32), x_TD @ whole_VD.T, "turned")
+    some = quantise.columns(turned, ids[0])
+    assert_close(quantise.matmul(x_TD, some, jnp.float32), x_TD @ whole_VD[ids[0]].T, "some")
+
+
+def test_bfloat16_products_are_rounded_once():
+    """Sums and scales are float32: only the result is rounded to bfloat16."""
+    x, matrix = (
+        drawn(9, 64, dtype="bfloat16"),
+        quantise.quantise(drawn(64, 48, dtype="bfloat16", seed=1), "int8", 0),
+    )
+    found = quantise.matmul(x, matrix, x.dtype)
+    exact = np.asarray(x, np.float64) @ restored(matrix, 0)
+    assert found.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(found, np.float64) - exact)
+    # Half a unit in the last place of 8 bits, and what float32 sums lose where terms cancel.
+    assert np.all(error <= 2**-9 * 2 ** np.ceil(np.log2(np.abs(exact))) + 1e-3)
+
+
+@both
+@pytest.mark.parametrize("smallest", [0.0, 1e-38])
+def test_channels_of_nothing_give_nothing(weights, smallest):
+    """Zeros, and numbers whose scale could not be divided by."""
+    kernel = drawn(8, 3).at[:, 1].set(smallest)
+    matrix = quantise.quantise(kernel, weights, 0)
+    assert float(matrix.scale[1]) == 1 and not np.any(np.asarray(matrix.values[:, 1], float))
+    y = quantise.matmul(drawn(2, 8), matrix, jnp.float32)
+    assert np.all(y[:, 1] == 0) and np.all(np.isfinite(y))
+
+
+@both
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_damaged_channel_has_a_scale_that_shows_it(weights, wrong):
+    matrix = quantise.quantise(drawn(8, 3).at[5, 1].set(wrong), weights, 0)
+    assert np.isfinite(matrix.scale).tolist() == [True, False, True]
+
+
+@both
+def test_matrices_of_a_tree_are_quantised_and_no_vectors(calm_target, weights):  # noqa: F811
+    params = calm_target.params
+    found = quantise_params(params, weights)
+    assert (format_of(params), format_of(found)) == (None, weights)
+    kept = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        found, is_leaf=lambda leaf: isinstance(leaf, Quantised)
+    ):
+        name = path[-1].key
+        kept[name] = kept.get(name, True) and not isinstance(leaf, Quantised)
+        assert leaf.dtype == jnp.float32
+    assert kept == {"embed": False, "kernel": False, "scale": True, "lm_head": False}
+    size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
+    assert size(found) < 0.32 * size(params)
+
+
+def test_weights_that_are_not_quantised_compute_what_they_did(calm_target):  # noqa: F811
+    """The same operations on arrays as before there were other weights."""
+    params = calm_target.params
+    x_BTD = llama.embed(params, jnp.array([[3, 4]]))
+    np.testing.assert_array_equal(x_BTD, params["embed"][jnp.array([[3, 4]])])
+    kernel = params["layers"][0]["mlp"]["gate_up"]["kernel"]
+    by_hand = jax.make_jaxpr(
+        lambda x, kernel: (x @ kernel.reshape(x.shape[-1], -1)).reshape(
+            *x.shape[:-1], *kernel.shape[1:]
+        )
+    )(x_BTD, kernel)
+    found = jax.make_jaxpr(lambda x, kernel: quantise.matmul(x, kernel, x.dtype))(x_BTD, kernel)
+    operations = lambda jaxpr: [str(eqn.primitive) for eqn in jaxpr.eqns]  # noqa: E731
+    assert operations(found) == operations(by_hand)

@@ -1,0 +1,243 @@
+"""A server on a free port in a thread, over an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+
+from infer.flags.pair import DEMO
+from infer.listening.address import bind
+from infer.listening.patience import PatientHttp
+from infer.serving.app import OpenAIServer, ServingLimits
+from infer.serving.metrics import ServingMetrics
+from infer.serving.model import Model
+from moa_jax.config import DraftShape
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.engine import Full, Load, News, Request, Ticket
+from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.sample import Sampling
+
+PATIENCE = 30.0  # seconds for what comes at once, unless it never does
+VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
+TOKENIZER = load_tokenizer(DEMO / "target")
+
+
+def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Until something holds; fails the test if it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+def next_token(tokens: list[int], sampling: Sampling) -> int:
+    """What the toy model says: a hash of the last tokens and the settings; one in 40 is the end."""
+    if not sampling.temperature:
+        sampling = dataclasses.replace(sampling, seed=0)
+    said = hashlib.sha256(repr((tokens[-2:], len(tokens), sampling)).encode()).digest()
+    return EOS if said[0] % 40 == 0 else FIRST + int.from_bytes(said[1:5]) % (VOCAB - FIRST)
+
+
+def answer_of(request: Request) -> list[int]:
+    """The toy model's answer."""
+    text = list(request.prompt_ids)
+    while len(text) < len(request.prompt_ids) + request.max_new_tokens:
+        text.append(next_token(text, request.sampling))
+        if text[-1] in request.stop_ids:
+            break
+    return text[len(request.prompt_ids) :]
+
+
+def likely_of(token: int, top_logprobs: int) -> Likely:
+    """Log-probabilities that tell their token."""
+    top = [((token + rank) % VOCAB, -float(rank)) for rank in range(top_logprobs)]
+    return Likely(-token / VOCAB, top)
+
+
+class ToyEngine:
+    """`Engine` with a hash for a model; it can be held, made to fail, and keeps a diary."""
+
+    def __init__(self, max_tokens: int = 512, slots: int = 2, max_waiting: int = 4) -> None:
+        self.max_tokens, self.slots, self.max_waiting = max_tokens, slots, max_waiting
+        self.requests: list[Request] = []
+        self.cancelled: list[int] = []
+        self.ended: dict[int, str] = {}
+        self.step = 3  # tokens of one piece of news
+        self.error = ""
+        self.go = threading.Event()  # cleared: nobody hears anything
+        self.go.set()
+        self._jobs: dict[int, tuple[Request, Callable[[News], None], list[int]]] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
+
+    def submit(self, request: Request, hear: Callable[[News], None]) -> Ticket:
+        with self._lock:
+            if len(self._jobs) >= self.slots + self.max_waiting:
+                raise Full(f"{self.max_waiting} requests are waiting already: try again later")
+            ticket = Ticket(len(self.requests))
+            self.requests.append(request)
+            self._jobs[ticket.id] = (request, hear, answer_of(request))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._lock:
+            self.cancelled.append(ticket.id)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self.go.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def load(self) -> Load:
+        running = min(len(self._jobs), self.slots)
+        known = {
+            "running": running,
+            "waiting": len(self._jobs) - running,
+            "slots": self.slots,
+            "accepted_by_position": (3, 1),
+            "rounds_by_way": {DraftShape(1): 7, DraftShape(4): 2},
+        }
+        return Load(**dict.fromkeys(Load._fields, 0) | known)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.go.wait()
+            with self._lock:
+                jobs = list(self._jobs.items())[: self.slots]
+                cancelled = set(self.cancelled)
+            for id, (request, hear, left) in jobs:
+                self._tell(id, request, hear, left, id in cancelled)
+            time.sleep(0.0005)
+
+    def _tell(
+        self, id: int, request: Request, hear: Any, left: list[int], is_cancelled: bool
+    ) -> None:
+        tokens, left[:] = left[: self.step], left[self.step :]
+        finish = "" if left else "stop" if tokens[-1] in request.stop_ids else "length"
+        if is_cancelled or self.error:
+            tokens, finish = [], "cancelled" if is_cancelled else "error"
+        if finish:
+            with self._lock:
+                del self._jobs[id]
+            self.ended[id] = finish
+        k = request.top_logprobs
+        likely = [] if k is None else [likely_of(token, k) for token in tokens]
+        hear(News(token_ids=tokens, logprobs=likely, finish=finish, error=self.error))
+
+
+class Running:
+    """A server that listens, and what the tests look at."""
+
+    def __init__(
+        self, engine: ToyEngine, limits: ServingLimits, keys: tuple[str, ...], tokenizer: Any
+    ) -> None:
+        self.listener = bind("127.0.0.1", 0)
+        # Of few bytes, so that those who do not read are noticed soon.
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        self.port = self.listener.getsockname()[1]
+        self.engine, self.events = engine, []
+        log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
+        most = engine.max_tokens
+        self.model = Model("toy", tokenizer, VOCAB, (EOS,), most, most - 1, created=5)
+        metrics = ServingMetrics("toy", engine)
+        self.server = OpenAIServer(engine, self.model, metrics, log, limits, keys)
+        self._listening: uvicorn.Server | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            self.server.app,
+            http=PatientHttp,
+            ws="none",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+        self._listening = uvicorn.Server(config)
+        await self._listening.serve(sockets=[self.listener])
+
+    def start(self) -> None:
+        self.engine.start()
+        self._thread.start()
+        wait_for(lambda: self._listening and self._listening.started)
+
+    def stop(self) -> None:
+        self.engine.close()
+        self._listening.should_exit = True
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Sends a body: bytes as they are, other things as JSON."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"} | headers
+        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=PATIENCE)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE)
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a streamed answer, the last of them "[DONE]"."""
+        text = self.post(path, body | {"stream": True}).text
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+    def socket(self, path: str, body: dict[str, Any], receive_bytes: int = 0) -> socket.socket:
+        """A raw connection over which a request was sent."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        made = socket.socket()
+        if receive_bytes:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        made.settimeout(PATIENCE)
+        made.connect(("127.0.0.1", self.port))
+        made.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return made
+
+    def drain(self, seconds: float) -> Any:
+        return asyncio.run_coroutine_threadsafe(self.server.drain(seconds), self.loop)
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in list(self.events) if name == event]
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.server.metrics.text().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
+
+
+@contextlib.contextmanager
+def running(
+    engine: ToyEngine | None = None,
+    *,
+    keys: tuple[str, ...] = (),
+    tokenizer: Any = TOKENIZER,
+    **limits: Any,
+) -> Iterator[Running]:
+    """A server for the block."""
+    server = Running(engine or ToyEngine(), ServingLimits(**limits), keys, tokenizer)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()

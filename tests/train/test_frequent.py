@@ -1,0 +1,144 @@
+"""The draft vocabulary of a run's own data: what is counted, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.config import DistillConfig, Eagle3Config, TargetConfig
+from moa_jax.data.batch import Batch
+from moa_jax.data.batches import Batches
+from moa_jax.data.mixture import Mixture
+from moa_jax.decode.vocabulary import (
+    FILE,
+    DraftVocabulary,
+    load_vocabulary,
+    save_vocabulary,
+    vocabulary_of,
+)
+from moa_jax.drafters import DRAFTERS
+from moa_jax.pretrained import Generation, Target, describe_target, load_drafter
+from moa_jax.training.fingerprint import changes, fingerprint
+from tests.model_folders import refusal
+from tests.train.test_training import distill_config
+from train import distill, vocabulary
+from train.run import frequent
+from train.run.frequent import frequent_in
+
+CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
+
+
+@pytest.fixture
+def target(tmp_path) -> Target:
+    """A target of 10 tokens that ends text with 9, without weights."""
+    config = TargetConfig("llama", 10, 2, None, False, 64)
+    return Target(config, None, tmp_path, Generation((9,)))
+
+
+def rows_of(*rows: str) -> Batch:
+    """Rows of tokens in which those behind `|` are answers."""
+    parts = [row.split("|") for row in rows]
+    tokens_BT = np.array([[int(c) for c in a + b] for a, b in parts], np.int32)
+    response_BT = np.array([[False] * len(a) + [True] * len(b) for a, b in parts])
+    return Batch(tokens_BT, tokens_BT, tokens_BT, response_BT)
+
+
+def test_answers_alone_are_counted(target, monkeypatch, capsys):
+    """5 three times and 2 twice; 3 and 4 once, 7 in questions alone; 9 because it ends text."""
+    rows = rows_of("777|55", "7|2354", "7777|2")
+    for size, ids in ((1, [9]), (2, [5, 9]), (3, [2, 5, 9]), (4, [2, 3, 5, 9])):
+        for block in (1, 2, 99):
+            monkeypatch.setattr(frequent, "ROWS", block)
+            assert frequent_in(Batches(rows, 1, 0), size, target).ids_U.tolist() == ids
+    assert "3 of 10 tokens cover 71.43% of the answers" in capsys.readouterr().err
+
+
+def test_sources_of_a_mixture_count_by_their_shares(target):
+    """Two rows of the first are dealt for each of the second, which has more rows of its own."""
+    sources = rows_of("0|11"), rows_of("0|22", "0|22", "0|22", "0|22", "0|33")
+    for shares, ids in (((2, 1), [1, 9]), ((1, 2), [2, 9]), ((9, 10), [1, 9])):
+        assert frequent_in(Mixture(sources, shares, 1, 0), 2, target).ids_U.tolist() == ids
+
+
+def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
+    target = describe_target(small_target)
+    config = distill_config(tmp_path, small_target)
+
+    def said(**changed: object) -> str:
+        return refusal(distill.distill, dataclasses.replace(config, **changed))
+
+    size = target.config.vocab_size
+    assert f"ask for a size from 1 to {size}" in said(draft_vocabulary=size + 1)
+    assert "draft vocabulary of 0" in said(draft_vocabulary=0)
+    own = said(draft_vocabulary=9, drafter=Eagle3Config(1, 24))
+    assert own.startswith("draft_vocabulary 9: a drafter of kind eagle3 has a head of its own")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_another_size(small_target, tmp_path):
+    config = distill_config(tmp_path, small_target)
+    other = dataclasses.replace(config, draft_vocabulary=9)
+    assert not changes(fingerprint(config), other)
+
+
+@pytest.fixture
+def drafter(small_target, tmp_path) -> Path:
+    """The folder of an untrained drafter."""
+    target, config = describe_target(small_target), distill_config(tmp_path, small_target)
+    save(target, config)
+    return Path(config.output)
+
+
+def save(target: Target, config: DistillConfig, vocabulary: DraftVocabulary | None = None) -> None:
+    params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
+    distill.save(config, params, target, vocabulary)
+
+
+def test_a_vocabulary_that_was_added_later_is_kept(small_target, tmp_path, drafter):
+    """Where the folder is written again, unless it is damaged or a new one is there."""
+    target, config = describe_target(small_target), distill_config(tmp_path, small_target)
+    added, new = (vocabulary_of(np.array(ids, np.int32), target) for ids in ([1, 5], [2]))
+    save_vocabulary(drafter / FILE, added)
+    save(target, config)
+    assert load_vocabulary(drafter, target).ids_U.tolist() == [1, 5]
+    save(target, config, new)
+    assert load_vocabulary(drafter, target).ids_U.tolist() == [2]
+    (drafter / FILE).write_bytes(b"half a file")
+    save(target, config)
+    assert not (drafter / FILE).exists()
+
+
+def counted(*flags: str) -> None:
+    corpus = ["--corpus", str(CONVERSATIONS), "--limit", "9", "--size", "40"]
+    vocabulary.main([*corpus, *map(str, flags)])
+
+
+def test_the_program_adds_it_to_a_drafter(small_target, tmp_path, drafter, capsys):
+    counted("--target", small_target, "--output", tmp_path / "same")
+    counted("--target", small_target, "--draft", drafter)
+    assert f"{drafter / FILE}: 40 of 320 tokens cover" in capsys.readouterr().out
+    assert (drafter / FILE).read_bytes() == (tmp_path / "same").read_bytes()
+    target = describe_target(small_target)
+    assert load_drafter(drafter, target, dtype=jnp.float32).method == "moa"
+    said = refusal(counted, "--target", small_target, "--draft", drafter)
+    assert f"{drafter / FILE} exists already: remove it or use --output" in said
+
+
+def test_the_program_adds_it_to_no_other_folder(small_target, tmp_path, drafter):
+    where = ["--target", small_target, "--draft"]
+    assert "none is no folder: name that of a drafter" in refusal(
+        counted, *where, tmp_path / "none"
+    )
+    said = refusal(counted, *where, small_target)  # a whole model is a drafter with its own head
+    assert "a drafter of kind independent has a head of its own" in said
+    config = (drafter / "config.json").read_text()
+    (drafter / "config.json").write_text(config.replace('"vocab_size": 320', '"vocab_size": 321'))
+    assert "321" in refusal(counted, *where, drafter)
+    assert not (drafter / FILE).exists() and not (small_target / FILE).exists()
+    with pytest.raises(SystemExit):
+        counted(*where, drafter, "--output", tmp_path / "both")
