@@ -45,8 +45,9 @@ class Background:
             self._known.add(name)
             (self._jobs.appendleft if next else self._jobs.append)(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="background", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="background", daemon=True)
+                thread.start()
+                self._thread = thread  # one that has not started cannot be waited for
         return True
 
     def wait(self) -> None:

@@ -235,7 +235,7 @@ def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeyp
     before = len(sizes)
     pair = [long, Request((7, 9), 12, NO_STOP)]
     assert_as_alone(pair, answers(engine, pair))
-    assert sizes[before].slots == 2 and sizes[-1] == Size(1, 256)
+    assert 2 in {size.slots for size in sizes[before:]} and sizes[-1] == Size(1, 256)
     before = len(sizes)
     assert_as_alone([long], answers(engine, [long]))
     assert set(sizes[before:]) == {Size(1, 128), Size(1, 256)}
