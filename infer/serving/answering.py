@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 from infer.serving.errors import FAULT, STOPPING, TOO_MANY, UNAVAILABLE, Refusal, bad
 from infer.serving.metrics import ServingMetrics
@@ -27,19 +28,26 @@ from moa_jax.decode.text import GrowingText
 from moa_jax.errors import InputError
 
 
+class Scored(NamedTuple):
+    """A token of an answer, or of the prompt before it, with its log-probability."""
+
+    token: int
+    likely: Likely | None  # None of the first token, which nothing precedes
+    offset: int  # of its text
+
+
 @dataclasses.dataclass
 class Part:
     """What is new of a choice."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    likely: list[Likely] = dataclasses.field(default_factory=list)  # one for each token, or none
-    offsets: list[int] = dataclasses.field(default_factory=list)  # of these tokens in the answer
+    scored: list[Scored] = dataclasses.field(default_factory=list)  # where that is wanted
     finish: str = ""  # "stop", "length" or nothing yet
     stop_reason: int | str | None = None  # the stop text or the id of `stop_token_ids`
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.token_ids or self.finish)
+        return bool(self.text or self.token_ids or self.scored or self.finish)
 
 
 class Choice:
@@ -58,7 +66,9 @@ class Choice:
             keep_stop=wanted.keep_stop,
             skip_special=wanted.skip_special,
         )
-        self._part = Part(wanted.prompts[prompt].text)
+        self._echoed = wanted.prompts[prompt]
+        self._num_scored = self._num_shown = 0  # tokens and characters of the prompt
+        self._part = Part("" if wanted.prompt_logprobs else self._echoed.text)
 
     def hear(self, news: News) -> None:
         """Hears of the engine, in its thread."""
@@ -76,9 +86,10 @@ class Choice:
         """Turns news into text; what comes after the end does not count."""
         if self.finish:
             return
-        self._answering.timed(self, len(news.token_ids))
+        if news.prompt_logprobs:
+            self._echo(news.prompt_logprobs)
         if news.token_ids:
-            self._write(news)
+            self._answering.timed(self, self._write(news))
         if self._text.stop is not None:
             self._end("stop", self._text.stop)
             self._answering.engine.cancel(self.ticket)  # it does not know texts
@@ -92,25 +103,37 @@ class Choice:
             self._answering.fail(news)
         self._answering.changed.set()
 
-    def _write(self, news: News) -> None:
-        """Adds tokens to the part: one by one where each has a place in the text."""
+    def _echo(self, likely: Sequence[Likely | None]) -> None:
+        """Adds the next tokens of the prompt, with as much of its text as they make sure."""
+        prompt, begin = self._echoed, self._num_scored
+        end = begin + len(likely)
+        shown = prompt.offsets[end] if end < len(prompt.ids) else len(prompt.text)
+        self._part.text += prompt.text[self._num_shown : shown]
+        self._part.scored += map(Scored, prompt.ids[begin:end], likely, prompt.offsets[begin:end])
+        self._num_scored, self._num_shown = end, shown
+
+    def _write(self, news: News) -> int:
+        """Adds tokens to the part, one by one where each has a place in the text; their number."""
         tokens, part, text = list(news.token_ids), self._part, self._text
         hidden = tokens[-1:] if news.finish == "stop" and not self._wanted.keep_stop else []
         visible = tokens[: len(tokens) - len(hidden)]
         with_likely = self._wanted.top_logprobs is not None
-        before = text.num_tokens
+        before, offsets = text.num_tokens, []
         for group in [[token] for token in visible] if with_likely else [visible]:
             if text.stop is not None:
                 break
             part.text += text.add(group)
-            part.offsets += [text.begin] * with_likely
+            offsets.append(text.begin)
         count = text.num_tokens - before
         if hidden and text.stop is None:  # it ends the answer and is no part of its text
-            part.offsets += [text.num_characters] * with_likely
+            offsets.append(text.num_characters)
             count += 1
         part.token_ids += tokens[:count]
-        part.likely += news.logprobs[:count] if with_likely else []
+        if with_likely:
+            places = (len(self._echoed.text) + offset for offset in offsets)
+            part.scored += map(Scored, tokens[:count], news.logprobs, places)
         self.num_tokens += count
+        return count
 
     def _end(self, finish: str, reason: int | str | None) -> None:
         self.finish = self._part.finish = finish
@@ -156,6 +179,7 @@ class Answering:
                     stop_ids=wanted.stop_ids,
                     sampling=row_of(wanted.sampling, choice.index),
                     top_logprobs=wanted.top_logprobs,
+                    prompt_logprobs=wanted.prompt_logprobs,
                 )
                 choice.ticket = self.engine.submit(request, choice.hear)
         except Full as error:
@@ -232,9 +256,8 @@ class Answering:
             self._failure = Refusal(FAULT, news.error or "the engine failed")
 
     def timed(self, choice: Choice, count: int) -> None:
-        """Counts the time that a choice's new tokens took."""
-        if not count:
-            return
+        """Counts a choice's new tokens, and the time that they took."""
+        self.metrics.gave(count)
         now, before = time.monotonic(), self._seen[choice.index]
         self._seen[choice.index] = now
         if before:

@@ -36,6 +36,7 @@ class ServingMetrics:
             [*self._names, "finished_reason"],
             registry=self._registry,
         )
+        self._tokens = self._counter("vllm:generation_tokens", "Tokens of answers, as sent")
         self._replies = Counter(
             "moa:http_replies", "Replies by status", ["status"], registry=self._registry
         )
@@ -45,6 +46,13 @@ class ServingMetrics:
         text = name.replace("_", " ")
         own = {"registry": self._registry, "buckets": buckets}
         return Histogram(f"vllm:{name}", text, self._names, **own).labels(*self._values)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, self._names, registry=self._registry).labels(*self._values)
+
+    def gave(self, count: int) -> None:
+        """Counts tokens of an answer; none is past a stop text."""
+        self._tokens.inc(count)
 
     def took(self, seconds: float, count: int) -> None:
         """Counts `count` tokens that came together, this long after those before them."""
@@ -89,12 +97,12 @@ class _EngineCollector:
         whole = {
             "vllm:num_preemptions": ("Requests put back, which never happens", 0),
             "vllm:prompt_tokens": ("Tokens of prompts", load.prompt_tokens),
-            "vllm:generation_tokens": ("Tokens of answers", load.generated_tokens),
             "vllm:prefix_cache_queries": ("Tokens of prompts looked up", load.prompt_tokens),
             "vllm:prefix_cache_hits": ("Tokens of prompts copied", load.prefix_tokens),
             "vllm:spec_decode_num_drafts": ("Drafts verified", load.drafts),
             "vllm:spec_decode_num_draft_tokens": ("Tokens drafted", load.drafted_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted", load.accepted_tokens),
+            "moa:decoded_tokens": ("Tokens decoded, past stop texts, too", load.generated_tokens),
             "moa:engine_failures": ("Passes that failed", load.failures),
             "moa:programs": ("Programs compiled or loaded", load.compiled),
         }

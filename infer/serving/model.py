@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from infer.serving.errors import NO_SUCH, Refusal, bad, shown
 from moa_jax.data import chat
+from moa_jax.decode.text import GrowingText
 from moa_jax.errors import InputError
 
 
@@ -43,6 +46,22 @@ class Model:
         self.check_characters(len(text), param)
         found = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return tuple(found["input_ids"])
+
+    def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
+        """Where each token of a prompt begins in its text; what has no text begins at the last."""
+        if self.tokenizer is None:
+            return (0,) * len(ids)
+        if self.tokenizer.is_fast:
+            options = {"return_offsets_mapping": True, "verbose": False}
+            found = self.tokenizer(text, add_special_tokens=special, **options)
+            if tuple(found["input_ids"]) == tuple(ids):
+                begins = (begin for begin, _ in found["offset_mapping"])
+                return tuple(itertools.accumulate(begins, max))
+        written, begins = GrowingText(self.tokenizer, skip_special=False), []
+        for token in ids:  # that no text gives, or whose places the tokenizer does not tell
+            written.add([token])
+            begins.append(min(written.begin, len(text)))
+        return tuple(begins)
 
     def ids_after(self, messages: list[chat.Message], generation_prompt: bool) -> tuple[int, ...]:
         """A conversation as tokens; raises Refusal where the model cannot chat."""

@@ -102,7 +102,7 @@ class Replies:
     def _in_chat(self, part: Part) -> dict[str, Any]:
         """Log-probabilities as chats have them."""
         content = []
-        for token, likely in zip(part.token_ids, part.likely, strict=True):
+        for token, likely, _ in part.scored:
             top = [self._entry(other, logprob) for other, logprob in self._top(likely)]
             content.append(self._entry(token, likely.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
@@ -112,19 +112,23 @@ class Replies:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
     def _listed(self, part: Part) -> dict[str, Any]:
-        """Log-probabilities as completions have them; the written token is among the likeliest."""
-        text_of = lambda token: self._token_texts(token)[0]  # noqa: E731
-        pairs = list(zip(part.token_ids, part.likely, strict=True))
+        """Log-probabilities as completions have them; nothing precedes a prompt's first token."""
         return {
-            "tokens": [text_of(token) for token, _ in pairs],
-            "token_logprobs": [_finite(likely.logprob) for _, likely in pairs],
+            "tokens": [self._text_of(token) for token, _, _ in part.scored],
+            "token_logprobs": [likely and _finite(likely.logprob) for _, likely, _ in part.scored],
             "top_logprobs": [
-                {text_of(other): _finite(logprob) for other, logprob in self._top(likely)}
-                | {text_of(token): _finite(likely.logprob)}
-                for token, likely in pairs
+                likely and self._likeliest(token, likely) for token, likely, _ in part.scored
             ],
-            "text_offset": part.offsets,
+            "text_offset": [offset for _, _, offset in part.scored],
         }
+
+    def _likeliest(self, token: int, likely: Likely) -> dict[str, float]:
+        """The likeliest tokens, and the written one among them."""
+        pairs = (*self._top(likely), (token, likely.logprob))
+        return {self._text_of(other): _finite(logprob) for other, logprob in pairs}
+
+    def _text_of(self, token: int) -> str:
+        return self._token_texts(token)[0]
 
     def _top(self, likely: Likely) -> list[tuple[int, float]]:
         return likely.top[: self._wanted.top_logprobs or 0]

@@ -74,6 +74,7 @@ class Prompt:
     place: str  # the field that has it
     ids: tuple[int, ...]
     text: str = ""
+    offsets: tuple[int, ...] = ()  # of its tokens in the text, where their log-probabilities follow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,11 @@ class Wanted:
     with_ids: bool
     ignored: tuple[str, ...]  # fields that nobody knows
 
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are wanted, too."""
+        return self.echo and self.top_logprobs is not None
+
 
 def completion_of(body: dict[str, Any], model: Model) -> Wanted:
     """What a body for /v1/completions asks for; raises Refusal."""
@@ -103,15 +109,19 @@ def completion_of(body: dict[str, Any], model: Model) -> Wanted:
     model.check_name(fields.text("model"))
     echo = fields.flag("echo")
     top_logprobs = fields.whole("logprobs", None, 0, MOST_LOGPROBS)
-    if echo and top_logprobs is not None:
-        raise bad("echo", "echo with logprobs: those of prompts are not computed: leave one out")
+    scored = echo and top_logprobs is not None
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
         raise fields.wrong("best_of", "the same number as n: all choices are returned")
-    most = fields.whole("max_tokens", USUAL_TOKENS, 1, 1 << 31)
+    least = 0 if scored else 1  # the prompt's log-probabilities are worth asking for alone
+    most = fields.whole("max_tokens", USUAL_TOKENS, least, 1 << 31)
     special = fields.flag("add_special_tokens", default=True)
     prompts = _prompts_of(fields, model, special, echo)
-    return _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)
+    wanted = _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)
+    if scored:
+        prompts = [_with_offsets(prompt, model, special) for prompt in wanted.prompts]
+        wanted = dataclasses.replace(wanted, prompts=tuple(prompts))
+    return wanted
 
 
 def chat_of(body: dict[str, Any], model: Model) -> Wanted:
@@ -134,7 +144,8 @@ def chat_of(body: dict[str, Any], model: Model) -> Wanted:
     fields.refuse(REFUSED)  # before a template sees what it does not know
     ids = model.ids_after(messages_of(fields), generation_prompt=True)
     prompt = Prompt("messages", ids)
-    return _wanted(fields, model, [prompt], n, newer or most, top_logprobs, chat=True, echo=False)
+    most = most if newer is None else newer
+    return _wanted(fields, model, [prompt], n, most, top_logprobs, chat=True, echo=False)
 
 
 def messages_of(fields: Fields) -> list[Message]:
@@ -188,6 +199,11 @@ def _prompt(value: Any, place: str, model: Model, special: bool, echo: bool) -> 
         raise bad(place, f"{place} is {shown(value)}: give a text or a list of token ids")
     ids = ids_of(value, place, model)
     return Prompt(place, ids, model.tokenizer.decode(ids) if echo and model.tokenizer else "")
+
+
+def _with_offsets(prompt: Prompt, model: Model, special: bool) -> Prompt:
+    offsets = model.offsets_of(prompt.text, prompt.ids, special)
+    return dataclasses.replace(prompt, offsets=offsets)
 
 
 def ids_of(value: Any, place: str, model: Model) -> tuple[int, ...]:
@@ -261,7 +277,7 @@ def _new_tokens(prompt: Prompt, most: int | None, model: Model) -> int:
             f"max_tokens is {most}, and after a prompt of {length} tokens {fits} fit: ask for less",
             "context_length_exceeded",
         )
-    return most or fits
+    return fits if most is None else most
 
 
 def _sampling_of(fields: Fields, model: Model) -> Sampling:

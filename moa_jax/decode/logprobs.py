@@ -9,6 +9,7 @@ vLLM's `raw_logprobs`. Each belongs to a token's index in its row:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from moa_jax.model.pieces import top_k
 Array = jax.Array
 
 MOST = 20  # likeliest tokens that may be asked for: OpenAI's limit
+PIECE = 32  # tokens whose logits are in memory together: 16 MB for a vocabulary of 128k
 
 
 class Likely(NamedTuple):
@@ -65,6 +67,29 @@ def logprobs_of(logits_BDV: Array, tokens_BD: Array, count: int) -> LogProbs:
     return LogProbs(own_BD1[..., 0], top_BDk - total_BD1, id_BDk)
 
 
+def logprobs_along(
+    unembed: Callable[[Array], Array], hidden_BTD: Array, tokens_BT: Array, count: int
+) -> LogProbs:
+    """Of tokens that follow these states: `logprobs_of`, some positions at a time."""
+    B, T = tokens_BT.shape
+    size = min(PIECE, T)
+    X = -(-T // size)
+
+    def cut(x_BT: Array) -> Array:
+        rest = [(0, 0)] * (x_BT.ndim - 2)
+        wide_BT = jnp.pad(x_BT, [(0, 0), (0, X * size - T), *rest])
+        return jnp.moveaxis(wide_BT.reshape(B, X, size, *x_BT.shape[2:]), 1, 0)
+
+    def joined(x_XBP: Array) -> Array:
+        return jnp.moveaxis(x_XBP, 0, 1).reshape(B, X * size, *x_XBP.shape[3:])[:, :T]
+
+    def of_piece(piece: tuple[Array, Array]) -> LogProbs:
+        hidden_BPD, tokens_BP = piece
+        return logprobs_of(unembed(hidden_BPD), tokens_BP, count)
+
+    return jax.tree.map(joined, lax.map(of_piece, (cut(hidden_BTD), cut(tokens_BT))))
+
+
 def placed(rows: LogProbs, new: LogProbs, start_B: Array) -> LogProbs:
     """The rows with D new tokens from `start` on."""
 
@@ -74,9 +99,11 @@ def placed(rows: LogProbs, new: LogProbs, start_B: Array) -> LogProbs:
     return jax.tree.map(lambda row, new: jax.vmap(place)(row, new, start_B), rows, new)
 
 
-def as_list(rows: LogProbs, row: int, tokens: slice) -> list[Likely]:
-    """Some tokens of one row, from arrays on the host."""
-    own_D, top_Dk, id_Dk = (np.asarray(leaf[row])[tokens].tolist() for leaf in rows)
+def as_list(rows: LogProbs, row: int, tokens: slice, count: int | None = None) -> list[Likely]:
+    """Some tokens of one row, from arrays on the host, with all likeliest or `count` of them."""
+    own_D = np.asarray(rows.own_BC[row])[tokens].tolist()
+    likeliest = (rows.top_BCk, rows.id_BCk)
+    top_Dk, id_Dk = (np.asarray(leaf[row])[tokens, :count].tolist() for leaf in likeliest)
     return [
         Likely(own, list(zip(ids, top, strict=True)))
         for own, top, ids in zip(own_D, top_Dk, id_Dk, strict=True)

@@ -181,7 +181,7 @@ def prefill(
                 lambda carry, left_B=left_B: jnp.any(carry[0].length_B < left_B),
                 lambda carry, size=size: read_chunk(
                     setup, weights, carry[0], tokens_BC, prompt_length_B, size
-                ),
+                )[:2],
                 (now, hidden_BD),
             )
         now, tokens_BC, root_B = begin_answer(
@@ -280,7 +280,7 @@ def read_chunk(
     text_BC: Array,
     prompt_length_B: Array,
     size: int,
-) -> tuple[RoundState, Array]:
+) -> tuple[RoundState, Array, Tapped]:
     """Target and drafter read the next `size` tokens of each prompt, or of shorter caches all rows.
 
     A row with fewer tokens left goes back, and its chunk ends with its last token. So nothing is
@@ -290,7 +290,7 @@ def read_chunk(
         prompt of 10   0 1 2 3 | 4 5 6 7 |     6 7 8 9
         prompt of 5    0 1 2 3 | 1 2 3 4 |     1 2 3 4
 
-    Returns also the final-normed state (B, D) of the last token of each chunk.
+    Returns what `read` does.
     """
     size = min(size, now.target_caches[0].k_BKSE.shape[2])
     start_B = jnp.minimum(now.length_B, jnp.maximum(prompt_length_B - size, 0))
@@ -302,7 +302,7 @@ def read_chunk(
     if setup.drafter is not None:
         draft_cache = extend(setup, weights, now.draft_cache, tokens_BT, start_B, tapped)
         now = now._replace(draft_cache=draft_cache)
-    return now, hidden_BD
+    return now, hidden_BD, tapped
 
 
 def read(

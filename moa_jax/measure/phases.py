@@ -100,7 +100,7 @@ def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, 
     hidden_BD = jnp.zeros((len(lengths_B), session.target.config.block.hidden_size))
 
     def read(held: tuple[Weights, RoundState], chunk: int) -> Any:
-        return step.read_chunk(session.setup, *held, state.tokens_BC, lengths_B, chunk)
+        return step.read_chunk(session.setup, *held, state.tokens_BC, lengths_B, chunk)[:2]
 
     def choose(weights: Weights) -> Any:
         return step.choose_after(weights, state.now, hidden_BD, law)

@@ -224,6 +224,47 @@ def test_logprobs_of_a_completion(server, stream):
     assert all(name in top for name, top in pairs)
 
 
+@pytest.mark.parametrize("new", [0, 1, 20])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_an_echo(server, new, stream):
+    """The prompt's come first, and nothing precedes its first token."""
+    prompt = "Good day, is there a cheap hotel?"
+    body = LONG | {"prompt": prompt, "max_tokens": new, "logprobs": 2, "echo": True}
+    if stream:
+        parts = [event["choices"][0] for event in server.stream(COMPLETIONS, body)[:-1]]
+    else:
+        parts = server.post(COMPLETIONS, body).json()["choices"]
+    request, found = server.engine.requests[-1], {}
+    for part in parts:
+        for name, values in part["logprobs"].items():
+            found.setdefault(name, []).extend(values)
+    prompt_ids = TOKENIZER(prompt)["input_ids"]
+    tokens = prompt_ids + answer_of(request)
+    assert len(tokens) == len(prompt_ids) + new
+    likely = [likely_of(token, 2).logprob for token in tokens[1:]]
+    assert found["token_logprobs"] == [None, *likely]
+    assert found["top_logprobs"][0] is None and None not in found["top_logprobs"][1:]
+    text = "".join(part["text"] for part in parts)
+    assert text == prompt + text_of(tokens[len(prompt_ids) :])
+    for token, name, offset in zip(tokens, found["tokens"], found["text_offset"], strict=True):
+        if not name.startswith("bytes:"):
+            assert name == TOKENIZER.decode([token])
+            shown = text_of([token])  # nothing of a special token
+            assert text[offset : offset + len(shown)] == shown
+    assert parts[-1]["finish_reason"] == "length"
+
+
+def test_an_echo_of_ids_has_its_logprobs_alone(server):
+    """As tools that compare likelihoods ask for them."""
+    body = {"prompt": [[7, 8, 9], [11]], "echo": True, "logprobs": 1, "max_tokens": 0}
+    said = server.post(COMPLETIONS, body).json()
+    assert [choice["text"] for choice in said["choices"]] == [
+        TOKENIZER.decode(ids) for ids in body["prompt"]
+    ]
+    sizes = [len(choice["logprobs"]["token_logprobs"]) for choice in said["choices"]]
+    assert sizes == [3, 1] and said["usage"]["completion_tokens"] == 0
+
+
 def test_logprobs_of_a_chat(server):
     body = {"messages": HELLO, "max_tokens": 9, "logprobs": True, "top_logprobs": 3, "seed": 1}
     (choice,) = server.post(CHATS, body).json()["choices"]
@@ -294,6 +335,19 @@ def test_metrics_have_the_names_of_vllm(server):
         assert f'\n{name}{{engine="0"' in text, name
     assert 'position="1",} 1.0' in text.replace('position="1"}', 'position="1",}')
     assert 'moa:rounds_total{engine="0",model_name="toy",way="chain 4"} 2.0' in text
+
+
+def test_tokens_past_a_stop_text_are_not_counted():
+    """The engine, which knows no texts, may have decoded more of them."""
+    with running() as server:
+        _, stop = answer_and_stop(server)
+        before = server.metric("vllm:generation_tokens_total")
+        said = server.post(COMPLETIONS, LONG | {"stop": stop}).json()
+        given = said["usage"]["completion_tokens"]
+        assert 20 < given <= 24 and given % server.engine.step
+        wait_for(lambda: server.metric("vllm:request_generation_tokens_count") == 2)
+        assert before == 60 and server.metric("vllm:generation_tokens_total") == 60 + given
+        assert server.metric("vllm:request_generation_tokens_sum") == 60 + given
 
 
 def test_times_are_counted_once_for_each_token():

@@ -81,6 +81,45 @@ def test_an_echo_knows_the_text_of_its_prompt():
     assert completion(prompt="Hello.").prompts[0].text == ""
 
 
+def test_the_tokens_of_an_echo_have_places_in_its_text():
+    """Those of a text are the tokenizer's own; others are found by decoding."""
+    text = " Caf\u00e9 au lait \u20ac5."
+    for prompt in (text, list(TOKENIZER(text)["input_ids"]), [2, *TOKENIZER(text)["input_ids"], 4]):
+        asked = completion(prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+        assert asked.new_tokens == (0,) and asked.prompt_logprobs
+        (found,) = asked.prompts
+        ends = (*found.offsets[1:], len(found.text))
+        assert len(found.offsets) == len(found.ids)
+        assert list(found.offsets) == sorted(found.offsets)
+        for token, begin, end in zip(found.ids, found.offsets, ends, strict=True):
+            alone = TOKENIZER.decode([token])
+            assert "\ufffd" in alone or alone == found.text[begin:end]
+    assert not completion(prompt=text, echo=True).prompts[0].offsets
+    assert not completion(prompt=text, logprobs=1).prompt_logprobs
+
+
+def test_added_tokens_are_in_no_text():
+    """Of a text with a token before and after it, those have the place of their neighbours."""
+
+    class Adding:
+        is_fast, chat_template = True, None
+
+        def get_vocab(self):
+            return {"x": 0}
+
+        def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False):
+            ids, places = [7, 8], [(1, 3), (3, 5)]
+            if add_special_tokens:
+                ids, places = [2, *ids, 4], [(0, 0), *places, (0, 0)]
+            return {"input_ids": ids, "offset_mapping": places}
+
+    model = Model("adding", Adding(), VOCAB, (EOS,), 64, 50, 5)
+    fields = {"prompt": " abcd", "echo": True, "logprobs": 0}
+    assert completion_of(fields, model).prompts[0].offsets == (0, 1, 3, 3)
+    fields |= {"add_special_tokens": False}
+    assert completion_of(fields, model).prompts[0].offsets == (1, 3)
+
+
 def test_messages_may_come_in_parts():
     parts = [{"type": "text", "text": "Hello."}]
     assert chat(messages=[{"role": "user", "content": parts}]).prompts[0].ids == HELLO_IDS
@@ -170,7 +209,9 @@ ONE = [
     (completion, "prompt", {"prompt": ["x"] * 129}),
     (completion, "n", {"prompt": ["x"] * 100, "n": 2}),
     (completion, "best_of", {"best_of": 2}),
-    (completion, "echo", {"echo": True, "logprobs": 1}),
+    (completion, "max_tokens", {"max_tokens": 0, "echo": True}),
+    (completion, "max_tokens", {"max_tokens": 0, "logprobs": 1}),
+    (completion, "echo", {"echo": 1, "logprobs": 1}),
     (completion, "logprobs", {"logprobs": 21}),
     (completion, "logprobs", {"logprobs": True}),
     (completion, "max_tokens", {"prompt": ["Hello.", [7] * 49], "max_tokens": 20}),

@@ -73,6 +73,7 @@ class ToyEngine:
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.ended: dict[int, str] = {}
+        self.told: set[int] = set()  # requests whose prompt's log-probabilities were told
         self.step = 3  # tokens of one piece of news
         self.error = ""
         self.go = threading.Event()  # cleared: nobody hears anything
@@ -128,8 +129,12 @@ class ToyEngine:
     def _tell(
         self, id: int, request: Request, hear: Any, left: list[int], is_cancelled: bool
     ) -> None:
+        if request.prompt_logprobs and id not in self.told:
+            self.told.add(id)
+            self._tell_prompt(request, hear)
         tokens, left[:] = left[: self.step], left[self.step :]
-        finish = "" if left else "stop" if tokens[-1] in request.stop_ids else "length"
+        stops = tokens and tokens[-1] in request.stop_ids
+        finish = "" if left else "stop" if stops else "length"
         if is_cancelled or self.error:
             tokens, finish = [], "cancelled" if is_cancelled else "error"
         if finish:
@@ -139,6 +144,13 @@ class ToyEngine:
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]
         hear(News(token_ids=tokens, logprobs=likely, finish=finish, error=self.error))
+
+    def _tell_prompt(self, request: Request, hear: Any) -> None:
+        """Log-probabilities of the prompt, a few at a time."""
+        top, rest = request.top_logprobs, request.prompt_ids[1:]
+        likely = [None, *(likely_of(token, top) for token in rest)]
+        for begin in range(0, len(likely), self.step):
+            hear(News([], prompt_logprobs=likely[begin : begin + self.step]))
 
 
 class Running:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 SAMPLE_SECONDS = 0.5
-WAYS = "moa:rounds"
+WAYS, PROGRAMS = "moa:rounds", "moa:programs"
 Counts = Mapping[str, float]  # by name, and name and label where one matters
 
 
@@ -55,41 +55,48 @@ async def watched(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[float, 
         await asyncio.gather(looking, return_exceptions=True)
 
 
-def what_server_did(before: Counts, after: Counts) -> dict[str, Any]:
-    """tau, acceptance, shares of ways and of copied prompts between two looks.
+def growth(before: Counts, after: Counts) -> Counts:
+    """What was counted between two looks."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def what_server_did(grown: Counts) -> dict[str, Any]:
+    """tau, acceptance, shares of ways and of copied prompts, where counts have grown so.
 
     Each round of a row commits its accepted drafts and one token more, and the first token of an
     answer comes with its prompt: so rounds are tokens without first and accepted ones. `shares`
     counts rounds of whole batches.
     """
-    grown = _grown(before, after)
-    committed = grown("generation_tokens") - grown("time_to_first_token_seconds_count")
-    accepted, drafted = (grown(f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
+    count = lambda name: grown.get(name, 0.0)  # noqa: E731
+    committed = count("moa:decoded_tokens") - count("time_to_first_token_seconds_count")
+    accepted, drafted = (count(f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
     rounds = {
-        name.removeprefix(f"{WAYS} "): grown(name) for name in after if name.startswith(f"{WAYS} ")
+        name.removeprefix(f"{WAYS} "): value
+        for name, value in grown.items()
+        if name.startswith(f"{WAYS} ")
     }
     whole = sum(rounds.values())
     return {
         "tau": _ratio(committed, committed - accepted),
         "acceptance_rate": _ratio(accepted, drafted),
         "rounds": int(whole),
-        "shares": {way: count / whole for way, count in sorted(rounds.items()) if count},
-        "prompt_tokens": int(grown("prompt_tokens")),
-        "prefix_share": _ratio(grown("prefix_cache_hits"), grown("prefix_cache_queries")),
-        "failed_passes": int(grown("moa:engine_failures")),
-        "compiled": int(grown("moa:programs")),
+        "shares": {way: rounds[way] / whole for way in sorted(rounds) if rounds[way]},
+        "prompt_tokens": int(count("prompt_tokens")),
+        "prefix_share": _ratio(count("prefix_cache_hits"), count("prefix_cache_queries")),
+        "failed_passes": int(count("moa:engine_failures")),
+        "compiled": int(count(PROGRAMS)),
     }
 
 
-def mean_in_use(seen: Sequence[tuple[float, Counts]], until: float) -> dict[str, float | None]:
-    """Means of what was seen until then: requests in slots, requests that waited."""
-    kept = [counts for when, counts in seen if when <= until] or [c for _, c in seen[:1]]
-    mean = lambda name: sum(c[name] for c in kept) / len(kept) if kept else None  # noqa: E731
+def seen_until(seen: Sequence[tuple[float, Counts]], until: float) -> list[Counts]:
+    """What was seen until then, at least the first."""
+    return [counts for when, counts in seen if when <= until] or [c for _, c in seen[:1]]
+
+
+def mean_in_use(seen: Sequence[Counts]) -> dict[str, float | None]:
+    """Means of what was seen: requests in slots, requests that waited."""
+    mean = lambda name: sum(each[name] for each in seen) / len(seen) if seen else None  # noqa: E731
     return {"slots_in_use": mean("num_requests_running"), "waiting": mean("num_requests_waiting")}
-
-
-def _grown(before: Counts, after: Counts) -> Callable[[str], float]:
-    return lambda name: after.get(name, 0.0) - before.get(name, 0.0)
 
 
 def _ratio(above: float, below: float) -> float | None:

@@ -1,14 +1,17 @@
 """Rows of results: what clients saw of one server at one rate, and how that compares with plain.
 
+A rate is played several times, and a figure is of all requests together.
+
 latency             from when a request should have been sent to the end of its answer
 first token         the same to the first token
 a token             from the first token to the end, over the tokens after the first
-throughput          tokens of whole answers, from the first request to the last answer's end
+throughput          tokens of whole answers over the time from the first request to the last end
 speedup             median over requests of (latency with plain decoding / latency)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +19,8 @@ from typing import Any, NamedTuple
 from infer.serving.bench.clients import Answer
 from moa_jax.measure.arrivals import percentiles
 from moa_jax.measure.figures import median
+
+RATIOS = ("speedup", "throughput_over_plain", "p95_over_plain")
 
 
 class Capacity(NamedTuple):
@@ -39,10 +44,11 @@ def capacity_of(answers: Sequence[Answer], begin: float, end: float) -> Capacity
     return Capacity(requests / (end - begin), tokens / (end - begin))
 
 
-def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What clients saw of one server at one rate."""
+def summarise(runs: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    """What clients saw of one server at one rate, which was played so often."""
+    answers = list(itertools.chain(*runs))
     whole = [answer for answer in answers if not answer.error]
-    span = max(answer.end for answer in answers) - min(answer.due for answer in answers)
+    span = sum(max(each.end for each in run) - min(each.due for each in run) for run in runs)
     tokens = sum(answer.tokens for answer in whole)
     firsts = [answer.first - answer.due for answer in whole if answer.first is not None]
     each = [
@@ -66,18 +72,24 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def beside(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:
+def beside(runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     """How a server compares with plain decoding of the same requests; above 1 it is better.
 
-    Requests count where both answered. `same_text` counts those whose texts are equal.
+    Requests count where both answered. Each run alone is in `runs`, to show how sure a figure is.
     """
-    known = {answer.asked.index: answer for answer in plain if not answer.error}
+    found = _beside(runs, plain)
+    each = [_beside([run], [other]) for run, other in zip(runs, plain, strict=True)]
+    return found | {"runs": [{key: one[key] for key in RATIOS} for one in each]}
+
+
+def _beside(runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    known = {answer.asked.index: answer for answer in itertools.chain(*plain) if not answer.error}
     pairs = [
         (answer, known[answer.asked.index])
-        for answer in answers
+        for answer in itertools.chain(*runs)
         if not answer.error and answer.asked.index in known
     ]
-    ours, theirs = summarise(answers), summarise(plain)
+    ours, theirs = summarise(runs), summarise(plain)
     p95 = lambda row: row["latency_s"]["p95"]  # noqa: E731
     return {
         "speedup": median([theirs.seconds / ours.seconds for ours, theirs in pairs]),
@@ -91,13 +103,13 @@ def beside(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]
 
 
 def differences(
-    answers: Sequence[Answer], others: Sequence[Answer], facts: Mapping[str, Any]
+    runs: Sequence[Sequence[Answer]], others: Sequence[Sequence[Answer]], facts: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The requests whose text is another one than another way's, where both have answered."""
-    known = {answer.asked.index: answer for answer in others if not answer.error}
+    known = {answer.asked.index: answer for answer in itertools.chain(*others) if not answer.error}
     return [
         dict(facts) | {"request": answer.asked.index, "set": answer.asked.set}
-        for answer in answers
+        for answer in itertools.chain(*runs)
         if not answer.error
         and answer.asked.index in known
         and _said(answer) != _said(known[answer.asked.index])
@@ -107,13 +119,21 @@ def differences(
 def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the rows of one way: the speedup at the lowest rate, and the worst of the others."""
     known = [row for row in rows if row.get("speedup") is not None]
-    low = min(known, key=lambda row: row["rate"], default=None)
-    least = lambda key: min((row[key] for row in known if row[key]), default=None)  # noqa: E731
+    low = min(known, key=lambda row: row["rate"])
+    least = lambda key: min((row for row in known if row[key]), key=lambda row: row[key])  # noqa: E731
     return {
-        "speedup_at_lowest_rate": low and low["speedup"],
-        "lowest_throughput_over_plain": least("throughput_over_plain"),
-        "lowest_p95_over_plain": least("p95_over_plain"),
+        "speedup_at_lowest_rate": _of_all_and_each(low, "speedup"),
+        "lowest_throughput_over_plain": _of_all_and_each(
+            least("throughput_over_plain"), "throughput_over_plain"
+        ),
+        "lowest_p95_over_plain": _of_all_and_each(least("p95_over_plain"), "p95_over_plain"),
     }
+
+
+def _of_all_and_each(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A figure of one rate, and the same of each run alone."""
+    each = [run[key] for run in row["runs"]]
+    return {"rate": row["rate"], "value": row[key], "runs": each}
 
 
 def _said(answer: Answer) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from moa_jax.measure.plot import check_plots
 
 MODES = (*EXPLICIT, AUTO)
 RATES = "0.1x,0.3x,0.5x,0.75x,1x,1.25x,1.5x"
-SECONDS = 10.0  # of arrivals, for each rate
+SECONDS = 10.0  # of arrivals, for each rate and repeat
 
 
 class Rate(NamedTuple):
@@ -85,9 +85,12 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=above_zero,
         metavar="S",
-        help=f"during which requests come, for each rate; default: {SECONDS:g}",
+        help=f"during which requests come, for each rate and repeat; default: {SECONDS:g}",
     )
-    size.add_argument("--requests", type=positive, metavar="N", help="for each rate, instead")
+    size.add_argument("--requests", type=positive, metavar="N", help="of them, instead")
+    group.add_argument(
+        "--repeats", type=positive, default=2, help="of each rate, with other questions each time"
+    )
     group.add_argument("--seed", type=int, default=0, help="of arrivals, questions and answers")
 
 

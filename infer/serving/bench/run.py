@@ -7,8 +7,10 @@
 Each way to decode has a server of its own, all on this machine and on the same pair. From this
 process clients send each of them the same questions at the same times, which follow a Poisson law,
 and read streams. The ways take turns rate by rate, another one first each time, and only one server
-is loaded at a time. Rates such as 0.5x are shares of what plain decoding does with all slots full.
-Texts of the same request are compared; where one differs in float32, the exit code is 1.
+is loaded at a time; all rates come again with other questions as often as --repeats says. Rates
+such as 0.5x are shares of what plain decoding does with all slots full. What was measured while a
+server compiled is measured again. Texts of the same request are compared; where one differs in
+float32, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +31,10 @@ import httpx
 
 from infer.evaluation.contenders import PLAIN
 from infer.listening.child import ended_by_sigterm
-from infer.program import Progress, progress
+from infer.program import progress
 from infer.serving.bench import clients, counts, figures, picture, tables
 from infer.serving.bench.clients import Answer
+from infer.serving.bench.counts import Counts
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import SECONDS, Rate, check, parser_of, ways_of
 from infer.serving.bench.questions import Asked, Questions
@@ -38,27 +42,42 @@ from infer.serving.bench.stage import Server, serving
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.measure.arrivals import arrivals, arrivals_within
-from moa_jax.measure.turns import in_turns
+from moa_jax.measure.turns import rotated
 
 DIFFERENT = 1  # exit code, as of infer.evaluate
 CAPACITY_SECONDS, FILLING_SECONDS = 6.0, 1.5  # the second: until all slots are surely full
 WARMING = 1_000_000  # index of the first request that is not measured
+MOST_WARMINGS = 6  # of which the last compiles nothing, if all goes well
+ATTEMPTS = 2  # at a cell in which something is compiled
 
 
 class Cell(NamedTuple):
-    """What one server is sent at one rate."""
+    """What every server is sent at one rate."""
 
     rate: float
-    of_capacity: float | None
     asks: list[Asked]
     times: list[float]  # seconds
 
 
 class Found(NamedTuple):
-    """What became of it."""
+    """What became of it with one server."""
 
     answers: list[Answer]
-    facts: dict[str, Any]  # what the server says of itself
+    grown: Counts  # what the server has counted
+    seen: list[Counts]  # what it did until the last request came
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the server made programs, which slows it down."""
+        return self.grown.get(counts.PROGRAMS, 0.0) > 0
+
+
+class Played(NamedTuple):
+    """One rate with every server, as often as it was played."""
+
+    rate: float
+    of_capacity: float | None
+    cells: list[list[Found]]  # by repeat and server
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,13 +114,9 @@ async def _measure(
     for server in servers:
         capacities.append(await _capacity(server, questions, args.slots))
     plain = next((i for i, server in enumerate(servers) if server.way.mode == PLAIN), None)
-    cells = cells_of(args, questions, None if plain is None else capacities[plain])
-    found = await _in_turns(servers, cells)
+    played = await _in_turns(args, servers, questions, None if plain is None else capacities[plain])
     differences: list[dict[str, Any]] = []
-    rates = [
-        _rate_of(cell, servers, each, plain, differences)
-        for cell, each in zip(cells, found, strict=True)
-    ]
+    rates = [_rate_of(each, servers, plain, differences) for each in played]
     dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
     triples = zip(servers, capacities, idle, strict=True)
     return {
@@ -125,17 +140,23 @@ async def _model_of(server: Server) -> tuple[str, int]:
 
 
 async def _prepare(server: Server, questions: Questions, slots: int) -> float | None:
-    """Asks with more and more clients, so that what they need is compiled; how idle it is then.
+    """Asks with more and more clients until nothing new is compiled; how idle the server is then.
 
     Raises InputError where the server does not answer.
     """
-    count = 1
-    while count <= slots:
-        asks = itertools.islice(questions.from_(WARMING), 2 * count)
-        async with clients.client_of(server.url) as client:
-            _check(server, await clients.keep_asking(client, asks, count))
-        count *= 2
-    return server.settle()
+    share, before, begin = None, -1.0, WARMING
+    async with clients.client_of(server.url) as client:
+        for _ in range(MOST_WARMINGS):
+            for count in [1 << power for power in range(slots.bit_length())]:
+                asks = itertools.islice(questions.from_(begin), 2 * count)
+                _check(server, await clients.keep_asking(client, asks, count))
+                begin += 2 * count
+            share = server.settle()
+            programs = (await counts.read_counts(client))[counts.PROGRAMS]
+            if programs == before:
+                break
+            before = programs
+    return share
 
 
 def _check(server: Server, answers: Sequence[Answer]) -> None:
@@ -156,20 +177,14 @@ async def _capacity(server: Server, questions: Questions, slots: int) -> Capacit
     return figures.capacity_of(answers, begin + FILLING_SECONDS, end)
 
 
-def cells_of(args: argparse.Namespace, questions: Questions, plain: Capacity | None) -> list[Cell]:
-    """What is sent at each rate; questions go on from one rate to the next."""
-    found, begin = [], 0
-    for rate in sorted(args.rates, key=lambda rate: _per_second(rate, plain)):
-        value = _per_second(rate, plain)
-        if args.requests:
-            times = arrivals(args.requests, value, args.seed)
-        else:
-            times = arrivals_within(args.seconds or SECONDS, value, args.seed)
-        asks = list(itertools.islice(questions.from_(begin), len(times)))
-        begin += len(times)
-        of_capacity = value / plain.requests_per_s if plain else None
-        found.append(Cell(value, of_capacity, asks, times))
-    return found
+def cell_of(args: argparse.Namespace, questions: Questions, rate: float, begin: int) -> Cell:
+    """What is sent at a rate: the questions from one on, at times that depend on the first."""
+    seed = args.seed + begin
+    if args.requests:
+        times = arrivals(args.requests, rate, seed)
+    else:
+        times = arrivals_within(args.seconds or SECONDS, rate, seed)
+    return Cell(rate, list(itertools.islice(questions.from_(begin), len(times))), times)
 
 
 def _per_second(rate: Rate, plain: Capacity | None) -> float:
@@ -179,32 +194,40 @@ def _per_second(rate: Rate, plain: Capacity | None) -> float:
 # ---- measuring ----------------------------------------------------------------------------
 
 
-async def _in_turns(servers: Sequence[Server], cells: Sequence[Cell]) -> list[list[Found]]:
-    """What became of each cell with each server, in the servers' order."""
-    found: list[dict[int, Found]] = [{} for _ in cells]
-    total = len(servers) * sum(len(cell.asks) for cell in cells)
-    seconds = len(servers) * sum(_least_seconds(cell) for cell in cells)
-    with progress(total, "answers") as bar:
-        bar.line(f"{len(servers)} ways at {len(cells)} rates: at least {seconds / 60:.1f} minutes")
-        for turn in in_turns(len(servers), len(cells), warm_up=False):
-            server, cell = servers[turn.way], cells[turn.question]
-            found[turn.question][turn.way] = await _play(server, cell, bar)
-            server.settle()  # what it compiles now must not slow down the next one
-    return [[each[way] for way in range(len(servers))] for each in found]
+async def _in_turns(
+    args: argparse.Namespace,
+    servers: Sequence[Server],
+    questions: Questions,
+    plain: Capacity | None,
+) -> list[Played]:
+    """Plays every rate with every server, the slowest first, and all of them again."""
+    rates = sorted(_per_second(rate, plain) for rate in args.rates)
+    share = lambda rate: rate / plain.requests_per_s if plain else None  # noqa: E731
+    found = [Played(rate, share(rate), []) for rate in rates]
+    begin = 0
+    with progress(args.repeats * len(rates) * len(servers), "cells") as bar:
+        for repeat, (index, played) in itertools.product(range(args.repeats), enumerate(found)):
+            order = rotated(range(len(servers)), repeat + index)
+            for _ in range(ATTEMPTS):
+                cell = cell_of(args, questions, played.rate, begin)
+                begin += len(cell.asks)
+                each = {way: await _play(servers[way], cell) for way in order}
+                if not (late := [servers[way].way.label for way in order if each[way].compiled]):
+                    break
+                bar.line(f"{' and '.join(late)} compiled at {played.rate:.3g}/s: once more")
+            bar.step(len(servers))
+            played.cells.append([each[way] for way in range(len(servers))])
+    return found
 
 
-def _least_seconds(cell: Cell) -> float:
-    """How long a cell takes with a server that does no more than plain's capacity."""
-    return cell.times[-1] * max(cell.of_capacity or 0.0, 1.0)
-
-
-async def _play(server: Server, cell: Cell, bar: Progress) -> Found:
+async def _play(server: Server, cell: Cell) -> Found:
     """Sends a server what it is sent at one rate; raises InputError if it ends."""
     try:
         async with clients.client_of(server.url) as client, counts.watched(client) as seen:
             before = await counts.read_counts(client)
             last = time.perf_counter() + cell.times[-1]
-            answers = await clients.come(client, cell.asks, cell.times, bar.step)
+            answers = await clients.come(client, cell.asks, cell.times)
+            server.settle()  # what it compiles now must not slow down the next one
             after = await counts.read_counts(client)
     except httpx.HTTPError as error:
         server.check()
@@ -212,32 +235,36 @@ async def _play(server: Server, cell: Cell, bar: Progress) -> Found:
             f"the server of {server.way.label} does not tell its metrics: {type(error).__name__}"
         ) from error
     server.check()
-    return Found(answers, counts.what_server_did(before, after) | counts.mean_in_use(seen, last))
+    return Found(answers, counts.growth(before, after), counts.seen_until(seen, last))
 
 
 # ---- the document -------------------------------------------------------------------------
 
 
 def _rate_of(
-    cell: Cell,
+    played: Played,
     servers: Sequence[Server],
-    found: Sequence[Found],
     plain: int | None,
     differences: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """All ways at one rate; texts are compared with those of the first way."""
-    facts = {"rate": cell.rate, "of_capacity": cell.of_capacity}
-    first = found[0 if plain is None else plain].answers
+    facts = {"rate": played.rate, "of_capacity": played.of_capacity}
+    runs_of = lambda way: [cell[way].answers for cell in played.cells]  # noqa: E731
+    first = runs_of(plain or 0)
     rows = []
-    for server, each in zip(servers, found, strict=True):
-        row = facts | _facts(server) | figures.summarise(each.answers) | each.facts
-        row |= figures.beside(each.answers, first)
+    for index, server in enumerate(servers):
+        runs, who = runs_of(index), _facts(server)
+        grown = sum((Counter(cell[index].grown) for cell in played.cells), Counter())
+        seen = list(itertools.chain(*(cell[index].seen for cell in played.cells)))
+        row = facts | who | figures.summarise(runs) | counts.what_server_did(grown)
+        row |= counts.mean_in_use(seen) | figures.beside(runs, first)
         if plain is None:
-            row |= dict.fromkeys((key for key in row if "plain" in key), None) | {"speedup": None}
-        wrong = figures.differences(each.answers, first, {"rate": cell.rate} | _facts(server))
+            row |= dict.fromkeys((key for key in row if "plain" in key), None)
+            row |= {"speedup": None, "runs": []}
+        wrong = figures.differences(runs, first, {"rate": played.rate} | who)
         rows.append(row | {"different": len(wrong)})
         differences += wrong
-    return facts | {"requests": len(cell.asks), "ways": rows}
+    return facts | {"requests": sum(map(len, first)), "ways": rows}
 
 
 def _beside_plain(
@@ -266,6 +293,7 @@ def _settings(args: argparse.Namespace, questions: Questions) -> dict[str, Any]:
         "left_out": questions.left_out,
         "seconds": None if args.requests else args.seconds or SECONDS,
         "requests": args.requests,
+        "repeats": args.repeats,
     }
 
 

@@ -22,6 +22,7 @@ def render(document: Mapping[str, Any]) -> str:
         table_of([cells for rate in document["rates"] for cells in _rate(rate["ways"])]),
         table_of([cells for rate in document["rates"] for cells in _work(rate["ways"])]),
         "\n".join(_worst(found) for found in document["beside_plain"]),
+        _compiled(document["rates"]),
         _differences(document["differences"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -90,10 +91,22 @@ def _same(row: Mapping[str, Any]) -> str:
 
 def _worst(found: Mapping[str, Any]) -> str:
     return (
-        f"{found['way']}: {short(found['speedup_at_lowest_rate'])} times as fast as plain at the "
-        f"lowest rate; at worst {short(found['lowest_throughput_over_plain'])} of its throughput "
-        f"and {short(found['lowest_p95_over_plain'])} times as fast at p95."
+        f"{found['way']}: {_sure(found['speedup_at_lowest_rate'])} times as fast as plain at the "
+        f"lowest rate; at worst {_sure(found['lowest_throughput_over_plain'])} of its throughput "
+        f"and {_sure(found['lowest_p95_over_plain'])} times as fast at p95."
     )
+
+
+def _sure(found: Mapping[str, Any]) -> str:
+    """`0.98 (0.96 to 1.01)`: a figure, and what single repeats give."""
+    known = [value for value in found["runs"] if value is not None]
+    spread = f" ({short(min(known))} to {short(max(known))})" if len(known) > 1 else ""
+    return short(found["value"]) + spread
+
+
+def _compiled(rates: Sequence[Mapping[str, Any]]) -> str:
+    count = sum(row["compiled"] for rate in rates for row in rate["ways"])
+    return f"{count} programs WERE COMPILED while this was measured." if count else ""
 
 
 def _differences(found: Sequence[Mapping[str, Any]]) -> str:

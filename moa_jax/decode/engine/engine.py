@@ -47,7 +47,7 @@ from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
-from moa_jax.decode.engine.rows import EVERY, Live, given_of, kind_of
+from moa_jax.decode.engine.rows import EVERY, Live, PromptLogProbs, given_of, kind_of
 from moa_jax.decode.engine.seats import Flight, Heard, Seats, Text, likely_of
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
@@ -67,6 +67,12 @@ class Request:
     stop_ids: tuple[int, ...]  # kept in the answer, as `Session` keeps them
     sampling: Sampling = GREEDY  # with its own seed
     top_logprobs: int | None = None  # None: none; 0: of the chosen tokens; k: and the k likeliest
+    prompt_logprobs: bool = False  # those of the prompt as well; `max_new_tokens` may be 0 then
+
+    @property
+    def takes_seat(self) -> bool:
+        """Whether rounds follow; the first token comes with the prompt."""
+        return self.max_new_tokens > 1
 
 
 class News(NamedTuple):
@@ -76,6 +82,8 @@ class News(NamedTuple):
     logprobs: Sequence[Likely] = ()  # of each token, if they were asked for
     finish: str = ""  # "", "stop", "length", "cancelled" or "error"
     error: str = ""  # a line for people, with "error"
+    # Of the prompt's next tokens, if they were asked for; nothing precedes the first
+    prompt_logprobs: Sequence[Likely | None] = ()
 
 
 CANCELLED = News([], finish="cancelled")
@@ -126,6 +134,8 @@ class _Job:
     request: Request
     hear: Callable[[News], None]
     text: Text
+    lacks: set[Hashable] = dataclasses.field(default_factory=set)  # programs, by name
+    num_scored: int = 0  # tokens of the prompt whose log-probabilities were told
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,6 +146,13 @@ class _Reading:
     live: Live
     rows: int
     left: int  # tokens
+
+
+class _Chunk(NamedTuple):
+    """Log-probabilities of a prompt that were asked for."""
+
+    job: _Job
+    found: PromptLogProbs
 
 
 class _First(NamedTuple):
@@ -204,7 +221,8 @@ class Engine:
         self._num_makings = 0  # makings that were ordered and did not end
         self._reading: _Reading | None = None
         self._flight: Flight | None = None
-        self._firsts: list[_First] = []
+        self._chunks: deque[_Chunk] = deque()
+        self._firsts: deque[_First] = deque()
         self._heard_at = 0.0  # when a call was last heard
         self._read_since = False  # whether a chunk was sent since the last call
         self._counts: Counter[str] = Counter()
@@ -304,7 +322,7 @@ class Engine:
     def _text_of(self, request: Request) -> Text:
         """The request as the thread needs it; raises InputError for one that cannot be."""
         prompt, new = request.prompt_ids, request.max_new_tokens
-        self.session.check([prompt], new)
+        self.session.check([prompt], new or int(request.prompt_logprobs))
         total = len(prompt) + new
         if total > self.max_tokens:
             raise InputError(
@@ -314,6 +332,8 @@ class Engine:
         vocab_size = self.session.target.config.vocab_size
         given = given_of(request.sampling, len(prompt), total, request.stop_ids, vocab_size)
         logprobs.check(request.top_logprobs, vocab_size)
+        if request.prompt_logprobs and request.top_logprobs is None:
+            raise InputError("prompt_logprobs without top_logprobs: say how many likeliest tokens")
         kind = kind_of(request.sampling, request.top_logprobs is not None)
         return Text(list(prompt), total, given, kind, request.top_logprobs, surely=len(prompt))
 
@@ -336,6 +356,7 @@ class Engine:
         heard, self._flight = self._flight, sent
         if heard is not None:
             self._hear(heard)
+        self._hear_chunks()
         self._hear_firsts()
 
     def _take_orders(self) -> None:
@@ -359,11 +380,26 @@ class Engine:
     def _enter(self, job: _Job) -> None:
         self._jobs[job.id] = job
         self._waiting.append(job)
-        making = needed(self.shelf, job.text.kind)
-        if (name := name_of(making)) in self._hopeless:
-            self._end(job, _error(self._hopeless[name]))
-        elif not self.shelf.serves(self.shelf.largest, job.text.kind.in_any_company):
+        for making in self._lacking(job):
+            name = name_of(making)
+            if name in self._hopeless:
+                self._end(job, _error(self._hopeless[name]))
+                return
+            job.lacks.add(name)
             self._order(making, next=True)
+
+    def _lacking(self, job: _Job) -> Iterator[Making]:
+        """What the request cannot be answered without and is not there."""
+        kind, shelf = job.text.kind, self.shelf
+        if job.request.takes_seat and not shelf.serves(shelf.largest, kind.in_any_company):
+            yield needed(shelf, kind)
+        rows = self._rows_for(job)
+        if job.request.prompt_logprobs and shelf.rows_to_score(rows) is None:
+            yield functools.partial(shelf.make_score, shelf.row_size(rows))
+
+    def _rows_for(self, job: _Job) -> int:
+        """Rows to read the prompt in, and for a first round."""
+        return len(job.request.prompt_ids) + 1 + self._draft_rows
 
     def _cancel(self, id: int) -> None:
         if job := self._jobs.get(id):
@@ -384,7 +420,8 @@ class Engine:
         lost = [*self._seats.texts, *(first.job.text for first in self._firsts)]
         self._seats.reset()
         self._prefixes.clear()
-        self._flight, self._firsts = None, []
+        self._flight = None
+        self._firsts.clear()
         for job in list(self._jobs.values()):
             if any(job.text is text for text in lost):
                 self._end(job, _error(error))
@@ -416,13 +453,10 @@ class Engine:
     # ---- reading prompts ----
 
     def _next(self) -> _Job | None:
-        """The first who waits and could be read now: there is a seat, and a program for it."""
+        """The first who waits and could be read now: there is a seat, and no program is lacking."""
         if len(self._seats.texts) >= self.num_slots:
             return None
-        largest = self.shelf.largest
-        serves = lambda kind: self.shelf.serves(largest, kind.in_any_company)  # noqa: E731
-        able = (job for job in self._waiting if serves(job.text.kind))
-        return next(able, None)
+        return next((job for job in self._waiting if not job.lacks), None)
 
     def _can_read(self) -> bool:
         return self._reading is not None or self._next() is not None
@@ -442,10 +476,14 @@ class Engine:
                 reading, self._reading = self._reading, None
                 if reading is None:
                     raise
-                self._counts["failures"] += 1
-                self._prefixes.clear()  # the fault may be in what was copied
-                logging.getLogger(__name__).exception("reading a prompt failed")
-                self._end(reading.job, _error(error))
+                self._lose(reading.job, error)
+
+    def _lose(self, job: _Job, error: Exception) -> None:
+        """Reading a prompt has failed."""
+        self._counts["failures"] += 1
+        self._prefixes.clear()  # the fault may be in what was copied
+        logging.getLogger(__name__).error("reading a prompt failed", exc_info=error)
+        self._end(job, _error(error))
 
     def _read_on(self) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
@@ -456,39 +494,49 @@ class Engine:
             self._reading = _Reading(job, None, 0, 0)
             self._begin(self._reading)
         reading, text = self._reading, self._reading.job.text
-        prompt = reading.job.request.prompt_ids
+        request, prompt = reading.job.request, reading.job.request.prompt_ids
         chunk = self.shelf.chunk(reading.rows, reading.left)
-        length_1 = np.array([len(prompt)], np.int32)
         name = ("read", reading.rows, chunk)
-        reading.live, hidden_1D = self.shelf.run(name, reading.live, length_1)
+        if request.prompt_logprobs:
+            chunk, name = self.shelf.chunks[-1], ("score", reading.rows)
+        length_1 = np.array([len(prompt)], np.int32)
+        reading.live, hidden_1D, scored = self.shelf.run(name, reading.live, length_1)
+        if scored is not None:
+            self._chunks.append(_Chunk(reading.job, scored))
         reading.left -= min(chunk, reading.left)
         self._read_since = True
         if reading.left:
             return chunk
-        kind = self.shelf.kind_of_first(reading.rows, text.kind)
-        given = device.together([text.given], kind)
-        found = self.shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
-        reading.live, *first = found
+        if request.max_new_tokens:
+            kind = self.shelf.kind_of_first(reading.rows, text.kind)
+            given = device.together([text.given], kind)
+            found = self.shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
+            reading.live, *first = found
+            self._firsts.append(_First(reading.job, *first))
         self._counts["prompt_tokens"] += len(prompt)
         text.known = len(prompt)
         self._keep(prompt, reading.live, reading.rows)
         self._reading = None
-        self._firsts.append(_First(reading.job, *first))
-        self._seats.enter(reading.live, reading.rows, text, len(self._waiting))
+        if request.takes_seat:
+            self._seats.enter(reading.live, reading.rows, text, len(self._waiting))
         return chunk
 
     def _begin(self, reading: _Reading) -> None:
         """A row for the prompt, with what a kept text that begins alike has of it."""
-        prompt = reading.job.request.prompt_ids
-        rows = self.shelf.row_size(len(prompt) + 1 + self._draft_rows)
-        kept, common = self._prefixes.longest(prompt[:-1])  # what its last token says is needed
-        self._counts["prefix_lookups"] += self._prefixes.most_bytes > 0
+        job, kept, common = reading.job, None, 0
+        prompt, rows = job.request.prompt_ids, self._rows_for(job)
+        if job.request.prompt_logprobs:  # what each of its tokens says is needed
+            rows = self.shelf.rows_to_score(rows)
+        else:
+            rows = self.shelf.row_size(rows)
+            kept, common = self._prefixes.longest(prompt[:-1])  # what its last token says is needed
+            self._counts["prefix_lookups"] += self._prefixes.most_bytes > 0
         if kept is not None:
             live = self.shelf.run(("resized", kept.rows, rows), kept.live)
             self._counts["prefix_hits"] += 1
             self._counts["prefix_tokens"] += common
         else:
-            live, common = self.shelf.run(("empty", Size(1, rows))), 0
+            live = self.shelf.run(("empty", Size(1, rows)))
         tokens_1C = np.zeros((1, rows + 1), np.int32)
         tokens_1C[0, : len(prompt)] = prompt
         length_1 = np.array([common], np.int32)
@@ -544,10 +592,32 @@ class Engine:
                 self._tell(job, news)
         self._pace.heard(flight.way, accepted, turned)
 
+    def _hear_chunks(self) -> None:
+        """Tells of prompts; chunks may overlap, and a part is told once."""
+        while self._chunks:
+            job, found = self._chunks.popleft()
+            if job.text.ended:
+                continue
+            try:
+                (begin,), found = jax.device_get(found)
+            except Exception as error:  # the prompt's row is lost, and no other
+                self._lose(job, error)
+                continue
+            length, told = len(job.request.prompt_ids), max(job.num_scored, 1)
+            new = slice(told - begin, length - begin)
+            likely = logprobs.as_list(found, 0, new, job.request.top_logprobs)
+            news = News([], prompt_logprobs=likely if job.num_scored else [None, *likely])
+            job.num_scored = told + len(likely)
+            if job.num_scored == length and not job.request.max_new_tokens:
+                self._end(job, news._replace(finish="length"))
+            else:
+                self._tell(job, news)
+
     def _hear_firsts(self) -> None:
-        firsts, self._firsts = self._firsts, []
-        for job, *first in firsts:
-            root_1, done_1, found = jax.device_get(first)
+        while self._firsts:
+            job, *first = self._firsts[0]
+            root_1, done_1, found = jax.device_get(first)  # `_fail` looks for it here
+            self._firsts.popleft()
             if job.text.ended:
                 continue
             news = News(root_1.tolist(), likely_of(job.text, found, 0, 1))
@@ -561,7 +631,7 @@ class Engine:
         """The end of an answer that was not cut short; its text is kept for prompts like it."""
         text = job.text
         stopped = text.tokens[-1] in job.request.stop_ids
-        if self._prefixes.wants(text.tokens[: text.known]):
+        if job.request.takes_seat and self._prefixes.wants(text.tokens[: text.known]):
             live, rows = self._seats.copy(text)
             self._keep(text.tokens[: text.known], live, rows)
         self._end(job, news._replace(finish="stop" if stopped else "length"))
@@ -605,15 +675,16 @@ class Engine:
         return is_new
 
     def _made(self, name: Hashable, failure: Exception | None) -> None:
-        """Ends those who wait for a program that could not be made; it is not tried again."""
+        """Those who wait for a program have it, or end: one that failed is not tried again."""
         self._num_makings -= 1
+        waiting = [job for job in self._waiting if name in job.lacks]
+        for job in waiting:
+            job.lacks.discard(name)
         if failure is None:
             return
         self._hopeless[name] = failure
-        needs = lambda job: name_of(needed(self.shelf, job.text.kind))  # noqa: E731
-        lost = [job for job in self._waiting if needs(job) == name]
-        self._counts["failures"] += bool(lost)
-        for job in lost:
+        self._counts["failures"] += bool(waiting)
+        for job in waiting:
             self._end(job, _error(failure))
 
 

@@ -16,6 +16,7 @@ state, so one state serves all of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from moa_jax.decode.programs import one
 from moa_jax.decode.sample import Law, Said, settings_of
 from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.errors import InputError
+from moa_jax.model import llama
 
 Array = jax.Array
 
@@ -73,6 +75,13 @@ class Report(NamedTuple):
     known_B: Array  # tokens that all caches hold
     counts_B2R: Array  # of each round: tokens committed, nodes drafted; 0 where a row was done
     logprobs: LogProbs | None  # of the W tokens, where the setup asks for them
+
+
+class PromptLogProbs(NamedTuple):
+    """What the target thought of tokens of a prompt; those behind its end are of nothing."""
+
+    begin_B: Array  # index of the first
+    logprobs: LogProbs
 
 
 # ---- a text comes and goes ----------------------------------------------------------------
@@ -122,12 +131,23 @@ def resized(setup: Setup, weights: Weights, live: Live, *, rows: int) -> Live:
 
 def read(
     setup: Setup, weights: Weights, live: Live, prompt_length_B: Array, *, chunk: int
-) -> tuple[Live, Array]:
-    """Reads the next chunk of the prompts; also the last state (B, D) that was read."""
-    now, hidden_BD = step.read_chunk(
+) -> tuple[Live, Array, PromptLogProbs | None]:
+    """Reads the next chunk of the prompts; also the last state (B, D) that was read.
+
+    What the target thought of the next tokens comes with it where the setup asks for it.
+    """
+    now, hidden_BD, tapped = step.read_chunk(
         setup, weights, live.now, live.tokens_BC, prompt_length_B, chunk
     )
-    return Live(step.all_known(now), live.tokens_BC), hidden_BD
+    live = Live(step.all_known(now), live.tokens_BC)
+    if setup.top_logprobs is None:
+        return live, hidden_BD, None
+    T = tapped.hidden_BTD.shape[1]
+    begin_B = now.length_B - jnp.minimum(prompt_length_B, T) + 1  # a chunk may have gone back
+    tokens_BT = _picked(live.tokens_BC, begin_B[:, None] + jnp.arange(T))
+    unembed = functools.partial(llama.unembed, weights.target)
+    found = logprobs.logprobs_along(unembed, tapped.hidden_BTD, tokens_BT, setup.top_logprobs)
+    return live, hidden_BD, PromptLogProbs(begin_B, found)
 
 
 def first(
@@ -172,14 +192,13 @@ def call(
     state = step.decode(setup, weights, state, limits, law)
     now = state.now._replace(said=Said())
     index_BW = begin_B[:, None] + 1 + jnp.arange(MOST_ROUNDS * setup.shape.levels)
-    pick = jax.vmap(lambda row, at: row.at[at].get(mode="clip"))
     report = Report(
         now.length_B - begin_B,
-        pick(state.tokens_BC, index_BW),
+        _picked(state.tokens_BC, index_BW),
         now.done_B,
         now.length_B if now.behind is None else now.behind.known_B,
         state.counts_B2R,
-        jax.tree.map(lambda rows: pick(rows, index_BW), state.logprobs),
+        jax.tree.map(lambda rows: _picked(rows, index_BW), state.logprobs),
     )
     return Live(now, state.tokens_BC), report
 
@@ -189,6 +208,10 @@ def catch_up(setup: Setup, weights: Weights, live: Live) -> Live:
     nothing_B = jnp.zeros(0, jnp.int32)
     state = DecodeState(live.now, live.tokens_BC, nothing_B, nothing_B)
     return Live(step.catch_up(setup, weights, state).now, live.tokens_BC)
+
+
+def _picked(rows_BC: Array, index_BW: Array) -> Array:
+    return jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(rows_BC, index_BW)
 
 
 def _law(setup: Setup, given: Given) -> Law:

@@ -264,8 +264,7 @@ def likely_of(text: Text, found: LogProbs | None, row: int, count: int) -> list[
     """What a text wants to know of its first `count` tokens of a window, on the host."""
     if text.top_logprobs is None:
         return []
-    each = logprobs.as_list(found, row, slice(count))
-    return [Likely(logprob, top[: text.top_logprobs]) for logprob, top in each]
+    return logprobs.as_list(found, row, slice(count), text.top_logprobs)
 
 
 def _most(kinds: Sequence[Any]) -> Kind:

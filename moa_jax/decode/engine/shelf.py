@@ -124,6 +124,11 @@ class Shelf:
         """The rows of the shortest single text for which programs are there."""
         return _at_least(self._ready_rows, rows)
 
+    def rows_to_score(self, rows: int) -> int | None:
+        """The same where the prompt's log-probabilities are wanted; None if none is there."""
+        there = (size for size in self._ready_rows if ("score", size) in self._ready)
+        return next((size for size in there if size >= rows), None)
+
     def chunk(self, rows: int, count: int) -> int:
         """The chunk to read `count` tokens in, the largest one if it takes several."""
         there = [size for size in self.chunks if ("read", rows, size) in self._ready]
@@ -168,6 +173,12 @@ class Shelf:
         """Reading a prompt in smaller chunks."""
         row, one = self._form(Size(1, rows)), jax.ShapeDtypeStruct((1,), jnp.int32)
         self._make(("read", rows, chunk), device.read, row, one, chunk=chunk)
+
+    def make_score(self, rows: int) -> None:
+        """Reading a prompt in the largest chunk, with its log-probabilities."""
+        row, one = self._form(Size(1, rows)), jax.ShapeDtypeStruct((1,), jnp.int32)
+        chunk = self.chunks[-1]
+        self._make(("score", rows), device.read, row, one, likely=True, chunk=chunk)
 
     def make_first(self, rows: int, kind: Kind) -> None:
         """The first token behind a prompt in so many rows, for fewer kinds than all."""

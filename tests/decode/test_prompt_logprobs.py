@@ -1,0 +1,200 @@
+"""Log-probabilities of prompts from an engine: those of one pass over the text, chunk by chunk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.config import Sampling
+from moa_jax.decode import logprobs
+from moa_jax.decode.engine import Engine, Request
+from moa_jax.decode.engine.prefixes import Prefixes
+from moa_jax.decode.engine.rows import LIKELY
+from moa_jax.decode.engine.wanted import needed
+from moa_jax.errors import InputError
+from moa_jax.model import llama, masks
+from tests.decode.test_engine import (
+    Listener,
+    alone,
+    answers,
+    engine_of,
+    failing,
+    mixed,
+    split,
+    target,
+)
+
+CHUNK = 32
+RANDOM = np.random.default_rng(3)
+TEXT = tuple(RANDOM.integers(0, 61, 90).tolist())
+
+
+@pytest.fixture(scope="module", params=[None, pytest.param("moa-1", marks=pytest.mark.slow)])
+def engine(request) -> Iterator[Engine]:
+    """One whose background is at rest, so that what is compiled does not depend on the time."""
+    made = engine_of(request.param, num_slots=2, chunk=CHUNK)
+    needed(made.shelf, LIKELY)()
+    for rows in made.shelf.rows:
+        made.shelf.make_score(rows)
+    made.session.background.submit = lambda *job, **rest: None
+    made.start()
+    yield made
+    made.close()
+
+
+def asking(prompt: tuple[int, ...], new: int, top: int = 3, **rest) -> Request:
+    settings = {"stop_ids": (), "sampling": Sampling(0.9, top_k=9, seed=4)} | rest
+    return Request(prompt, new, **settings, top_logprobs=top, prompt_logprobs=True)
+
+
+def by_one_pass(prompt: tuple[int, ...]) -> np.ndarray:
+    """The log-probabilities (T - 1, V) of what follows each token but the last."""
+    text_1T = jnp.array([prompt])
+    context = llama.Context(jnp.arange(len(prompt))[None], masks.line(len(prompt)))
+    found = llama.forward(target().config, target().params, text_1T, context)
+    logits_1TV = llama.unembed(target().params, found.hidden_BTD)
+    return np.asarray(jax.nn.log_softmax(logits_1TV))[0, :-1]
+
+
+def of_prompt(listener: Listener) -> list[logprobs.Likely | None]:
+    return [each for news in listener.all for each in news.prompt_logprobs]
+
+
+def assert_as_one_pass(request: Request, listener: Listener) -> None:
+    listener.assert_one_end()
+    nothing, *likely = of_prompt(listener)
+    assert nothing is None and len(likely) == len(request.prompt_ids) - 1
+    for token, each, log_V in zip(
+        request.prompt_ids[1:], likely, by_one_pass(request.prompt_ids), strict=True
+    ):
+        assert each.logprob == pytest.approx(log_V[token], abs=1e-4)
+        likeliest = np.sort(log_V)[::-1][: request.top_logprobs]
+        np.testing.assert_allclose([p for _, p in each.top], likeliest, atol=1e-4)
+        np.testing.assert_allclose([log_V[id] for id, _ in each.top], likeliest, atol=1e-4)
+
+
+# Lengths and likeliest tokens; the last two go back in their last chunk.
+ASKED = {1: 3, 2: 0, CHUNK - 1: 1, CHUNK: 20, CHUNK + 1: 2, len(TEXT): 5}
+
+
+@pytest.mark.parametrize("new", [0, 1, 7])
+def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
+    """Beside others, in any settings; the answer that follows is plain decoding's."""
+    requests = [asking(TEXT[:length], new, top) for length, top in ASKED.items()]
+    others = mixed(4, 6)
+    found = answers(engine, [*requests, *others])
+    for request, listener in zip(requests, found, strict=False):
+        assert_as_one_pass(request, listener)
+        wanted = alone(replace(request, top_logprobs=None)) if new else ([], "length")
+        assert (listener.token_ids, listener.all[-1].finish) == wanted
+        own = [each for news in listener.all for each in news.logprobs]
+        assert [len(each.top) for each in own] == [request.top_logprobs] * new
+    for request, listener in zip(others, found[len(requests) :], strict=True):
+        assert (listener.token_ids, listener.all[-1].finish) == alone(request)
+        assert not of_prompt(listener)
+
+
+def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine, monkeypatch):
+    """And what was read so serves others."""
+    monkeypatch.setattr(engine, "_prefixes", Prefixes(1 << 30))
+    before, request = engine.load(), asking(TEXT, 0)
+    for _ in range(2):
+        (listener,) = answers(engine, [request])
+        assert_as_one_pass(request, listener)
+    assert engine.load().prefix_lookups == before.prefix_lookups
+    assert engine.load().prompt_tokens == before.prompt_tokens + 2 * len(TEXT)
+    plain = Request((*TEXT, 5), 9, ())
+    (listener,) = answers(engine, [plain])
+    assert (listener.token_ids, listener.all[-1].finish) == alone(plain)
+    assert engine.load().prefix_tokens == before.prefix_tokens + len(TEXT)
+
+
+@pytest.mark.parametrize("what", ["score", "first"])
+def test_a_chunk_that_fails_ends_its_own_request(engine, what, monkeypatch):
+    failing(engine, monkeypatch, what, [1])
+    requests = [asking(TEXT[:20], 1), asking(TEXT[:30], 1), asking(TEXT[:25], 0)]
+    lost, fine = split(found := answers(engine, requests))
+    assert lost == [1]
+    for index in fine:
+        assert_as_one_pass(requests[index], found[index])
+
+
+def test_what_the_device_cannot_tell_ends_its_own_request(engine, monkeypatch):
+    """An error of the device shows when its arrays are read."""
+    get, count = jax.device_get, itertools.count()
+
+    def broken(found):
+        if isinstance(found, tuple) and hasattr(found, "begin_B") and next(count) == 1:
+            raise RuntimeError("the device is on fire")
+        return get(found)
+
+    monkeypatch.setattr(jax, "device_get", broken)
+    requests = [asking(TEXT[:20], 0), asking(TEXT, 0), asking(TEXT[:25], 3)]
+    lost, fine = split(found := answers(engine, requests))
+    assert lost == [1]
+    for index in fine:
+        assert_as_one_pass(requests[index], found[index])
+
+
+def test_others_do_not_wait_for_the_program(monkeypatch):
+    """It is made when it is first asked for; where it cannot be made, nobody waits for ever."""
+    engine = engine_of(None, num_slots=2, chunk=CHUNK)
+    make, orders = engine.shelf.make_score, []
+    monkeypatch.setattr(engine, "_make_next", lambda wanted: None)
+    submit = engine.session.background.submit
+    later = lambda name, job, next: bool(orders.append((name, job)) or True)  # noqa: E731
+    monkeypatch.setattr(engine.session.background, "submit", later)
+    engine.start()
+    try:
+        request, plain = asking(TEXT[:40], 1), Request(TEXT[:40], 5, ())
+        engine.submit(request, listener := Listener())
+        (other,) = answers(engine, [plain])
+        assert other.token_ids == alone(plain)[0] and not listener.all
+        ((name, job),) = orders
+        submit(name, job)
+        listener.wait()
+        assert_as_one_pass(request, listener)
+
+        def broken(rows: int) -> None:
+            raise RuntimeError("the device is on fire")
+
+        monkeypatch.setattr(engine.shelf, "rows_to_score", lambda rows: None)
+        broken.__name__ = "another"
+        monkeypatch.setattr(engine.shelf, "make_score", broken)
+        monkeypatch.setattr(engine.session.background, "submit", submit)
+        for _ in range(2):
+            lost, _ = split(answers(engine, [request, plain]))
+            assert lost == [0]
+        assert engine.load().failures == 1
+        assert make is not engine.shelf.make_score
+    finally:
+        engine.close()
+
+
+def test_what_cannot_be_asked_is_refused(engine):
+    for request, message in [
+        (replace(asking((5,), 3), top_logprobs=None), "prompt_logprobs without top_logprobs"),
+        (Request((5,), 0, (), top_logprobs=2), "ask for at least 1"),
+        (asking((5,), -1), "ask for at least 1"),
+        (asking((5,), 0, top=21), "21 likeliest"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            engine.submit(request, Listener())
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 21])
+def test_pieces_make_no_difference(width, monkeypatch):
+    monkeypatch.setattr(logprobs, "PIECE", 8)
+    hidden_BTD = jnp.asarray(RANDOM.normal(size=(2, width, 5)), jnp.float32)
+    head_DV = jnp.asarray(RANDOM.normal(size=(5, 17)), jnp.float32)
+    tokens_BT = jnp.asarray(RANDOM.integers(0, 17, (2, width)))
+    found = logprobs.logprobs_along(lambda x: x @ head_DV, hidden_BTD, tokens_BT, 3)
+    wanted = logprobs.logprobs_of(hidden_BTD @ head_DV, tokens_BT, 3)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
