@@ -152,7 +152,7 @@ class Attention(nn.Module):
         self, x_BTD: Array | Normed, turn: Rotation, seen: Seen, past: KV | None = None
     ) -> tuple[Array, KV, KV | None]:
         packed_BTKXE = self.packed(x_BTD)
-        heads_BKXTE = rotate_packed(packed_BTKXE, turn)
+        heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel does it itself, but for rows
         rows = rows_of(heads_BKXTE)
         if isinstance(seen, Sight):
             mixed_BTKGE, past = attend_cached(packed_BTKXE, turn, past, seen)
