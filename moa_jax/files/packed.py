@@ -6,14 +6,15 @@
     array   (in, out)    and they are cast into columns of the array
 
 What takes longest is the kernel clearing the pages of these arrays, so each is written once, by
-all threads, and devices that are CPUs take it over. Pages are mapped as the system maps them.
-Numpy would ask for pages of 2 MiB, which a virtual machine may have to fetch from its host, and
-that takes ten times longer.
+all threads, and devices that are CPUs take it over. In pages of 2 MiB, as numpy's own arrays,
+memory is cleared several times as fast as in pages of 4 KiB. Memory that a virtual machine has
+to fetch from its host takes ten times longer in either.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import mmap
@@ -106,9 +107,11 @@ def _rows_at_once(row_bytes: int) -> int:
 
 
 def _paged(shape: convert.Shape, dtype: np.dtype) -> np.ndarray:
-    """A new array that starts with a page."""
+    """A new array that starts with a page, in pages of 2 MiB where the system has them."""
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # other systems; kernels without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)
 
 
