@@ -6,15 +6,15 @@
     array   (in, out)    and they are cast into columns of the array
 
 What takes longest is the kernel clearing the pages of these arrays, so each is written once, by
-all threads, and devices that are CPUs take it over. In pages of 2 MiB, as numpy's own arrays,
-memory is cleared several times as fast as in pages of 4 KiB. Memory that a virtual machine has
-to fetch from its host takes ten times longer in either.
+all threads, and devices that are CPUs take it over. Pages are mapped as the system maps them.
+Numpy would ask for pages of 2 MiB. These are cleared two to four times as fast where a machine
+owns its memory. But a virtual machine may hand free blocks of 2 MiB back to its host, and to fetch
+them again takes ten times longer, while smaller pages come from what it kept.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import math
 import mmap
@@ -107,11 +107,9 @@ def _rows_at_once(row_bytes: int) -> int:
 
 
 def _paged(shape: convert.Shape, dtype: np.dtype) -> np.ndarray:
-    """A new array that starts with a page, in pages of 2 MiB where the system has them."""
+    """A new array that starts with a page."""
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # other systems; kernels without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)
 
 

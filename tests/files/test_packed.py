@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -83,22 +81,6 @@ def test_the_cpu_client_turns_as_numpy_does(monkeypatch):
     assert turned_OI.T.flags.c_contiguous
     monkeypatch.setattr(packed, "_cpu", lambda: None)
     np.testing.assert_array_equal(packed._turned(rows_OI).view(np.uint16), rows_OI.view(np.uint16))
-
-
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-
-
-@pytest.mark.skipif(not LARGE_PAGES.is_dir(), reason="no large pages on this system")
-def test_arrays_ask_for_large_pages():
-    array = packed._paged((3 << 20,), np.dtype(np.uint8))
-    mappings = re.findall(
-        r"^(\w+)-(\w+) .*?^VmFlags:([^\n]*)",
-        Path("/proc/self/smaps").read_text(encoding="utf-8"),
-        re.DOTALL | re.MULTILINE,
-    )
-    place = array.ctypes.data
-    (flags,) = (f for start, end, f in mappings if int(start, 16) <= place < int(end, 16))
-    assert "hg" in flags.split()
 
 
 @pytest.mark.parametrize("turned_on_host", [None, 0])
