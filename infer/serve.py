@@ -63,9 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
         engine.prepare()
         engine.start()
         try:
-            return asyncio.run(_serve(args, server, listener))
+            code = asyncio.run(_serve(args, server, listener))
         finally:
             engine.close()
+    engine.session.background.leave(code)  # nobody waits for what is compiled for later
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

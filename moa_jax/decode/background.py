@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from typing import NoReturn
 
 Job = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -19,8 +21,8 @@ class Background:
     """Does jobs one after the other in a thread, each of them once.
 
     A process that ends waits for the job that was begun, since a compiler must not lose the ground
-    under its feet, and leaves out the others. A job that fails is logged: what it would have made
-    is simply not there.
+    under its feet, and leaves out the others; one in a hurry may `leave`. A job that fails is
+    logged: what it would have made is simply not there.
     """
 
     def __init__(self) -> None:
@@ -30,16 +32,23 @@ class Background:
         self._thread: threading.Thread | None = None
         _ALL.add(self)
 
-    def submit(self, name: Hashable, job: Job, next: bool = False) -> None:
-        """Does a job, unless one of this name was ever given; `next` is before all that wait."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is done or waits."""
+        return self._thread is not None
+
+    def submit(self, name: Hashable, job: Job, next: bool = False) -> bool:
+        """Does a job, `next` before all that wait; False if one of this name was ever given."""
         with self._lock:
             if name in self._known:
-                return
+                return False
             self._known.add(name)
             (self._jobs.appendleft if next else self._jobs.append)(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="background", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="background", daemon=True)
+                thread.start()
+                self._thread = thread  # one that has not started cannot be waited for
+        return True
 
     def wait(self) -> None:
         """Returns when nothing is left to do."""
@@ -47,11 +56,18 @@ class Background:
         if thread is not None:
             thread.join()
 
-    def stop(self) -> None:
-        """Leaves out what was not begun, and returns when what was begun is done."""
+    def drop(self) -> None:
+        """Leaves out what was not begun."""
         with self._lock:
             self._jobs.clear()
-        self.wait()
+
+    def leave(self, code: int) -> None:
+        """Ends the process with this exit code if a job was begun, which may take a while.
+
+        No thread of it runs on, so nothing is lost but that job.
+        """
+        if self.is_busy:
+            _exit(code)
 
     def _work(self) -> None:
         while True:
@@ -74,7 +90,15 @@ def _stop_all() -> None:
     """Before the interpreter ends; whoever interrupts the wait ends the process at once."""
     try:
         for background in list(_ALL):
-            background.stop()
+            background.drop()
+            background.wait()
     except KeyboardInterrupt:
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
+        _exit(INTERRUPTED)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process at once, with what it has said."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads, a closed file
+            stream.flush()
+    os._exit(code)

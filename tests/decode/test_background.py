@@ -12,15 +12,17 @@ from moa_jax.decode.background import Background
 def test_jobs_are_done_in_order_and_once(caplog):
     done, begin = [], threading.Event()
     background = Background()
-    background.submit("wait", begin.wait)
-    for name in "abab":
-        background.submit(name, lambda name=name: done.append(name))
+    assert background.submit("wait", begin.wait) and background.is_busy
+    for index, name in enumerate("abab"):
+        is_new = background.submit(name, lambda name=name: done.append(name))
+        assert is_new == (index < 2)
     background.submit("broken", lambda: 1 / 0)
     background.submit("c", lambda: done.append("c"))
     background.submit("first", lambda: done.append("first"), next=True)
     assert not done
     begin.set()
     background.wait()
+    assert not background.is_busy
     assert done == ["first", "a", "b", "c"] and "division by zero" in caplog.text
     background.submit("d", lambda: done.append("d"))
     background.wait()
@@ -45,6 +47,18 @@ def test_a_process_that_ends_leaves_out_what_was_not_begun():
         [sys.executable, "-c", CODE, "0.5"], capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ends\ndone\n", "")
+
+
+def test_whoever_is_in_a_hurry_leaves_what_was_begun():
+    """With its own exit code, and with all that it has said; where nothing is done it goes on."""
+    code = CODE + "print('last'); background.leave(7); print('never')"
+    begin = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "60"], capture_output=True, text=True, timeout=50
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "ends\nlast\n", "")
+    assert time.monotonic() - begin < 30
+    Background().leave(7)
 
 
 def test_whoever_interrupts_the_wait_ends_the_process():

@@ -6,6 +6,7 @@ import functools
 import itertools
 import queue
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -18,10 +19,12 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
+from moa_jax.decode.engine.engine import MOST_CHUNKS
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
-from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
+from moa_jax.decode.engine.rows import EVERY, LIKELY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.shelf import Shelf, Size
+from moa_jax.decode.engine.wanted import wanted_soon
 from moa_jax.decode.session import GREEDY
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import KINDS, drafter, target
@@ -90,6 +93,7 @@ def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Eng
     settings = dict(num_slots=4, max_tokens=200, chunk=32) | rest
     found = Engine(target(), name and drafter(name), shape if name else None, **settings)
     found.prepare()
+    found._make_ahead = lambda: None  # most of a test is compiling
     return found
 
 
@@ -150,6 +154,15 @@ def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
     for listener in listeners:
         listener.wait()
     return listeners
+
+
+def settle(engine: Engine, requests: list[Request]) -> None:
+    """Asks again and again, until nothing more is made for such requests."""
+    known, before = engine.session.background._known, -1
+    while len(known) > before:
+        engine.session.background.wait()
+        before = len(known)
+        answers(engine, requests)
 
 
 def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
@@ -221,7 +234,11 @@ def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeyp
     long = Request((5, 9), 150, NO_STOP, LAWS[1])
     requests = [long, *mixed(6, 2, longest=60)]
     assert_as_alone(requests, answers(started(engine), requests))
-    assert set(sizes) >= {Size(1, 128), Size(2, 128), Size(2, 256)}
+    assert set(sizes) >= {Size(2, 128), Size(2, 256)}
+    before = len(sizes)
+    pair = [long, Request((7, 9), 12, NO_STOP)]
+    assert_as_alone(pair, answers(engine, pair))
+    assert 2 in {size.slots for size in sizes[before:]} and sizes[-1] == Size(1, 256)
     before = len(sizes)
     assert_as_alone([long], answers(engine, [long]))
     assert set(sizes[before:]) == {Size(1, 128), Size(1, 256)}
@@ -232,7 +249,7 @@ def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, mon
     assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(4, 256)
     requests = [Request((5, 9, index), 30, NO_STOP, LAWS[1]) for index in range(2)]
     assert_as_alone(requests, answers(started(engine), requests))
-    engine.session.background.wait()
+    settle(engine, requests)
     assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(2, 256)
     assert engine.shelf.kind_of_call(Size(2, 256), PLAIN, kind_of(LAWS[1])) == Kind(WARM)
     assert_as_alone(requests, answers(engine, requests))
@@ -255,8 +272,7 @@ def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, starte
         engine = engine_of(name, ways=ways, num_slots=3)
         assert "MainThread" in threads
         requests = mixed(12, 3)
-        answers(started(engine), requests)
-        engine.session.background.wait()
+        settle(started(engine), requests)
         answers(engine, requests)
     finally:
         jax.monitoring.unregister_event_duration_listener(compiled)
@@ -281,6 +297,53 @@ def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
     monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): Noted()})
     shelf.make_call(shelf.largest, PLAIN, EVERY)
     assert rounds == [1]
+
+
+def test_programs_are_wanted_in_the_order_of_use(monkeypatch):
+    """One alone, many, log-probabilities, some; then longer texts. Many draft modestly or not."""
+    engine = Engine(target(), drafter("moa-1"), CHAIN, ways=(LONG,), num_slots=8, max_tokens=200)
+    monkeypatch.setattr(engine.shelf, "rows", (256, 512))
+    made = [(making.func.__name__, *making.args) for making in wanted_soon(engine.shelf)]
+    greedy, calls = (
+        kind_of(GREEDY),
+        [each for each in made if each[0] in ("make_size", "make_call")],
+    )
+    assert [each[1:] for each in calls[:6]] == [
+        (Size(1, 256), greedy),
+        (Size(1, 256), PLAIN, greedy),
+        (Size(8, 256), greedy),
+        (Size(8, 256), CHAIN, greedy),
+        (Size(8, 512), PLAIN, LIKELY),
+        (Size(2, 256), greedy),
+    ]
+    assert engine.shelf.ways_for(2) == [CHAIN, PLAIN, LONG]
+    assert engine.shelf.ways_for(4) == engine.shelf.ways_for(8) == [PLAIN, CHAIN]
+    sizes = [each[1] for each in calls]
+    assert sizes[-4:] == [Size(1, 512), Size(8, 512), Size(2, 512), Size(4, 512)]
+
+
+def test_what_will_be_wanted_is_made_while_nobody_is_there(monkeypatch):
+    """One after the other, until all is there; what cannot be made is not tried again."""
+    engine, made = engine_of(None, num_slots=2), []
+    del engine._make_ahead
+
+    def make(name: str, *args: object) -> None:
+        made.append((name, *args))
+        if name == "make_state":
+            raise RuntimeError("the device is on fire")
+
+    for name in ("make_rows", "make_state", "make_size", "make_call", "make_read", "make_first"):
+        instead = functools.partial(make, name)
+        instead.__name__ = name
+        monkeypatch.setattr(engine.shelf, name, instead)
+    wanted = [(making.func.__name__, *making.args) for making in wanted_soon(engine.shelf)]
+    monkeypatch.setattr(engine, "prepare", lambda: None)
+    engine.start()
+    end = time.monotonic() + WAIT_S
+    while len(made) < len(set(wanted)) and time.monotonic() < end:
+        time.sleep(0.01)
+    engine.close()
+    assert made == list(dict.fromkeys(wanted))
 
 
 # ---- ways ---------------------------------------------------------------------------------
@@ -314,7 +377,7 @@ def test_what_the_table_does_not_know_is_measured():
     """Each way gets calls now and then until it has a figure; then the chooser has them all."""
     programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
     seconds = {PLAIN: 0.001, CHAIN: 0.1, TREE: 0.2}
-    pace, taken = Pace(Chooser(tuple(programs), CHAIN), None, CHAIN), Counter()
+    pace, taken = Pace(Chooser(tuple(programs), CHAIN), None, lambda batch: CHAIN), Counter()
     for _ in range(80):
         program, rounds = pace.choose(2, programs, hurry=False)
         way = program[1]
@@ -328,16 +391,51 @@ def test_what_the_table_does_not_know_is_measured():
 def test_nothing_is_tried_beside_a_chunk():
     """Such a call has no time of its own, so a slow way would be tried again and again."""
     programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
-    pace = Pace(Chooser(tuple(programs), CHAIN), None, CHAIN)
+    pace = Pace(Chooser(tuple(programs), CHAIN), None, lambda batch: CHAIN)
     found = [pace.choose(2, programs, hurry=True) for _ in range(40)]
     assert found == [(programs[CHAIN], 1)] * 40
     found = [pace.choose(2, programs, hurry=False)[0] for _ in range(40)]
     assert programs[PLAIN] in found
 
 
+def test_many_do_not_draft_for_want_of_figures():
+    """Nor in a hurry; those of the nearest batch stand in where a size has none of its own."""
+    programs = lambda size: {way: (size, way) for way in (CHAIN, PLAIN)}  # noqa: E731
+    first = lambda batch: PLAIN if batch > 4 else CHAIN  # noqa: E731
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, first)
+    few, many, more = programs(2), programs(8), programs(16)
+    assert [pace.choose(n, few if n == 2 else many, True)[0] for n in (8, 2)] == [
+        many[PLAIN],
+        few[CHAIN],
+    ]
+    for way, seconds in ((CHAIN, 0.001), (PLAIN, 0.1)):
+        for _ in range(3):
+            pace.took(many[way], 1, seconds)
+    assert pace.choose(8, many, True)[0] == many[CHAIN]
+    assert pace.choose(16, more, True)[0] == more[CHAIN]
+    for way, seconds in ((CHAIN, 0.1), (PLAIN, 0.001)):
+        for _ in range(3):
+            pace.took(more[way], 1, seconds)
+    assert pace.choose(16, more, True)[0] == more[PLAIN]
+    assert pace.choose(8, many, True)[0] == many[CHAIN]
+
+
+def test_nothing_is_learned_while_something_is_compiled(started, monkeypatch):
+    """A compiler takes the cores that a call would have had."""
+    engine = engine_of(None, num_slots=1)
+    request = Request((5, 9), 60, NO_STOP)
+    monkeypatch.setattr(engine.session.background, "submit", lambda *job, **rest: True)
+    assert_as_alone([request], answers(started(engine), [request]))
+    assert engine._num_makings == 1 and not engine._pace._round_s
+    engine._num_makings = 0
+    monkeypatch.setattr(engine.session.background, "submit", lambda *job, **rest: False)
+    assert_as_alone([request], answers(engine, [request]))
+    assert engine._pace._round_s
+
+
 def test_calls_are_short_where_somebody_is_read():
     """About as long as a chunk; and no call is longer than news may take."""
-    pace, program = Pace(None, None, CHAIN), "program"
+    pace, program = Pace(None, None, lambda batch: CHAIN), "program"
     assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 1)
     for _ in range(3):
         pace.took(program, 8, 8 * 0.01)
@@ -345,6 +443,42 @@ def test_calls_are_short_where_somebody_is_read():
     for _ in range(3):
         pace.took_with_chunk(program, 1, 0.01 + 0.032)
     assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 3)
+
+
+# ---- reading ----
+
+
+def test_more_chunks_are_read_where_more_wait_than_sit(monkeypatch):
+    """Of several prompts, too, but never many at once, for those who sit wait meanwhile."""
+    engine, turns = serving(None), []
+    run, send = engine.shelf.run, engine._send
+
+    def noted(name, *arrays):
+        if name[0] == "read":
+            turns[-1].append(name[2])
+        return run(name, *arrays)
+
+    def sent():
+        turns.append([])
+        return send()
+
+    turns.append([])
+    monkeypatch.setattr(engine.shelf, "run", noted)
+    monkeypatch.setattr(engine, "_send", sent)
+    requests = [Request((index,) * 30, 40, NO_STOP) for index in range(12)]
+    blocked, free = threading.Event(), threading.Event()
+    engine._orders.put(lambda: (blocked.set(), free.wait(WAIT_S)))
+    blocked.wait(WAIT_S)  # so that all are there at once
+    listeners = [Listener() for _ in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        engine.submit(request, listener)
+    free.set()
+    for listener in listeners:
+        listener.wait()
+    assert_as_alone(requests, listeners)
+    read = [sum(turn) for turn in turns if turn]
+    assert read[0] == MOST_CHUNKS * 32 and max(read) == read[0]
+    assert sum(read) == 12 * 32
 
 
 # ---- ends ---------------------------------------------------------------------------------
@@ -459,6 +593,40 @@ def test_closing_lets_answers_end_in_the_time_they_have():
     hurried.start()
     hurried.close()
     assert [listener.wait().finish for listener in listeners] == ["cancelled"] * 2
+
+
+def test_an_engine_starts_once_and_a_listener_may_close_it():
+    """Those who are answered hear so, and nobody waits for himself."""
+    engine = engine_of(None, num_slots=2)
+    names = lambda: [each.name for each in threading.enumerate()].count("engine")  # noqa: E731
+    before = names()
+    engine.start()
+    engine.start()
+    assert names() == before + 1
+    listeners = [Listener(), Listener()]
+
+    def closing(news: News) -> None:
+        listeners[0](news)
+        if not news.finish:
+            engine.close(drain_s=0.0)
+
+    engine.submit(Request((5,), 190, NO_STOP), closing)
+    engine.submit(Request((6,), 190, NO_STOP), listeners[1])
+    assert [listener.wait().finish for listener in listeners] == ["cancelled"] * 2
+    engine.close()
+    for listener in listeners:
+        listener.assert_one_end()
+    assert names() == before
+
+
+def test_an_answer_that_takes_too_long_to_drain_is_cut(started):
+    """Also one that waits for a program, while nothing else is to be done."""
+    engine = engine_of(None, num_slots=1)
+    engine.session.background.submit = lambda *job, **rest: None
+    engine.start()
+    engine.submit(Request((5,), 5, NO_STOP, top_logprobs=1), never := Listener())
+    engine.close(drain_s=0.2)
+    assert never.wait().finish == "cancelled"
 
 
 # ---- failures -----------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 engine.py   requests in, news out            seats.py      who sits in a batch, and its calls
 shelf.py    compiled programs, by size       rows.py       what these do on the device
-pace.py     how long a call is, which way    prefixes.py   texts kept for prompts that begin alike
+wanted.py   which of them are made next      prefixes.py   texts kept for prompts that begin alike
+pace.py     how long a call is, which way
 """
 
 from moa_jax.decode.engine.engine import Closed, Engine, Full, Load, News, Request, Ticket

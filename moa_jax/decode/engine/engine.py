@@ -11,27 +11,31 @@
                                            insert ------->    | nobody                 |
                                                               | prompt . answer . root |
 
-A turn of the thread: take orders; send one chunk of the prompt that is being read; send a call,
-which is some rounds of all who sit; hear the call before it; hear a first token. So the device has
-its next work before the host looks at the last, and whoever ended idles for one call.
+A turn of the thread: take orders; send a chunk of the prompt that is being read, and more of them
+where more wait than sit; send a call, which is some rounds of all who sit; hear the call before it;
+hear first tokens. So the device has its next work before the host looks at the last, and whoever
+ended idles for one call.
 
 Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
 positions, and rows know nothing of each other. A program that is not compiled yet is made in the
-background while a larger one serves; the engine's thread itself never compiles. Only the first who
-asks for log-probabilities waits until there is a program that gives them.
+background while a larger one serves; the engine's thread itself never compiles. One is made at a
+time, that which is wanted most just then; and while nobody is there, what will be wanted first. Who
+asks for log-probabilities before that waits until there is a program that gives them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,9 +47,10 @@ from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
-from moa_jax.decode.engine.rows import EVERY, Kind, Live, given_of, kind_of
+from moa_jax.decode.engine.rows import EVERY, Live, given_of, kind_of
 from moa_jax.decode.engine.seats import Flight, Heard, Seats, Text, likely_of
 from moa_jax.decode.engine.shelf import Shelf, Size
+from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
 from moa_jax.decode.logprobs import Likely, LogProbs
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
@@ -74,6 +79,7 @@ class News(NamedTuple):
 
 
 CANCELLED = News([], finish="cancelled")
+MOST_CHUNKS = 4  # of prompts, from one call to the next
 
 
 class Ticket(NamedTuple):
@@ -183,7 +189,8 @@ class Engine:
         self.shelf = Shelf(self.session, num_slots, max_tokens + self._draft_rows, blank)
         behind = self.session.most_behind
         self._seats = Seats(self.shelf, self._nobody, self._draft_rows, behind)
-        self._pace = Pace(self.session.chooser, costs, self.session.shape)
+        first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731
+        self._pace = Pace(self.session.chooser, costs, first_way)
         if prefix_bytes is None:
             prefix_bytes = self.shelf.num_bytes // 2
         self._prefixes = Prefixes(prefix_bytes)
@@ -193,7 +200,8 @@ class Engine:
         self._num_waiting, self._closed = 0, False
         self._jobs: dict[int, _Job] = {}  # all that have not ended
         self._waiting: deque[_Job] = deque()
-        self._hopeless: dict[Kind, Exception] = {}  # kinds whose program could not be made
+        self._hopeless: dict[Hashable, Exception] = {}  # programs that could not be made
+        self._num_makings = 0  # makings that were ordered and did not end
         self._reading: _Reading | None = None
         self._flight: Flight | None = None
         self._firsts: list[_First] = []
@@ -204,7 +212,7 @@ class Engine:
         self._rounds: Counter[DraftShape] = Counter()
         self._accepted = [0] * (max(way.levels for way in self.session.ways) - 1)
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._ends_at, self._stopping = math.inf, False
 
     # ---- for any thread ----
 
@@ -231,37 +239,40 @@ class Engine:
         self._orders.put(functools.partial(self._cancel, ticket.id))
 
     def start(self) -> None:
-        """Starts the engine's thread, after `prepare`."""
+        """Starts the engine's thread, after `prepare`, unless it was started before."""
         self.prepare()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
 
     def prepare(self) -> None:
         """Compiles what serves every request, so that the engine's thread never has to.
 
         That is all slots with the longest caches and with the shortest, since what stands in until
-        more is there should not be much slower; and a short, greedy text alone. One thing is made
-        when it is first asked for: until then calls cannot give log-probabilities.
+        more is there should not be much slower; and a short text alone. All else can wait, and
+        until there is more calls cannot give log-probabilities.
         """
-        shelf, greedy = self.shelf, kind_of(GREEDY)
-        for size in (shelf.largest, Size(shelf.slots[-1], shelf.rows[0])):
+        shelf = self.shelf
+        for size in (shelf.largest, Size(shelf.slots[-1], shelf.rows[0]), Size(1, shelf.rows[0])):
             shelf.make_size(size, EVERY)
-            shelf.make_size(size, greedy)
-        shelf.make_size(Size(1, shelf.rows[0]), greedy)
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests; those that have not ended after `drain_s` hear "cancelled"."""
+        """Takes no more requests; those that have not ended after `drain_s` hear "cancelled".
+
+        It returns when all have heard their last, but at once where a listener calls it. What is
+        compiled at the time is left to `session.background`.
+        """
         with self._lock:
             self._closed = True
-        end = time.monotonic() + drain_s
-        while (self._num_waiting or self._jobs) and time.monotonic() < end:
-            time.sleep(0.01)
-        self._orders.put(self._stop)
+        if self._thread is None:
+            drain_s = 0.0  # nobody would be answered
+        self._orders.put(functools.partial(self._end_by, time.monotonic() + drain_s))
         if self._thread is None:
             self._run()
-        else:
+        elif self._thread is not threading.current_thread():
             self._thread.join()
-        self.session.background.stop()
+        self.session.background.drop()
 
     def load(self) -> Load:
         """A snapshot for people and metrics."""
@@ -320,16 +331,7 @@ class Engine:
         self._take_orders()
         if self._stopping:
             return
-        try:
-            self._read_on()
-        except Exception as error:  # the prompt's row is lost, and no other
-            reading, self._reading = self._reading, None
-            if reading is None:
-                raise
-            self._counts["failures"] += 1
-            self._prefixes.clear()  # the fault may be in what was copied
-            logging.getLogger(__name__).exception("reading a prompt failed")
-            self._end(reading.job, _error(error))
+        self._read()
         sent = self._send()
         heard, self._flight = self._flight, sent
         if heard is not None:
@@ -338,37 +340,37 @@ class Engine:
 
     def _take_orders(self) -> None:
         """Does what was ordered; waits for an order where there is nothing else to do."""
-        can_read = self._reading is not None or self._next() is not None
-        if not (self._flight or self._seats.texts or self._firsts or can_read):
+        if not (self._flight or self._seats.texts or self._firsts or self._can_read()):
+            self._make_ahead()
+            self._wait()
+        while not self._orders.empty():  # nobody else takes any
             self._orders.get()()
-        while not self._stopping:
-            try:
-                order = self._orders.get_nowait()
-            except queue.Empty:
-                return
-            order()
+        if self._ends_at < math.inf and (not self._jobs or time.monotonic() >= self._ends_at):
+            self._stop()
+
+    def _wait(self) -> None:
+        """Does the next order, unless the end comes first."""
+        if not self._jobs and self._ends_at < math.inf:
+            return
+        left = self._ends_at - time.monotonic()
+        with contextlib.suppress(queue.Empty):
+            self._orders.get(timeout=max(left, 0.0) if left < math.inf else None)()
 
     def _enter(self, job: _Job) -> None:
         self._jobs[job.id] = job
         self._waiting.append(job)
-        served = job.text.kind.in_any_company
-        if served in self._hopeless:
-            self._end(job, _error(self._hopeless[served]))
-        elif not self.shelf.serves(self.shelf.largest, served):
-            make = self.shelf.make_call
-            make = functools.partial(make, self.shelf.largest, self.shelf.own, served)
-            self._order(make, functools.partial(self._give_up, served))
-
-    def _give_up(self, served: Kind, error: Exception) -> None:
-        """Ends those who wait for a program that could not be made; it is not tried again."""
-        self._counts["failures"] += 1
-        self._hopeless[served] = error
-        for job in [job for job in self._waiting if job.text.kind.in_any_company == served]:
-            self._end(job, _error(error))
+        making = needed(self.shelf, job.text.kind)
+        if (name := name_of(making)) in self._hopeless:
+            self._end(job, _error(self._hopeless[name]))
+        elif not self.shelf.serves(self.shelf.largest, job.text.kind.in_any_company):
+            self._order(making, next=True)
 
     def _cancel(self, id: int) -> None:
         if job := self._jobs.get(id):
             self._end(job, CANCELLED)
+
+    def _end_by(self, when: float) -> None:
+        self._ends_at = min(self._ends_at, when)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -422,12 +424,33 @@ class Engine:
         able = (job for job in self._waiting if serves(job.text.kind))
         return next(able, None)
 
-    def _read_on(self) -> None:
-        """Sends one chunk of a prompt; after its last, the text takes a seat."""
+    def _can_read(self) -> bool:
+        return self._reading is not None or self._next() is not None
+
+    def _coming(self) -> int:
+        """How many want a seat."""
+        return len(self._waiting) + (self._reading is not None)
+
+    def _read(self) -> None:
+        """Sends chunks of prompts: one, and a few where more wait for them than sit."""
+        each = self._coming() // max(1, len(self._seats.texts))
+        budget = self.shelf.chunks[-1] * min(max(1, each), MOST_CHUNKS)
+        while budget > 0 and self._can_read():
+            try:
+                budget -= self._read_on()
+            except Exception as error:  # the prompt's row is lost, and no other
+                reading, self._reading = self._reading, None
+                if reading is None:
+                    raise
+                self._counts["failures"] += 1
+                self._prefixes.clear()  # the fault may be in what was copied
+                logging.getLogger(__name__).exception("reading a prompt failed")
+                self._end(reading.job, _error(error))
+
+    def _read_on(self) -> int:
+        """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
         if self._reading is None:
             job = self._next()
-            if job is None:
-                return
             self._waiting.remove(job)
             self._leaves_waiting()
             self._reading = _Reading(job, None, 0, 0)
@@ -441,19 +464,18 @@ class Engine:
         reading.left -= min(chunk, reading.left)
         self._read_since = True
         if reading.left:
-            return
+            return chunk
         kind = self.shelf.kind_of_first(reading.rows, text.kind)
         given = device.together([text.given], kind)
         found = self.shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
-        if kind != text.kind:
-            self._order(functools.partial(self.shelf.make_first, reading.rows, text.kind))
         reading.live, *first = found
         self._counts["prompt_tokens"] += len(prompt)
         text.known = len(prompt)
         self._keep(prompt, reading.live, reading.rows)
         self._reading = None
         self._firsts.append(_First(reading.job, *first))
-        self._seats.enter(reading.live, reading.rows, text)
+        self._seats.enter(reading.live, reading.rows, text, len(self._waiting))
+        return chunk
 
     def _begin(self, reading: _Reading) -> None:
         """A row for the prompt, with what a kept text that begins alike has of it."""
@@ -488,12 +510,14 @@ class Engine:
         """Sends a call for all who sit, and wishes for the programs that would serve better."""
         if not self._seats.texts:
             return None
-        programs = self._seats.ready()
-        hurry = self._reading is not None or self._next() is not None
-        program, rounds = self._pace.choose(self._seats.size.slots, programs, hurry)
-        self._wish(programs)
+        programs = self._seats.ready(self._coming())
+        self._make_next(wanted_now(self.shelf, self._seats, self._coming()))
+        at_rest = not self._num_makings
+        slots = self._seats.size.slots
+        program, rounds = self._pace.choose(slots, programs, self._can_read(), at_rest)
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False
+        flight.at_rest = at_rest
         return flight
 
     def _hear(self, flight: Flight) -> None:
@@ -501,9 +525,10 @@ class Engine:
         heard, turned = self._seats.hear(flight)
         now = time.perf_counter()
         seconds, self._heard_at = now - max(self._heard_at, flight.sent), now
-        if flight.alone and not flight.read_before:
+        at_rest = flight.at_rest and not self._num_makings
+        if at_rest and flight.alone and not flight.read_before:
             self._pace.took(flight.program, turned, seconds)
-        elif flight.read_before:
+        elif at_rest and flight.read_before:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._rounds[flight.way] += turned
         accepted = []
@@ -551,39 +576,45 @@ class Engine:
 
     # ---- programs that are not there yet ----
 
-    def _wish(self, programs: dict[DraftShape, tuple[Size, DraftShape, Kind]]) -> None:
-        """Orders what would serve better, in the background: sizes, then kinds and ways."""
-        waiting = len(self._waiting) + (self._reading is not None)
-        wanted, larger = self._seats.wishes(waiting)
-        size, kind, shelf = self._seats.size, self._seats.kind, self.shelf
-        self._order(functools.partial(shelf.make_size, wanted, kind))
-        if size == wanted:
-            for way in (shelf.own, *shelf.ways):
-                if way not in programs or programs[way][2] != kind:
-                    self._order(functools.partial(shelf.make_call, size, way, kind))
-            self._order(functools.partial(shelf.make_call, size, shelf.own, EVERY))
-        self._order(functools.partial(shelf.make_size, larger, kind))
+    def _make_next(self, wanted: Iterator[Making]) -> None:
+        """Has the first of these made that never was, unless something is being made."""
+        if not self._num_makings:
+            any(self._order(making) for making in wanted)  # the first that is new ends it
 
-    def _order(
-        self, job: functools.partial[None], failed: Callable[[Exception], None] | None = None
-    ) -> None:
-        """Has something made in the background, once.
+    def _make_ahead(self) -> None:
+        """While nobody is there."""
+        if not self._closed:
+            self._make_next(wanted_soon(self.shelf))
 
-        With `failed` somebody waits for it: it is made next, and the engine's thread hears of a
-        failure.
-        """
+    def _order(self, making: Making, next: bool = False) -> bool:
+        """Has something made in the background, once; False if it was ordered before."""
+        name = name_of(making)
 
         def do() -> None:
+            failure = None
             try:
-                job()
+                making()
             except Exception as error:
-                if failed is not None:
-                    self._orders.put(functools.partial(failed, error))
+                failure = error
                 raise
-            self._orders.put(lambda: None)  # somebody may have waited for it
+            finally:
+                self._orders.put(functools.partial(self._made, name, failure))
 
-        name = (job.func.__name__, *job.args)
-        self.session.background.submit(name, do, next=failed is not None)
+        is_new = self.session.background.submit(name, do, next=next)
+        self._num_makings += bool(is_new)
+        return is_new
+
+    def _made(self, name: Hashable, failure: Exception | None) -> None:
+        """Ends those who wait for a program that could not be made; it is not tried again."""
+        self._num_makings -= 1
+        if failure is None:
+            return
+        self._hopeless[name] = failure
+        needs = lambda job: name_of(needed(self.shelf, job.text.kind))  # noqa: E731
+        lost = [job for job in self._waiting if needs(job) == name]
+        self._counts["failures"] += bool(lost)
+        for job in lost:
+            self._end(job, _error(failure))
 
 
 def _error(error: Exception) -> News:

@@ -3,12 +3,14 @@
 Costs come from a table where it knows the batch, until the engine's own calls have told them of
 every way. Where the table does not know all, a way that has no figure yet gets a call now and then.
 Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
-table, which holds what was measured on a machine at rest.
+table, which holds what was measured on a machine at rest. Until a size has its figures those of the
+nearest batch stand in, and before there are any the first way of such a batch is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from moa_jax.config import DraftShape
@@ -44,18 +46,28 @@ class Measured:
 class Pace:
     """Ways and lengths of calls, and the seconds that they took."""
 
-    def __init__(self, chooser: Chooser | None, costs: Costs | None, own: DraftShape) -> None:
-        self._chooser, self._costs, self._own = chooser, costs, own
+    def __init__(
+        self,
+        chooser: Chooser | None,
+        costs: Costs | None,
+        first: Callable[[int], DraftShape],
+    ) -> None:
+        """`first` says which way a batch takes for want of figures."""
+        self._chooser, self._costs, self._first = chooser, costs, first
+        self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
         self._round_s: dict[Any, Measured] = {}  # by program
         self._chunk_s = Measured()
         self._calls, self._last_trial = 0, 0
 
     def choose(
-        self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool
+        self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool, at_rest: bool = True
     ) -> tuple[Any, int]:
-        """The program of the next call, and its rounds; a few in a `hurry`: somebody is read."""
+        """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
+
+        Nothing is tried where the machine is not `at_rest`, for nothing would be learned.
+        """
         self._calls += 1
-        way, rounds = self._way(batch, programs, hurry)
+        way, rounds = self._way(batch, programs, at_rest and not hurry)
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -82,23 +94,35 @@ class Pace:
             self._chooser.heard(way, accepted, rounds)
 
     def _way(
-        self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool
+        self, batch: int, programs: Mapping[DraftShape, Any], alone: bool
     ) -> tuple[DraftShape, int]:
+        first = self._first(batch)
         if self._chooser is None:
-            return self._own, MOST_ROUNDS
+            return first, MOST_ROUNDS
+        priced = {way: shape for way in programs if (shape := priced_as(way)) is not None}
+        own = {shape: ms for way, shape in priced.items() if (ms := self._ms(programs[way]))}
+        self._ms_of_batch.setdefault(batch, {}).update(own)
         table = self._costs.for_batch(batch) if self._costs else {}
-        own = {way: self._ms(program) for way, program in programs.items()}
-        priced = [way for way in programs if priced_as(way) is not None]
-        untried = [way for way in priced if own[way] is None]
-        known = [way for way in priced if priced_as(way) in table]
-        if len(known) < len(priced) and not hurry:  # a call beside a chunk has no time of its own
+        untried = [way for way, shape in priced.items() if shape not in own]
+        # A call beside a chunk has no time of its own.
+        if alone and not table.keys() >= set(priced.values()):
             due = untried or [way for way in priced if self._is_old(programs[way])]
             if due and self._calls - self._last_trial > CALLS_BETWEEN_TRIALS:
                 self._last_trial = self._calls
                 return due[0], ROUNDS_OF_A_TRIAL
-        if not (untried and known):
-            table = {priced_as(way): own[way] for way in priced if own[way] is not None}
+        if not untried:
+            table = own
+        elif not table.keys() & set(priced.values()):
+            table = self._nearest(batch, set(priced.values())) or own
+            if priced.get(first) not in table and first in programs:
+                return first, MOST_ROUNDS
         return self._chooser.next(table, programs)
+
+    def _nearest(self, batch: int, shapes: Set[DraftShape]) -> Mapping[DraftShape, float]:
+        """The figures of the nearest batch that has them of all these shapes."""
+        found = [each for each, ms in self._ms_of_batch.items() if ms.keys() >= shapes]
+        nearest = min(found, key=lambda each: abs(math.log(each / batch)), default=None)
+        return {} if nearest is None else self._ms_of_batch[nearest]
 
     def _ms(self, program: Any) -> float | None:
         measured = self._round_s.get(program)

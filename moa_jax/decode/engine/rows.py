@@ -228,6 +228,7 @@ class Kind(NamedTuple):
 
 
 EVERY = Kind(WHOLE)  # but for log-probabilities
+LIKELY = Kind(WHOLE, likely=True)
 
 
 def kind_of(sampling: Sampling, likely: bool = False) -> Kind:

@@ -25,7 +25,7 @@ from moa_jax.decode.engine.rows import GREEDY, MOST_ROUNDS, Given, Kind, Live, R
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
 
-CALLS_OF_PATIENCE = 8  # calls for which a smaller state must have been enough
+ROUNDS_OF_A_MOVE = 16  # of the smaller state: what there and back costs, and figures that are lost
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,6 +54,7 @@ class Flight:
     sent: float  # seconds
     alone: bool  # nothing else was sent to the state since the call before it
     read_before: bool = False  # a chunk was sent since then
+    at_rest: bool = True  # nothing was compiled beside it
 
     @property
     def way(self) -> DraftShape:
@@ -92,7 +93,8 @@ class Seats:
         self._ended: set[int] = set()  # rows that the device may think of as under way
         self._behind = 0  # rounds of plain decoding that the drafter has not read
         self._given: dict[Kind, Given] = {}  # on the device
-        self._spare = 0  # calls for which a smaller state would have been enough
+        self._wasted = 0  # what a smaller state would have saved, in costs of rounds
+        self._best: Size | None = None  # for those who sit and come, of what is there
         self._disturbed = True  # something else than a call was sent
 
     @property
@@ -111,9 +113,12 @@ class Seats:
 
     # ---- come and go ----
 
-    def enter(self, row: Live, rows: int, text: Text) -> None:
-        """Seats a text that was read in a row of its own; there is always a state large enough."""
-        self._fit([*self.texts, text])
+    def enter(self, row: Live, rows: int, text: Text, coming: int = 0) -> None:
+        """Seats a text that was read in a row of its own; there is always a state large enough.
+
+        `coming` more will soon want a seat.
+        """
+        self._fit([*self.texts, text], coming)
         self._put(row, rows, text)
 
     def leave(self, text: Text) -> None:
@@ -152,15 +157,22 @@ class Seats:
         longest = max(min(t.total, t.surely + t.ahead + self._most_new + 1) for t in texts)
         return len(texts), longest + self._draft_rows
 
-    def _fit(self, texts: Sequence[Text]) -> None:
-        """Moves to another size where this one is too small, or was too large for a while."""
-        needs, kind = self._needs(texts), _most([text.kind for text in texts])
-        best, size = self._shelf.best(*needs, kind), self._size
-        if size and self._shelf.fits(size, *needs) and self._shelf.serves(size, kind):
-            self._spare = self._spare + 1 if 2 * best.cost <= size.cost else 0
-            if best == size or (self.texts and self._spare < CALLS_OF_PATIENCE):
+    def _fit(self, texts: Sequence[Text], coming: int) -> None:
+        """Moves to another size where this one is too small, or a smaller one will soon pay."""
+        (slots, rows), kind = self._needs(texts), _most([text.kind for text in texts])
+        seats = self._seats_for(slots, coming)
+        best, size = self._shelf.best(seats, rows, kind), self._size
+        if size and self._shelf.fits(size, slots, rows) and self._shelf.serves(size, kind):
+            self._best = best
+            if best.cost >= size.cost:
+                self._wasted = 0
+            if self.texts and self._wasted <= ROUNDS_OF_A_MOVE * best.cost:
                 return
-        self._move(best)
+        if best != size:
+            self._move(best)
+
+    def _seats_for(self, slots: int, coming: int) -> int:
+        return min(slots + coming, self._shelf.slots[-1])
 
     def _move(self, size: Size) -> None:
         old, before, sitting = self._state, self._size, list(enumerate(self._texts))
@@ -174,24 +186,23 @@ class Seats:
         for index, text in moving:
             row = self._shelf.run(("take", before), old, np.int32(index))
             self._put(row, before.rows, text)
+        self._best = size
 
-    def wishes(self, waiting: int) -> list[Size]:
-        """Sizes that would serve better than what is there; others are soon wanted.
+    def wishes(self, coming: int) -> list[Size]:
+        """The size that would serve best, and the one that is wanted when texts have grown.
 
-        `waiting` more texts would sit if they could.
+        `coming` more would sit if they could.
         """
-        if not self.texts:
-            return []
         slots, rows = self._needs(self.texts)
-        slots = min(slots + waiting, self._shelf.slots[-1])
-        ahead = min(2 * rows, self._shelf.rows[-1])
-        return [self._shelf.wanted(slots, rows), self._shelf.wanted(slots, ahead)]
+        slots = self._seats_for(slots, coming)
+        end = max(text.total for text in self.texts) + self._draft_rows
+        return [self._shelf.wanted(slots, rows), self._shelf.wanted(slots, min(2 * rows, end))]
 
     # ---- calls ----
 
-    def ready(self) -> dict[DraftShape, tuple[Size, DraftShape, Kind]]:
-        """The ways that a call can take now, each with its program."""
-        self._fit(self.texts)
+    def ready(self, coming: int = 0) -> dict[DraftShape, tuple[Size, DraftShape, Kind]]:
+        """The ways that a call can take now, each with its program; `coming` more will sit soon."""
+        self._fit(self.texts, coming)
         kind, found = self.kind, {}
         for way in self._shelf.ways:
             served = self._shelf.kind_of_call(self._size, way, kind)
@@ -202,6 +213,7 @@ class Seats:
     def send(self, program: tuple[Size, DraftShape, Kind], rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
+        self._wasted += rounds * max(0, size.cost - self._best.cost)
         if self._behind and (way.num_drafted or self._behind == self._most_behind):
             self._state = self._shelf.run(("catch_up", size), self._state)
             self._behind, self._disturbed = 0, True

@@ -6,6 +6,9 @@
 A call is also compiled for a way to draft and for a kind of settings: one that serves more kinds
 can stand in. The thread that decodes uses what is there, and never compiles. `Background` makes
 what is missing, and until then something larger serves.
+
+Where many sit side by side, drafts that are rejected cost most, so plain decoding is the way that
+is made first, and nothing is made that drafts more than the pair's own way.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
 from moa_jax.decode.engine import rows as device
-from moa_jax.decode.engine.rows import EVERY, Given, Kind, Live
+from moa_jax.decode.engine.rows import EVERY, LIKELY, Given, Kind, Live
 from moa_jax.decode.programs import Program, Programs, cache_rows_for
 from moa_jax.decode.session import Session
 from moa_jax.decode.step import Weights
@@ -52,6 +55,7 @@ class Shelf:
         self.rows = _powers(LEAST_ROWS, cache_rows_for(num_rows))
         self.chunks = _powers(LEAST_CHUNK, session.chunks(1)[0])
         self.ways, self.own = session.ways, session.shape
+        self._few = max(1, num_slots // 4)
         self._session, self._blank = session, blank
         dtype = session.target.params["embed"].dtype
         top = min(logprobs.MOST, session.target.config.vocab_size)
@@ -98,7 +102,14 @@ class Shelf:
 
     def serves(self, size: Size, kind: Kind) -> bool:
         """Whether a state of this size can decode this kind."""
-        return self.kind_of_call(size, self.own, kind) is not None
+        return any(self.kind_of_call(size, way, kind) is not None for way in self.ways)
+
+    def ways_for(self, slots: int) -> list[DraftShape]:
+        """The ways that such a batch may take, the one that it takes for want of figures first."""
+        if slots <= self._few:
+            return sorted(self.ways, key=lambda way: way != self.own)
+        modest = [way for way in self.ways if way.num_drafted <= self.own.num_drafted]
+        return sorted(modest, key=lambda way: way.num_drafted)
 
     def kind_of_call(self, size: Size, way: DraftShape, kind: Kind) -> Kind | None:
         """The least kind that serves this one and is compiled, None if none is."""
@@ -121,34 +132,42 @@ class Shelf:
     # ---- what is made ----
 
     def make_size(self, size: Size, kind: Kind = EVERY) -> None:
-        """All that a state of this size needs, with calls of its own way for one kind."""
+        """All that a state of this size needs, with calls of its first way for one kind."""
         self.make_rows(size.rows)
+        self.make_state(size)
+        self.make_call(size, self.ways_for(size.slots)[0], kind)
+        if size not in self._ready_sizes:
+            self._ready_sizes = (*self._ready_sizes, size)
+
+    def make_state(self, size: Size) -> None:
+        """What a state of this size needs beside calls."""
         state, row, index = self._form(size), self._form(Size(1, size.rows)), _number()
         self._make(("empty", size), device.empty, slots=size.slots, rows=size.rows)
         self._make(("insert", size), device.insert, state, row, index)
         self._make(("take", size), device.take, state, index, donate=False)
         if self._session.most_behind:
             self._make(("catch_up", size), device.catch_up, state)
-        self.make_call(size, self.own, kind)
-        if size not in self._ready_sizes:
-            self._ready_sizes = (*self._ready_sizes, size)
 
     def make_rows(self, rows: int) -> None:
-        """All that reading a prompt into so many rows needs."""
+        """What reading a prompt into so many rows needs, in the largest chunk."""
         if rows in self._ready_rows:
             return
         row = self._form(Size(1, rows))
         one = jax.ShapeDtypeStruct((1,), jnp.int32)
         self._make(("empty", Size(1, rows)), device.empty, slots=1, rows=rows)
         self._make(("restart", rows), device.restart, row, row.tokens_BC, one)
-        for chunk in reversed(self.chunks):
-            self._make(("read", rows, chunk), device.read, row, one, chunk=chunk)
-        self.make_first(rows, EVERY._replace(likely=True))
+        self.make_read(rows, self.chunks[-1])
+        self.make_first(rows, LIKELY)
         there = sorted({*self._ready_rows, rows})
         for pair in ((a, b) for a in there for b in there if rows in (a, b)):
             form = self._form(Size(1, pair[0]))
             self._make(("resized", *pair), device.resized, form, donate=False, rows=pair[1])
         self._ready_rows = tuple(there)
+
+    def make_read(self, rows: int, chunk: int) -> None:
+        """Reading a prompt in smaller chunks."""
+        row, one = self._form(Size(1, rows)), jax.ShapeDtypeStruct((1,), jnp.int32)
+        self._make(("read", rows, chunk), device.read, row, one, chunk=chunk)
 
     def make_first(self, rows: int, kind: Kind) -> None:
         """The first token behind a prompt in so many rows, for fewer kinds than all."""
