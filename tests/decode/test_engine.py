@@ -23,6 +23,7 @@ from moa_jax.decode.engine.engine import MOST_CHUNKS
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, LIKELY, WARM, Kind, given_of, kind_of, together
+from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import wanted_soon
 from moa_jax.decode.session import GREEDY
@@ -236,12 +237,37 @@ def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeyp
     assert_as_alone(requests, answers(started(engine), requests))
     assert set(sizes) >= {Size(2, 128), Size(2, 256)}
     before = len(sizes)
-    pair = [long, Request((7, 9), 12, NO_STOP)]
-    assert_as_alone(pair, answers(engine, pair))
-    assert 2 in {size.slots for size in sizes[before:]} and sizes[-1] == Size(1, 256)
-    before = len(sizes)
     assert_as_alone([long], answers(engine, [long]))
     assert set(sizes[before:]) == {Size(1, 128), Size(1, 256)}
+
+
+def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
+    """What it saves must be worth the move; nobody moves where more are coming."""
+    engine = Engine(target(), num_slots=4, max_tokens=200)
+    small, large = Size(1, 256), Size(4, 256)
+    monkeypatch.setattr(engine.shelf, "_ready_sizes", (small, large))
+    monkeypatch.setattr(engine.shelf, "kind_of_call", lambda size, way, kind: kind)
+    monkeypatch.setattr(engine.shelf, "run", lambda name, *arrays: (None, None))
+    seats, sizes = engine._seats, []
+    stays, goes = (engine._text_of(Request((5,), 150, NO_STOP)) for _ in range(2))
+
+    def call(coming: int) -> None:
+        program = seats.ready(coming)[PLAIN]
+        sizes.append(program[0])
+        seats.send(program, 1)
+
+    seats.enter(None, 256, stays)
+    call(coming=1)
+    assert sizes.pop() == small  # large enough, until the other one is there
+    seats.enter(None, 256, goes)
+    seats.leave(goes)
+    for coming in (*[1] * 9, *[0] * 9):
+        call(coming)
+    rounds = ROUNDS_OF_A_MOVE // 3 + 1  # each of which saves three rows
+    assert sizes == [large] * (9 + rounds) + [small] * (9 - rounds)
+    seats.leave(stays)
+    seats.enter(None, 256, goes, coming=1)
+    assert seats.size == large
 
 
 def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, monkeypatch):
