@@ -72,7 +72,7 @@ def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
 def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
     grid, trained = toy_grid(tmp_path), []
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
-    monkeypatch.setattr(grids, "train", lambda runs, target: trained.extend(runs))
+    monkeypatch.setattr(grids, "train", lambda runs, *rest: trained.extend(runs))
     asked = lambda rates: grids.main(["--config", "given", "--learning-rates", rates])  # noqa: E731
     for text in ("1e-4", "0.0001", "1.0e-04"):
         trained.clear()
@@ -230,7 +230,7 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     shutil.copy(CONVERSATIONS, data)
     grid = with_cell(toy_grid(tmp_path), data_train=(str(data),))
     run = grids.runs_of(grid)[0]
-    finished = lambda config: finish(run, 1.5) or True  # noqa: E731
+    finished = lambda config, flags: finish(run, 1.5) or True  # noqa: E731
     monkeypatch.setattr(grids, "distill", finished)
     assert grids.train([run], TARGET) and grids.is_finished(run, TARGET)
     assert grids.files_of(run.config)[str(data)]["bytes"] == data.stat().st_size
