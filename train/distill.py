@@ -2,7 +2,8 @@
 
 Settings of the config file are overridden by dotted flags, as in --optim.total_steps 200.
 A run that was cut off goes on from its last checkpoint when the same command is given again,
-on as many devices and processes as there are then.
+on as many devices and processes as there are then. With `--target-cache DIR` the target passes over
+each row of the data once, whatever the number of epochs and drafters.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ cells, learning rates and seeds may be added later. A finished run is not done a
 where it was made with other settings or data. With `--cells a,b` and `--learning-rates 1e-4`
 several processes share the work. The report, Markdown and JSON in the grid's directory, has what
 is there so far: tau of greedy decoding on held-out prompts, with the target's own stops and with
-answers that all go on to the limit.
+answers that all go on to the limit. With `--done report.json` the rows of earlier reports count as
+done, so that a grid grows over days and machines. With `--target-cache DIR` all cells read one
+cache of the target.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished

@@ -69,12 +69,23 @@ def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
     ) -> tuple[Array, Metrics]:
         batch = jax.tree.map(lambda x: sharding.constrain(x, "rows"), batch)
         if isinstance(batch, TappedBatch):
-            tapped, batch = tapped_of(cfg, drafter.taps, frozen, batch.parts), batch.batch
+            parts, batch = _apart(batch.parts, progress < 0), batch.batch
+            tapped = tapped_of(cfg, drafter.taps, frozen, parts)
         else:
             tapped = tap(cfg, drafter, frozen, batch, dtype)
         return drafter.loss(params, drafter.borrow(frozen), batch, tapped, key, progress)
 
     return loss
+
+
+def _apart(parts: Parts, never: Array) -> Parts:
+    """`parts` as they are, behind a branch that is never taken.
+
+    A compiler joins the reading of a micro-batch to what follows, which then rounds in another
+    way than behind the target's layers; over a branch it joins nothing.
+    """
+    blank = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
+    return jax.lax.cond(never, blank, lambda x: x, parts)
 
 
 def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) -> Probe:
