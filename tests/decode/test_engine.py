@@ -636,8 +636,8 @@ def test_an_engine_starts_once_and_a_listener_may_close_it():
         if not news.finish:
             engine.close(drain_s=0.0)
 
-    engine.submit(Request((5,), 190, NO_STOP), closing)
     engine.submit(Request((6,), 190, NO_STOP), listeners[1])
+    engine.submit(Request((5,), 190, NO_STOP), closing)
     assert [listener.wait().finish for listener in listeners] == ["cancelled"] * 2
     engine.close()
     for listener in listeners:
