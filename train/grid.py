@@ -47,7 +47,6 @@ from moa_jax.pretrained import Target, describe_target, load_drafter, load_targe
 from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records
-from moa_jax.training.target_cache import union
 from moa_jax.version import __version__
 from train.distill import distill, with_vocabulary
 from train.run import target_cache
@@ -55,17 +54,12 @@ from train.run.decoding import fitting_prompts
 from train.run.earlier import Earlier, read_earlier
 from train.run.grid_report import ENDINGS, Decoded, Tau, figures, render
 from train.run.settings import check_paths
-from train.run.target_cache import CacheFlags, taps_of
+from train.run.target_cache import CacheFlags
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
 FINISHED, DECODED = "finished.json", "decoded.json"
 # What matched cells share; the starts of dotted names.
 ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "run.dtype")
-# What decides the rows of a target cache, among the settings; the starts of `changes`.
-CACHED = ("target:", "run.dtype:") + tuple(
-    f"data.{name}:"
-    for name in ("train", "weights", "max_length", "row_length", "pack", "answers", "sources")
-)
 HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
 
 
@@ -169,7 +163,8 @@ def train(
     flags: CacheFlags | None = None,
 ) -> bool:
     """Train what is not finished, one run after the other; False where a signal stopped it."""
-    flags = flags and shared_cache(flags, runs, target)
+    configs = [(each.cell, each.config) for each in runs]
+    flags = flags and target_cache.shared(flags, configs, target.config)
     for each in runs:
         if not is_finished(each, target) and not _earlier_of(each, earlier):
             print(f"{each.config.run.directory}: training", file=sys.stderr)
@@ -180,19 +175,6 @@ def train(
             write_json(Path(each.config.run.directory) / FINISHED, content)
             jax.clear_caches()  # or the programs of all cells pile up
     return True
-
-
-def shared_cache(flags: CacheFlags, runs: Sequence[GridRun], target: Target) -> CacheFlags:
-    """One cache for the drafters of all these runs; InputError where their rows differ."""
-    first = runs[0]
-    for each in runs:
-        different = changes(fingerprint(first.config), each.config)
-        if different := [line for line in different if line.startswith(CACHED)]:
-            raise InputError(
-                f"--target-cache: cell {each.cell} does not read the rows of {first.cell}: "
-                f"{listed(different)}: train it apart, by --cells, with a cache of its own"
-            )
-    return flags._replace(taps=union([taps_of(each.config, target.config) for each in runs]))
 
 
 def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:

@@ -25,7 +25,7 @@ from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
 from train.run.grid_report import DRAWS, Tau, interval, render
-from train.run.target_cache import CacheFlags
+from train.run.target_cache import CacheFlags, shared
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -408,16 +408,16 @@ def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
     eagle3 = dataclasses.replace(grid.cells[0][1], drafter=Eagle3Config(1, 24))
     grid = dataclasses.replace(grid, cells=(*grid.cells, ("eagle3", eagle3)))
     flags = CacheFlags(tmp_path / "cache", 1.0)
-    shared = grids.shared_cache(flags, grids.runs_of(grid), TARGET)
-    assert shared == flags._replace(taps=Taps(True, (2, 6, 9)))
+    one_of = lambda grid: shared(flags, grid.cells, TARGET.config)  # noqa: E731
+    assert one_of(grid) == flags._replace(taps=Taps(True, (2, 6, 9)))
     alike = with_cell(grid, data_rows_per_batch=2, data_seed=5, optim_total_steps=13)
-    assert grids.shared_cache(flags, grids.runs_of(alike), TARGET) == shared
+    assert one_of(alike) == one_of(grid)
     for changes, line in (
         (dict(data_row_length=32), "cell eagle does not read the rows of moa: data.row_length: 32"),
         (dict(run_dtype="bfloat16"), 'run.dtype: "bfloat16" -> "float32"'),
     ):
         other = with_cell(grid, **changes)
-        assert line in refusal(grids.shared_cache, flags, grids.runs_of(other), TARGET)
+        assert line in refusal(one_of, other)
 
 
 # ---- the report ---------------------------------------------------------------------------
@@ -524,7 +524,9 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
 
     here, grid = grid, dataclasses.replace(grid, directory=str(tmp_path / "elsewhere"))
     grids.main(["--config", "given", "--done", str(tmp_path / "grid" / "report.json")])
-    assert all(line in capsys.readouterr().out for line in text.splitlines() if "| moa |" in line)
+    grown = capsys.readouterr().out
+    assert "earlier, for" in grown and "Not trained" not in grown
+    assert all(line in grown for line in text.splitlines() if line.startswith(("| moa", "| eagle")))
     grid = here
 
     for run in runs:  # as early versions left it: Orbax's own file tells

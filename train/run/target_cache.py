@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,17 @@ from moa_jax.model import sharding
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
 from moa_jax.training.distillation import abstract_frozen, make_keep
+from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.flops import abstract_batch
 from moa_jax.training.target_cache import Parts, TargetCache, part_names, rows_hash, union
 
 ReadParts = Callable[[np.ndarray], Parts]  # numbers of rows -> (B, ...) each
 MOST_GB = 20.0
+# Settings that decide what is kept; the starts of `changes`.
+DECISIVE = ("target:", "run.dtype:") + tuple(
+    f"data.{name}:"
+    for name in ("train", "weights", "max_length", "row_length", "pack", "answers", "sources")
+)
 
 
 class CacheFlags(NamedTuple):
@@ -62,6 +68,21 @@ def flags_of(args: argparse.Namespace) -> CacheFlags | None:
     """What the flags ask for; None without a cache."""
     folder = args.target_cache
     return None if folder is None else CacheFlags(folder, args.target_cache_gb)
+
+
+def shared(
+    flags: CacheFlags, cells: Sequence[tuple[str, DistillConfig]], target_cfg: TargetConfig
+) -> CacheFlags:
+    """One cache for the drafters of all these cells; InputError where their rows differ."""
+    name, first = cells[0]
+    for cell, config in cells:
+        different = changes(fingerprint(first), config)
+        if different := [line for line in different if line.startswith(DECISIVE)]:
+            raise InputError(
+                f"--target-cache: cell {cell} does not read the rows of {name}: "
+                f"{listed(different)}: train it apart, by --cells, with a cache of its own"
+            )
+    return flags._replace(taps=union([taps_of(config, target_cfg) for _, config in cells]))
 
 
 def taps_of(config: DistillConfig, target_cfg: TargetConfig) -> Taps:
