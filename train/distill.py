@@ -2,7 +2,8 @@
 
 Settings of the config file are overridden by dotted flags, as in --optim.total_steps 200.
 A run that was cut off goes on from its last checkpoint when the same command is given again,
-on as many devices and processes as there are then.
+on as many devices and processes as there are then. With `--target-cache DIR` the target passes over
+each row of the data once, whatever the number of epochs and drafters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from infer.program import progress, run
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
-from moa_jax.data.batch import Batch
+from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import (
     FILE,
@@ -36,16 +37,18 @@ from moa_jax.pretrained import Target, describe_target, load_target, save_drafte
 from moa_jax.training import processes
 from moa_jax.training.distillation import TrainStep, frozen_sharding, make_train_step, summarise
 from moa_jax.training.flops import model_flops_per_token
-from train.run import cluster
+from train.run import cluster, target_cache
 from train.run.decoding import make_decode
 from train.run.frequent import frequent_in
 from train.run.loop import Job, fit
 from train.run.settings import config_parser, parse_config
+from train.run.target_cache import CacheFlags, ReadParts, filled, opened
 
 
-def distill(config: DistillConfig) -> bool:
+def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     """Target, data, training, and the finished drafter's folder; False where told to stop.
 
+    With `flags` the target's pass is read from a cache, which is made if it is not there.
     Raises InputError for settings that do not go together, before anything is loaded.
     """
     if config.run.decode_prompts and jax.process_count() > 1:
@@ -63,11 +66,13 @@ def distill(config: DistillConfig) -> bool:
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", watch)
     if processes.is_first():
         print(f"data: {report}", file=sys.stderr)
+    cache = None if flags is None else opened(flags, config, described, train)
     where = frozen_sharding(described.config, mesh)
     dtype = jnp.dtype(config.run.dtype)
     target = load_target(config.target, dtype, layers="stacked", sharding=where)
     with jax.set_mesh(mesh):
-        params = fit(_job(config, program, target, train, validation), target.params)
+        kept = cache and filled(cache, flags, config, target, train, mesh)
+        params = fit(_job(config, program, target, train, validation, kept), target.params)
         if params is None:  # told to stop before the end
             return False
         params = processes.gathered(params)
@@ -113,6 +118,7 @@ def _job(
     target: Target,
     train: batches.Batches,
     validation: batches.Batches,
+    kept: ReadParts | None,
 ) -> Job:
     key = jax.random.key(config.run.seed)
     shardings = (program.state_sharding, None)
@@ -121,18 +127,23 @@ def _job(
         start=lambda: jax.jit(program.init, out_shardings=program.state_sharding)(key),
         abstract=program.abstract_state(),
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
-        batch=_placed(program, train),
+        batch=_placed(program, train, kept),
         evaluate=_evaluation(config, program, validation),
         decode=make_decode(config, target, validation) if config.run.decode_prompts else None,
-        flops_per_token=model_flops_per_token(config, target.config),
+        flops_per_token=model_flops_per_token(config, target.config, cached=kept is not None),
     )
 
 
-def _placed(program: TrainStep, source: batches.Batches) -> Callable[[int], Batch]:
+def _placed(
+    program: TrainStep, source: batches.Batches, kept: ReadParts | None = None
+) -> Callable[[int], Batch | TappedBatch]:
     """The batch of a step on its devices; every process reads its own rows of it."""
 
-    def batch(step: int) -> Batch:
-        read = lambda rows: source.batch(step, rows)  # noqa: E731
+    def batch(step: int) -> Batch | TappedBatch:
+        def read(rows: slice) -> Batch | TappedBatch:
+            found = source.batch(step, rows)
+            return TappedBatch(*found, kept(source.numbers(step, rows))) if kept else found
+
         return sharding.place_rows(read, program.rows_sharding, (source.rows_per_batch,))
 
     return batch
@@ -174,10 +185,11 @@ def save(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.distill", __doc__)
+    target_cache.add_flags(parser)
     cluster.add_flags(parser)
     config, args = parse_config(parser, DistillConfig, arguments)
     with cluster.joined(args, parser.prog):
-        distill(config)
+        distill(config, target_cache.flags_of(args))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ cells, learning rates and seeds may be added later. A finished run is not done a
 where it was made with other settings or data. With `--cells a,b` and `--learning-rates 1e-4`
 several processes share the work. The report, Markdown and JSON in the grid's directory, has what
 is there so far: tau of greedy decoding on held-out prompts, with the target's own stops and with
-answers that all go on to the limit.
+answers that all go on to the limit. With `--done report.json` the rows of earlier reports count as
+done, so that a grid grows over days and machines. With `--target-cache DIR` all cells read one
+cache of the target.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished
@@ -24,7 +26,7 @@ import itertools
 import math
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +49,12 @@ from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records
 from moa_jax.version import __version__
 from train.distill import distill, with_vocabulary
+from train.run import target_cache
 from train.run.decoding import fitting_prompts
-from train.run.grid_report import ENDINGS, Tau, figures, render
+from train.run.earlier import Earlier, read_earlier
+from train.run.grid_report import ENDINGS, Decoded, Tau, figures, render
 from train.run.settings import check_paths
+from train.run.target_cache import CacheFlags
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
 FINISHED, DECODED = "finished.json", "decoded.json"
@@ -72,7 +77,7 @@ def runs_of(grid: GridConfig) -> list[GridRun]:
     runs = []
     for seed, (cell, config) in itertools.product(grid.seeds, grid.cells):
         for rate in grid.learning_rates or (config.optim.learning_rate,):
-            folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
+            folder = f"{grid.directory}/{cell}-lr{rate_name(rate)}-seed{seed}"
             changed = dataclasses.replace(
                 config,
                 optim=dataclasses.replace(config.optim, learning_rate=rate),
@@ -83,6 +88,11 @@ def runs_of(grid: GridConfig) -> list[GridRun]:
     return runs
 
 
+def rate_name(rate: float) -> str:
+    """A learning rate as in the names of folders: 2e-4 is 0.0002."""
+    return f"{rate:g}"
+
+
 def chosen_runs(
     runs: Sequence[GridRun], cells: Sequence[str], rates: Sequence[float]
 ) -> list[GridRun]:
@@ -90,17 +100,17 @@ def chosen_runs(
 
     Raises InputError for a cell or rate that no run has.
     """
-    wanted = {f"{rate:g}" for rate in rates}  # as in folder names: 2e-4 is 0.0002
+    wanted = set(map(rate_name, rates))
     for flag, asked, known in (
         ("cells", set(cells), {each.cell for each in runs}),
-        ("learning-rates", wanted, {f"{each.learning_rate:g}" for each in runs}),
+        ("learning-rates", wanted, {rate_name(each.learning_rate) for each in runs}),
     ):
         if unknown := sorted(asked - known):
             raise InputError(
                 f"--{flag}: the grid has no {', '.join(unknown)}, but {', '.join(sorted(known))}"
             )
     place = {name: index for index, name in enumerate(cells)}
-    kept = [each for each in runs if not wanted or f"{each.learning_rate:g}" in wanted]
+    kept = [each for each in runs if not wanted or rate_name(each.learning_rate) in wanted]
     kept = [each for each in kept if not cells or each.cell in place]
     return sorted(kept, key=lambda each: place.get(each.cell, 0))
 
@@ -146,18 +156,33 @@ def check_sizes(grid: GridConfig, target: Target) -> dict[str, int]:
 # ---- training and decoding ----------------------------------------------------------------
 
 
-def train(runs: Sequence[GridRun], target: Target) -> bool:
+def train(
+    runs: Sequence[GridRun],
+    target: Target,
+    earlier: Sequence[Earlier] = (),
+    flags: CacheFlags | None = None,
+) -> bool:
     """Train what is not finished, one run after the other; False where a signal stopped it."""
+    configs = [(each.cell, each.config) for each in runs]
+    flags = flags and target_cache.shared(flags, configs, target.config)
     for each in runs:
-        if not is_finished(each, target):
+        if not is_finished(each, target) and not _earlier_of(each, earlier):
             print(f"{each.config.run.directory}: training", file=sys.stderr)
-            if not distill(each.config):
+            if not distill(each.config, flags):
                 return False
             settings = fingerprint(with_vocabulary(each.config, target))
             content = {"settings": settings, "files": files_of(each.config)}
             write_json(Path(each.config.run.directory) / FINISHED, content)
             jax.clear_caches()  # or the programs of all cells pile up
     return True
+
+
+def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:
+    """The earlier row that has this run at the best of its rates, else one that has tried it."""
+    rate = rate_name(each.learning_rate)
+    rows = [row for row in earlier if (row.cell, row.seed) == (each.cell, each.seed)]
+    rows = [row for row in rows if rate in row.simulated_tau_by_rate]
+    return max(rows, key=lambda row: row.learning_rate == rate, default=None)
 
 
 def is_finished(each: GridRun, target: Target) -> bool:
@@ -222,16 +247,8 @@ def _hash(file: Path, size: int, changed_ns: int) -> str:
     return file_hash(file) or ""
 
 
-class Decoded(NamedTuple):
-    """The prompts decoded with one drafter: for each shape the taus by the names of ENDINGS."""
-
-    prompts: int
-    taus: list[dict[str, Tau]]
-
-
-def decode(grid: GridConfig, best: Sequence[GridRun]) -> None:
-    """Decode with the chosen runs that have no real tau yet, and store it beside them."""
-    todo = [each for each in best if not _decoded(grid, each)]
+def decode(grid: GridConfig, todo: Sequence[GridRun]) -> None:
+    """Decode with the runs that have no real tau yet, and store it beside them."""
     if not todo:
         return
     target = load_target(grid.cells[0][1].target)
@@ -277,6 +294,13 @@ def _settings(grid: GridConfig, each: GridRun) -> dict[str, Any]:
     """What a decoding depends on beside the drafter's run."""
     return {
         "run": fingerprint(each.config),
+        **decoding_of(grid),
+    }
+
+
+def decoding_of(grid: GridConfig) -> dict[str, Any]:
+    """How every drafter of a grid decodes."""
+    return {
         "shapes": [_name_of(shape) for shape in grid.shapes],
         "prompts": grid.prompts,
         "max_new_tokens": grid.max_new_tokens,
@@ -316,19 +340,47 @@ class GridRow(NamedTuple):
     simulated_tau: float
     tried: dict[str, float]  # simulated tau by learning rate
     decoded: Decoded | None
+    report: str | None = None  # the earlier one that says so
 
 
-def rows_of(grid: GridConfig, runs: Sequence[GridRun], target: Target) -> list[GridRow]:
+class _Rated(NamedTuple):
+    """A run that is done, here or for an earlier report."""
+
+    each: GridRun
+    simulated_tau: float
+    earlier: Earlier | None
+
+    @property
+    def can_count(self) -> bool:
+        """Whether its drafter is here, or was decoded."""
+        return self.earlier is None or self.earlier.learning_rate == rate_name(
+            self.each.learning_rate
+        )
+
+
+def rows_of(
+    grid: GridConfig, runs: Sequence[GridRun], target: Target, earlier: Sequence[Earlier] = ()
+) -> list[GridRow]:
     """One row a cell and seed of which at least one run is finished."""
     found = []
-    key = lambda each: (each.cell, each.seed)  # noqa: E731
-    for _, group in itertools.groupby(runs, key):
-        rated = [(_simulated_tau(each), each) for each in group if is_finished(each, target)]
-        if rated:
-            tau, best = max(rated, key=lambda pair: pair[0])
-            tried = {f"{each.learning_rate:g}": tau for tau, each in rated}
-            found.append(GridRow(best, tau, tried, _decoded(grid, best)))
+    for _, group in itertools.groupby(runs, lambda each: (each.cell, each.seed)):
+        if rated := list(_rated(group, target, earlier)):
+            known = [one for one in rated if one.can_count]
+            best = max(known, key=lambda one: one.simulated_tau)
+            tried = {rate_name(one.each.learning_rate): one.simulated_tau for one in rated}
+            decoded = best.earlier.decoded if best.earlier else _decoded(grid, best.each)
+            report = best.earlier and best.earlier.report
+            found.append(GridRow(best.each, best.simulated_tau, tried, decoded, report))
     return found
+
+
+def _rated(runs: Iterable[GridRun], target: Target, earlier: Sequence[Earlier]) -> Iterator[_Rated]:
+    for each in runs:
+        if is_finished(each, target):
+            yield _Rated(each, _simulated_tau(each), None)
+        elif row := _earlier_of(each, earlier):
+            tau = row.simulated_tau_by_rate[rate_name(each.learning_rate)]
+            yield _Rated(each, tau, row)
 
 
 def _simulated_tau(each: GridRun) -> float:
@@ -353,10 +405,10 @@ def document_of(
     sizes = check_sizes(grid, target)
     there = {(row.best.cell, row.best.seed) for row in rows}
     wanted = itertools.product((name for name, _ in grid.cells), grid.seeds)
-    files = {str(file): file for file in [Path(config_file)] if file.is_file()}
-    model = [*target.folder.glob("*.json"), *target.folder.glob("*.safetensors")]
-    files |= {f"{reference.target}: {file.name}": file for file in sorted(model)}
-    inputs = [files_of(config) for _, config in grid.cells]
+    reports = sorted({row.report for row in rows if row.report})
+    others = {
+        str(file): facts(file) for file in map(Path, [config_file, *reports]) if file.is_file()
+    }
     return {
         "command": f"python -m train.grid --config {config_file}",
         "versions": {
@@ -366,17 +418,23 @@ def document_of(
             "numpy": np.__version__,
         },
         "target": {"path": reference.target, **dataclasses.asdict(target.config)},
-        "files": functools.reduce(dict.__or__, inputs, {k: facts(v) for k, v in files.items()}),
+        "files": others | inputs_of(grid, target),
         "reference": grid.reference,
         "unmatched": check_alike(grid),
         "shared": {n: v for n, v in fingerprint(reference).items() if n.startswith(ALIKE)},
         "tolerance": grid.tolerance,
-        "prompts": grid.prompts,
-        "max_new_tokens": grid.max_new_tokens,
-        "shapes": [_name_of(shape) for shape in grid.shapes],
+        **decoding_of(grid),
         "rows": [_entry(row, base.get(row.best.seed), sizes[row.best.cell]) for row in rows],
         "missing": [f"{cell} (seed {seed})" for cell, seed in wanted if (cell, seed) not in there],
     }
+
+
+def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
+    """Facts of the files that all drafters come from: the target's and the data's."""
+    name = grid.cells[0][1].target
+    model = sorted([*target.folder.glob("*.json"), *target.folder.glob("*.safetensors")])
+    found = {f"{name}: {file.name}": facts(file) for file in model}
+    return functools.reduce(dict.__or__, (files_of(config) for _, config in grid.cells), found)
 
 
 def _entry(row: GridRow, base: GridRow | None, parameters: int) -> dict[str, Any]:
@@ -384,6 +442,7 @@ def _entry(row: GridRow, base: GridRow | None, parameters: int) -> dict[str, Any
     return {
         "cell": row.best.cell,
         "seed": row.best.seed,
+        "report": row.report,
         "parameters": parameters,
         "learning_rate": row.best.learning_rate,
         "simulated_tau": row.simulated_tau,
@@ -409,19 +468,28 @@ def main(arguments: list[str] | None = None) -> None:
     check_sizes(grid, target)
     runs = runs_of(grid)
     mine = chosen_runs(runs, names(args.cells), _rates_of(args.learning_rates))
-    rows = rows_of(grid, runs, target)  # refuses before anything is trained
+    earlier = _earlier_rows(names(args.done), grid, runs, target)
+    rows = rows_of(grid, runs, target, earlier)  # refuses before anything is trained
     if not args.report:
-        if not train(mine, target):
+        if not train(mine, target, earlier, target_cache.flags_of(args)):
             return
-        cells = {each.cell for each in mine}
-        decode(grid, [row.best for row in rows_of(grid, runs, target) if row.best.cell in cells])
-        rows = rows_of(grid, runs, target)
+        cells, rows = {each.cell for each in mine}, rows_of(grid, runs, target, earlier)
+        decode(grid, [row.best for row in rows if row.best.cell in cells and not row.decoded])
+        rows = rows_of(grid, runs, target, earlier)
     document = document_of(grid, rows, target, args.config)
     text = render(document)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
     write_whole(Path(grid.directory, "report.md"), text + "\n")
     write_json(Path(grid.directory, "report.json"), document)
     print(text)
+
+
+def _earlier_rows(
+    paths: Sequence[str], grid: GridConfig, runs: Sequence[GridRun], target: Target
+) -> list[Earlier]:
+    configs = {(each.cell, each.seed, rate_name(each.learning_rate)): each.config for each in runs}
+    files, decoding = inputs_of(grid, target) if paths else {}, decoding_of(grid)
+    return [row for path in paths for row in read_earlier(path, configs, files, decoding)]
 
 
 def _rates_of(text: str) -> list[float]:
@@ -439,7 +507,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cells", default="", help="names with commas; default: all")
     parser.add_argument("--learning-rates", default="", help="with commas; default: all")
     parser.add_argument("--reference", help="the cell to compare with; default: the config's")
+    parser.add_argument(
+        "--done",
+        default="",
+        metavar="REPORTS",
+        help="report.json of earlier grids, with commas: their rows are not trained again",
+    )
     parser.add_argument("--report", action="store_true", help="only say what is there")
+    target_cache.add_flags(parser)
     return parser
 
 

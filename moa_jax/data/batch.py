@@ -23,3 +23,18 @@ class Batch(NamedTuple):
     segment_BT: Array
     position_BT: Array
     response_BT: Array
+
+
+class TappedBatch(NamedTuple):
+    """A batch with activations of the target's pass over it, which training then leaves out."""
+
+    tokens_BT: Array
+    segment_BT: Array
+    position_BT: Array
+    response_BT: Array
+    parts: dict[str, Array]  # (B, ...) each, as `moa_jax.training.target_cache` names them
+
+    @property
+    def batch(self) -> Batch:
+        """The batch without them."""
+        return Batch(*self[:-1])

@@ -48,18 +48,31 @@ class Batches:
             rows = Batch(*map(np.concatenate, zip(rows, filler, strict=True)))
         self.rows = rows
         self.rows_per_batch = rows_per_batch
-        order = functools.partial(_order, seed, len(rows.tokens_BT))
+        order = functools.partial(_order, seed, self.num_rows)
         self._order = functools.lru_cache(maxsize=2)(order)
 
     def __len__(self) -> int:
         """Batches in one epoch."""
-        return len(self.rows.tokens_BT) // self.rows_per_batch
+        return self.num_rows // self.rows_per_batch
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are, from number 0 on."""
+        return len(self.rows.tokens_BT)
+
+    def numbers(self, step: int, rows: slice | None = None) -> np.ndarray:
+        """The numbers of the rows that make batch `step` of an endless run, or of these of them."""
+        epoch, place = divmod(step, len(self))
+        chosen_B = self._order(epoch)[place * self.rows_per_batch :][: self.rows_per_batch]
+        return chosen_B if rows is None else chosen_B[rows]
+
+    def take(self, number_R: np.ndarray) -> Batch:
+        """The rows (R, T) with these numbers."""
+        return Batch(*(array[number_R] for array in self.rows))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of it."""
-        epoch, place = divmod(step, len(self))
-        chosen = self._order(epoch)[place * self.rows_per_batch :][: self.rows_per_batch]
-        return Batch(*(array[chosen if rows is None else chosen[rows]] for array in self.rows))
+        return self.take(self.numbers(step, rows))
 
 
 def load(

@@ -29,29 +29,46 @@ class Mixture:
     ) -> None:
         self.sources = sources
         self.shares_P = np.array(weights, float) / sum(weights)
+        self._ends_P = np.cumsum([len(rows.tokens_BT) for rows in sources])
         self.rows_per_batch = rows_per_batch
         self._order = functools.lru_cache(2 * len(sources))(functools.partial(_order, seed))
 
     def __len__(self) -> int:
         """As many batches as it takes to deal the number of rows that all sources hold."""
-        return max(1, sum(len(rows.tokens_BT) for rows in self.sources) // self.rows_per_batch)
+        return max(1, self.num_rows // self.rows_per_batch)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows all sources hold; those of one follow those of the one before it."""
+        return int(self._ends_P[-1])
+
+    def numbers(self, step: int, rows: slice | None = None) -> np.ndarray:
+        """The numbers of the rows that make batch `step` of an endless run, or of these of them."""
+        source_B, turn_B = deal(self.shares_P, step * self.rows_per_batch, self.rows_per_batch)
+        here = slice(None) if rows is None else rows
+        pairs = zip(source_B[here], turn_B[here], strict=True)
+        return np.array([self._number(int(source), int(turn)) for source, turn in pairs], int)
+
+    def take(self, number_R: np.ndarray) -> Batch:
+        """The rows (R, T) with these numbers."""
+        source_R = np.searchsorted(self._ends_P, number_R, side="right")
+        parts = []
+        for source in np.unique(source_R):
+            rows = self.sources[source]
+            begin = self._ends_P[source] - len(rows.tokens_BT)
+            parts.append([array[number_R[source_R == source] - begin] for array in rows])
+        back_R = np.argsort(np.argsort(source_R, kind="stable"))
+        return Batch(*(np.concatenate(arrays)[back_R] for arrays in zip(*parts, strict=True)))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of it."""
-        source_B, number_B = deal(self.shares_P, step * self.rows_per_batch, self.rows_per_batch)
-        here = slice(None) if rows is None else rows
-        source_B, number_B = source_B[here], number_B[here]
-        parts = [self._take(source, number_B[source_B == source]) for source in np.unique(source_B)]
-        back_B = np.argsort(np.argsort(source_B, kind="stable"))
-        return Batch(*(np.concatenate(arrays)[back_B] for arrays in zip(*parts, strict=True)))
+        return self.take(self.numbers(step, rows))
 
-    def _take(self, source: int, number_R: np.ndarray) -> Batch:
-        """The rows with these numbers in the endless run of one source."""
-        rows = self.sources[source]
-        count = len(rows.tokens_BT)
-        epoch_R, place_R = np.divmod(number_R, count)
-        chosen_R = [self._order(e, source, count)[p] for e, p in zip(epoch_R, place_R, strict=True)]
-        return Batch(*(array[np.array(chosen_R)] for array in rows))
+    def _number(self, source: int, turn: int) -> int:
+        """The number of the row that one source gives at its turn in an endless run."""
+        count = len(self.sources[source].tokens_BT)
+        epoch, place = divmod(turn, count)
+        return self._ends_P[source] - count + self._order(epoch, source, count)[place]
 
 
 def deal(shares_P: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -100,7 +100,7 @@ def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, 
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(folder.with_name(key + ".lock")):
+            with alone(folder.with_name(key + ".lock")):
                 if not folder.exists():
                     _make(folder, made_from, build)
         except OSError as error:
@@ -116,7 +116,7 @@ def _facts(file: Path) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def alone(path: Path) -> Iterator[None]:
     """Waits until no other process holds the lock; a process that is killed frees it."""
     with path.open("a") as file:
         with contextlib.suppress(ImportError, OSError):  # without locks, two may build the same

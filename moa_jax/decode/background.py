@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -80,6 +81,13 @@ class Background:
                 job()
             except Exception as error:  # of any kind, since nobody waits for this thread
                 logging.getLogger(__name__).warning("work in the background failed: %s", error)
+            _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """What a compiler has freed goes back to the system; glibc would keep it, 50 MB a program."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _ALL: weakref.WeakSet[Background] = weakref.WeakSet()

@@ -7,8 +7,9 @@
 
 What takes longest is the kernel clearing the pages of these arrays, so each is written once, by
 all threads, and devices that are CPUs take it over. Pages are mapped as the system maps them.
-Numpy would ask for pages of 2 MiB, which a virtual machine may have to fetch from its host, and
-that takes ten times longer.
+Numpy would ask for pages of 2 MiB. These are cleared two to four times as fast where a machine
+owns its memory. But a virtual machine may hand free blocks of 2 MiB back to its host, and to fetch
+them again takes ten times longer, while smaller pages come from what it kept.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from moa_jax.model import cache, chunks
 from moa_jax.model.cache import KV
 from moa_jax.model.devices import traced_platform
 from moa_jax.model.masks import Sight
+from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
 
@@ -57,20 +58,21 @@ def attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
     return _attend(q_BKGTE, kv, mask_BTS)
 
 
-def attend_cached(heads_BKXTE: Array, past: KV, sight: Sight) -> tuple[Array, KV]:
+def attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
     """Writes the new rows of a pass to a cache and attends to what it sees of it.
 
-    The G queries of each key-value head are followed by keys and values, X = G + 2, unless the
-    sight has no tokens behind the prefix. Returns (B, T, K, G, E) and the cache.
+    Heads come as a projection gives them, and are rotated here. The G queries of each key-value
+    head are followed by a key and a value, X = G + 2, unless the sight has no tokens behind the
+    prefix. Returns (B, T, K, G, E) and the cache.
     """
     kernels = _kernels()
-    if kernels and not kernels.is_possible(heads_BKXTE, past):
+    if kernels and not kernels.is_possible(packed_BTKXE, past):
         _say(f"no {kernels.PLATFORM} kernel for such heads or caches")
         kernels = None
     if kernels is None:
-        return by_einsum(heads_BKXTE, past, sight)
+        return by_einsum(packed_BTKXE, turn, past, sight)
     branch = {kernels.PLATFORM: kernels.attend}
-    return lax.platform_dependent(heads_BKXTE, past, sight, default=by_einsum, **branch)
+    return lax.platform_dependent(packed_BTKXE, turn, past, sight, default=by_einsum, **branch)
 
 
 def keep_path(
@@ -122,8 +124,9 @@ def _write_path(
     return tuple(cache.write(past, rows, length_B) for past, rows in pairs)
 
 
-def by_einsum(heads_BKXTE: Array, past: KV, sight: Sight) -> tuple[Array, KV]:
+def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
     """`attend_cached` without a kernel, which reads all rows under a mask; kernels equal it."""
+    heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
     q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
     if sight.num_behind:
         q_BKGTE = heads_BKXTE[:, :, :-2]

@@ -10,10 +10,10 @@ used rows are split, as in flash-decoding, and by their number at run time: a ca
 full costs what it holds. A pass that fills the GPU by itself is one split and needs no second
 kernel.
 
-Packed heads, as `layers.Attention.project` makes them, reach the kernel as one array, since each
-slice of it would be one more launch:
+Packed heads reach the kernel as the product of `layers.Attention.packed` leaves them, since each
+slice of it would be one more launch, and rotating them would store them again:
 
-    heads_BKXTE   X:  0 .. G-1 queries | G keys | G+1 values     of the T tokens, rotated
+    packed_BTKXE   X:  0 .. G-1 queries | G keys | G+1 values     of the T tokens
 
 References: FlashAttention-2 (2307.08691); flash-decoding (Dao et al., 2023).
 """
@@ -33,6 +33,7 @@ from jax.experimental.pallas import triton
 from moa_jax.model.cache import KV
 from moa_jax.model.devices import compute_capability
 from moa_jax.model.masks import Sight
+from moa_jax.model.rotary import Rotation
 
 Array = jax.Array
 State = tuple[Array, Array, Array]  # of a softmax: largest score, sum, sum of values
@@ -71,8 +72,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sight) -> Sizes:
-    """How the work on heads (B, K, G or G + 2, T, E) over S rows is cut into programs."""
-    B, K, G, T, E = heads_shape
+    """How the work on heads (B, T, K, G or G + 2, E) over S rows is cut into programs."""
+    B, T, K, G, E = heads_shape
     X = sight.num_behind
     G -= 2 if X else 0
     most = _most_numbers(dtype)
@@ -112,20 +113,19 @@ def is_possible(heads: Array, past: KV) -> bool:
 
 
 def attend(
-    heads_BKXTE: Array, past: KV, sight: Sight, *, interpret: bool = False
+    packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight, *, interpret: bool = False
 ) -> tuple[Array, KV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a cache without new rows is given back.
     """
-    B, K, _, T, E = heads_BKXTE.shape
-    sizes = sizes_of(heads_BKXTE.shape, heads_BKXTE.dtype, past.k_BKSE.shape[2], sight)
+    B, T, K, _, E = packed_BTKXE.shape
+    sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, past.k_BKSE.shape[2], sight)
     G, splits = sizes.G, sizes.splits
-    heads_BKYE = heads_BKXTE.reshape(B, K, -1, E)
-    operands = [sight.length_B, heads_BKYE, past.k_BKSE, past.v_BKSE]
+    operands = [sight.length_B, packed_BTKXE, *turn, *past]
     if not sizes.is_line:
         operands.append(sight.ancestor_BTX.astype(jnp.int8))
-    mixed = jax.ShapeDtypeStruct((B, T, K, G, E), heads_BKXTE.dtype)
+    mixed = jax.ShapeDtypeStruct((B, T, K, G, E), packed_BTKXE.dtype)
     partial = (
         jax.ShapeDtypeStruct((B, K, splits, G * T, E), jnp.float32),
         jax.ShapeDtypeStruct((B, K, splits, G * T), jnp.float32),
@@ -136,10 +136,10 @@ def attend(
         functools.partial(_attend_kernel, sizes),
         grid=(splits, K * sizes.blocks, B),
         out_shape=[*results, *caches],
-        input_output_aliases={2 + i: len(results) + i for i in range(len(caches))},
+        input_output_aliases={4 + i: len(results) + i for i in range(len(caches))},
         name="attend_rows",
         interpret=interpret,
-        cost_estimate=_cost(sizes, heads_BKYE, past, results),
+        cost_estimate=_cost(sizes, (packed_BTKXE, *turn), past, results),
         compiler_params=triton.CompilerParams(
             num_warps=8 if sizes.queries > 64 else 4, num_stages=2
         ),
@@ -176,7 +176,14 @@ def _join(
 
 
 def _attend_kernel(
-    sizes: Sizes, length_ref: Ref, heads_ref: Ref, k_ref: Ref, v_ref: Ref, *refs: Ref
+    sizes: Sizes,
+    length_ref: Ref,
+    packed_ref: Ref,
+    cos_ref: Ref,
+    sin_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    *refs: Ref,
 ) -> None:
     """One program: some queries of one key-value head over one split of the rows."""
     ancestor_ref, (mixed_ref, *lse_refs), caches = _sorted(sizes, refs)
@@ -188,7 +195,8 @@ def _attend_kernel(
     there_Q1 = (index_Q < G * T)[:, None]
     token_Q1 = (index_Q % T)[:, None]
     length = length_ref[b]
-    q_QE = triton.load(heads_ref.at[b, k, index_Q[:, None], e_1E], mask=there_Q1, other=0.0)
+    load = functools.partial(_load_heads, (packed_ref, cos_ref, sin_ref), b, k)
+    q_QE = load(token_Q1, (index_Q // T)[:, None], there_Q1, is_turned=True)
     precision = lax.Precision.HIGHEST if q_QE.dtype == jnp.float32 else None
     dot = functools.partial(triton.dot, precision=precision)
 
@@ -218,8 +226,7 @@ def _attend_kernel(
         old_R1 = ((node_R < X - T) & is_row_R)[:, None]
         rows = []
         for head, cache_ref, written_ref in zip((G, G + 1), (k_ref, v_ref), caches, strict=True):
-            made = head * T + node_R[:, None] - (X - T)
-            new_RE = triton.load(heads_ref.at[b, k, made, e_1E], mask=new_R1, other=0.0)
+            new_RE = load(node_R[:, None] - (X - T), head, new_R1, is_turned=head == G)
             here = (b, k, length + node_R[:, None], e_1E)
             old_RE = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
             triton.store(written_ref.at[here], new_RE, mask=new_R1 & (block == 0) & (e_1E >= 0))
@@ -261,6 +268,31 @@ def _attend_kernel(
         triton.store(mixed_ref.at[(*at[:3], index_Q[:, None], e_1E)], mixed_QE, mask=mask_QE)
         lse_Q = jnp.where(total_Q > 0, best_Q + jnp.log2(total_Q), NOTHING)
         triton.store(lse_refs[0].at[at], lse_Q, mask=index_Q < G * T)
+
+
+def _load_heads(
+    refs: Sequence[Ref],
+    b: Array,
+    k: Array,
+    token_R1: Array,
+    head: Array | int,
+    there_R1: Array,
+    *,
+    is_turned: bool,
+) -> Array:
+    """Packed heads (R, E) of tokens, rotated as `rotary.rotate` does; zeros where none is."""
+    packed_ref, cos_ref, sin_ref = refs
+    E = packed_ref.shape[4]
+    e_1E = jnp.arange(E)[None, :]
+    take = functools.partial(triton.load, mask=there_R1 & (e_1E >= 0), other=0.0)
+    x_RE = take(packed_ref.at[b, token_R1, k, head, e_1E])
+    if not is_turned:
+        return x_RE
+    pair_RE = take(packed_ref.at[b, token_R1, k, head, (e_1E + E // 2) % E])
+    cos_RE, sin_RE = (take(ref.at[b, token_R1, e_1E % (E // 2)]) for ref in (cos_ref, sin_ref))
+    turned_RE = x_RE.astype(jnp.float32) * cos_RE
+    turned_RE += pair_RE.astype(jnp.float32) * jnp.where(e_1E < E // 2, -sin_RE, sin_RE)
+    return turned_RE.astype(x_RE.dtype)
 
 
 def _join_kernel(
@@ -326,15 +358,15 @@ def _num_bytes(array: Array | jax.ShapeDtypeStruct) -> int:
 
 
 def _cost(
-    sizes: Sizes, heads: Array, past: KV, results: Sequence[jax.ShapeDtypeStruct]
+    sizes: Sizes, heads: Sequence[Array], past: KV, results: Sequence[jax.ShapeDtypeStruct]
 ) -> pl.CostEstimate:
     """Of a full cache; each block of queries reads all of it."""
     B, K, S, E = past.k_BKSE.shape
     pairs = B * K * sizes.G * sizes.T * (S + sizes.X)
-    moved = sizes.blocks * sum(map(_num_bytes, past)) + _num_bytes(heads)
+    moved = sizes.blocks * sum(map(_num_bytes, past))
     return pl.CostEstimate(
         flops=4 * pairs * E,
-        bytes_accessed=moved + sum(map(_num_bytes, results)),
+        bytes_accessed=moved + sum(map(_num_bytes, (*heads, *results))),
         transcendentals=pairs,
     )
 

@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu
 from moa_jax.model import cache
 from moa_jax.model.cache import KV
 from moa_jax.model.masks import Sight
+from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
 
@@ -47,12 +48,13 @@ def is_possible(heads: Array, past: KV) -> bool:
 
 
 def attend(
-    heads_BKXTE: Array, past: KV, sight: Sight, *, interpret: bool = False
+    packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight, *, interpret: bool = False
 ) -> tuple[Array, KV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a cache without new rows is given back.
     """
+    heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
     q_BKGTE = heads_BKXTE[:, :, :-2] if sight.num_behind else heads_BKXTE
     B, K, G, T, E = q_BKGTE.shape
     prefix_BKGTE, lse_BKGT = _attend_prefix(q_BKGTE, past, sight, interpret)

@@ -23,17 +23,11 @@ from moa_jax.model.cache import KV
 from moa_jax.model.devices import traced_platform
 from moa_jax.model.masks import Sight
 from moa_jax.model.panels import Panels
+from moa_jax.model.rotary import Rotation, rotate, rotate_packed
 
 Array = jax.Array
 
 INIT_STDDEV = 0.02
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of each token's rotary angles, float32."""
-
-    cos_BTE: Array  # last axis: half a head, E / 2
-    sin_BTE: Array
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -60,14 +54,6 @@ def rotation(cfg: BlockConfig, position_BT: Array) -> Rotation:
     frequency = inverse_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     angle_BTE = position_BT[..., None].astype(jnp.float32) * frequency
     return Rotation(jnp.cos(angle_BTE), jnp.sin(angle_BTE))
-
-
-def rotate(x: Array, turn: Rotation) -> Array:
-    """`x` (B, T, heads..., E) rotated by its token's angles; the two halves of E are the pairs."""
-    spread = (slice(None), slice(None), *(None,) * (x.ndim - 3))
-    cos, sin = turn.cos_BTE[spread], turn.sin_BTE[spread]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class Normed(NamedTuple):
@@ -146,26 +132,30 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(cfg.rms_norm_eps)
             self.k_norm = RMSNorm(cfg.rms_norm_eps)
 
-    def project(self, x_BTD: Array | Normed, turn: Rotation) -> Array:
-        """Rotated queries and the new cache rows of these tokens as one array.
+    def packed(self, x_BTD: Array | Normed) -> Array:
+        """Queries, keys and values of these tokens as one array, not yet rotated.
 
-        heads_BKXTE   X:  0 .. G-1 queries | G keys | G+1 values
+        packed_BTKXE   X:  0 .. G-1 queries | G keys | G+1 values
         """
         packed_BTKXE = self.qkv(x_BTD)
+        if not self.cfg.qk_norm:
+            return packed_BTKXE
         G = self.cfg.group_size
         q_BTKGE, k_BTK1E, v_BTK1E = jnp.split(packed_BTKXE, (G, G + 1), axis=3)
-        if self.cfg.qk_norm:
-            q_BTKGE, k_BTK1E = self.q_norm(q_BTKGE), self.k_norm(k_BTK1E)
-        turned = (rotate(q_BTKGE, turn), rotate(k_BTK1E, turn), v_BTK1E)
-        return jnp.moveaxis(jnp.concatenate(turned, axis=3), 1, 3)
+        return jnp.concatenate([self.q_norm(q_BTKGE), self.k_norm(k_BTK1E), v_BTK1E], axis=3)
+
+    def project(self, x_BTD: Array | Normed, turn: Rotation) -> Array:
+        """Rotated queries and the new cache rows of these tokens, heads_BKXTE."""
+        return rotate_packed(self.packed(x_BTD), turn)
 
     def __call__(
         self, x_BTD: Array | Normed, turn: Rotation, seen: Seen, past: KV | None = None
     ) -> tuple[Array, KV, KV | None]:
-        heads_BKXTE = self.project(x_BTD, turn)
+        packed_BTKXE = self.packed(x_BTD)
+        heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel does it itself, but for rows
         rows = rows_of(heads_BKXTE)
         if isinstance(seen, Sight):
-            mixed_BTKGE, past = attend_cached(heads_BKXTE, past, seen)
+            mixed_BTKGE, past = attend_cached(packed_BTKXE, turn, past, seen)
         else:
             every = rows if past is None else cache.join(past, rows)
             mixed_BTKGE = attend(heads_BKXTE[:, :, :-2], every, seen)
@@ -269,10 +259,10 @@ class CrossAttention(nn.Module):
         cfg = self.cfg
         q_BTX = self.q(x_BTD)
         B, T, _ = q_BTX.shape
-        shape = (B, T, cfg.num_kv_heads, cfg.group_size, cfg.head_dim)
-        q_BKGTE = jnp.moveaxis(rotate(q_BTX.reshape(shape), turn), 1, 3)
+        q_BTKGE = q_BTX.reshape(B, T, cfg.num_kv_heads, cfg.group_size, cfg.head_dim)
         if isinstance(seen, Sight):
-            mixed_BTKGE, _ = attend_cached(q_BKGTE, memory, seen)
+            mixed_BTKGE, _ = attend_cached(q_BTKGE, turn, memory, seen)
         else:
+            q_BKGTE = rotate_packed(q_BTKGE, turn, has_rows=False)
             mixed_BTKGE = attend(q_BKGTE, memory, seen)
         return self.out(mixed_BTKGE.reshape(B, T, -1))

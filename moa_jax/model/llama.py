@@ -111,8 +111,14 @@ def forward(
 
 
 def stack_rows(rows: Rows) -> KV:
-    """The rows of all layers in one array each, (L, B, K, T, E)."""
-    return rows if isinstance(rows, KV) else jax.tree.map(lambda *each: jnp.stack(each), *rows)
+    """The rows of all layers in one array each, (L, B, K, T, E).
+
+    In memory the layers of a token lie side by side, as drafters read them.
+    """
+    if isinstance(rows, KV):
+        return rows
+    by_token = lambda *each: jnp.stack([x.swapaxes(1, 2) for x in each], axis=2)  # noqa: E731
+    return jax.tree.map(lambda *each: by_token(*each).transpose(2, 0, 3, 1, 4), *rows)
 
 
 def apply_blocks(

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moa_jax.model import panels
 from moa_jax.model.panels import Panels
@@ -61,11 +62,12 @@ def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
     channel of zeros, or of numbers too small to divide by, gets a scale of 1. A channel that is
     not finite gets a scale that is not.
     """
-    wide = weight.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=summed, keepdims=True) / _LARGEST[weights]
+    largest = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=summed, keepdims=True)
+    scale = largest / _LARGEST[weights]
     scale = scale.astype(weight.dtype)
     scale = jnp.where(scale < jnp.finfo(weight.dtype).tiny, jnp.ones_like(scale), scale)
-    values = wide / scale.astype(jnp.float32)
+    # Widened anew, and XLA must not see it: on a CPU it would store one float32 weight for both.
+    values = lax.optimization_barrier(weight).astype(jnp.float32) / scale.astype(jnp.float32)
     if weights == "int8":
         values = jnp.round(values)
     values = jnp.clip(values, -_LARGEST[weights], _LARGEST[weights]).astype(_DTYPES[weights])

@@ -11,12 +11,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from moa_jax.config import DistillConfig, TargetConfig
-from moa_jax.data.batch import Batch
+from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, losses, method_of
-from moa_jax.drafters.api import Drafter, Tapped
+from moa_jax.drafters.api import Drafter, Tapped, Taps
 from moa_jax.errors import InputError
 from moa_jax.model import chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer
+from moa_jax.training.target_cache import Parts, parts_of, tapped_of
 from moa_jax.training.update import (
     Loss,
     Metrics,
@@ -30,6 +31,7 @@ Array = jax.Array
 
 EVALUATION_CHUNK = 256  # tokens of each row whose logits are held at a time
 Probe = Callable[[Any, Any, Batch], dict[str, Array]]
+Keep = Callable[[Any, Batch], Parts]  # (target params, batch) -> arrays (B, ...)
 
 
 def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: Any) -> Tapped:
@@ -40,15 +42,50 @@ def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: A
     return jax.tree.map(jax.lax.stop_gradient, tapped)
 
 
-def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
-    """The drafter's own loss behind a target pass; `frozen` is the target's parameters."""
+def make_keep(cfg: TargetConfig, taps: Taps, dtype: Any) -> Keep:
+    """What a cache keeps of the pass of `tap`, for drafters that read `taps`."""
 
-    def loss(params: Any, frozen: Any, batch: Batch, key: Array, progress: Array):
+    def keep(frozen: Any, batch: Batch) -> Parts:
         batch = jax.tree.map(lambda x: sharding.constrain(x, "rows"), batch)
-        tapped = tap(cfg, drafter, frozen, batch, dtype)
+        context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
+        x_BTD = sharding.constrain(llama.embed(frozen, batch.tokens_BT, dtype), "rows")
+        layers = frozen["layers"]
+        last_BTD, rows, streams, _ = llama.apply_blocks(
+            cfg.block, layers, x_BTD, context, taps.streams
+        )
+        return parts_of(taps, llama.stack_rows(rows), streams, last_BTD)
+
+    return keep
+
+
+def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
+    """The drafter's own loss behind a target pass; `frozen` is the target's parameters.
+
+    A batch that brings the activations of that pass is trained on without it.
+    """
+
+    def loss(
+        params: Any, frozen: Any, batch: Batch | TappedBatch, key: Array, progress: Array
+    ) -> tuple[Array, Metrics]:
+        batch = jax.tree.map(lambda x: sharding.constrain(x, "rows"), batch)
+        if isinstance(batch, TappedBatch):
+            parts, batch = _apart(batch.parts, progress < 0), batch.batch
+            tapped = tapped_of(cfg, drafter.taps, frozen, parts)
+        else:
+            tapped = tap(cfg, drafter, frozen, batch, dtype)
         return drafter.loss(params, drafter.borrow(frozen), batch, tapped, key, progress)
 
     return loss
+
+
+def _apart(parts: Parts, never: Array) -> Parts:
+    """`parts` as they are, behind a branch that is never taken.
+
+    A compiler joins the reading of a micro-batch to what follows, which then rounds in another
+    way than behind the target's layers; over a branch it joins nothing.
+    """
+    blank = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
+    return jax.lax.cond(never, blank, lambda x: x, parts)
 
 
 def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) -> Probe:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
-from moa_jax.data.batch import Batch
+from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.training.distillation import abstract_frozen, make_loss
+from moa_jax.training.distillation import abstract_frozen, make_keep, make_loss
 
 
 def count(function: Callable[..., Any], *arguments: Any) -> int:
@@ -29,11 +29,14 @@ def count(function: Callable[..., Any], *arguments: Any) -> int:
     return _of(jax.make_jaxpr(function)(*arguments))
 
 
-def model_flops_per_token(config: DistillConfig, target_cfg: TargetConfig) -> float:
+def model_flops_per_token(
+    config: DistillConfig, target_cfg: TargetConfig, cached: bool = False
+) -> float:
     """FLOPs that training needs for one token of a row when nothing is computed twice.
 
-    Target forward, drafter forward and backward, both heads; masked scores and padding count,
-    as is usual for model FLOP utilisation. Measured by tracing one row, chunks off.
+    Target forward unless it is `cached`, drafter forward and backward, both heads; masked scores
+    and padding count, as is usual for model FLOP utilisation. Measured by tracing one row, chunks
+    off.
     """
     plain = dataclasses.replace(config, chunks=ChunkConfig(0, 0))
     drafter = DRAFTERS[method_of(plain.drafter)].make(plain.drafter, target_cfg, plain)
@@ -42,6 +45,9 @@ def model_flops_per_token(config: DistillConfig, target_cfg: TargetConfig) -> fl
     params, frozen = jax.eval_shape(drafter.init, key), abstract_frozen(target_cfg)
     progress = jax.ShapeDtypeStruct((), jnp.float32)
     batch = abstract_batch(1, plain.data.row_length)
+    if cached:
+        keep = make_keep(target_cfg, drafter.taps, jnp.dtype(plain.run.dtype))
+        batch = TappedBatch(*batch, jax.eval_shape(keep, frozen, batch))
     gradient = jax.grad(loss, has_aux=True)
     return count(gradient, params, frozen, batch, key, progress) / plain.data.row_length
 

@@ -219,6 +219,15 @@ def bundled_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
 
+def batch_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
+    """The 8B pair with four layers, decoding 32 rows side by side."""
+    cfg = dataclasses.replace(LLAMA, num_layers=4)
+    setup = Setup(cfg, DRAFTERS["moa"].make(PAPER.drafter, cfg), DRAFTS[num_nodes])
+    weights = abstract_weights(setup)
+    program = compile_decode(devices(H200)[0], setup, weights, cache_rows, batch=32)
+    return program, num_bytes(weights)
+
+
 def prefill_program(num_layers: int, cache_rows: int) -> tuple[HloModule, int]:
     """The same pair with fewer layers, reading a prompt; memory is asked of chains alone."""
     cfg = dataclasses.replace(LLAMA, num_layers=num_layers)
@@ -253,11 +262,17 @@ def report(name: str) -> None:
     """Prints what a program moves and holds; in a process of its own, for compilers may crash.
 
     The name is `stacked`, or numbers of nodes and cache rows as in `8x2176`, of the bundled pair
-    in `bundled 8x256`, or `prefill` with numbers of layers and cache rows as in `prefill 2x8192`.
+    in `bundled 8x256`, of 32 rows in `batch 8x2048`, or `prefill` with numbers of layers and cache
+    rows as in `prefill 2x8192`.
     """
     kind, _, numbers = name.rpartition(" ")
     sizes = [] if name == "stacked" else [int(size) for size in numbers.split("x")]
-    programs = {"": decode_program, "bundled": bundled_program, "prefill": prefill_program}
+    programs = {
+        "": decode_program,
+        "bundled": bundled_program,
+        "batch": batch_program,
+        "prefill": prefill_program,
+    }
     program, weights = programs[kind](*sizes) if sizes else stacked_program()
     facts = {
         "moves": [list(move) for move in large_moves(program.hlo)],
@@ -300,6 +315,20 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     assert facts["moves"] == []
     assert facts["temp"] < 0.05 * facts["weights"]
     assert facts["launches"]["matrix product"] > 4 * LLAMA.num_layers  # a whole round was read
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("num_nodes", [8, 63], ids=["chain", "tree"])
+def test_a_batch_moves_only_what_the_memory_is_made_of(num_nodes):
+    """Rows of all layers are put side by side for LSA, whose own heads are rotated: no more."""
+    facts = reported(f"batch {num_nodes}x2048")
+    labels = [label.split("/body/")[1] for _, _, _, label in facts["moves"]]
+    assert sorted(label.rpartition("/")[0] for label in labels) == [
+        "extend",
+        "extend/Block/attention",
+        "extend/Block/attention",
+    ]
 
 
 @pytest.mark.slow

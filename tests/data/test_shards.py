@@ -323,7 +323,7 @@ def test_two_at_a_time_make_one_cache(load, config, monkeypatch, locks):
 
     monkeypatch.setattr(shards, "_make", slow)
     if not locks:
-        monkeypatch.setattr(shards, "_alone", lambda path: contextlib.nullcontext())
+        monkeypatch.setattr(shards, "alone", lambda path: contextlib.nullcontext())
     found = []
     threads = [threading.Thread(target=lambda: found.append(load()[0].rows)) for _ in range(2)]
     for thread in threads:

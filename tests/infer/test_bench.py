@@ -37,6 +37,7 @@ from moa_jax.measure.simulate import accept_with
 from moa_jax.model import attention_gpu, attention_tpu, convert, masks
 from moa_jax.model.cache import KV
 from moa_jax.model.quantise import quantise_params
+from moa_jax.model.rotary import Rotation
 from moa_jax.pretrained import describe_target, save_drafter, save_target
 from tests.model_folders import refusal
 
@@ -138,14 +139,15 @@ def test_bytes_of_small_programs():
 @pytest.mark.parametrize("kernels", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
 def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
     past = KV(*[jnp.zeros((1, 2, 256, 64))] * 2)
-    heads, length_B = jnp.zeros((1, 2, 4, 3, 64)), jnp.array([100])
+    packed, length_B = jnp.zeros((1, 3, 2, 4, 64)), jnp.array([100])
+    turn = Rotation(*[jnp.zeros((1, 3, 32))] * 2)
 
-    def twice(past, heads):
+    def twice(past, packed):
         for _ in range(2):
-            _, past = kernels.attend(heads, past, masks.sight(length_B, masks.line(3)))
+            _, past = kernels.attend(packed, turn, past, masks.sight(length_B, masks.line(3)))
         return past
 
-    assert traffic.bytes_read(twice, past, heads) == 2 * size(past)
+    assert traffic.bytes_read(twice, past, packed) == 2 * size(past)
 
 
 def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:

@@ -18,6 +18,7 @@ import pytest
 
 from moa_jax.model import attention, attention_gpu, attention_tpu, cache, masks
 from moa_jax.model.cache import KV
+from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.training.flops import programs_in
 
 KERNELS = {
@@ -41,12 +42,14 @@ def tree(key: jax.Array, B: int, T: int, X: int) -> jax.Array:
 
 
 def drawn(lengths: list[int], shape: tuple[int, ...], S: int, X: int, dtype=jnp.float32):
-    """Packed heads (B, K, G, T, E), with rows for X > 0, and a cache of S rows."""
+    """Packed heads (B, T, K, G, E), with rows for X > 0, their angles, and a cache of S rows."""
     B, K, G, T, E = shape
-    keys = jax.random.split(jax.random.key(T + S + X), 3)
-    heads = jax.random.normal(keys[0], (B, K, G + 2 * (X > 0), T, E), dtype)
-    past = KV(*(jax.random.normal(key, (B, K, S, E), dtype) for key in keys[1:]))
-    return heads, past, jnp.array(lengths, jnp.int32)
+    keys = jax.random.split(jax.random.key(T + S + X), 4)
+    packed = jax.random.normal(keys[0], (B, T, K, G + 2 * (X > 0), E), dtype)
+    past = KV(*(jax.random.normal(key, (B, K, S, E), dtype) for key in keys[1:3]))
+    angle_BTE = jax.random.uniform(keys[3], (B, T, E // 2), maxval=6.0)
+    turn = Rotation(jnp.cos(angle_BTE), jnp.sin(angle_BTE))
+    return (packed, turn, past), jnp.array(lengths, jnp.int32)
 
 
 # lengths, (B, K, G, T, E), S, X, first; X - T tokens of the round stand in the cache already
@@ -75,39 +78,39 @@ FAST |= {(case, "compiled") for case in CASES}
 )
 def test_kernels_equal_the_einsum(case, kernel):
     lengths, shape, S, X, first = CASES[case]
-    heads, past, length_B = drawn(lengths, shape, S, X)
+    given, length_B = drawn(lengths, shape, S, X)
     ancestor = tree(jax.random.key(1), shape[0], shape[3], X) if X else None
     sight = masks.sight(length_B, ancestor, first)
-    mixed, written = jax.jit(KERNELS[kernel])(heads, past, sight)
-    expected, rows = by_einsum(heads, past, sight)
+    mixed, written = jax.jit(KERNELS[kernel])(*given, sight)
+    expected, rows = by_einsum(*given, sight)
     np.testing.assert_allclose(mixed, expected, atol=2e-6)
-    for found, wanted in zip(written, rows, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(written.k_BKSE, rows.k_BKSE, atol=1e-6)
+    np.testing.assert_array_equal(written.v_BKSE, rows.v_BKSE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_line_needs_no_matrix(kernel):
     """A chain known when the program is traced is kept as its length; the result is the same."""
-    heads, past, length_B = drawn([100, 3], (2, 1, 2, 70, 64), 256, 70)
+    given, length_B = drawn([100, 3], (2, 1, 2, 70, 64), 256, 70)
     known = masks.sight(length_B, masks.line(70))
     assert known.ancestor_BTX is None
     unknown = masks.sight(length_B, jnp.asarray(masks.line(70)))
     assert unknown.ancestor_BTX is not None
     for sight in (known, unknown):
-        mixed, _ = jax.jit(KERNELS[kernel])(heads, past, sight)
-        expected, _ = by_einsum(heads, past, unknown)
+        mixed, _ = jax.jit(KERNELS[kernel])(*given, sight)
+        expected, _ = by_einsum(*given, unknown)
         np.testing.assert_allclose(mixed, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_unused_rows_are_not_read(kernel):
     """Blocks of 512 rows and less that a cache does not use may hold anything, NaN even."""
-    heads, past, length_B = drawn([140], (1, 2, 2, 4, 64), 1024, 4)
+    (packed, turn, past), length_B = drawn([140], (1, 2, 2, 4, 64), 1024, 4)
     sight = masks.sight(length_B, masks.line(4))
-    expected, _ = jax.jit(KERNELS[kernel])(heads, past, sight)
+    expected, _ = jax.jit(KERNELS[kernel])(packed, turn, past, sight)
     spoilt = KV(*(rows.at[:, :, 512:].set(jnp.nan) for rows in past))
-    mixed, _ = jax.jit(KERNELS[kernel])(heads, spoilt, sight)
+    mixed, _ = jax.jit(KERNELS[kernel])(packed, turn, spoilt, sight)
     np.testing.assert_array_equal(mixed, expected)
 
 
@@ -115,10 +118,10 @@ def test_unused_rows_are_not_read(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_in_bfloat16(kernel):
     """Scores and sums are float32: as near to float32's result as the einsum is."""
-    heads, past, length_B = drawn([300], (1, 2, 4, 7, 64), 384, 7, jnp.bfloat16)
+    given, length_B = drawn([300], (1, 2, 4, 7, 64), 384, 7, jnp.bfloat16)
     sight = masks.sight(length_B, masks.line(7))
-    mixed, _ = jax.jit(KERNELS[kernel])(heads, past, sight)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (heads, past))
+    mixed, _ = jax.jit(KERNELS[kernel])(*given, sight)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), given)
     expected, _ = by_einsum(*wide, sight)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_allclose(mixed.astype(jnp.float32), expected, atol=2e-2)
@@ -126,12 +129,13 @@ def test_kernels_in_bfloat16(kernel):
 
 def test_nothing_is_written_behind_a_cache_that_is_too_small():
     """Its last rows hold what fits; a row further would be the next head's first."""
-    heads, past, length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)
+    (packed, turn, past), length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)
     sight = masks.sight(length_B, masks.line(4))
-    _, written = jax.jit(KERNELS.get("gpu", attention.attend_cached))(heads, past, sight)
+    _, written = jax.jit(KERNELS.get("gpu", attention.attend_cached))(packed, turn, past, sight)
+    heads = rotate_packed(packed, turn)
     for head, rows, old in zip((-2, -1), written, past, strict=True):
         np.testing.assert_array_equal(rows[:, :, :254], old[:, :, :254])
-        np.testing.assert_array_equal(rows[:, :, 254:], heads[:, :, head, :2])
+        np.testing.assert_allclose(rows[:, :, 254:], heads[:, :, head, :2], atol=1e-6)
 
 
 def test_a_device_without_kernels_is_said_once(monkeypatch, caplog):
@@ -139,11 +143,11 @@ def test_a_device_without_kernels_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [old])
     attention._say.cache_clear()
-    heads, past, length_B = drawn([100], (1, 1, 1, 1, 64), 256, 1)
+    given, length_B = drawn([100], (1, 1, 1, 1, 64), 256, 1)
     sight = masks.sight(length_B, masks.line(1))
     for _ in range(2):
-        mixed, _ = attention.attend_cached(heads, past, sight)
-    np.testing.assert_array_equal(mixed, attention.by_einsum(heads, past, sight)[0])
+        mixed, _ = attention.attend_cached(*given, sight)
+    np.testing.assert_array_equal(mixed, attention.by_einsum(*given, sight)[0])
     (record,) = caplog.records
     assert "NVIDIA T4" in record.getMessage() and "einsum" in record.getMessage()
     attention._say.cache_clear()
@@ -169,7 +173,8 @@ def test_the_gpu_kernel_declares_the_blocks_that_it_loads(case, monkeypatch):
     """Loads are counted as the kernel is interpreted, over a cache that is full."""
     _, shape, _, X, first = CASES[case]
     S = 512
-    heads, past, length_B = drawn([S - X] * shape[0], shape, S, X, jnp.bfloat16)
+    given, length_B = drawn([S - X] * shape[0], shape, S, X, jnp.bfloat16)
+    packed, turn, past = given
     sight = masks.sight(length_B, tree(jax.random.key(1), shape[0], shape[3], X), first)
     loaded: dict[tuple[int, ...], int] = {}
     load = attention_gpu.triton.load
@@ -181,11 +186,11 @@ def test_the_gpu_kernel_declares_the_blocks_that_it_loads(case, monkeypatch):
 
     monkeypatch.setattr(attention_gpu.triton, "load", counted)
     attend = functools.partial(attention_gpu.attend, interpret=True)
-    (call, *_) = pallas_calls(jax.make_jaxpr(attend)(heads, past, sight).jaxpr)
+    (call, *_) = pallas_calls(jax.make_jaxpr(attend)(*given, sight).jaxpr)
     results = [x.aval for x in call.outvars if x.aval.shape != past.k_BKSE.shape]
-    small = heads.nbytes + sum(aval.size * aval.dtype.itemsize for aval in results)
+    small = sum(array.size * array.dtype.itemsize for array in (packed, *turn, *results))
     # The loop over the prefix is traced once, so one block of keys and one of values are counted.
-    sizes = attention_gpu.sizes_of(heads.shape, heads.dtype, S, sight)
+    sizes = attention_gpu.sizes_of(packed.shape, packed.dtype, S, sight)
     turns = shape[0] * shape[1] * sizes.blocks * -(-(S - X) // sizes.rows)
     read = turns * loaded[sizes.rows, sizes.E]
     assert call.params["cost_estimate"].bytes_accessed == read + small
@@ -207,9 +212,9 @@ def pallas_calls(jaxpr) -> list[Any]:
 def test_the_tpu_kernel_declares_the_blocks_that_it_fetches():
     """Blocks are counted by the kernel's own index maps; a block named again is not fetched."""
     shape, S = (2, 2, 4, 200, 64), 1024
-    heads, past, length_B = drawn([S] * 2, shape, S, 0)
+    given, length_B = drawn([S] * 2, shape, S, 0)
     attend = functools.partial(attention_tpu.attend, interpret=True)
-    (call,) = pallas_calls(jax.make_jaxpr(attend)(heads, past, masks.sight(length_B)).jaxpr)
+    (call,) = pallas_calls(jax.make_jaxpr(attend)(*given, masks.sight(length_B)).jaxpr)
     grid = call.params["grid_mapping"]
     fetched = 0
     for mapping in grid.block_mappings:

@@ -39,6 +39,13 @@ def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
     assert np.abs(np.asarray(matrix.values, int)).max(summed).tolist() == [127] * step.size
 
 
+@pytest.mark.parametrize("summed", [0, 1])
+def test_no_float32_copy_is_stored(summed):
+    shape = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    program = jax.jit(quantise.quantise, static_argnums=(1, 2)).lower(shape, "int8", summed)
+    assert program.compile().memory_analysis().temp_size_in_bytes < 512 * 512
+
+
 def test_fp8_keeps_three_bits_behind_the_point():
     weight = drawn(40, 24)
     matrix = quantise.quantise(weight, "fp8", 0)

@@ -190,32 +190,23 @@ def test_a_full_queue_and_a_failing_engine():
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_starts_again_on_its_port(tmp_path):
-    program, ready = start_program(tmp_path, "--port", "0", "--mode", "plain")
-    answers = []
-    for _ in range(2):
-        with openai.OpenAI(base_url=ready["url"], api_key=KEY, max_retries=0) as client:
-            stream = client.chat.completions.create(
-                model="moa-jax-demo", messages=HELLO, max_tokens=20, temperature=0, stream=True
-            )
-            answers.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
-            os.kill(program.pid, signal.SIGKILL)
-            program.wait(30)
-            with pytest.raises(openai.APIConnectionError):
-                client.models.list()
-        if len(answers) == 1:
-            program, ready = start_program(
-                tmp_path, "--port", str(ready["port"]), "--mode", "plain"
-            )
-    assert answers[0] == answers[1] and answers[0]
-
-
-@pytest.mark.slow
-def test_a_server_speaks_tls(tmp_path):
+def test_a_server_speaks_tls_and_starts_again_on_its_port_when_it_was_killed(tmp_path):
     """To those who trust its certificate; others are turned away, and it goes on."""
     cert, key = certificate(tmp_path)
-    flags = ["--port", "0", "--mode", "plain", "--tls-cert", str(cert), "--tls-key", str(key)]
-    program, ready = start_program(tmp_path, *flags)
+    flags = ["--mode", "plain", "--tls-cert", str(cert), "--tls-key", str(key)]
+    program, ready = start_program(tmp_path, "--port", "0", *flags)
+    trusted = httpx.Client(verify=ssl.create_default_context(cafile=cert))
+
+    def text() -> str:
+        with openai.OpenAI(base_url=ready["url"], api_key=KEY, http_client=trusted) as client:
+            stream = client.chat.completions.create(
+                model="moa-jax-demo", messages=HELLO, max_tokens=12, temperature=0, stream=True
+            )
+            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    session = Session(load_target(DEMO / "target"))
+    (wanted,) = session.generate([HELLO_IDS], 12)
+    wanted = TOKENIZER.decode(wanted.token_ids, skip_special_tokens=True)
     try:
         assert ready["url"].startswith("https://127.0.0.1:")
         plain_url = ready["url"].replace("https", "http")
@@ -224,15 +215,13 @@ def test_a_server_speaks_tls(tmp_path):
         with openai.OpenAI(base_url=ready["url"], api_key=KEY, max_retries=0) as client:
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
+        assert text() == wanted
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait(30)
+        program, again = start_program(tmp_path, "--port", str(ready["port"]), *flags)
+        assert again["url"] == ready["url"]
         trusted = httpx.Client(verify=ssl.create_default_context(cafile=cert))
-        with openai.OpenAI(base_url=ready["url"], api_key=KEY, http_client=trusted) as client:
-            stream = client.chat.completions.create(
-                model="moa-jax-demo", messages=HELLO, max_tokens=12, temperature=0, stream=True
-            )
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        session = Session(load_target(DEMO / "target"))
-        (wanted,) = session.generate([HELLO_IDS], 12)
-        assert text == TOKENIZER.decode(wanted.token_ids, skip_special_tokens=True)
+        assert text() == wanted
         program.send_signal(signal.SIGTERM)
         assert program.wait(60) == 0
     finally:

@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,23 +73,31 @@ class Ask:
         prompt = {"prompt": self.prompt_ids, "stop": self.stops, "logprobs": self.logprobs}
         return settings | rest | prompt
 
-    @functools.cached_property
+    @property
     def wanted(self) -> list[tuple[str, str]]:
         """Of each choice its text and how it ends: what plain decoding says alone."""
-        return [self._alone(row_of(self.sampling, index)) for index in range(self.n)]
-
-    def _alone(self, sampling: Sampling) -> tuple[str, str]:
-        stop_ids = [] if self.ignore_eos else None
-        prompt = [list(self.prompt_ids)]
-        (row,) = plain().generate(prompt, self.max_tokens, stop_ids, [sampling])
-        text = TOKENIZER.decode(row.token_ids, skip_special_tokens=True)
-        shown = before_stop(text, self.stops)
-        return shown, "stop" if shown != text else row.finish_reason
+        found = []
+        for index in range(self.n):
+            of_row = (self.prompt_ids, self.max_tokens, row_of(self.sampling, index))
+            text, end = alone(*of_row, self.ignore_eos)
+            shown = before_stop(text, self.stops)
+            found.append((shown, "stop" if shown != text else end))
+        return found
 
 
 @functools.cache
 def plain() -> Session:
     return Session(load_target(DEMO / "target"), cache_rows=256)
+
+
+@functools.cache  # clients ask for the same again
+def alone(
+    prompt_ids: tuple[int, ...], max_tokens: int, sampling: Sampling, ignore_eos: bool
+) -> tuple[str, str]:
+    """What plain decoding says alone, and how it ends."""
+    stop_ids = [] if ignore_eos else None
+    (row,) = plain().generate([list(prompt_ids)], max_tokens, stop_ids, [sampling])
+    return TOKENIZER.decode(row.token_ids, skip_special_tokens=True), row.finish_reason
 
 
 def mixed(count: int, seed: int) -> list[Ask]:
@@ -107,7 +115,7 @@ def mixed(count: int, seed: int) -> list[Ask]:
             logprobs=2 if index % 11 == 0 else None,
         )
         if index % 4 == 0:
-            more = {"max_tokens": 90, "stream": True, "ignore_eos": True, "stops": ()}
+            more = {"max_tokens": 50, "stream": True, "ignore_eos": True, "stops": ()}
             ask = dataclasses.replace(ask, leaves_after=draw.randrange(4), **more)
         asks.append(ask)
     return asks
@@ -273,13 +281,13 @@ def damage(served: Served, client: httpx.Client, draw: random.Random) -> None:
     assert said.status_code in (200, 400, 404), said.text
 
 
-def crowd(served: Served, asks: list[Ask], end: float) -> list[Callable[[], int]]:
-    """Clients that come until `end`, each a function that says how often it came."""
+def crowd(served: Served, asks: list[Ask], is_over: threading.Event) -> list[Callable[[], int]]:
+    """Clients that come until it is over, each a function that says how often it came."""
 
     def again(do: Callable[[int, httpx.Client], None], receive_bytes: int) -> int:
         with served.client(receive_bytes) as client:
             for count in itertools.count():
-                if time.monotonic() > end:
+                if is_over.is_set():
                     return count
                 do(count, client)
 
@@ -302,19 +310,33 @@ def crowd(served: Served, asks: list[Ask], end: float) -> list[Callable[[], int]
     ]
 
 
+def memory_under(served: Served, running: list[Future[int]]) -> list[float]:
+    """MiB, read while clients run for SOAK_SECONDS in which the server makes no program."""
+    sizes, programs, begin = [], 0.0, time.monotonic()
+    latest = begin + 3 * SOAK_SECONDS + 120
+    while time.monotonic() < begin + SOAK_SECONDS and not any(each.done() for each in running):
+        if (now := served.metric("moa:programs_total")) != programs:
+            sizes, programs, begin = [], now, time.monotonic()
+        assert time.monotonic() < latest, f"programs are still made after {programs:.0f}"
+        sizes.append(served.memory)
+        time.sleep(0.5)
+    return sizes
+
+
 def test_soak_of_clients_of_all_kinds(served):
     """For a third of MOA_SOAK_SECONDS: right answers, and memory is flat."""
-    asks = mixed(40, 2)
+    asks = mixed(40, 1)
     for ask in asks:
         assert ask.wanted  # so that no time of the soak is spent here
     assert_nothing_is_held(served)
-    files, sizes = served.num_files, []
-    work = crowd(served, asks, time.monotonic() + SOAK_SECONDS)
+    files, is_over = served.num_files, threading.Event()
+    work = crowd(served, asks, is_over)
     with ThreadPoolExecutor(len(work)) as pool:
         running = [pool.submit(each) for each in work]
-        while not all(client.done() for client in running):
-            sizes.append(served.memory)
-            threading.Event().wait(0.5)
+        try:
+            sizes = memory_under(served, running)
+        finally:
+            is_over.set()
         counts = [client.result() for client in running]
     assert all(counts), counts
     assert_nothing_is_held(served)

@@ -1,6 +1,6 @@
 """Trains a toy on a mesh and prints its losses as JSON: run by tests in processes of their own.
 
-python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR [--devices N] [cluster flags]
+python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR [--devices N] [--cached] [cluster flags]
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from moa_jax.config import (
     RunConfig,
     TargetConfig,
 )
-from moa_jax.data.batch import Batch
+from moa_jax.data.batch import Batch, TappedBatch
+from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama, sharding
-from moa_jax.training.distillation import make_train_step
+from moa_jax.training.distillation import make_keep, make_train_step
 from train.run import cluster
 
 ROWS, T = 8, 24
@@ -53,18 +54,26 @@ def batch_of(step: int, rows: slice) -> Batch:
     return Batch(*(array[rows] for array in whole))
 
 
-def losses(steps: int, mesh_cfg: MeshConfig, devices: list) -> list[float]:
-    """The losses of so many updates on a mesh of these devices."""
-    mesh = sharding.make_mesh(mesh_cfg, devices)
-    program = make_train_step(config_of(mesh_cfg), TARGET, mesh)
+def frozen_weights() -> dict:
+    """A target at random, its layers stacked."""
+    params = llama.init(TARGET, jax.random.key(1))
+    return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
-    def frozen() -> dict:
-        params = llama.init(TARGET, jax.random.key(1))
-        return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+
+def losses(steps: int, mesh_cfg: MeshConfig, devices: list, cached: bool = False) -> list[float]:
+    """The losses of so many updates on a mesh of these devices.
+
+    `cached`: the target's pass comes from the host, as from a cache.
+    """
+    config = config_of(mesh_cfg)
+    mesh = sharding.make_mesh(mesh_cfg, devices)
+    program = make_train_step(config, TARGET, mesh)
+    taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
+    keep = jax.jit(make_keep(TARGET, taps, jnp.float32), out_shardings=program.rows_sharding)
 
     found = []
     with jax.set_mesh(mesh):
-        weights = jax.jit(frozen, out_shardings=program.frozen_sharding)()
+        weights = jax.jit(frozen_weights, out_shardings=program.frozen_sharding)()
         state = jax.jit(program.init, out_shardings=program.state_sharding)(jax.random.key(2))
         update = jax.jit(
             program.update, donate_argnums=0, out_shardings=(program.state_sharding, None)
@@ -72,6 +81,10 @@ def losses(steps: int, mesh_cfg: MeshConfig, devices: list) -> list[float]:
         for step in range(steps):
             read = lambda rows, step=step: batch_of(step, rows)  # noqa: E731
             batch = sharding.place_rows(read, program.rows_sharding, (ROWS,))
+            if cached:
+                kept = TappedBatch(*jax.device_get((*batch, keep(weights, batch))))
+                cut = lambda rows, kept=kept: jax.tree.map(lambda x: x[rows], kept)  # noqa: E731
+                batch = sharding.place_rows(cut, program.rows_sharding, (ROWS,))
             state, metrics = update(state, weights, batch)
             found.append(float(metrics["loss"]))
         cut = state.params["self_attention"]["mlp"]["down"]["kernel"]
@@ -86,6 +99,7 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("meshes", nargs="+")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--cached", action="store_true")
     cluster.add_flags(parser)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -93,7 +107,8 @@ def main() -> None:
         for mesh in args.meshes:
             cfg = MeshConfig(*map(int, mesh.split(",")))
             one = mesh == "1,1,1"
-            found = losses(args.steps, cfg, jax.devices()[:1] if one else jax.devices())
+            devices = jax.devices()[:1] if one else jax.devices()
+            found = losses(args.steps, cfg, devices, args.cached)
             if jax.process_index() == 0:
                 print("losses", json.dumps(found), flush=True)
 

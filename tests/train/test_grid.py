@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from infer.flags.config_file import read_config
 from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, GridConfig, MoaConfig
+from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_json
 from moa_jax.pretrained import describe_target
@@ -23,6 +25,7 @@ from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
 from train.run.grid_report import DRAWS, Tau, interval, render
+from train.run.target_cache import CacheFlags, shared
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -72,7 +75,7 @@ def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
 def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
     grid, trained = toy_grid(tmp_path), []
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
-    monkeypatch.setattr(grids, "train", lambda runs, target: trained.extend(runs))
+    monkeypatch.setattr(grids, "train", lambda runs, *rest: trained.extend(runs))
     asked = lambda rates: grids.main(["--config", "given", "--learning-rates", rates])  # noqa: E731
     for text in ("1e-4", "0.0001", "1.0e-04"):
         trained.clear()
@@ -230,7 +233,7 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     shutil.copy(CONVERSATIONS, data)
     grid = with_cell(toy_grid(tmp_path), data_train=(str(data),))
     run = grids.runs_of(grid)[0]
-    finished = lambda config: finish(run, 1.5) or True  # noqa: E731
+    finished = lambda config, flags: finish(run, 1.5) or True  # noqa: E731
     monkeypatch.setattr(grids, "distill", finished)
     assert grids.train([run], TARGET) and grids.is_finished(run, TARGET)
     assert grids.files_of(run.config)[str(data)]["bytes"] == data.stat().st_size
@@ -277,6 +280,144 @@ def test_damaged_files_of_a_run(tmp_path):
         log.write_text(text)
         said = refusal(grids.rows_of, grid, [run], TARGET)
         assert said.startswith(f"{log.parent}: metrics.jsonl holds no simulated tau")
+
+
+# ---- rows of earlier reports --------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tmp_path) -> tuple[GridConfig, Path, dict]:
+    """A grid of which one machine has done seed 0 at two rates: its report."""
+    data = tmp_path / "data.jsonl"
+    shutil.copy(CONVERSATIONS, data)
+    grid = toy_grid(tmp_path)
+    cells = ((name, changed(config, data_train=(str(data),))) for name, config in grid.cells)
+    grid = dataclasses.replace(grid, cells=tuple(cells))
+    runs = grids.runs_of(grid)
+    for run, tau, rounds in zip(runs, (1.5, 1.7, 1.8, 1.6), ([], [2, 4], [4, 4], []), strict=True):
+        finish(run, tau)
+        if rounds:
+            decoded = Path(run.config.run.directory) / "decoded.json"
+            write_json(decoded, decoded_by(grid, run, rounds))
+    document = grids.document_of(grid, grids.rows_of(grid, runs, TARGET), TARGET, "given.py")
+    path = tmp_path / "report.json"
+    write_json(path, document)
+    return dataclasses.replace(grid, directory=str(tmp_path / "elsewhere")), path, document
+
+
+def done_for(grid: GridConfig, path: Path) -> list:
+    return grids._earlier_rows([str(path)], grid, grids.runs_of(grid), TARGET)
+
+
+def trained_for(grid: GridConfig, rows: list, monkeypatch) -> list[str]:
+    """The runs that a grid still trains."""
+    trained = []
+    monkeypatch.setattr(grids, "distill", lambda config, flags: trained.append(config) or True)
+    monkeypatch.setattr(grids, "write_json", lambda *given: None)
+    assert grids.train(grids.runs_of(grid), TARGET, rows)
+    return [Path(config.run.directory).name for config in trained]
+
+
+def test_rows_of_an_earlier_report_count_as_done(earlier, monkeypatch):
+    grid, path, document = earlier
+    grid = dataclasses.replace(grid, seeds=(0, 1))
+    done = done_for(grid, path)
+    assert trained_for(grid, done, monkeypatch) == [
+        f"{cell}-lr{rate}-seed1" for cell in ("moa", "eagle") for rate in ("0.001", "0.0001")
+    ]
+    rows = grids.rows_of(grid, grids.runs_of(grid), TARGET, done)
+    grown = grids.document_of(grid, rows, TARGET, "given.py")
+    told = [row | {"report": None} for row in grown["rows"]]
+    assert json.loads(json.dumps(told)) == json.loads(json.dumps(document["rows"]))
+    assert grown["missing"] == ["moa (seed 1)", "eagle (seed 1)"]
+    assert str(path) in grown["files"]
+    text = grids.render(grown)
+    assert f"Trained and decoded earlier, for {path}: moa (seed 0), eagle (seed 0)." in text
+    assert document["rows"][0]["decoded"][0]["tau"]["tokens/rounds_by_prompt"] == "8/2 8/4"
+
+
+def test_rates_may_be_added_to_those_of_an_earlier_report(earlier, monkeypatch):
+    """The best of all counts; a report whose best rate the grid does not have says nothing."""
+    grid, path, _ = earlier
+    more = dataclasses.replace(grid, learning_rates=(1e-3, 1e-4, 1e-2))
+    done = done_for(more, path)
+    assert trained_for(more, done, monkeypatch) == ["moa-lr0.01-seed0", "eagle-lr0.01-seed0"]
+    moa, *_ = grids.rows_of(more, grids.runs_of(more), TARGET, done)
+    assert moa.tried == {"0.001": 1.5, "0.0001": 1.7} and moa.report == str(path)
+    finish(grids.runs_of(more)[2], 1.9)
+    moa, *_ = grids.rows_of(more, grids.runs_of(more), TARGET, done)
+    assert (moa.best.learning_rate, moa.simulated_tau, moa.report) == (1e-2, 1.9, None)
+    assert moa.tried == {"0.001": 1.5, "0.0001": 1.7, "0.01": 1.9} and moa.decoded is None
+    fewer = dataclasses.replace(grid, learning_rates=(1e-3,))
+    assert [row.cell for row in done_for(fewer, path)] == ["eagle"]
+
+
+def test_a_drafter_that_is_not_here_counts_only_where_it_was_decoded(earlier):
+    """The best rate trained again here, and worse: the report's next rate has no tau of its own."""
+    grid, path, _ = earlier
+    finish(grids.runs_of(grid)[1], 1.4)
+    moa, *_ = grids.rows_of(grid, grids.runs_of(grid), TARGET, done_for(grid, path))
+    assert (moa.best.learning_rate, moa.simulated_tau, moa.report) == (1e-4, 1.4, None)
+
+
+def test_an_earlier_report_of_something_else_is_refused(earlier, tmp_path):
+    grid, path, document = earlier
+    said = refusal(done_for, with_cell(grid, optim_total_steps=13), path)
+    assert said.startswith(f"{path} is of another grid: cell moa: optim.total_steps: 12 -> 13")
+    other = dataclasses.replace(grid, prompts=3, max_new_tokens=9, shapes=grid.shapes[:1])
+    said = refusal(done_for, other, path)
+    assert "prompts: 2 -> 3" in said and "max_new_tokens: 8 -> 9" in said and "shapes: " in said
+    shutil.copy(ROOT / "tests" / "data" / "questions.jsonl", tmp_path / "data.jsonl")
+    assert "data.jsonl: other content" in refusal(done_for, grid, path)
+    (tmp_path / "data.jsonl").unlink()  # a report needs no data
+    assert len(done_for(grid, path)) == 2
+    model = f"{DEMO}: model.safetensors"
+    files = document["files"] | {model: document["files"][model] | {"sha256": "0" * 16}}
+    write_json(path, document | {"files": files})
+    assert f"{model}: other content" in refusal(done_for, grid, path)
+
+
+def test_what_is_no_report_is_refused(earlier):
+    grid, path, document = earlier
+    for content in ({}, document | {"rows": [1]}, document | {"rows": [{"cell": "moa"}]}):
+        write_json(path, content)
+        assert f"{path} is no report of train.grid" in refusal(done_for, grid, path)
+    path.write_text('{"rows"')
+    assert "report.json is not valid JSON" in refusal(done_for, grid, path)
+    path.unlink()
+    assert "report.json is missing" in refusal(done_for, grid, path)
+
+
+def test_a_committed_report_counts_as_done(monkeypatch):
+    """It was made before counts of each prompt were stored, and still says its taus."""
+    monkeypatch.chdir(ROOT)
+    grid = read_config("configs/matched.py", GridConfig)
+    monkeypatch.setattr(grids, "files_of", lambda config: {})
+    path = Path("reports/matched.json")
+    document = json.loads(path.read_text())
+    done = done_for(grid, path)
+    assert [row.cell for row in done] == [row["cell"] for row in document["rows"]]
+    assert done[0].decoded.taus[0]["tau"].value == document["rows"][0]["decoded"][0]["tau"]["tau"]
+
+
+# ---- one cache for all --------------------------------------------------------------------
+
+
+def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
+    grid = toy_grid(tmp_path, unmatched=("moa",))
+    eagle3 = dataclasses.replace(grid.cells[0][1], drafter=Eagle3Config(1, 24))
+    grid = dataclasses.replace(grid, cells=(*grid.cells, ("eagle3", eagle3)))
+    flags = CacheFlags(tmp_path / "cache", 1.0)
+    one_of = lambda grid: shared(flags, grid.cells, TARGET.config)  # noqa: E731
+    assert one_of(grid) == flags._replace(taps=Taps(True, (2, 6, 9)))
+    alike = with_cell(grid, data_rows_per_batch=2, data_seed=5, optim_total_steps=13)
+    assert one_of(alike) == one_of(grid)
+    for changes, line in (
+        (dict(data_row_length=32), "cell eagle does not read the rows of moa: data.row_length: 32"),
+        (dict(run_dtype="bfloat16"), 'run.dtype: "bfloat16" -> "float32"'),
+    ):
+        other = with_cell(grid, **changes)
+        assert line in refusal(one_of, other)
 
 
 # ---- the report ---------------------------------------------------------------------------
@@ -355,8 +496,9 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     grid = toy_grid(tmp_path, learning_rates=(1e-3,))
     grid = dataclasses.replace(grid, cells=cells, reference="moa", tolerance=2.0)
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
-    grids.main(["--config", "given"])
+    grids.main(["--config", "given", "--target-cache", str(tmp_path / "cache")])
     text = capsys.readouterr().out
+    assert {"keys", "last", "stream-0", "stream-1", "values"} < set(os.listdir(tmp_path / "cache"))
     report, runs = (tmp_path / "grid" / "report.json").read_bytes(), grids.runs_of(grid)
     document = json.loads(report)
     for run, row in zip(runs, document["rows"], strict=True):
@@ -379,6 +521,13 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     grids.main(["--config", "given"])
     assert capsys.readouterr().out == text
     assert (tmp_path / "grid" / "report.json").read_bytes() == report
+
+    here, grid = grid, dataclasses.replace(grid, directory=str(tmp_path / "elsewhere"))
+    grids.main(["--config", "given", "--done", str(tmp_path / "grid" / "report.json")])
+    grown = capsys.readouterr().out
+    assert "earlier, for" in grown and "Not trained" not in grown
+    assert all(line in grown for line in text.splitlines() if line.startswith(("| moa", "| eagle")))
+    grid = here
 
     for run in runs:  # as early versions left it: Orbax's own file tells
         Path(run.config.run.directory, "finished.json").unlink()

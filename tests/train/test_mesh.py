@@ -61,6 +61,12 @@ def test_meshes_of_any_shape_train_as_one(alone):
 
 
 @pytest.mark.slow
+def test_meshes_train_as_one_on_what_a_cache_keeps(alone):
+    for found in losses_of(run("1,4,1", "1,2,2", "--devices", "4", "--cached")):
+        assert_same(found, alone)
+
+
+@pytest.mark.slow
 def test_two_processes_on_one_mesh_train_as_one(alone):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

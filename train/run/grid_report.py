@@ -26,6 +26,13 @@ class Tau(NamedTuple):
     rounds_P: np.ndarray | None = None
 
 
+class Decoded(NamedTuple):
+    """The prompts decoded with one drafter: for each shape the taus by the names of ENDINGS."""
+
+    prompts: int
+    taus: list[dict[str, Tau]]
+
+
 def interval(tau: Tau, base: Tau | None = None) -> tuple[float, float] | None:
     """Where tau lies in most draws of as many prompts; with `base`, its ratio to that one's.
 
@@ -55,9 +62,18 @@ def figures(tau: Tau, base: Tau | None) -> dict[str, Any]:
         "interval": interval(tau),
         "tokens": int(tau.tokens_P.sum()) if known else None,
         "rounds": int(tau.rounds_P.sum()) if known else None,
+        "tokens/rounds_by_prompt": _by_prompt(tau) if known else None,
         "of_reference": base and tau.value / base.value,
         "of_reference_interval": None if base is None or base is tau else interval(tau, base),
     }
+
+
+def tau_of(said: dict[str, Any]) -> Tau:
+    """The inverse of `figures`; reports of earlier versions have no counts by prompt."""
+    if not said.get("tokens/rounds_by_prompt"):
+        return Tau(float(said["tau"]))
+    pairs = [pair.split("/") for pair in said["tokens/rounds_by_prompt"].split()]
+    return Tau(float(said["tau"]), *np.array(pairs, int).T)
 
 
 def render(document: Document) -> str:
@@ -75,6 +91,9 @@ def render(document: Document) -> str:
         _conditions(document),
         table(columns, trained),
     ]
+    for report in dict.fromkeys(row["report"] for row in rows if row.get("report")):
+        taken = [f"{r['cell']} (seed {r['seed']})" for r in rows if r.get("report") == report]
+        parts.append(f"Trained and decoded earlier, for {report}: {', '.join(taken)}.")
     if document["missing"]:
         parts.append(f"Not trained yet: {', '.join(document['missing'])}.")
     group = ["tokens / rounds", f"of {reference}"]
@@ -129,6 +148,12 @@ def _taus(decoded: list[dict[str, Any]] | None, index: int) -> Iterator[str]:
         yield f"{found['tokens']} / {found['rounds']}" if found["rounds"] is not None else "-"
         ratio = found["of_reference"]
         yield "" if ratio is None else _with_interval(ratio, found["of_reference_interval"], 2)
+
+
+def _by_prompt(tau: Tau) -> str:
+    """On one line, as JSON would give each number a line."""
+    pairs = zip(tau.tokens_P, tau.rounds_P, strict=True)
+    return " ".join(f"{tokens}/{rounds}" for tokens, rounds in pairs)
 
 
 def _with_interval(value: float, bounds: tuple[float, float] | None, digits: int) -> str:

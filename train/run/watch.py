@@ -16,7 +16,7 @@ import numpy as np
 
 from infer.program import Progress, progress
 from moa_jax.config import DistillConfig, PretrainConfig
-from moa_jax.data.batch import Batch
+from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
 from moa_jax.training.metrics import MetricsLog, Record, peak_flops, tensorboard
 from moa_jax.training.processes import gathered, is_first, on_first
@@ -160,7 +160,8 @@ class Watch:
         place = "not recorded"
         if stop or self._skipped <= MOST_BATCHES:
             path = Path(self._run.directory) / f"not_finite_{step}.npz"
-            whole = gathered(batch)  # all processes take part
+            rows = batch.batch if isinstance(batch, TappedBatch) else batch
+            whole = gathered(rows)  # all processes take part
             if is_first():
                 np.savez_compressed(path, step=step, **whole._asdict())
             place = f"in {path}"

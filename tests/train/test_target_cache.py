@@ -1,0 +1,297 @@
+"""A target's pass kept on disk: the same training without it, and no other file taken for it."""
+
+import dataclasses
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.info import ROOT
+from infer.program import progress
+from moa_jax.config import Eagle3Config, EagleConfig, FeedbackConfig, GlideConfig, MeshConfig
+from moa_jax.data.batch import Batch, TappedBatch
+from moa_jax.data.batches import Batches
+from moa_jax.data.mixture import Mixture
+from moa_jax.drafters import DRAFTERS, method_of
+from moa_jax.drafters.api import Taps
+from moa_jax.model import sharding
+from moa_jax.training import target_cache
+from moa_jax.training.distillation import make_keep, make_train_step
+from moa_jax.training.flops import model_flops_per_token
+from moa_jax.training.target_cache import TargetCache, part_names, rows_hash, union
+from tests.model_folders import refusal
+from tests.train import mesh_run
+from tests.train.test_training import distill_config, metrics
+from train import distill
+from train.run.target_cache import CacheFlags
+
+KINDS = {"last": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+MORE = KINDS | {"stream-2": jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)}
+MADE_FROM = {"target": "t", "data": "d", "rows": 5, "row_length": 3, "dtype": "float32"}
+
+
+# ---- the same training --------------------------------------------------------------------
+
+EAGLES = {"noise": FeedbackConfig(noise=0.2), "passes": FeedbackConfig(steps=2)}
+DRAFTERS_OF = {
+    "moa": (mesh_run.DRAFTER, FeedbackConfig()),
+    "eagle": (EagleConfig(2, 24), EAGLES["noise"]),
+    "eagle3": (Eagle3Config(2, 24, tapped_layers=(0, 1, 2)), EAGLES["passes"]),
+    "glide": (GlideConfig(2, 24), FeedbackConfig()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(DRAFTERS_OF))
+def test_updates_are_the_same_bit_for_bit(kind):
+    """Two micro-batches, as many rows as were kept at a time, for drafters of all kinds."""
+    drafter, feedback = DRAFTERS_OF[kind]
+    config = mesh_run.config_of(MeshConfig(), accumulate=2)
+    config = dataclasses.replace(config, drafter=drafter, feedback=feedback)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    program, taps = make_train_step(config, mesh_run.TARGET, mesh), Taps(True, (0, 1, 2))
+    keep = jax.jit(make_keep(mesh_run.TARGET, taps, jnp.float32))
+    names = part_names(DRAFTERS[method_of(drafter)].make(drafter, mesh_run.TARGET, config).taps)
+    with jax.set_mesh(mesh):
+        update, frozen = jax.jit(program.update), mesh_run.frozen_weights()
+        plain = cached = program.init(jax.random.key(2))
+        for step in range(3):
+            batch = mesh_run.batch_of(step, slice(None))
+            halves = [Batch(*(x[half] for x in batch)) for half in (slice(0, 4), slice(4, 8))]
+            kept = [keep(frozen, half) for half in halves]
+            parts = {name: np.concatenate([part[name] for part in kept]) for name in names}
+            plain, expected = update(plain, frozen, batch)
+            cached, found = update(cached, frozen, TappedBatch(*batch, parts))
+            assert jax.device_get(found) == jax.device_get(expected)
+    jax.tree.map(np.testing.assert_array_equal, cached.params, plain.params)
+
+
+def test_the_layers_of_the_target_are_left_out():
+    config = dataclasses.replace(mesh_run.config_of(MeshConfig()), drafter=EagleConfig(2, 24))
+    whole, cached = (
+        model_flops_per_token(config, mesh_run.TARGET, cached=cached) for cached in (False, True)
+    )
+    block = mesh_run.TARGET.block
+    attention = 2 * 32 * 8 * (4 + 2 + 2 + 4) + 4 * 4 * 8 * config.data.row_length
+    layer = attention + 3 * 2 * 32 * block.intermediate_size
+    assert whole - cached == mesh_run.TARGET.num_layers * layer
+
+
+def small_run(folder: Path, target: Path, **changes):
+    config = distill_config(folder, target)
+    return dataclasses.replace(config, drafter=EagleConfig(2, 24), **changes)
+
+
+def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, capsys):
+    plain, cached = tmp_path / "plain", tmp_path / "cached"
+    distill.distill(small_run(plain, small_target))
+    flags = CacheFlags(tmp_path / "cache", 1.0, Taps(streams=(1,)))
+    distill.distill(small_run(cached, small_target), flags)
+    assert metrics(cached, "train") == metrics(plain, "train")
+    assert metrics(cached, "eval") == metrics(plain, "eval")
+    weights = (folder / "draft" / "model.safetensors" for folder in (plain, cached))
+    assert len({file.read_bytes() for file in weights}) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if "target cache " in line]
+    assert "GB to write: last, stream-1 of" in told[0]
+    there = sorted(os.listdir(tmp_path / "cache"))
+    assert there == ["cache.json", "last", "lock", "stream-1"]
+    flags = CacheFlags(tmp_path / "cache", 1e-9)
+    assert "above the limit" in refusal(distill.distill, small_run(cached, small_target), flags)
+
+
+@pytest.mark.slow
+def test_programs_as_users_run_them_are_the_same(tmp_path):
+    """With all of the compiler's optimisations, which join what is computed to what is read."""
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    command = [sys.executable, "-m", "train.distill", "--config", "configs/tiny.py"]
+    command += ["--optim.total_steps", "6", "--run.eval_every", "3", "--run.log_every", "1"]
+    command += ["--optim.accumulate", "2"]
+    for name, flags in (("plain", []), ("cached", ["--target-cache", str(tmp_path / "cache")])):
+        places = ["--run.directory", str(tmp_path / name), "--output", str(tmp_path / name / "o")]
+        subprocess.run([*command, *places, *flags], cwd=ROOT, env=environment, check=True)
+    for file in ("metrics.jsonl", "o/model.safetensors"):
+        found, expected = ((tmp_path / name / file).read_bytes() for name in ("cached", "plain"))
+        assert found == expected
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def keep(number_B: np.ndarray) -> dict[str, np.ndarray]:
+    """Parts that say their row."""
+    last = 10.0 * number_B[:, None, None] + np.arange(6.0).reshape(3, 2)
+    stream = np.broadcast_to(number_B[:, None, None], (len(number_B), 3, 4))
+    return {"last": last.astype(np.float32), "stream-2": stream.astype(jnp.bfloat16)}
+
+
+def cache_in(folder: Path, kinds=KINDS, **changes) -> TargetCache:
+    return TargetCache(folder, MADE_FROM | changes, kinds)
+
+
+def build(cache: TargetCache, keep=keep) -> TargetCache:
+    cache.build(keep, 2, lambda *told: progress(*told, quiet=True))
+    return cache
+
+
+def test_rows_are_read_as_they_were_kept(tmp_path):
+    cache = build(cache_in(tmp_path / "new" / "cache", MORE))
+    number_B = np.array([4, 0, 3])
+    found = cache.parts(list(MORE), number_B)
+    assert {name: part.dtype for name, part in found.items()} == {
+        name: kind.dtype for name, kind in MORE.items()
+    }
+    jax.tree.map(np.testing.assert_array_equal, found, keep(number_B))
+    assert not cache.missing() and list(cache.parts(["last"], number_B)) == ["last"]
+
+
+def test_what_is_there_is_not_made_again_and_what_lacks_is_added(tmp_path):
+    build(cache_in(tmp_path))
+    before = (tmp_path / "last").stat()
+    cache = cache_in(tmp_path, MORE)
+    assert cache.missing() == ["stream-2"]
+    asked = []
+    build(cache, lambda number_B: asked.append(number_B.tolist()) or keep(number_B))
+    assert asked == [[0, 1], [2, 3], [4, 4]]  # in order, always as many
+    assert (tmp_path / "last").stat() == before
+    jax.tree.map(
+        np.testing.assert_array_equal, cache.parts(list(MORE), np.arange(5)), keep(np.arange(5))
+    )
+
+
+def test_a_build_that_is_cut_is_made_anew(tmp_path):
+    def cut(number_B: np.ndarray) -> dict[str, np.ndarray]:
+        if number_B[0] == 2:
+            raise KeyboardInterrupt
+        return keep(number_B)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(cache_in(tmp_path), cut)
+    assert sorted(os.listdir(tmp_path)) == ["cache.json", "lock"]
+    (tmp_path / "last.partial").write_bytes(b"as a kill leaves it" * 100)
+    cache = build(cache_in(tmp_path))
+    np.testing.assert_array_equal(
+        cache.parts(["last"], np.arange(5))["last"], keep(np.arange(5))["last"]
+    )
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def full(array_BX: np.ndarray):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target_cache, "_records", full)
+        said = refusal(build, cache_in(tmp_path))
+    assert "No space left on device" in said and "make room" in said
+    assert cache_in(tmp_path).missing() == ["last"] and not list(tmp_path.glob("*.partial"))
+
+
+def test_sizes_are_told_and_refused_beforehand(tmp_path, monkeypatch):
+    cache = cache_in(tmp_path / "cache", MORE)
+    size = 5 * (4 + 6 * 4) + 5 * (4 + 12 * 2)
+    assert cache.num_bytes(list(MORE)) == size
+    assert "2.8e-07 GB to write: last, stream-2 of 5 rows of 3 tokens in f" in cache.described()
+    cache.check_room(size / 1e9)
+    assert "above the limit of" in refusal(cache.check_room, (size - 1) / 1e9)
+    usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "make room" in refusal(cache.check_room, 1.0)
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "last.partial").write_bytes(b"1234")  # it is written over
+    cache.check_room(size / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (dict(target="other"), "of another target: name another folder"),
+        (dict(data="other"), "of other data"),
+        (dict(data="other", rows=6), "of other data, rows 5, not 6"),
+        (dict(row_length=4), "of row_length 3, not 4"),
+        (dict(dtype="bfloat16"), "of dtype float32, not bfloat16"),
+    ],
+)
+def test_a_cache_of_something_else_is_refused(tmp_path, changes, line):
+    changes = {name: changes.get(name, value) for name, value in MADE_FROM.items()}
+    build(cache_in(tmp_path))
+    assert line in refusal(cache_in, tmp_path, **changes)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    build(cache_in(tmp_path))
+    whole = (tmp_path / "last").read_bytes()
+    (tmp_path / "last").write_bytes(whole[:-1])
+    assert f"{tmp_path / 'last'} is damaged (139 of 140 bytes)" in refusal(cache_in, tmp_path)
+    for place in (28, 40):  # in the CRC and in the bytes of row 1
+        (tmp_path / "last").write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+        )
+        cache = cache_in(tmp_path)
+        cache.parts(["last"], np.array([0, 2]))
+        said = refusal(cache.parts, ["last"], np.array([0, 1]))
+        assert "last is damaged (row 1 has changed): remove it" in said
+    (tmp_path / "last").unlink()
+    assert cache_in(tmp_path).missing() == ["last"]
+    (tmp_path / "cache.json").write_text('{"target')
+    assert "cache.json is not valid JSON" in refusal(cache_in, tmp_path)
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "letter.txt").write_text("Dear")
+    assert "is no target cache" in refusal(cache_in, tmp_path)
+    assert "is no target cache" in refusal(cache_in, tmp_path / "letter.txt")
+
+
+def test_several_processes_are_refused(small_target, tmp_path, monkeypatch):
+    config = small_run(tmp_path, small_target)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    said = refusal(distill.opened, CacheFlags(tmp_path, 1.0), config, None, None)
+    assert "--target-cache needs one process" in said
+
+
+# ---- which rows ---------------------------------------------------------------------------
+
+
+def rows_of(seed: int, count: int = 4, length: int = 6) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens_BT, position_BT = (rng.integers(0, 9, (count, length), np.int32) for _ in range(2))
+    return Batch(tokens_BT, np.ones_like(tokens_BT), position_BT, tokens_BT > 3)
+
+
+def test_the_hash_of_rows_sees_what_the_target_sees():
+    rows = rows_of(0)
+    known = rows_hash(Batches(rows, 2, seed=0))
+    assert rows_hash(Batches(rows._replace(response_BT=~rows.response_BT), 2, seed=1)) == known
+    for name in ("tokens_BT", "segment_BT", "position_BT"):
+        other = getattr(rows, name).copy()
+        other[3, 5] += 1
+        assert rows_hash(Batches(rows._replace(**{name: other}), 2, seed=0)) != known
+    assert rows_hash(Batches(Batch(*(x[::-1] for x in rows)), 2, seed=0)) != known
+
+
+def test_numbers_name_the_rows_of_a_batch():
+    sources = [rows_of(seed, count) for seed, count in enumerate((3, 5, 2))]
+    joined = Batch(*map(np.concatenate, zip(*sources, strict=True)))
+    for source in (Batches(joined, 4, seed=3), Mixture(sources, (0.2, 0.5, 0.3), 4, seed=3)):
+        assert source.num_rows == 10
+        whole = source.take(np.arange(10))
+        jax.tree.map(np.testing.assert_array_equal, whole, joined)
+        for step in range(5):
+            for rows in (None, slice(1, 3)):
+                taken = Batch(*(x[source.numbers(step, rows)] for x in whole))
+                jax.tree.map(np.testing.assert_array_equal, source.batch(step, rows), taken)
+
+
+def test_one_cache_serves_several_drafters():
+    assert union([Taps(), Taps(True), Taps(streams=(2, 6)), Taps(streams=(2, 1))]) == Taps(
+        True, (1, 2, 6)
+    )
+    assert union([Taps()]) == Taps()

@@ -1,0 +1,145 @@
+"""The flags of a target cache, and the cache that a run reads: made if it is not there."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from infer.program import above_zero, local_path, progress
+from moa_jax.config import DistillConfig, TargetConfig
+from moa_jax.data.batches import Batches, Mixture
+from moa_jax.drafters import DRAFTERS, method_of
+from moa_jax.drafters.api import Taps
+from moa_jax.errors import InputError
+from moa_jax.files.folders import folder_hash
+from moa_jax.model import sharding
+from moa_jax.model.precision import matmul_precision
+from moa_jax.pretrained import Target
+from moa_jax.training.distillation import abstract_frozen, make_keep
+from moa_jax.training.fingerprint import changes, fingerprint, listed
+from moa_jax.training.flops import abstract_batch
+from moa_jax.training.target_cache import Parts, TargetCache, part_names, rows_hash, union
+
+ReadParts = Callable[[np.ndarray], Parts]  # numbers of rows -> (B, ...) each
+MOST_GB = 20.0
+# Settings that decide what is kept; the starts of `changes`.
+DECISIVE = ("target:", "run.dtype:") + tuple(
+    f"data.{name}:"
+    for name in ("train", "weights", "max_length", "row_length", "pack", "answers", "sources")
+)
+
+
+class CacheFlags(NamedTuple):
+    """Where activations of the target are kept, how much they may take, and for which drafters."""
+
+    folder: Path
+    most_gb: float
+    taps: Taps = Taps()  # beside those of the run's own drafter
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """--target-cache and its limit."""
+    group = parser.add_argument_group("target cache")
+    group.add_argument(
+        "--target-cache",
+        type=local_path,
+        metavar="DIR",
+        help="keep what drafters read of the target there, for later epochs and drafters",
+    )
+    group.add_argument(
+        "--target-cache-gb",
+        type=above_zero,
+        default=MOST_GB,
+        metavar="N",
+        help="refuse a cache that would take more",
+    )
+
+
+def flags_of(args: argparse.Namespace) -> CacheFlags | None:
+    """What the flags ask for; None without a cache."""
+    folder = args.target_cache
+    return None if folder is None else CacheFlags(folder, args.target_cache_gb)
+
+
+def shared(
+    flags: CacheFlags, cells: Sequence[tuple[str, DistillConfig]], target_cfg: TargetConfig
+) -> CacheFlags:
+    """One cache for the drafters of all these cells; InputError where their rows differ."""
+    name, first = cells[0]
+    for cell, config in cells:
+        different = changes(fingerprint(first), config)
+        if different := [line for line in different if line.startswith(DECISIVE)]:
+            raise InputError(
+                f"--target-cache: cell {cell} does not read the rows of {name}: "
+                f"{listed(different)}: train it apart, by --cells, with a cache of its own"
+            )
+    return flags._replace(taps=union([taps_of(config, target_cfg) for _, config in cells]))
+
+
+def taps_of(config: DistillConfig, target_cfg: TargetConfig) -> Taps:
+    """What the drafter of a run reads of its target."""
+    return DRAFTERS[method_of(config.drafter)].make(config.drafter, target_cfg, config).taps
+
+
+def opened(
+    flags: CacheFlags, config: DistillConfig, described: Target, source: Batches | Mixture
+) -> TargetCache:
+    """The cache for these rows, as much of it as there is; says on stderr how large it is.
+
+    Raises InputError for a cache that was made from something else or is damaged, for one above
+    the limit or without room on the disk, and where several processes train.
+    """
+    if jax.process_count() > 1:
+        raise InputError("--target-cache needs one process: leave it out")
+    row_length = config.data.row_length
+    made_from = {
+        "target": folder_hash(described.folder),
+        "data": rows_hash(source),
+        "rows": source.num_rows,
+        "row_length": row_length,
+        "dtype": config.run.dtype,
+    }
+    keep = _keep(flags, config, described.config)
+    one = jax.eval_shape(keep, abstract_frozen(described.config), abstract_batch(1, row_length))
+    kinds = {n: jax.ShapeDtypeStruct(kept.shape[1:], kept.dtype) for n, kept in one.items()}
+    cache = TargetCache(flags.folder, made_from, kinds)
+    print(cache.described(), file=sys.stderr)
+    cache.check_room(flags.most_gb)
+    return cache
+
+
+def filled(
+    cache: TargetCache,
+    flags: CacheFlags,
+    config: DistillConfig,
+    target: Target,
+    source: Batches | Mixture,
+    mesh: Mesh,
+) -> ReadParts:
+    """Adds the parts that the cache lacks, and reads those that the run's drafter needs."""
+    where = sharding.rows(mesh)
+    program = jax.jit(_keep(flags, config, target.config), out_shardings=where)
+    at_once = config.data.rows_per_batch // config.optim.accumulate  # as in training
+
+    def keep(number_B: np.ndarray) -> Parts:
+        read = lambda rows: source.take(number_B[rows])  # noqa: E731
+        batch = sharding.place_rows(read, where, (at_once,))
+        with matmul_precision(config.run.dtype):
+            return jax.device_get(program(target.params, batch))
+
+    cache.build(keep, at_once, progress)
+    return functools.partial(cache.parts, part_names(taps_of(config, target.config)))
+
+
+def _keep(flags: CacheFlags, config: DistillConfig, target_cfg: TargetConfig) -> Callable[..., Any]:
+    taps = union([flags.taps, taps_of(config, target_cfg)])
+    return make_keep(target_cfg, taps, jnp.dtype(config.run.dtype))
