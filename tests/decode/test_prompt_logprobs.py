@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,13 +54,14 @@ def asking(prompt: tuple[int, ...], new: int, top: int = 3, **rest) -> Request:
     return Request(prompt, new, **settings, top_logprobs=top, prompt_logprobs=True)
 
 
-def by_one_pass(prompt: tuple[int, ...]) -> np.ndarray:
-    """The log-probabilities (T - 1, V) of what follows each token but the last."""
-    text_1T = jnp.array([prompt])
-    context = llama.Context(jnp.arange(len(prompt))[None], masks.line(len(prompt)))
+@functools.cache
+def by_one_pass() -> np.ndarray:
+    """The log-probabilities (T, V) of what follows each token of the text."""
+    text_1T = jnp.array([TEXT])
+    context = llama.Context(jnp.arange(len(TEXT))[None], masks.line(len(TEXT)))
     found = llama.forward(target().config, target().params, text_1T, context)
     logits_1TV = llama.unembed(target().params, found.hidden_BTD)
-    return np.asarray(jax.nn.log_softmax(logits_1TV))[0, :-1]
+    return np.asarray(jax.nn.log_softmax(logits_1TV))[0]
 
 
 def of_prompt(listener: Listener) -> list[logprobs.Likely | None]:
@@ -69,10 +71,10 @@ def of_prompt(listener: Listener) -> list[logprobs.Likely | None]:
 def assert_as_one_pass(request: Request, listener: Listener) -> None:
     listener.assert_one_end()
     nothing, *likely = of_prompt(listener)
-    assert nothing is None and len(likely) == len(request.prompt_ids) - 1
-    for token, each, log_V in zip(
-        request.prompt_ids[1:], likely, by_one_pass(request.prompt_ids), strict=True
-    ):
+    tokens = request.prompt_ids
+    assert nothing is None and tokens == TEXT[: len(tokens)]
+    log_TV = by_one_pass()[: len(tokens) - 1]
+    for token, each, log_V in zip(tokens[1:], likely, log_TV, strict=True):
         assert each.logprob == pytest.approx(log_V[token], abs=1e-4)
         likeliest = np.sort(log_V)[::-1][: request.top_logprobs]
         np.testing.assert_allclose([p for _, p in each.top], likeliest, atol=1e-4)
@@ -145,7 +147,7 @@ def test_what_the_device_cannot_tell_ends_its_own_request(engine, monkeypatch):
 def test_others_do_not_wait_for_the_program(monkeypatch):
     """It is made when it is first asked for; where it cannot be made, nobody waits for ever."""
     engine = engine_of(None, num_slots=2, chunk=CHUNK)
-    make, orders = engine.shelf.make_score, []
+    orders = []
     monkeypatch.setattr(engine, "_make_next", lambda wanted: None)
     submit = engine.session.background.submit
     later = lambda name, job, next: bool(orders.append((name, job)) or True)  # noqa: E731
@@ -172,7 +174,6 @@ def test_others_do_not_wait_for_the_program(monkeypatch):
             lost, _ = split(answers(engine, [request, plain]))
             assert lost == [0]
         assert engine.load().failures == 1
-        assert make is not engine.shelf.make_score
     finally:
         engine.close()
 

@@ -88,20 +88,19 @@ def test_each_way_has_a_server_with_its_flags():
 # ---- what is asked ------------------------------------------------------------------------
 
 
-def test_cells_are_the_same_arrivals_of_other_questions():
-    args = args_of("--rates 4,0.5x --seconds 20 --suite demo --temperature 0.5 --seed 7")
+def test_cells_go_on_with_other_questions_at_other_times():
+    args = args_of("--seconds 20 --suite demo --temperature 0.5 --seed 7")
     asked = Questions(args, MOST_TOKENS)
-    slow, fast = run.cells_of(args, asked, Capacity(6.0, 100.0))
-    assert (slow.rate, slow.of_capacity, fast.rate) == (3.0, 0.5, 4.0)
-    assert 40 < len(slow.asks) < 80 < len(fast.asks) + 10
-    assert fast.times[:40] == pytest.approx([time * 3 / 4 for time in slow.times[:40]])
-    indices = [each.index for cell in (slow, fast) for each in cell.asks]
+    first = run.cell_of(args, asked, 4.0, 0)
+    second = run.cell_of(args, asked, 4.0, len(first.asks))
+    assert 60 < len(first.asks) < 100 and first.times[-1] < 20
+    assert first.times[1:4] != second.times[1:4]
+    indices = [each.index for cell in (first, second) for each in cell.asks]
     assert indices == list(range(len(indices)))
-    assert [each.body["seed"] for each in slow.asks[:3]] == [7, 8, 9]
-    assert run.cells_of(args, Questions(args, MOST_TOKENS), Capacity(6.0, 100.0)) == [slow, fast]
-    first = args_of("--rates 4 --requests 5 --modes chain")
-    (cell,) = run.cells_of(first, asked, None)
-    assert (len(cell.asks), len(cell.times), cell.of_capacity) == (5, 5, None)
+    assert [each.body["seed"] for each in first.asks[:3]] == [7, 8, 9]
+    assert run.cell_of(args, Questions(args, MOST_TOKENS), 4.0, 0) == first
+    few = run.cell_of(args_of("--requests 5 --modes plain"), asked, 4.0, 0)
+    assert (len(few.asks), len(few.times)) == (5, 5)
 
 
 def test_questions_that_are_too_long_are_left_out():
@@ -142,7 +141,7 @@ OURS = [
 
 
 def test_figures_by_hand():
-    row = figures.summarise(OURS)
+    row = figures.summarise([OURS])
     assert (row["requests"], row["failed"], row["failures"]) == (3, 1, {"429 full": 1})
     assert (row["seconds"], row["tokens"], row["tokens_per_s"]) == (3.0, 12, 4.0)
     assert row["requests_per_s"] == pytest.approx(2 / 3)
@@ -150,21 +149,35 @@ def test_figures_by_hand():
     assert row["ms_per_token"]["p50"] == pytest.approx((125 + 250) / 2)
     assert row["latency_s"]["p50"] == 1.5  # of 1 and 2
     assert row["sent_late_ms"] == pytest.approx(225.0)
-    beside = figures.beside(OURS, PLAIN)
+    beside = figures.beside([OURS], [PLAIN])
     assert (beside["speedup"], beside["compared"]) == ((2.5 + 2) / 2, 2)
     assert beside["throughput_over_plain"] == pytest.approx(4.0 / (17 / 10))
     assert beside["p95_over_plain"] == pytest.approx(7.6 / 1.95)
-    assert figures.differences(OURS, PLAIN, {"way": "auto"}) == [
+    assert figures.differences([OURS], [PLAIN], {"way": "auto"}) == [
         {"way": "auto", "request": 1, "set": "qa"}
     ]
 
 
+def test_repeats_are_counted_together_and_shown_alone():
+    """Their times are added up; whatever lies between them belongs to none."""
+    later = [one._replace(asked=one.asked._replace(index=9), end=90.0) for one in OURS[:1]]
+    plain = [one._replace(asked=one.asked._replace(index=9), end=130.0) for one in PLAIN[:1]]
+    row = figures.summarise([OURS, later])
+    assert (row["requests"], row["tokens"], row["seconds"]) == (4, 17, 3.0 + 60.0)
+    assert row["latency_s"]["p50"] == 2.0  # of 1, 2 and 60
+    beside = figures.beside([OURS, later], [PLAIN, plain])
+    assert (beside["speedup"], beside["compared"]) == (2.0, 3)  # of 2.5, 2 and 2
+    assert [one["speedup"] for one in beside["runs"]] == [(2.5 + 2) / 2, 2.0]
+    over = [one["throughput_over_plain"] for one in beside["runs"]]
+    assert over == pytest.approx([4.0 / (17 / 10), 2.0])
+
+
 def test_nothing_is_known_where_all_failed():
     failed = [one._replace(error="gone", first=None, tokens=0) for one in OURS]
-    row = figures.summarise(failed) | figures.beside(failed, PLAIN)
+    row = figures.summarise([failed]) | figures.beside([failed], [PLAIN])
     assert (row["failed"], row["tokens_per_s"], row["speedup"], row["compared"]) == (3, 0, None, 0)
     assert row["latency_s"] == {"p50": None, "p95": None}
-    assert figures.differences(failed, PLAIN, {}) == []
+    assert figures.differences([failed], [PLAIN], {}) == []
 
 
 def test_capacity_counts_what_lies_between_two_times():
@@ -183,16 +196,19 @@ def test_capacity_counts_what_lies_between_two_times():
 
 
 def test_the_worst_of_all_rates():
+    names = ("speedup", "throughput_over_plain", "p95_over_plain")
+    ratios = {2.0: (1.1, 0.9, 1.2), 1.0: (1.5, 1.0, None), 0.5: (None, None, 0.1)}
     rows = [
-        {"rate": 2.0, "speedup": 1.1, "throughput_over_plain": 0.9, "p95_over_plain": 1.2},
-        {"rate": 1.0, "speedup": 1.5, "throughput_over_plain": 1.0, "p95_over_plain": None},
-        {"rate": 0.5, "speedup": None, "throughput_over_plain": None, "p95_over_plain": 0.1},
+        {"rate": rate, "runs": [dict(zip(names, known, strict=True))] * 2}
+        | dict(zip(names, known, strict=True))
+        for rate, known in ratios.items()
     ]
     assert figures.worst(rows) == {
-        "speedup_at_lowest_rate": 1.5,
-        "lowest_throughput_over_plain": 0.9,
-        "lowest_p95_over_plain": 1.2,
+        "speedup_at_lowest_rate": {"rate": 1.0, "value": 1.5, "runs": [1.5, 1.5]},
+        "lowest_throughput_over_plain": {"rate": 2.0, "value": 0.9, "runs": [0.9, 0.9]},
+        "lowest_p95_over_plain": {"rate": 2.0, "value": 1.2, "runs": [1.2, 1.2]},
     }
+    assert tables._sure({"value": 0.987, "runs": [0.96, None, 1.02]}) == "0.987 (0.96 to 1.02)"
 
 
 # ---- what a server counts -----------------------------------------------------------------
@@ -229,7 +245,7 @@ def test_counts_are_what_the_servers_own_metrics_say():
         compiled=5,
     )
     after = counts.counts_of(metrics.text().decode())
-    found = counts.what_server_did(before, after)
+    found = counts.what_server_did(counts.growth(before, after))
     assert found == {
         "tau": 10 / 5,
         "acceptance_rate": 5 / 8,
@@ -240,12 +256,13 @@ def test_counts_are_what_the_servers_own_metrics_say():
         "failed_passes": 0,
         "compiled": 2,
     }
-    idle = counts.what_server_did(after, after)
+    idle = counts.what_server_did(counts.growth(after, after))
     assert (idle["tau"], idle["acceptance_rate"], idle["shares"]) == (None, None, {})
     seen = [(1.0, before), (2.0, after), (9.0, before)]
-    assert counts.mean_in_use(seen, 2.5) == {"slots_in_use": 1.5, "waiting": 1.0}
-    assert counts.mean_in_use(seen, 0.5) == {"slots_in_use": 0.0, "waiting": 0.0}
-    assert counts.mean_in_use([], 0.5) == {"slots_in_use": None, "waiting": None}
+    until = lambda end: counts.mean_in_use(counts.seen_until(seen, end))  # noqa: E731
+    assert until(2.5) == {"slots_in_use": 1.5, "waiting": 1.0}
+    assert until(0.5) == {"slots_in_use": 0.0, "waiting": 0.0}
+    assert counts.mean_in_use([]) == {"slots_in_use": None, "waiting": None}
 
 
 # ---- clients and toy servers --------------------------------------------------------------
@@ -260,11 +277,12 @@ class ToyServer:
     def __init__(self, faults: dict[int, str] | None = None, seconds: float = 0.0) -> None:
         self.faults, self.seconds = faults or {}, seconds
         self.bodies: list[dict] = []
-        self.most, self.running = 0, 0
+        self.compiling: set[int] = set()  # seeds of requests that a program is made for
+        self.most, self.running, self.programs = 0, 0, 0
         self._metrics = ServingMetrics("toy", self)
 
     def load(self) -> Load:
-        return ToyEngine.now._replace(running=self.running)
+        return ToyEngine.now._replace(running=self.running, compiled=self.programs)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -289,6 +307,7 @@ class ToyServer:
 
     async def _answer(self, writer: asyncio.StreamWriter, body: dict) -> None:
         self.bodies.append(body)
+        self.programs += body["seed"] in self.compiling
         self.running += 1
         self.most = max(self.most, self.running)
         fault, text = self.faults.get(body["seed"]), body["messages"][0]["content"]
@@ -435,7 +454,7 @@ LINE = "--suite demo --modes plain,auto --slots 2"
 
 def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):
     toys = [ToyServer(seconds=0.02), ToyServer({5: "other", 6: "refuse"}, seconds=0.01)]
-    document = measured(toys, f"{LINE} --rates 60,0.5x --requests 5", monkeypatch)
+    document = measured(toys, f"{LINE} --rates 60,0.5x --requests 5 --repeats 1", monkeypatch)
     told = [[body for body in toy.bodies if body["seed"] < run.WARMING] for toy in toys]
     by_seed = [sorted(bodies, key=lambda body: body["seed"]) for bodies in told]
     assert by_seed[0] == by_seed[1] and len(by_seed[0]) == 10
@@ -466,8 +485,45 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
 
 
+def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capfd):
+    """With other questions, which no server has seen."""
+    toys = [ToyServer(), ToyServer()]
+    toys[1].compiling = {run.WARMING + 1, 2}
+    document = measured(toys, f"{LINE} --rates 60 --requests 4", monkeypatch)
+    for toy in toys:
+        warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"]]
+        seeds = [body["seed"] for body in toy.bodies if body["seed"] < run.WARMING]
+        assert sorted(seeds) == list(range(12))  # two repeats, one of them twice
+        assert min(warming) == run.WARMING
+    assert "auto compiled at 60/s: once more" in capfd.readouterr().err
+    (rate,) = document["rates"]
+    assert [(row["requests"], row["compiled"]) for row in rate["ways"]] == [(8, 0), (8, 0)]
+    assert [len(row["runs"]) for row in rate["ways"]] == [2, 2]
+    assert "WERE COMPILED" not in tables.render(document)
+    toys = [ToyServer(), ToyServer()]
+    toys[0].compiling = {0, 1}
+    line = f"{LINE} --rates 60 --requests 1 --repeats 1"
+    assert "1 programs WERE COMPILED" in tables.render(measured(toys, line, monkeypatch))
+
+
+def test_warming_ends_when_nothing_is_compiled(monkeypatch):
+    toy = ToyServer()
+    toy.compiling = {run.WARMING + 3}
+    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
+    warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"] < 2 * run.WARMING]
+    assert sorted(warming) == [run.WARMING + i for i in range(2 * (2 + 4))]
+
+
+def test_capacity_beside_a_compiler_is_measured_again(monkeypatch):
+    toy = ToyServer(seconds=0.01)
+    toy.compiling = {2 * run.WARMING + 1}
+    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
+    seeds = {body["seed"] for body in toy.bodies}
+    assert 2 * run.WARMING in seeds and 3 * run.WARMING in seeds
+
+
 def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):
-    line = "--suite demo --modes chain,auto --slots 2 --rates 50 --requests 3"
+    line = "--suite demo --modes chain,auto --slots 2 --rates 50 --requests 3 --repeats 1"
     document = measured([ToyServer(), ToyServer({1: "other"})], line, monkeypatch)
     rows = document["rates"][0]["ways"]
     assert [row["speedup"] for row in rows] == [None, None]
@@ -491,9 +547,9 @@ def test_a_server_that_ends_is_named_with_its_last_line():
         pass
     (way, _) = ways_of(args_of(LINE))
     server = Server(way, url, ToyChild("killed by nobody"))
-    cell = run.Cell(5.0, None, [asked(0)], [0.0])
+    cell = run.Cell(5.0, [asked(0)], [0.0])
     with pytest.raises(InputError, match="server of plain: .*code 1: killed by nobody"):
-        asyncio.run(run._play(server, cell, run.Progress()))
+        asyncio.run(run._play(server, cell))
 
 
 # ---- processes ----------------------------------------------------------------------------

@@ -36,6 +36,11 @@ async def read_counts(client: httpx.AsyncClient) -> dict[str, float]:
     return counts_of(response.text)
 
 
+async def num_programs(client: httpx.AsyncClient) -> float:
+    """How many programs the server has compiled."""
+    return (await read_counts(client))[PROGRAMS]
+
+
 @contextlib.asynccontextmanager
 async def watched(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[float, Counts]]]:
     """Looks at the server again and again; the list grows by times and counts."""

@@ -152,7 +152,7 @@ async def _prepare(server: Server, questions: Questions, slots: int) -> float | 
                 _check(server, await clients.keep_asking(client, asks, count))
                 begin += 2 * count
             share = server.settle()
-            programs = (await counts.read_counts(client))[counts.PROGRAMS]
+            programs = await counts.num_programs(client)
             if programs == before:
                 break
             before = programs
@@ -166,14 +166,17 @@ def _check(server: Server, answers: Sequence[Answer]) -> None:
 
 
 async def _capacity(server: Server, questions: Questions, slots: int) -> Capacity:
-    """What a server does while all its slots are full."""
+    """What a server does while all its slots are full, and compiles nothing if all goes well."""
     async with clients.client_of(server.url) as client:
-        begin = time.perf_counter()
-        end = begin + FILLING_SECONDS + CAPACITY_SECONDS
-        asks = clients.until(end, questions.from_(2 * WARMING))
-        answers = await clients.keep_asking(client, asks, slots)
-    _check(server, answers)
-    server.settle()
+        for attempt in range(ATTEMPTS):
+            programs, begin = await counts.num_programs(client), time.perf_counter()
+            end = begin + FILLING_SECONDS + CAPACITY_SECONDS
+            asks = clients.until(end, questions.from_((2 + attempt) * WARMING))
+            answers = await clients.keep_asking(client, asks, slots)
+            _check(server, answers)
+            server.settle()
+            if await counts.num_programs(client) == programs:
+                break
     return figures.capacity_of(answers, begin + FILLING_SECONDS, end)
 
 
