@@ -33,7 +33,7 @@ from infer.program import Parser, names, positive, run
 from infer.split.link import LARGEST_CHUNK
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.metrics import ServerMetrics
-from infer.split.server.scheduler import Scheduler
+from infer.split.server.service import Service
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import MAX_DEPTH
 from moa_jax.data.tokenizer import load_tokenizer
@@ -176,10 +176,10 @@ def _load(
     if args.log_text:  # the ids are shown for a target without a tokenizer
         has_tokenizer = (target.folder / "tokenizer.json").exists()
         text_of = load_tokenizer(target.folder).decode if has_tokenizer else str
-    scheduler = Scheduler(slots, limits, ServerMetrics(), log, text_of=text_of)
+    service = Service(slots, limits, ServerMetrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
     server = SplitServer(
-        scheduler, pairing, target.config.vocab_size, _connection_limits_of(args, token), log
+        service, pairing, target.config.vocab_size, _connection_limits_of(args, token), log
     )
     return server, functools.partial(_compile, slots, later, log)
 

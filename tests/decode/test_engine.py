@@ -19,13 +19,13 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
-from moa_jax.decode.engine.engine import MOST_CHUNKS
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, LIKELY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import wanted_soon
+from moa_jax.decode.order import MOST_CHUNKS
 from moa_jax.decode.session import GREEDY
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import KINDS, drafter, target
@@ -494,19 +494,51 @@ def test_more_chunks_are_read_where_more_wait_than_sit(monkeypatch):
     monkeypatch.setattr(engine.shelf, "run", noted)
     monkeypatch.setattr(engine, "_send", sent)
     requests = [Request((index,) * 30, 40, NO_STOP) for index in range(12)]
-    blocked, free = threading.Event(), threading.Event()
-    engine._orders.put(lambda: (blocked.set(), free.wait(WAIT_S)))
-    blocked.wait(WAIT_S)  # so that all are there at once
-    listeners = [Listener() for _ in requests]
-    for request, listener in zip(requests, listeners, strict=True):
-        engine.submit(request, listener)
-    free.set()
+    listeners = at_once(engine, requests)
     for listener in listeners:
         listener.wait()
     assert_as_alone(requests, listeners)
     read = [sum(turn) for turn in turns if turn]
     assert read[0] == MOST_CHUNKS * 32 and max(read) == read[0]
     assert sum(read) == 12 * 32
+
+
+def at_once(engine: Engine, requests: list[Request]) -> list[Listener]:
+    """Submits requests so that all are there when the engine next looks."""
+    blocked, free = threading.Event(), threading.Event()
+    engine._orders.put(lambda: (blocked.set(), free.wait(WAIT_S)))
+    blocked.wait(WAIT_S)
+    listeners = [Listener() for _ in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        engine.submit(request, listener)
+    free.set()
+    return listeners
+
+
+def test_short_prompts_do_not_wait_for_long_ones(monkeypatch):
+    """Those that have begun have a row each until they end."""
+    engine, most, told = serving(None), [], []
+    read_on, tell = engine._read_on, engine._tell
+
+    def reading(job):
+        found = read_on(job)
+        most.append(len(engine._readings))
+        return found
+
+    def telling(job, news):
+        told.append(job.request)
+        tell(job, news)
+
+    monkeypatch.setattr(engine, "_read_on", reading)
+    monkeypatch.setattr(engine, "_tell", telling)
+    long = [Request((index,) * 150, 2, NO_STOP, LAWS[index]) for index in range(6)]
+    short = [Request((index,) * 70, 2, NO_STOP, LAWS[index]) for index in range(6)]
+    listeners = at_once(engine, requests := long + short)
+    for listener in listeners:
+        listener.wait()
+    assert_as_alone(requests, listeners)
+    assert max(most) == 1 + 1
+    assert told[0] == short[0] and told.index(short[-1]) < told.index(long[-1])
 
 
 # ---- ends ---------------------------------------------------------------------------------

@@ -388,7 +388,7 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
     )
     found = Running(slots, server_limits, ConnectionLimits(**limits))
     found.server = SplitServer(
-        found.scheduler, pairing, vocab_size, ConnectionLimits(**limits), found.server.log
+        found.service, pairing, vocab_size, ConnectionLimits(**limits), found.server.log
     )
     found.start()
     try:

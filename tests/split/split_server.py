@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 from infer.listening.patience import PatientHttp
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.metrics import ServerMetrics
-from infer.split.server.scheduler import Scheduler
+from infer.split.server.service import Service
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
@@ -164,8 +164,8 @@ class Running:
     ) -> None:
         self.slots, self.events = slots, []
         log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
-        self.scheduler = Scheduler(slots, server_limits, ServerMetrics(), log)
-        self.server = SplitServer(self.scheduler, PAIRING, VOCAB, limits, log)
+        self.service = Service(slots, server_limits, ServerMetrics(), log)
+        self.server = SplitServer(self.service, PAIRING, VOCAB, limits, log)
         self.port = 0
         self._listening: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))

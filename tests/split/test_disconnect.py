@@ -258,9 +258,9 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
                     return
                 gone.append(index)
                 proxy.refuse()
-                sessions = server.scheduler._sessions
+                sessions = server.service._sessions
                 server.loop.call_soon_threadsafe(
-                    lambda: [server.scheduler.close(s, "test") for s in list(sessions.values())]
+                    lambda: [server.service.close(s, "test") for s in list(sessions.values())]
                 )
                 server.wait(lambda: not sessions)
                 proxy.heal()
@@ -281,7 +281,7 @@ def test_disconnect_client_waits_for_a_slot_and_writes_on():
             def act(index, answering):
                 if index == 4:
                     proxy.refuse()
-                    server.wait(lambda: server.scheduler.num_connected == 0)
+                    server.wait(lambda: server.service.num_connected == 0)
                     other.send(opening(PROMPT))  # takes the slot away
                     assert isinstance(other.receive(), wire.Opened)
                     proxy.heal()

@@ -148,7 +148,7 @@ def test_split_resume_sends_the_lost_reply(server):
     with Client(server) as client:
         root = client.open(PROMPT)[-1].tokens
         client.send(wire.Verify(1, [], []))
-        server.wait(lambda: any(s.reply.complete for s in server.scheduler._sessions.values()))
+        server.wait(lambda: any(s.reply.complete for s in server.service._sessions.values()))
         session = client.session
         client.drop()
     with Client(server) as client:
@@ -387,7 +387,7 @@ def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
 
 def complete(server, seq: int) -> bool:
     """Whether the reply of that number is made for some session."""
-    sessions = list(server.scheduler._sessions.values())
+    sessions = list(server.service._sessions.values())
     return any(s.reply.seq == seq and s.reply.complete for s in sessions)
 
 
@@ -420,7 +420,7 @@ def test_split_full_queue_is_busy():
             first.open(PROMPT)
             (fault,) = second.open(PROMPT)
             assert (fault.code, fault.fatal) == ("busy", False) and "in time" in fault.text
-            queue = server.scheduler._queue
+            queue = server.service._queue
             queue._limits = dataclasses.replace(queue._limits, queue_seconds=PATIENCE)
             second.send(opening(PROMPT))
             server.wait(lambda: server.metric("split_queue") == 1)
@@ -436,7 +436,7 @@ def test_split_drain_lets_running_sessions_end():
         with Client(server) as client, Client(server) as late:
             client.open(PROMPT)
             done = server.drain(10)
-            server.wait(lambda: server.scheduler.draining)
+            server.wait(lambda: server.service.draining)
             (fault,) = late.open(PROMPT)
             assert (fault.code, fault.fatal) == ("draining", False)
             assert server.get("/health").status_code == 503
@@ -552,7 +552,7 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
         assert text == plain(PROMPT, len(text)) and len(text) > 30
         assert resident() - before < 20e6 and threading.active_count() <= threads + 2
         server.wait(lambda: len(server.server.connections) == 1)
-        server.wait(lambda: len(server.scheduler._sessions) == 1)
+        server.wait(lambda: len(server.service._sessions) == 1)
         assert server.metric("split_failures_total") == 0
         assert server.get("/health").status_code == 200
         # Of each connection nothing is left but its events.

@@ -3,7 +3,7 @@
 One request passes through these files from top to bottom, and its reply comes back up:
 
     app.py         SplitServer: WebSocket, /health and /metrics; Connection: one client's messages
-    scheduler.py   Scheduler: what the target does next, batches of drafts or chunks of prompts
+    service.py     Service: batches of drafts and chunks of prompts by turns, and replies
     sessions.py    SplitSession and ReplyBuffer: one client's text; SlotQueue: who has a slot
     slots.py       in moa_jax/split: the target and the caches of all sessions
 

@@ -28,7 +28,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from infer.listening.credentials import is_bearer
 from infer.listening.events import Log, place_of
 from infer.split.server.metrics import CONTENT_TYPE
-from infer.split.server.scheduler import Scheduler
+from infer.split.server.service import Service
 from infer.split.server.sessions import Encoding, Refused, ReplyBuffer, SplitSession
 from moa_jax.split import wire
 from moa_jax.split.pairing import Pairing, mismatch
@@ -57,17 +57,17 @@ class SplitServer:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        service: Service,
         pairing: Pairing,
         vocab_size: int,
         limits: ConnectionLimits,
         log: Log,
     ) -> None:
-        self.scheduler, self.pairing, self.limits, self.log = scheduler, pairing, limits, log
-        self.metrics = scheduler.metrics
+        self.service, self.pairing, self.limits, self.log = service, pairing, limits, log
+        self.metrics = service.metrics
         self.connections: set[Connection] = set()
-        offered = scheduler.limits
-        # Longer prompts than --max-prompt are decoded, so that the scheduler can refuse them.
+        offered = service.limits
+        # Longer prompts than --max-prompt are decoded, so that the service can refuse them.
         self.message_limits = wire.MessageLimits(
             max_tokens=max(offered.max_tokens, limits.max_message_bytes // 4),
             max_nodes=offered.max_nodes,
@@ -86,15 +86,15 @@ class SplitServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        async with self.scheduler:
+        async with self.service:
             yield
 
     async def drain(self, seconds: float) -> None:
         """Refuses new sessions, gives running ones this long, then ends all connections."""
-        self.log("drain", sessions=self.scheduler.num_connected)
-        self.scheduler.drain()
+        self.log("drain", sessions=self.service.num_connected)
+        self.service.drain()
         end = time.monotonic() + seconds
-        while self.scheduler.num_connected and time.monotonic() < end:
+        while self.service.num_connected and time.monotonic() < end:
             await asyncio.sleep(0.05)
         for connection in list(self.connections):
             connection.end(Refused("draining", "the server is shutting down"))
@@ -113,8 +113,8 @@ class SplitServer:
 
     async def _health(self, request: Request) -> Response:
         """Status 200 while the server takes sessions; 503 while it drains or its target fails."""
-        scheduler = self.scheduler
-        state = "draining" if scheduler.draining else "ok" if scheduler.healthy else "failing"
+        service = self.service
+        state = "draining" if service.draining else "ok" if service.healthy else "failing"
         return JSONResponse({"status": state}, status_code=200 if state == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
@@ -141,7 +141,7 @@ class Connection:
 
     def __init__(self, server: SplitServer, websocket: WebSocket) -> None:
         self._server, self._websocket, self._log = server, websocket, server.log
-        self._scheduler = server.scheduler
+        self._service = server.service
         self._limits = server.limits
         self._session: SplitSession | None = None
         self._encoding: Encoding | None = None  # None before Hello
@@ -173,7 +173,7 @@ class Connection:
         finally:
             await _cancelled(reading, self._sending)
             if self._session is not None and self._session.owner == self._lose:
-                self._scheduler.disconnect(self._session)  # it waits for its client to come back
+                self._service.disconnect(self._session)  # it waits for its client to come back
             self.end(None)
             await self._say_goodbye()
             self._server.connections.discard(self)
@@ -242,7 +242,7 @@ class Connection:
     def _end_idle(self, seconds: float) -> Exception:
         """Ends the session of a silent client; returns the exception that ends the reading."""
         if self._session is not None:
-            self._scheduler.close(self._session, "idle")
+            self._service.close(self._session, "idle")
             self._session = None
         if self._encoding is None:
             return wire.BadMessage(f"no Hello came within {seconds:g} s")
@@ -262,10 +262,10 @@ class Connection:
         if self._session is None:
             raise Refused("state", f"{_name(message)} came without a session")
         if isinstance(message, wire.Close):
-            self._scheduler.close(self._session, "done")
+            self._service.close(self._session, "done")
             self._session = None
             return await _cancelled(self._sending)
-        await self._deliver(self._scheduler.submit(self._session, message))
+        await self._deliver(self._service.submit(self._session, message))
 
     async def _greet(self, hello: wire.Hello) -> None:
         if self._encoding is not None:
@@ -292,7 +292,7 @@ class Connection:
     async def _open_and_send(self, request: wire.Open) -> None:
         """Waits for a slot while messages are read, which shows whether the client leaves."""
         try:
-            self._session = await self._scheduler.open(request, self._encoding, self._lose)
+            self._session = await self._service.open(request, self._encoding, self._lose)
         except Refused as refused:
             await self._refuse(refused)
         else:
@@ -303,7 +303,7 @@ class Connection:
     async def _resume(self, request: wire.Resume) -> None:
         if self._session is not None or self._opening is not None:
             raise Refused("state", "Resume came while a session is open")
-        self._session = self._scheduler.resume(request, self._encoding, self._lose)
+        self._session = self._service.resume(request, self._encoding, self._lose)
         reply = self._session.reply
         await self._send(wire.encode(wire.Resumed(reply.seq)))
         if request.seq < reply.seq:

@@ -129,6 +129,11 @@ class PendingRead(NamedTuple):
     has_root: bool = False  # the next chunk also processes the present root
     is_new: bool = False  # reading commits the tokens; otherwise they were committed before
 
+    @property
+    def left(self) -> int:
+        """How many tokens were not read."""
+        return len(self.tokens) - self.seen
+
     def chunk(self, most: int) -> list[int]:
         """The next tokens, so that a pass processes at most `most`."""
         return self.tokens[self.seen : self.seen + most - self.has_root]

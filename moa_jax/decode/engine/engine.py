@@ -7,14 +7,14 @@
                                                     |         |
                             chunk, chunk, first     |         |   call 1, call 2 ...
                                                     v         v
-    the device      one row of its own     | prompt . .   |   | prompt . answer . root |
+    the device      one row for each       | prompt . .   |   | prompt . answer . root |
                                            insert ------->    | nobody                 |
                                                               | prompt . answer . root |
 
-A turn of the thread: take orders; send a chunk of the prompt that is being read, and more of them
-where more wait than sit; send a call, which is some rounds of all who sit; hear the call before it;
-hear first tokens. So the device has its next work before the host looks at the last, and whoever
-ended idles for one call.
+A turn of the thread: take orders; send a chunk of a prompt, and more of them where more wait than
+sit (decode/order.py says whose); send a call, which is some rounds of all who sit; hear the call
+before it; hear first tokens. So the device has its next work before the host looks at the last, and
+whoever ended idles for one call.
 
 Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
 positions, and rows know nothing of each other. A program that is not compiled yet is made in the
@@ -52,6 +52,7 @@ from moa_jax.decode.engine.seats import Flight, Heard, Seats, Text, likely_of
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
 from moa_jax.decode.logprobs import Likely, LogProbs
+from moa_jax.decode.order import Order, chunks_between
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
@@ -87,7 +88,7 @@ class News(NamedTuple):
 
 
 CANCELLED = News([], finish="cancelled")
-MOST_CHUNKS = 4  # of prompts, from one call to the next
+MOST_READINGS = 4  # prompts that have been read in part, each in a row of its own
 
 
 class Ticket(NamedTuple):
@@ -140,7 +141,7 @@ class _Job:
 
 @dataclasses.dataclass(eq=False)
 class _Reading:
-    """The prompt that is being read, in a row of its own."""
+    """A prompt that has been read in part, in a row of its own."""
 
     job: _Job
     live: Live
@@ -219,7 +220,8 @@ class Engine:
         self._waiting: deque[_Job] = deque()
         self._hopeless: dict[Hashable, Exception] = {}  # programs that could not be made
         self._num_makings = 0  # makings that were ordered and did not end
-        self._reading: _Reading | None = None
+        self._readings: dict[int, _Reading] = {}  # by their jobs' ids
+        self._order_of_chunks = Order()
         self._flight: Flight | None = None
         self._chunks: deque[_Chunk] = deque()
         self._firsts: deque[_First] = deque()
@@ -317,7 +319,7 @@ class Engine:
         )
 
     def _num_running(self) -> int:
-        return len(self._seats.texts) + (self._reading is not None)
+        return len(self._seats.texts) + len(self._readings)
 
     def _text_of(self, request: Request) -> Text:
         """The request as the thread needs it; raises InputError for one that cannot be."""
@@ -361,7 +363,7 @@ class Engine:
 
     def _take_orders(self) -> None:
         """Does what was ordered; waits for an order where there is nothing else to do."""
-        if not (self._flight or self._seats.texts or self._firsts or self._can_read()):
+        if not (self._flight or self._seats.texts or self._firsts or self._to_read()):
             self._make_ahead()
             self._wait()
         while not self._orders.empty():  # nobody else takes any
@@ -433,8 +435,7 @@ class Engine:
         if job in self._waiting:
             self._waiting.remove(job)
             self._leaves_waiting()
-        if self._reading is not None and self._reading.job is job:
-            self._reading = None
+        self._readings.pop(job.id, None)
         self._seats.leave(job.text)
         self._finished[news.finish] += 1
         self._tell(job, news)
@@ -452,31 +453,34 @@ class Engine:
 
     # ---- reading prompts ----
 
-    def _next(self) -> _Job | None:
-        """The first who waits and could be read now: there is a seat, and no program is lacking."""
-        if len(self._seats.texts) >= self.num_slots:
-            return None
-        return next((job for job in self._waiting if not job.lacks), None)
+    def _to_read(self) -> list[_Job]:
+        """Those whose prompts could be read on now, or begun, in the order in which they came."""
+        found = [reading.job for reading in self._readings.values()]
+        if self._num_running() < self.num_slots and len(found) < MOST_READINGS:
+            found += [job for job in self._waiting if not job.lacks]
+        return sorted(found, key=lambda job: job.id)
 
-    def _can_read(self) -> bool:
-        return self._reading is not None or self._next() is not None
+    def _left(self, job: _Job) -> int:
+        """Tokens of its prompt that were not read."""
+        reading = self._readings.get(job.id)
+        return reading.left if reading else len(job.request.prompt_ids)
 
     def _coming(self) -> int:
         """How many want a seat."""
-        return len(self._waiting) + (self._reading is not None)
+        return len(self._waiting) + len(self._readings)
 
     def _read(self) -> None:
         """Sends chunks of prompts: one, and a few where more wait for them than sit."""
-        each = self._coming() // max(1, len(self._seats.texts))
-        budget = self.shelf.chunks[-1] * min(max(1, each), MOST_CHUNKS)
-        while budget > 0 and self._can_read():
+        chunks = chunks_between(self._coming(), len(self._seats.texts))
+        budget = chunks * self.shelf.chunks[-1]
+        while budget > 0 and (jobs := self._to_read()):
+            job = self._order_of_chunks.next(jobs, self._left)
             try:
-                budget -= self._read_on()
+                budget -= self._read_on(job)
             except Exception as error:  # the prompt's row is lost, and no other
-                reading, self._reading = self._reading, None
-                if reading is None:
+                if job.id not in self._readings:
                     raise
-                self._lose(reading.job, error)
+                self._lose(job, error)
 
     def _lose(self, job: _Job, error: Exception) -> None:
         """Reading a prompt has failed."""
@@ -485,16 +489,15 @@ class Engine:
         logging.getLogger(__name__).error("reading a prompt failed", exc_info=error)
         self._end(job, _error(error))
 
-    def _read_on(self) -> int:
+    def _read_on(self, job: _Job) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
-        if self._reading is None:
-            job = self._next()
+        request, prompt, text = job.request, job.request.prompt_ids, job.text
+        if job.id not in self._readings:
             self._waiting.remove(job)
             self._leaves_waiting()
-            self._reading = _Reading(job, None, 0, 0)
-            self._begin(self._reading)
-        reading, text = self._reading, self._reading.job.text
-        request, prompt = reading.job.request, reading.job.request.prompt_ids
+            self._readings[job.id] = _Reading(job, None, 0, 0)
+            self._begin(self._readings[job.id])
+        reading = self._readings[job.id]
         chunk = self.shelf.chunk(reading.rows, reading.left)
         name = ("read", reading.rows, chunk)
         if request.prompt_logprobs:
@@ -502,7 +505,7 @@ class Engine:
         length_1 = np.array([len(prompt)], np.int32)
         reading.live, hidden_1D, scored = self.shelf.run(name, reading.live, length_1)
         if scored is not None:
-            self._chunks.append(_Chunk(reading.job, scored))
+            self._chunks.append(_Chunk(job, scored))
         reading.left -= min(chunk, reading.left)
         self._read_since = True
         if reading.left:
@@ -512,13 +515,13 @@ class Engine:
             given = device.together([text.given], kind)
             found = self.shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
             reading.live, *first = found
-            self._firsts.append(_First(reading.job, *first))
+            self._firsts.append(_First(job, *first))
         self._counts["prompt_tokens"] += len(prompt)
         text.known = len(prompt)
         self._keep(prompt, reading.live, reading.rows)
-        self._reading = None
+        del self._readings[job.id]
         if request.takes_seat:
-            self._seats.enter(reading.live, reading.rows, text, len(self._waiting))
+            self._seats.enter(reading.live, reading.rows, text, self._coming())
         return chunk
 
     def _begin(self, reading: _Reading) -> None:
@@ -562,7 +565,8 @@ class Engine:
         self._make_next(wanted_now(self.shelf, self._seats, self._coming()))
         at_rest = not self._num_makings
         slots = self._seats.size.slots
-        program, rounds = self._pace.choose(slots, programs, self._can_read(), at_rest)
+        can_read = bool(self._to_read())
+        program, rounds = self._pace.choose(slots, programs, can_read, at_rest)
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False
         flight.at_rest = at_rest

@@ -1,4 +1,4 @@
-"""Decides what the target does next: a batch of drafts, a chunk of a prompt, and so on in turn.
+"""Serves sessions with the target: their requests, its passes in turn, and replies.
 
     sessions --submit--> waiting (one request each) --batch--> worker thread: Slots
         ^                                                           |
@@ -6,8 +6,8 @@
 
 Everything here runs in the event loop, with two exceptions: one worker thread calls `Slots`, and
 one encoder thread encodes replies. A batch holds waiting drafts of about one size, the oldest
-first. Between two batches the target reads one chunk of one prompt. So a long prompt delays others
-by a chunk at most, and a big draft has a pass of its own.
+first; a big draft has a pass of its own. Between two batches the target reads chunks of prompts,
+as many and whose `moa_jax.decode.order` says, as in the engine.
 
 Replies stay encoded until the next request, so a client that lost its connection or asks twice
 gets the same bytes. A client that reads slowly never holds up the worker.
@@ -38,6 +38,7 @@ from infer.split.server.sessions import (
     without_known,
 )
 from moa_jax.config import Sampling
+from moa_jax.decode.order import Order, chunks_between
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.slots import Reply, Request, Slots
@@ -47,7 +48,7 @@ MOST_PADDING = 4  # a batch pads a draft to at most so many times its own nodes
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
-class Scheduler:
+class Service:
     """Serves sessions with `Slots`; an asynchronous context in which the worker runs.
 
     `slots` were made for the same `limits`, and nothing else may use them.
@@ -68,13 +69,14 @@ class Scheduler:
         self._sessions: dict[str, SplitSession] = {}
         self._queue = SlotQueue(limits, metrics, self._evict)
         self._drafts: deque[SplitSession] = deque()
-        self._readers: deque[SplitSession] = deque()
+        self._readers: list[SplitSession] = []  # the oldest first
+        self._order = Order()
         self._wake = asyncio.Event()
         self._failures = 0
         self._at_work: list[SplitSession] = []  # whose batch or chunk is under way
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Scheduler:
+    async def __aenter__(self) -> Service:
         self._worker = ThreadPoolExecutor(1, "target")
         self._encoder = ThreadPoolExecutor(1, "encoder")
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._expire())]
@@ -248,7 +250,7 @@ class Scheduler:
     # ---- the work -------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Verifies a batch and reads a chunk, again and again; no exception ends it."""
+        """Verifies a batch and reads chunks, again and again; no exception ends it."""
         while True:
             self._wake.clear()
             try:
@@ -324,12 +326,21 @@ class Scheduler:
             self._wake.set()
 
     async def _read(self) -> bool:
-        """Reads one chunk of one prompt, of each in turn; False if there is none."""
-        while self._readers and self._readers[0].reading is None:  # closed
-            self._readers.popleft()
-        if not self._readers:
-            return False
-        session = self._readers.popleft()
+        """Reads chunks of prompts, whose turn it is; False if there is none to read."""
+        answers = len(self._sessions) - self._num_readers()
+        for chunk in range(chunks_between(self._num_readers(), answers)):
+            if not self._num_readers():
+                return chunk > 0
+            await self._read_chunk(self._order.next(self._readers, lambda s: s.reading.left))
+        return True
+
+    def _num_readers(self) -> int:
+        """Sessions with something to read; some may have been closed since they came."""
+        self._readers = [session for session in self._readers if session.reading is not None]
+        return len(self._readers)
+
+    async def _read_chunk(self, session: SplitSession) -> None:
+        """Reads the next chunk of what a session has to read."""
         self._at_work = [session]
         reading = session.reading
         chunk = reading.chunk(self.limits.chunk)
@@ -342,23 +353,22 @@ class Scheduler:
         except InputError as error:  # a limit that only `Slots` knows
             session.reply.refuse(Refused("too_long", str(error)))
             self.close(session, "refused")
-            return True
+            return
         self._failures = 0
         self.metrics.read_seconds.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(len(chunk))
         if session.closed:
-            return True
+            return
         if last:
+            self._readers.remove(session)
             session.reading = None
             session.length += reading.pick_root
             session.finished = result.done
             result = result._replace(tokens=reading.committed(result.tokens[-1]))
         else:
             session.reading = reading._replace(seen=seen, has_root=True)
-            self._readers.append(session)
             result = result._replace(tokens=[], done="")
         self._publish(session, without_known(result, session.request.known), last)
-        return True
 
     # ---- on the worker --------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from infer.split.server.metrics import ServerMetrics
-from infer.split.server.scheduler import Scheduler
+from infer.split.server.service import Service
 from infer.split.server.sessions import Encoding, PendingRead, Refused, ServerLimits, SplitSession
 from moa_jax.errors import InputError
 from moa_jax.split import wire
@@ -24,17 +24,17 @@ def nobody(refused: Refused) -> None:
 
 
 class Work:
-    """A scheduler over toy slots, with a clock that the test turns."""
+    """A service over toy slots, with a clock that the test turns."""
 
     def __init__(self, slots: ToySlots, limits: ServerLimits) -> None:
         self.slots, self.now, self.events = slots, 0.0, []
         self.metrics = ServerMetrics()
         log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
-        self.scheduler = Scheduler(slots, limits, self.metrics, log, lambda: self.now)
+        self.service = Service(slots, limits, self.metrics, log, lambda: self.now)
 
     async def open(self, tokens: list[int], **changes) -> SplitSession:
         """A session whose prompt has been read."""
-        session = await self.scheduler.open(opening(tokens, **changes), AS_IS, nobody)
+        session = await self.service.open(opening(tokens, **changes), AS_IS, nobody)
         await verdicts(session.reply)
         return session
 
@@ -47,7 +47,7 @@ async def working(slots: ToySlots | None = None, **limits) -> AsyncIterator[Work
     slots = slots or ToySlots()
     given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | limits
     work = Work(slots, ServerLimits(**given))
-    async with work.scheduler:
+    async with work.service:
         yield work
         slots.hold.set()
     assert slots.slots == [None] * len(slots.slots)  # nothing leaks
@@ -77,9 +77,9 @@ def test_split_waiting_drafts_become_one_batch():
         async with working() as work:
             sessions = [await work.open([n, n + 1]) for n in range(4)]
             work.slots.hold.clear()
-            first = work.scheduler.submit(sessions[0], wire.Verify(1, [], []))
+            first = work.service.submit(sessions[0], wire.Verify(1, [], []))
             await until(lambda: work.entries("verify"))
-            rest = [work.scheduler.submit(s, wire.Verify(1, [], [])) for s in sessions[1:]]
+            rest = [work.service.submit(s, wire.Verify(1, [], [])) for s in sessions[1:]]
             work.slots.hold.set()
             found = [(await verdicts(answer))[0].tokens for answer in (first, *rest)]
             assert found == [plain([n, n + 1], 2)[1:] for n in range(4)]
@@ -97,7 +97,7 @@ def test_split_big_draft_has_a_pass_of_its_own():
             work.slots.hold.clear()
             sizes = (1, 3, 62, 7)  # nodes, the root left out
             drafts = [wire.Verify(1, list(range(size)), [0] * size) for size in sizes]
-            submit = lambda i: work.scheduler.submit(sessions[i], drafts[i])  # noqa: E731
+            submit = lambda i: work.service.submit(sessions[i], drafts[i])  # noqa: E731
             answers = [submit(0)]
             await until(lambda: work.entries("verify"))
             answers += [submit(1), submit(2), submit(3)]
@@ -116,10 +116,10 @@ def test_split_long_prompt_lets_drafts_through_after_each_chunk():
             session = await work.open([1, 2])
             read = len(work.entries("read"))
             work.slots.hold = held = Steps()
-            long = await work.scheduler.open(opening(list(range(60))), AS_IS, nobody)
+            long = await work.service.open(opening(list(range(60))), AS_IS, nobody)
             for seq in range(1, 6):
                 await until(lambda seq=seq: len(work.entries("read")) == read + seq)
-                answer = work.scheduler.submit(session, wire.Verify(seq, [], []))
+                answer = work.service.submit(session, wire.Verify(seq, [], []))
                 held.step()  # the chunk ends, and the draft is next
                 await until(lambda seq=seq: len(work.entries("verify")) == seq)
                 assert len(work.entries("read")) == read + seq
@@ -138,7 +138,7 @@ def test_split_prompts_take_turns_and_their_parts_keep_their_order():
             work.slots.hold.clear()
             prompts = [list(range(20)), list(range(30, 41))]
             sessions = [
-                await work.scheduler.open(opening(prompt), AS_IS, nobody) for prompt in prompts
+                await work.service.open(opening(prompt), AS_IS, nobody) for prompt in prompts
             ]
             work.slots.hold.set()
             for prompt, session in zip(prompts, sessions, strict=True):
@@ -173,13 +173,13 @@ def test_split_rows_that_the_client_has_are_not_sent():
             for known in (0, 3, 4, 9, 12):
                 text = list(range(12))
                 ask = opening(text, root_given=True, known=known)
-                session = await work.scheduler.open(ask, AS_IS, nobody)
+                session = await work.service.open(ask, AS_IS, nobody)
                 parts = await verdicts(session.reply)
                 rows = [i for part in parts for i in range(part.start, part.start + part.count)]
                 assert rows == list(range(known, 11)) and not parts[-1].tokens
-                answer = work.scheduler.submit(session, wire.Verify(1, [], []))
+                answer = work.service.submit(session, wire.Verify(1, [], []))
                 assert (await verdicts(answer))[0].tokens == [next_token(text)]
-                work.scheduler.close(session, "done")
+                work.service.close(session, "done")
 
     asyncio.run(check())
 
@@ -189,15 +189,15 @@ def test_split_requests_come_one_at_a_time_and_in_order():
         async with working() as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            answer = work.scheduler.submit(session, wire.Verify(1, [], []))
-            assert work.scheduler.submit(session, wire.Verify(1, [], [])) is answer
+            answer = work.service.submit(session, wire.Verify(1, [], []))
+            assert work.service.submit(session, wire.Verify(1, [], [])) is answer
             for seq, text in ((2, "before the reply"), (0, "was expected"), (7, "was expected")):
                 with pytest.raises(Refused, match=text) as error:
-                    work.scheduler.submit(session, wire.Verify(seq, [], []))
+                    work.service.submit(session, wire.Verify(seq, [], []))
                 assert error.value.code == "state"
             work.slots.hold.set()
             parts = await verdicts(answer)
-            assert await verdicts(work.scheduler.submit(session, wire.Verify(1, [], []))) == parts
+            assert await verdicts(work.service.submit(session, wire.Verify(1, [], []))) == parts
             assert len(work.entries("verify")) == 1
 
     asyncio.run(check())
@@ -208,17 +208,17 @@ def test_split_slot_is_waited_for_in_order_and_never_leaks():
         async with working(ToySlots(num_slots=1), queue_seconds=PATIENCE) as work:
             held = await work.open([1])
             waiting = [asyncio.create_task(work.open([n])) for n in (2, 3, 4)]
-            await until(lambda: work.scheduler._queue.num_waiting == 3)
+            await until(lambda: work.service._queue.num_waiting == 3)
             waiting[0].cancel()
             await asyncio.gather(waiting[0], return_exceptions=True)
-            work.scheduler.close(held, "done")
+            work.service.close(held, "done")
             second = await waiting[1]
             assert not waiting[2].done()
             # The slot comes and the wait is over in the same moment: it goes on to nobody.
-            work.scheduler.close(second, "done")
+            work.service.close(second, "done")
             waiting[2].cancel()
             await asyncio.gather(waiting[2], return_exceptions=True)
-            assert work.scheduler._queue.num_free == 1
+            assert work.service._queue.num_free == 1
             await work.open([5])
 
     asyncio.run(check())
@@ -229,16 +229,16 @@ def test_split_queue_has_an_end_and_a_deadline():
         async with working(ToySlots(num_slots=1), max_queue=1, queue_seconds=PATIENCE) as work:
             await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._queue.num_waiting)
+            await until(lambda: work.service._queue.num_waiting)
             code, text = await refusal(work.open([3]))
             assert code == "busy" and "queue is full" in text
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            queue = work.scheduler._queue
+            queue = work.service._queue
             queue._limits = dataclasses.replace(queue._limits, queue_seconds=0.05)
             assert "in time" in (await refusal(work.open([2])))[1]
-            assert not work.scheduler._queue.num_waiting
-            work.scheduler.drain()
+            assert not work.service._queue.num_waiting
+            work.service.drain()
             assert (await refusal(work.open([3])))[0] == "draining"
 
     asyncio.run(check())
@@ -249,8 +249,8 @@ def test_split_drain_ends_the_wait_for_slots():
         async with working(ToySlots(num_slots=1)) as work:
             await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._queue.num_waiting)
-            work.scheduler.drain()
+            await until(lambda: work.service._queue.num_waiting)
+            work.service.drain()
             assert (await refusal(waiting))[0] == "draining"
 
     asyncio.run(check())
@@ -260,7 +260,7 @@ def test_split_lost_sessions_expire_by_the_clock():
     async def check():
         async with working(resume_seconds=0.2) as work:  # looked after four times in that time
             lost, kept = await work.open([1]), await work.open([2])
-            work.scheduler.disconnect(lost)
+            work.service.disconnect(lost)
             await asyncio.sleep(0.3)
             assert not lost.closed
             work.now = 0.3
@@ -268,9 +268,9 @@ def test_split_lost_sessions_expire_by_the_clock():
             assert not kept.closed
             ask = wire.Resume(lost.id, 0)
             with pytest.raises(Refused) as error:
-                work.scheduler.resume(ask, AS_IS, nobody)
+                work.service.resume(ask, AS_IS, nobody)
             assert error.value.code == "gone"
-            assert work.scheduler.num_connected == 1
+            assert work.service.num_connected == 1
 
     asyncio.run(check())
 
@@ -281,7 +281,7 @@ def test_split_longest_lost_session_makes_room():
             sessions = [await work.open([n]) for n in range(3)]
             for now, index in ((1.0, 1), (2.0, 0)):
                 work.now = now
-                work.scheduler.disconnect(sessions[index])
+                work.service.disconnect(sessions[index])
             await work.open([7])
             assert [session.closed for session in sessions] == [False, True, False]
             await work.open([8])
@@ -297,8 +297,8 @@ def test_split_sessions_lost_while_others_wait_make_room():
         async with working(ToySlots(num_slots=1), resume_seconds=0.4) as work:
             first = await work.open([1])
             waiting = asyncio.create_task(work.open([2]))
-            await until(lambda: work.scheduler._queue.num_waiting)
-            work.scheduler.disconnect(first)
+            await until(lambda: work.service._queue.num_waiting)
+            work.service.disconnect(first)
             await asyncio.wait_for(waiting, PATIENCE)
             assert first.closed
 
@@ -310,10 +310,10 @@ def test_split_reply_of_a_client_that_left_is_there_when_it_comes_back():
         async with working() as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            work.scheduler.submit(session, wire.Verify(1, [], []))
-            work.scheduler.disconnect(session)
+            work.service.submit(session, wire.Verify(1, [], []))
+            work.service.disconnect(session)
             work.slots.hold.set()
-            back = work.scheduler.resume(wire.Resume(session.id, 0), AS_IS, nobody)
+            back = work.service.resume(wire.Resume(session.id, 0), AS_IS, nobody)
             assert (await verdicts(back.reply))[0].tokens == plain([1, 2], 2)[1:]
 
     asyncio.run(check())
@@ -324,14 +324,14 @@ def test_split_session_closed_at_work_hands_a_clean_slot_on():
         async with working(ToySlots(num_slots=1)) as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            answer = work.scheduler.submit(session, wire.Verify(1, [], []))
+            answer = work.service.submit(session, wire.Verify(1, [], []))
             await until(lambda: work.entries("verify"))
-            work.scheduler.close(session, "done")
+            work.service.close(session, "done")
             asking = asyncio.create_task(work.open([3, 4]))
             work.slots.hold.set()
             assert (await refusal(verdicts(answer)))[0] == "gone"
             other = await asking
-            parts = await verdicts(work.scheduler.submit(other, wire.Verify(1, [], [])))
+            parts = await verdicts(work.service.submit(other, wire.Verify(1, [], [])))
             assert parts[0].tokens == plain([3, 4], 2)[1:]
 
     asyncio.run(check())
@@ -344,20 +344,20 @@ def test_split_failures_end_their_sessions_and_show_in_health():
             for _ in range(3):
                 session = await work.open([1, 2])
                 work.slots.error = RuntimeError("what users wrote")
-                answer = work.scheduler.submit(session, wire.Verify(1, [], []))
+                answer = work.service.submit(session, wire.Verify(1, [], []))
                 assert (await refusal(verdicts(answer)))[0] == "gone"
                 work.slots.error = None
             assert "users" not in repr(work.events)
             assert len([1 for event, _ in work.events if event == "error"]) == 3
-            assert work.scheduler.healthy  # it worked in between
+            assert work.service.healthy  # it worked in between
             work.slots.error = RuntimeError("again")
             for _ in range(3):
-                session = await work.scheduler.open(opening([5]), AS_IS, nobody)
+                session = await work.service.open(opening([5]), AS_IS, nobody)
                 await refusal(verdicts(session.reply))
-            assert not work.scheduler.healthy
+            assert not work.service.healthy
             work.slots.error = None
-            await verdicts(work.scheduler.submit(bystander, wire.Verify(1, [], [])))
-            assert work.scheduler.healthy
+            await verdicts(work.service.submit(bystander, wire.Verify(1, [], [])))
+            assert work.service.healthy
 
     asyncio.run(check())
 
@@ -367,14 +367,14 @@ def test_split_failure_behind_the_target_ends_its_session_and_the_work_goes_on()
         async with working() as work:
             bystander = await work.open([9])
             broken = await work.open([1, 2])
-            work.scheduler._text_of = lambda tokens: 1 / 0
-            answer = work.scheduler.submit(broken, wire.Verify(1, [], []))
+            work.service._text_of = lambda tokens: 1 / 0
+            answer = work.service.submit(broken, wire.Verify(1, [], []))
             assert (await refusal(verdicts(answer)))[0] == "gone"
-            work.scheduler._text_of = None
-            await verdicts(work.scheduler.submit(bystander, wire.Verify(1, [], [])))
-            assert work.scheduler.healthy
-            work.scheduler._tasks[0].cancel()  # as no exception does
-            await until(lambda: not work.scheduler.healthy)
+            work.service._text_of = None
+            await verdicts(work.service.submit(bystander, wire.Verify(1, [], [])))
+            assert work.service.healthy
+            work.service._tasks[0].cancel()  # as no exception does
+            await until(lambda: not work.service.healthy)
 
     asyncio.run(check())
 
@@ -384,7 +384,7 @@ def test_split_failure_that_takes_the_caches_ends_all_who_have_rows():
         async with working() as work:
             sessions = [await work.open([n]) for n in range(2)]
             work.slots.error, work.slots.lost = RuntimeError("out of memory"), True
-            answer = work.scheduler.submit(sessions[0], wire.Verify(1, [], []))
+            answer = work.service.submit(sessions[0], wire.Verify(1, [], []))
             assert (await refusal(verdicts(answer)))[0] == "gone"
             work.slots.error, work.slots.lost = None, False
             await until(lambda: sessions[1].closed)
@@ -401,8 +401,8 @@ def test_split_text_is_logged_only_if_asked_for():
         slots, events = ToySlots(), []
         log = lambda event, **facts: events.append((event, facts))  # noqa: E731
         limits = ServerLimits(num_slots=4, chunk=8)
-        async with Scheduler(slots, limits, ServerMetrics(), log, text_of=text_of) as scheduler:
-            session = await scheduler.open(opening([61, 62, 63]), AS_IS, nobody)
+        async with Service(slots, limits, ServerMetrics(), log, text_of=text_of) as service:
+            session = await service.open(opening([61, 62, 63]), AS_IS, nobody)
             await verdicts(session.reply)
         return [facts["text"] for event, facts in events if event == "text"]
 
@@ -421,9 +421,9 @@ def test_split_stream_goes_on_to_the_end_beside_drafts():
             streams = [await work.open([n], total=12, known=1) for n in (1, 2)]
             drafting = await work.open([3])
             work.slots.hold.clear()
-            answers = [work.scheduler.submit(s, wire.Stream(1)) for s in streams]
+            answers = [work.service.submit(s, wire.Stream(1)) for s in streams]
             await until(lambda: work.entries("verify"))
-            drafted = work.scheduler.submit(drafting, wire.Verify(1, [], []))
+            drafted = work.service.submit(drafting, wire.Verify(1, [], []))
             work.slots.hold.set()
             for n, answer in zip((1, 2), answers, strict=True):
                 parts = await verdicts(answer)
@@ -437,24 +437,24 @@ def test_split_stream_goes_on_to_the_end_beside_drafts():
             assert (await refusal(submitted(work, streams[0], wire.Verify(2, [], []))))[
                 0
             ] == "state"
-            assert work.scheduler.submit(streams[0], wire.Stream(1)) is answers[0]
+            assert work.service.submit(streams[0], wire.Stream(1)) is answers[0]
 
     asyncio.run(check())
 
 
 async def submitted(work: Work, session: SplitSession, ask: object):
-    return work.scheduler.submit(session, ask)
+    return work.service.submit(session, ask)
 
 
 def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
-    monkeypatch.setattr("infer.split.server.scheduler.MOST_UNREAD", 5)
+    monkeypatch.setattr("infer.split.server.service.MOST_UNREAD", 5)
 
     async def check():
         async with working() as work:
             session = await work.open([1], total=41)
             before = len(work.entries("verify"))
             work.slots.hold = held = Steps()
-            answer = work.scheduler.submit(session, wire.Stream(1))
+            answer = work.service.submit(session, wire.Stream(1))
             for count in range(1, 7):  # the part before the last is being encoded when it counts
                 await until(lambda count=count: len(work.entries("verify")) == before + count)
                 held.step()
@@ -462,7 +462,7 @@ def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
             await until(lambda: session.paused)
             held.set()
             other = await work.open([2])  # and nobody else waits for it
-            await verdicts(work.scheduler.submit(other, wire.Verify(1, [], [])))
+            await verdicts(work.service.submit(other, wire.Verify(1, [], [])))
             done = len(work.entries("verify")) - 1
             assert done == 6 and session.paused
             assert (await refusal(submitted(work, session, wire.Stream(2))))[0] == "state"
@@ -477,12 +477,12 @@ def test_split_stream_that_is_closed_stops():
     async def check():
         async with working() as work:
             session = await work.open([1], total=400)
-            answer = work.scheduler.submit(session, wire.Stream(1))
+            answer = work.service.submit(session, wire.Stream(1))
             await until(lambda: len(answer.parts) > 3)
-            work.scheduler.close(session, "done")
+            work.service.close(session, "done")
             done = len(work.entries("verify"))
             other = await work.open([2])
-            await verdicts(work.scheduler.submit(other, wire.Verify(1, [], [])))
+            await verdicts(work.service.submit(other, wire.Verify(1, [], [])))
             assert len(work.entries("verify")) <= done + 2
 
     asyncio.run(check())
