@@ -342,6 +342,9 @@ def test_programs_are_wanted_in_the_order_of_use(monkeypatch):
         (Size(8, 512), PLAIN, LIKELY),
         (Size(2, 256), greedy),
     ]
+    assert engine.shelf.ways_for(1) == [CHAIN, PLAIN, LONG]
+    assert engine.shelf.ways_for(2) == [CHAIN, PLAIN]
+    monkeypatch.setattr(engine.shelf, "_is_priced", lambda slots: slots == 2)
     assert engine.shelf.ways_for(2) == [CHAIN, PLAIN, LONG]
     assert engine.shelf.ways_for(4) == engine.shelf.ways_for(8) == [PLAIN, CHAIN]
     sizes = [each[1] for each in calls]

@@ -501,7 +501,7 @@ def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capf
     assert [len(row["runs"]) for row in rate["ways"]] == [2, 2]
     assert "WERE COMPILED" not in tables.render(document)
     toys = [ToyServer(), ToyServer()]
-    toys[0].compiling = {0, 1}
+    toys[0].compiling = set(range(run.ATTEMPTS))
     line = f"{LINE} --rates 60 --requests 1 --repeats 1"
     assert "1 programs WERE COMPILED" in tables.render(measured(toys, line, monkeypatch))
 

@@ -48,7 +48,7 @@ DIFFERENT = 1  # exit code, as of infer.evaluate
 CAPACITY_SECONDS, FILLING_SECONDS = 6.0, 1.5  # the second: until all slots are surely full
 WARMING = 1_000_000  # index of the first request that is not measured
 MOST_WARMINGS = 6  # of which the last compiles nothing, if all goes well
-ATTEMPTS = 2  # at a cell in which something is compiled
+ATTEMPTS = 3  # at a cell in which something is compiled
 
 
 class Cell(NamedTuple):

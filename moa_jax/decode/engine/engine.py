@@ -204,7 +204,9 @@ class Engine:
         self._nobody = given_of(GREEDY, 0, 0, (), vocab_size)
         blank = lambda slots, kind: device.together([self._nobody] * slots, kind)  # noqa: E731
         self._draft_rows = self.session.room.draft_rows
-        self.shelf = Shelf(self.session, num_slots, max_tokens + self._draft_rows, blank)
+        is_priced = lambda slots: costs is not None and bool(costs.for_batch(slots))  # noqa: E731
+        num_rows = max_tokens + self._draft_rows
+        self.shelf = Shelf(self.session, num_slots, num_rows, blank, is_priced)
         behind = self.session.most_behind
         self._seats = Seats(self.shelf, self._nobody, self._draft_rows, behind)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731

@@ -8,7 +8,8 @@ can stand in. The thread that decodes uses what is there, and never compiles. `B
 what is missing, and until then something larger serves.
 
 Where many sit side by side, drafts that are rejected cost most, so plain decoding is the way that
-is made first, and nothing is made that drafts more than the pair's own way.
+is made first, and nothing is made that drafts more than the pair's own way. For some, other ways
+than these two are made only where the table of costs knows so many.
 """
 
 from __future__ import annotations
@@ -48,15 +49,21 @@ class Shelf:
     """Programs that are compiled; one thread may run them while another one makes more."""
 
     def __init__(
-        self, session: Session, num_slots: int, num_rows: int, blank: Callable[[int, Kind], Given]
+        self,
+        session: Session,
+        num_slots: int,
+        num_rows: int,
+        blank: Callable[[int, Kind], Given],
+        is_priced: Callable[[int], bool] = lambda slots: False,
     ) -> None:
-        """`blank` gives what a call of so many slots is given for nobody, on the host."""
+        """`blank` gives what a call of so many slots is given for nobody, on the host; `is_priced`
+        says whether it is known what the ways of so many cost."""
         self.slots = _powers(1, num_slots)
         self.rows = _powers(LEAST_ROWS, cache_rows_for(num_rows))
         self.chunks = _powers(LEAST_CHUNK, session.chunks(1)[0])
         self.ways, self.own = session.ways, session.shape
         self._few = max(1, num_slots // 4)
-        self._session, self._blank = session, blank
+        self._session, self._blank, self._is_priced = session, blank, is_priced
         dtype = session.target.params["embed"].dtype
         top = min(logprobs.MOST, session.target.config.vocab_size)
         self._programs = {
@@ -106,9 +113,12 @@ class Shelf:
 
     def ways_for(self, slots: int) -> list[DraftShape]:
         """The ways that such a batch may take, the one that it takes for want of figures first."""
+        ways = self.ways
+        if slots > 1 and not self._is_priced(slots):
+            ways = [way for way in ways if way == self.own or not way.num_drafted]
         if slots <= self._few:
-            return sorted(self.ways, key=lambda way: way != self.own)
-        modest = [way for way in self.ways if way.num_drafted <= self.own.num_drafted]
+            return sorted(ways, key=lambda way: way != self.own)
+        modest = [way for way in ways if way.num_drafted <= self.own.num_drafted]
         return sorted(modest, key=lambda way: way.num_drafted)
 
     def kind_of_call(self, size: Size, way: DraftShape, kind: Kind) -> Kind | None:
