@@ -73,12 +73,14 @@ config = GridConfig(
             "eagle3",
             with_(drafter=Eagle3Config(1, 296), feedback=test_time, vocabulary="runs/vocabulary"),
         ),
+        # The matrix of the target's state is paid for by the MLPs.
+        ("moa_hidden", with_(drafter=moa(213, hidden_in_memory=True))),
         ("moa_n1", with_(drafter=moa(target_layer_inference=1))),
         ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
         ("moa_without_lsa", with_(drafter=moa(296, layer_mixing="mean"))),
         ("moa_unbounded", with_(masks=MaskConfig(bounded=False))),
         (
-            "moa_plus",  # acceptance-shaped loss, feature loss faded out
+            "moa_log_acceptance",  # acceptance-shaped loss, feature loss faded out
             with_(loss=LossConfig(token="log_acceptance", token_weight=1.0, feature_fade=0.5)),
         ),
         (

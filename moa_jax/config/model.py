@@ -98,6 +98,8 @@ class MoaConfig:
     # ablations, their mean or the last layer's alone.
     layer_mixing: Literal["attention", "mean", "last"] = "attention"
     has_self_attention: bool = True  # an ablation: without it, embeddings go to cross-attention
+    # Not in the paper: memory also holds the target's final-normed state, by a matrix of its own.
+    hidden_in_memory: bool = False
 
     def __post_init__(self) -> None:
         names = (field.name for field in dataclasses.fields(self))

@@ -29,6 +29,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
+from moa_jax.drafters.api import Tapped
 from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.model import convert, masks
@@ -51,8 +52,9 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "last": dict(layer_mixing="last"),
     "no-sa": dict(has_self_attention=False),
     "bare": dict(layer_mixing="mean", has_self_attention=False),
+    "hidden": dict(hidden_in_memory=True),
 }
-QUICK = [("last", 1), ("no-sa", 1)]
+QUICK = [("last", 1), ("no-sa", 1), ("hidden", 1)]
 CASES = [
     pytest.param(name, n, marks=[] if (name, n) in QUICK else pytest.mark.slow)
     for name, n in itertools.product(ABLATIONS, (0, 1))
@@ -78,6 +80,9 @@ def without(drafter: LoadedDrafter, **changes: Any) -> LoadedDrafter:
     gone = {"self_attention"} if not cfg.has_self_attention else set()
     gone |= {"layer_self_attention"} if cfg.layer_mixing != "attention" else set()
     kept = {name: part for name, part in drafter.params.items() if name not in gone}
+    if cfg.hidden_in_memory:
+        width = drafter.params["ekv2e"]["bias"].shape[0]
+        kept["hidden2e"] = {"kernel": 0.2 * jax.random.normal(jax.random.key(9), (width, width))}
     return drafter._replace(config=cfg, params=kept)
 
 
@@ -150,6 +155,7 @@ def test_cached_drafting_equals_training(name, num_reused, whole):
     [
         ("bare", 1, DraftShape(4, 2, 5)),
         pytest.param("last", 1, DraftShape(4), marks=pytest.mark.slow),
+        pytest.param("hidden", 0, DraftShape(4, 2, 5), marks=pytest.mark.slow),
     ],
 )
 def test_drafted_text_is_plain_text(name, num_reused, shape, whole):
@@ -167,11 +173,13 @@ def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
     target, drafter = whole
     shape = (target.config.num_layers, 2, 2, T, 16)
     rows_LBKTE = KV(*(jax.random.normal(jax.random.key(i), shape) for i in range(2)))
+    hidden_BTD = jax.random.normal(jax.random.key(2), (2, T, target.config.block.hidden_size))
 
     def memory(drafter: LoadedDrafter, rows_LBKTE: KV, chunk: int = 0):
+        tapped = Tapped(rows_LBKTE, (), hidden_BTD)
         blocks = block_configs(drafter.config, target.config)
         moa = Moa(drafter.config, target.config, blocks)
-        return jax.jit(partial(moa.memory, chunk=chunk))(drafter.params, rows_LBKTE)
+        return jax.jit(partial(moa.memory, chunk=chunk))(drafter.params, tapped)
 
     lsa = dict(drafter.params["layer_self_attention"])
     for part, last in (("attention", "out"), ("mlp", "down")):
@@ -184,6 +192,9 @@ def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
     assert_close(memory(last, rows_LBKTE, 5), memory(idle, only), "last, in chunks")
     error = np.abs(memory(mean, rows_LBKTE) - memory(drafter, rows_LBKTE)).max()
     assert error > 1e-2
+    seeing = without(drafter, hidden_in_memory=True)
+    added_BTD = hidden_BTD @ seeing.params["hidden2e"]["kernel"]
+    assert_close(memory(seeing, rows_LBKTE, 5), memory(drafter, rows_LBKTE) + added_BTD, "hidden")
 
 
 # ---- training without the bound -----------------------------------------------------------
@@ -244,7 +255,8 @@ def cross_entropy(shared, tapped, logits_BTV, batch: Batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_reused"), [("mean", 0), ("last", 1), ("no-sa", 1), ("free", 0), ("free", 1)]
+    ("name", "num_reused"),
+    [("mean", 0), ("last", 1), ("no-sa", 1), ("hidden", 0), ("free", 0), ("free", 1)],
 )
 def test_trains(name, num_reused, whole):
     """A few updates move every weight and lower the loss; the target pass may be stacked."""
@@ -282,7 +294,7 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
         folder = tmp_path / layout
         save_drafter(folder, "moa", ablated.config, ablated.params, target, layout=layout)
         parts = {tensor.split(".")[0] for tensor in tensors_of(folder)}
-        assert parts - {"Ekv2E"} == set(ablated.params) - {"ekv2e"}
+        assert {part.replace("2E", "2e").lower() for part in parts} == set(ablated.params)
         stated = json.loads((folder / "config.json").read_text())
         assert stated.items() >= ABLATIONS[name].items()
         if layout == "ours":  # as the vLLM fork calls it
@@ -307,6 +319,8 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
         ("layer_self", {}, "lacks the tensor layer_self_attention.self_attn.k_proj.weight"),
         ("layer_self", {"layer_mixing": "last", "disable_LSA": True}, None),
         ("layer_self", {"disable_LSA": True}, "what its memory is made of"),
+        ("nothing", {"hidden_in_memory": True}, "but the tensor Hidden2E.weight is missing"),
+        ("nothing", {"hidden_in_memory": "no"}, "hidden_in_memory is 'no'"),
         (
             "layer_self",
             {"layer_mixing": "last", "layer_self_attention_intermediate_size": None},

@@ -10,7 +10,9 @@ N is `target_layer_inference`. With N = 0 the output of CA goes to the head dire
 trained to resemble the target's final-normed state.
 
 Two ablations leave parts out: `layer_mixing` "mean" or "last" replaces LSA by the mean over
-layers or by the last layer, and without `has_self_attention` embeddings go straight to CA.
+layers or by the last layer, and without `has_self_attention` embeddings go straight to CA. One
+choice that the paper does not have, `hidden_in_memory`, adds the target's final-normed state to
+memory.
 
     blocks.py   shapes, weights, memory      train.py   known tokens, training forward, loss
     decode.py   caches, extend, step         files.py   the names in its files
@@ -41,7 +43,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         extend=partial(decode.extend, moa),
         propose=propose,
         digest=partial(decode.digest, moa),
-        digest_only=("layer_self_attention", "ekv2e"),
+        digest_only=("layer_self_attention", "ekv2e", "hidden2e"),
         go_on=go_on,
         loss=train.make_loss(moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),

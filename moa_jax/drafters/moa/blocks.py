@@ -2,9 +2,12 @@
 
     target's keys and values of all L layers, one verified token
         -> LSA (attention over the layer axis) -> mean -> Ekv2E  = one memory vector
+    [its final-normed state -> Hidden2E, added with `hidden_in_memory`]
 
 Memory is computed once per verified token, so that drafting needs no activation of the target
 (T-step bounded). Without LSA it is the plain mean over layers, or the last layer, projected.
+Keys and values of the last layer were made before its MLP; the final state is what chose the token
+behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
-from moa_jax.drafters.api import Params, Shared
+from moa_jax.drafters.api import Params, Shared, Tapped
 from moa_jax.errors import InputError
 from moa_jax.model import chunks, masks
 from moa_jax.model.cache import KV
@@ -121,24 +124,35 @@ class Moa:
         if lsa is not None:
             turn = rotation(lsa, position)
             drawn["layer_self_attention"] = Block(lsa).init(lsa_key, width, turn, mask)
+        if self.cfg.hidden_in_memory:
+            drawn["hidden2e"] = self._hidden2e.init(jax.random.fold_in(key, 0), x)
         return {name: found["params"] for name, found in drawn.items()}
 
     @property
     def _ekv2e(self) -> nn.Module:
         return Linear((self.target_cfg.block.hidden_size,), bias=True)
 
-    def memory(self, params: Params, rows_LBKTE: KV, chunk: int = 0) -> Array:
+    @property
+    def _hidden2e(self) -> nn.Module:
+        return Linear((self.target_cfg.block.hidden_size,))
+
+    def memory(self, params: Params, tapped: Tapped, chunk: int = 0) -> Array:
         """One vector (B, T, D) for each token, from its keys and values in all layers.
 
         Tokens do not see each other here, so `chunk` of them can be computed at a time; 0 is all.
         References: paper section 3.1; authors' train/moa_spec.py (per head: key, then value).
         """
+        rows_LBKTE = tapped.rows_LBKTE
         if self.cfg.layer_mixing == "last":
             rows_LBKTE = jax.tree.map(lambda a: a[-1:], rows_LBKTE)
         token_axis = 3
-        return chunks.map_over(partial(self._memory, params), rows_LBKTE, chunk, token_axis)
+        of_rows = partial(self._of_rows, params)
+        memory_BTD = chunks.map_over(of_rows, rows_LBKTE, chunk, token_axis)
+        if self.cfg.hidden_in_memory:
+            memory_BTD += self._hidden2e.apply({"params": params["hidden2e"]}, tapped.hidden_BTD)
+        return memory_BTD
 
-    def _memory(self, params: Params, rows_LBKTE: KV) -> Array:
+    def _of_rows(self, params: Params, rows_LBKTE: KV) -> Array:
         L, B, K, T, E = rows_LBKTE.k_BKSE.shape
         kv_LBKT2E = jnp.stack(rows_LBKTE, axis=-2)
         kv_XLM = kv_LBKT2E.transpose(1, 3, 0, 2, 4, 5).reshape(B * T, L, 2 * K * E)

@@ -57,10 +57,10 @@ def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
 def digest(moa: Moa, params: Params, length_B: Array, tapped: Tapped) -> MoaDigest:
     """CA's keys and values of the tokens' memory, and rows of the target's last N layers."""
     _, ca, _ = moa.blocks
-    memory_BTM = moa.memory(params, tapped.rows_LBKTE)
-    position_BT = length_B[:, None] + jnp.arange(memory_BTM.shape[1])
+    memory_BTD = moa.memory(params, tapped)
+    position_BT = length_B[:, None] + jnp.arange(memory_BTD.shape[1])
     ca_rows = CrossBlock(ca).apply(
-        {"params": params["cross_attention"]}, memory_BTM, rotation(ca, position_BT), method="rows"
+        {"params": params["cross_attention"]}, memory_BTD, rotation(ca, position_BT), method="rows"
     )
     layers = range(-moa.cfg.target_layer_inference, 0)
     reused = tuple(jax.tree.map(lambda a, i=i: a[i], tapped.rows_LBKTE) for i in layers)

@@ -58,6 +58,9 @@ def table(cfg: MoaConfig, target: TargetConfig) -> Table:
     found |= under(("cross_attention",), _cross_table(ca, "cross_attention."))
     if lsa is not None:
         found |= under(("layer_self_attention",), block_table(lsa, "layer_self_attention."))
+    if cfg.hidden_in_memory:
+        hidden2e = kernel(("embed", None), ("Hidden2E.weight",), width, (width,))
+        found[("hidden2e", "kernel")] = hidden2e
     return found | {
         ("ekv2e", "kernel"): kernel(("memory", "embed"), ("Ekv2E.weight",), memory, (width,)),
         ("ekv2e", "bias"): vector((None,), ("Ekv2E.bias",), (width,)),
@@ -116,6 +119,7 @@ def read_config(
         target_layer_inference=reused,
         layer_mixing=mixing,
         has_self_attention=has_self_attention,
+        hidden_in_memory=_hidden_in_memory(config, shapes),
     )
     return cfg, notices
 
@@ -125,11 +129,16 @@ def write_config(
 ) -> dict[str, Any]:
     """The config.json of a drafter; InputError where the layout cannot express it."""
     whole, sizes = target_config_to_hf(target), dataclasses.asdict(cfg)
-    if layout in ("authors", "vllm") and None in block_configs(cfg, target):
-        raise InputError(
-            f"the layout {layout!r} cannot say that a drafter has no layer self-attention or no "
-            "self-attention: choose ours or speculators"
-        )
+    if layout in ("authors", "vllm"):
+        for is_so, what in (
+            (None in block_configs(cfg, target), "no layer self-attention or no self-attention"),
+            (cfg.hidden_in_memory, "the target's final state in its memory (hidden_in_memory)"),
+        ):
+            if is_so:
+                raise InputError(
+                    f"the layout {layout!r} cannot say that a drafter has {what}: choose ours or "
+                    "speculators"
+                )
     if layout == "authors":
         return whole | {"architectures": ["MOASpec"]}
     if layout == "speculators":
@@ -161,6 +170,18 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
             "not say what its memory is made of: use one that has it, or one of ours"
         )
     return mixing, has_self_attention
+
+
+def _hidden_in_memory(config: dict[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """Whether memory has the target's final state; files that do not say have no such tensor."""
+    stored = "Hidden2E.weight" in shapes
+    stated = config.get("hidden_in_memory", stored)
+    if not isinstance(stated, bool) or stated != stored:
+        raise InputError(
+            f"config.json says hidden_in_memory is {stated!r}, but the tensor Hidden2E.weight is "
+            f"{'there' if stored else 'missing'}: use the config.json of these weights"
+        )
+    return stated
 
 
 def _check_target(

@@ -100,7 +100,7 @@ def trace(
     ca_mask_BTT = masks.bounded_memory(start_BT, segment_BT)
 
     # 2. Memory (LSA), then the stream of drafted tokens: SA, and CA over the memory.
-    memory_BTD = moa.memory(params, tapped.rows_LBKTE, objective.chunks.memory)
+    memory_BTD = moa.memory(params, tapped, objective.chunks.memory)
     memory_BTD = sharding.constrain(memory_BTD, "rows")
     x_BTD = llama.embed(shared, batch.tokens_BT, memory_BTD.dtype)
     sa_BTD = sharding.constrain(x_BTD, "rows")
