@@ -32,6 +32,7 @@ from moa_jax.drafters import DRAFTERS, losses
 from moa_jax.drafters.api import Tapped
 from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.errors import InputError
 from moa_jax.model import convert, masks
 from moa_jax.model.cache import KV
 from moa_jax.model.llama import unembed
@@ -245,6 +246,27 @@ def test_the_flag_chooses_the_rule(reusing):
     _, parts = loss(pair.params, pair.shared, batch, tapped, key, progress)
     expected = cross_entropy(pair.shared, tapped, pair.trained(batch, bounded=False), batch)
     assert_value(parts["cross_entropy"], expected, "cross-entropy")
+
+
+@pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
+    """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""
+    pair, batch = reusing if num_reused else Pair(*whole), batch_of(3)
+    rest = (pair.shared, batch, pair.tap(batch), jax.random.key(1), jnp.float32(0.4))
+
+    def gradient(**masks: bool):
+        loss = train.make_loss(pair.moa, Objective(MaskConfig(**masks)))
+        return jax.jit(jax.grad(loss, has_aux=True))(pair.params, *rest)
+
+    both, bound, free = gradient(first_tokens=True), gradient(), gradient(bounded=False)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, bound, free)
+    jax.tree.map(lambda a, b: assert_close(a, b, "both"), both, mean)
+    assert abs(bound[1]["loss"] - free[1]["loss"]) > 1e-4
+
+
+def test_first_tokens_without_the_bound_are_refused():
+    with pytest.raises(InputError, match="leave first_tokens out"):
+        MaskConfig(first_tokens=True, bounded=False)
 
 
 @jax.jit

@@ -69,7 +69,7 @@ class Pair:
             tapped = self.tap(batch)
             given = (self.drafter.params, self.shared, batch, tapped, draws)
             found = train.trace(self.moa, PAPER, *given)
-            parts = train.loss_of(found, self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
+            parts = train.loss_of([found], self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
             return found, unembed(self.shared, found.feature_BTD), parts
 
         return jax.jit(trace)
@@ -99,7 +99,7 @@ class Pair:
         def loss(params, frozen, batch, key, progress):
             tapped = self.tap(batch)
             found = train.trace(self.moa, PAPER, params, self.shared, batch, tapped, draws)
-            return train.loss_of(found, self.shared, batch, tapped, PAPER, progress)
+            return train.loss_of([found], self.shared, batch, tapped, PAPER, progress)
 
         return loss
 

@@ -7,11 +7,14 @@ reference's rule for reused layers is only close to that; `MaskConfig.on_policy_
 
 With `MaskConfig.bounded` False, an ablation, training is the standard one: every token knows its
 whole past (`masks.known_past`), as if it were the first token of a round. Reused layers then
-follow the exact rule, the only one under which a token can be both drafted and known.
+follow the exact rule, the only one under which a token can be both drafted and known. With
+`MaskConfig.first_tokens` both are trained, in two passes over one memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -80,8 +83,9 @@ def trace(
     batch: Batch,
     tapped: Tapped,
     draws: Draws,
+    memory_BTD: Array | None = None,
 ) -> MoaTrace:
-    """The training forward, every stage of it.
+    """The training forward, every stage of it, or what follows on a memory that is there.
 
     `objective.masks` chooses the rule of reused layers, and whether memory is bounded; where it
     is not, every token knows its whole past, and `draws` only tells prompts from answers.
@@ -100,8 +104,9 @@ def trace(
     ca_mask_BTT = masks.bounded_memory(start_BT, segment_BT)
 
     # 2. Memory (LSA), then the stream of drafted tokens: SA, and CA over the memory.
-    memory_BTD = moa.memory(params, tapped, objective.chunks.memory)
-    memory_BTD = sharding.constrain(memory_BTD, "rows")
+    if memory_BTD is None:
+        memory_BTD = moa.memory(params, tapped, objective.chunks.memory)
+        memory_BTD = sharding.constrain(memory_BTD, "rows")
     x_BTD = llama.embed(shared, batch.tokens_BT, memory_BTD.dtype)
     sa_BTD = sharding.constrain(x_BTD, "rows")
     if sa is not None:
@@ -174,22 +179,28 @@ def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
         key: Array,
         progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
+        given = (params, shared, batch, tapped)
         draws = draw(objective.masks, key, batch, progress)
-        found = trace(moa, objective, params, shared, batch, tapped, draws)
-        return loss_of(found, shared, batch, tapped, objective, progress)
+        passes = [trace(moa, objective, *given, draws)]
+        if objective.masks.first_tokens:
+            free = dataclasses.replace(objective.masks, bounded=False, first_tokens=False)
+            draws = draw(free, key, batch, progress)
+            first = dataclasses.replace(objective, masks=free)
+            passes.append(trace(moa, first, *given, draws, passes[0].memory_BTD))
+        return loss_of(passes, shared, batch, tapped, objective, progress)
 
     return loss
 
 
 def loss_of(
-    found: MoaTrace,
+    passes: Sequence[MoaTrace],
     shared: Shared,
     batch: Batch,
     tapped: Tapped,
     objective: Objective,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a training forward and its parts, means over answer tokens.
+    """The loss of training forwards and its parts, means over them and over answer tokens.
 
     The feature loss is the distance of what goes to the head from the target's; with TLI, half of
     it is the distance of what enters the reused layers.
@@ -197,14 +208,17 @@ def loss_of(
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
     head = partial(llama.unembed, shared)
-    draft = learning.Draft(found.feature_BTD, batch.response_BT)
-    (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
-    feature = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
-    parts["feature_loss"] = feature
-    if found.entry_BTD is not None:
-        entry = mean(losses.smooth_l1(found.entry_BTD, tapped.streams[0]))
-        parts["prev_feature_loss"] = entry
-        feature = 0.5 * feature + 0.5 * entry
+    drafts = [learning.Draft(found.feature_BTD, batch.response_BT) for found in passes]
+    each = learning.token_losses(objective, shared, head, tapped.hidden_BTD, drafts)
+    for parts, found in zip(each, passes, strict=True):
+        parts["feature_loss"] = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
+        if found.entry_BTD is not None:
+            entry = mean(losses.smooth_l1(found.entry_BTD, tapped.streams[0]))
+            parts["prev_feature_loss"] = entry
+    parts = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
+    feature = parts["feature_loss"]
+    if "prev_feature_loss" in parts:
+        feature = 0.5 * feature + 0.5 * parts["prev_feature_loss"]
     return learning.weighted(objective.loss, parts, feature, progress)
 
 
