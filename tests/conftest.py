@@ -39,13 +39,19 @@ NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
 # none is left alone with one of them at the end.
 LONGEST = (
     "split/test_disconnect_pairs.py",
-    "aot/test_plan.py",
-    "aot/test_lowering.py",
-    "decode/test_spec.py",
     "decode/test_trees.py",
-    "train/test_training.py",
+    "split/test_disconnect.py",
+    "decode/test_spec.py",
+    "decode/test_engine.py",
+    "decode/test_switching.py",
+    "serve/test_endurance.py",
+    "aot/test_lowering.py",
+    "aot/test_plan.py",
     "drafters/test_ablations.py",
-    "train/test_mesh.py",
+    "decode/test_sampling_texts.py",
+    "aot/test_decode_plan.py",
+    "serve/test_clients.py",
+    "train/test_grid.py",
 )
 
 

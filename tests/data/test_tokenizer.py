@@ -103,6 +103,7 @@ def test_blank_text_first_changes_nothing(folder, tmp_path):
     assert (tmp_path / "new" / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_loading_says_nothing_where_torch_is_absent(folder):
     """In a process of its own: the advice comes where transformers is first imported."""
     program = (

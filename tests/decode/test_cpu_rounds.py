@@ -64,7 +64,9 @@ def test_a_round_copies_no_cache(pair, shape, batch):
     assert copies(session, batch) == []
 
 
-@pytest.mark.parametrize("shape", [None, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [None, pytest.param(TREE, marks=pytest.mark.slow)], ids=["plain", "tree"]
+)
 def test_panels_change_no_text(pair, shape, monkeypatch):
     def texts() -> list[list[int]]:
         session = Session(pair.target, shape and pair.drafter, shape)

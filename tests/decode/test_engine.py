@@ -173,7 +173,13 @@ def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [(None, CHAIN), ("moa-1", CHAIN), ("eagle3", TREE), ("lookup", CHAIN)]
+    ("name", "shape"),
+    [
+        (None, CHAIN),
+        ("moa-1", CHAIN),
+        pytest.param("eagle3", TREE, marks=pytest.mark.slow),
+        pytest.param("lookup", CHAIN, marks=pytest.mark.slow),
+    ],
 )
 def test_texts_are_those_of_plain_decoding_alone(name, shape):
     """Twenty requests on four seats."""

@@ -52,7 +52,11 @@ def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_1TV))[0, len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [TREE, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (None, CHAIN))],
+    ids=str,
+)
 def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
     for prompt, result in zip(PROMPTS, answers(shape), strict=True):
         assert shape is None or result.tau > 1
@@ -74,6 +78,7 @@ def test_drafts_change_none(answers, shape):
         assert all(abs(a.logprob - b.logprob) < 1e-5 for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
     """At a stop of the device, and at one that the host finds, in rounds of a chain."""
     session = Session(pair.target, pair.drafter, CHAIN, chunk=4, top_logprobs=0)

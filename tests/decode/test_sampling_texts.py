@@ -230,6 +230,7 @@ def assert_coupled(pair: Pair, shape: DraftShape) -> None:
     assert 9 not in plain[0].token_ids  # banned
 
 
+@pytest.mark.slow
 def test_likeliest_candidates_change_no_text(pair):
     assert_coupled(pair, TREE)
 

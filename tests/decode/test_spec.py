@@ -26,7 +26,8 @@ def test_plain_equals_torch(pair):
         assert found.accept_lengths == [1] * 23
 
 
-@pytest.mark.parametrize("depth", [5, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a chain is quick in test_demo.py, a tree in test_trees.py
+@pytest.mark.parametrize("depth", [5, 2])
 def test_drafts_change_nothing(pair, depth):
     """Chains of four drafts and of one, one prompt at a time and as uneven rows of a batch."""
     plain = [pair.plain.generate([prompt], 24, NO_STOP)[0].token_ids for prompt in PROMPTS]
@@ -91,7 +92,7 @@ def test_stream_equals_generate(pair, seconds, monkeypatch):
 
 # ---- recorded generations -----------------------------------------------------------------
 
-QUICK = ("moa_llama_trained", "moa_llama_n1", "none")
+QUICK = ("moa_llama_n1", "none")
 CASES = [
     pytest.param(*case.values, id=case.id, marks=[*case.marks, *slow])
     for case in golden_cases("moa_", "generate.npz")

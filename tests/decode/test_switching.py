@@ -126,6 +126,7 @@ def test_rounds_that_were_cut_are_not_heard():
     assert sorted(heard) == sorted(counted)
 
 
+@pytest.mark.slow
 def test_without_costs_nothing_else_is_compiled():
     """The session's own way alone, and no work in the background."""
     found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG, TREE))
@@ -192,6 +193,7 @@ def test_a_session_that_drafts_nothing_chooses_nothing():
     assert found.chooser is None and found.most_behind == 0
 
 
+@pytest.mark.slow
 def test_levels_of_each_round_are_those_of_its_way():
     found = scripted("moa-0", (TREE, 2), (PLAIN, 1), (LONG, 1))
     (row,) = found.generate(SOME[1:2], 30, NO_STOP)

@@ -49,8 +49,7 @@ def cases() -> list:
 
 KINDS = ("moa_", "glide_", "independent_", "eagle_")  # whose rounds are those of the authors' code
 QUICK = {
-    ("moa_llama_trained", "d7b8t62"),
-    ("moa_qwen2_n0", "d4b3t8"),
+    ("moa_llama_trained", "d4b3t8"),
     ("eagle_llama_trained", "d4b3t8"),
 }
 

@@ -154,7 +154,7 @@ def test_cached_drafting_equals_training(name, num_reused, whole):
 @pytest.mark.parametrize(
     ("name", "num_reused", "shape"),
     [
-        ("bare", 1, DraftShape(4, 2, 5)),
+        pytest.param("bare", 1, DraftShape(4, 2, 5), marks=pytest.mark.slow),
         pytest.param("last", 1, DraftShape(4), marks=pytest.mark.slow),
         pytest.param("hidden", 0, DraftShape(4, 2, 5), marks=pytest.mark.slow),
     ],

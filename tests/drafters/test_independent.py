@@ -147,6 +147,7 @@ def test_drafts_with_borrowed_weights_change_no_text(calm_target):  # noqa: F811
     assert all(max(row) > 1 for row in taus), "no draft was accepted, so nothing was shown"
 
 
+@pytest.mark.slow
 def test_the_whole_target_as_its_own_drafter_is_always_right(calm_target):  # noqa: F811
     config = IndependentConfig(calm_target.config)
     drafter = LoadedDrafter("independent", config, calm_target.params, (), None, None)

@@ -224,6 +224,7 @@ def test_no_training_files_or_vocabulary(calm_target):
     assert said == "prompt lookup has no files: name it as it is, `lookup`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [["--draft", "lookup"], pytest.param(["--method", "lookup"], marks=pytest.mark.slow)],

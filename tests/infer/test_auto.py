@@ -171,6 +171,7 @@ def test_prices_are_of_every_way_and_teach_nothing(monkeypatch):
     assert set(found) == set(session.ways) and all(0 < ms < 1e4 for ms in found.values())
 
 
+@pytest.mark.slow
 def test_prices_need_room():
     small = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3),), cache_rows=128)
     assert set(price(small)) == set(small.ways)

@@ -351,6 +351,7 @@ def test_commands_of_the_gpu_script_parse():
 # ---- quantised weights --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_random_pairs_are_quantised_as_they_are_drawn():
     target, drafter = tiny()
     quantised = random_pair.random_target(TARGET, jnp.float32, Path("tiny"), weights="int8")
@@ -384,6 +385,7 @@ def test_the_cost_of_weights_by_hand():
     assert fidelity(one, one, texts)[1:] == (0, 0, 1)
 
 
+@pytest.mark.slow
 def test_the_cost_of_weights_is_reported(stored, capsys, hasty, monkeypatch):
     texts = [([3, 7, 9, 1], [False, False, True, True])]
     monkeypatch.setattr(batches, "answers_of", lambda path, target, limit: texts[:limit])

@@ -59,6 +59,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert warm["hits"] == len(there) and entries(tmp_path) == there
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded(tmp_path):
     start(1, XDG_CACHE_HOME=str(tmp_path))
     one = max(path.stat().st_size for path in entries(tmp_path))

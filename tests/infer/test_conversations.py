@@ -42,6 +42,7 @@ def pair(tmp_path_factory) -> list[str]:
     return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
 
 
+@pytest.mark.slow
 def test_every_source_has_a_row(pair, capsys, tmp_path):
     talks = [("a#shop", "Hello!"), ("b#shop", "A cheap hotel."), (3, "Balance?"), ("all", "Hi!")]
     records = [{"source": s, "messages": [question(text), ANSWER]} for s, text in talks]

@@ -92,7 +92,7 @@ class Opened(Exception):
     "mode, temperature",
     [
         ("chain", "0.8"),
-        ("tree", "0"),
+        pytest.param("tree", "0", marks=pytest.mark.slow),
         pytest.param("chain", "0", marks=pytest.mark.slow),
         pytest.param("tree", "0.8", marks=pytest.mark.slow),
     ],
@@ -200,6 +200,7 @@ def test_a_file_that_does_not_fit_is_one_line(folder, capsys):
     assert f"{file} cannot be read as safetensors" in refused(flags, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("large")
 def test_bench_drafts_from_it_in_every_mode(stored, capsys):
     flags = ["--prompts", f"{stored}/prompts.jsonl", "--max-new-tokens", "3", "--repeats", "1"]

@@ -82,6 +82,7 @@ def test_json_has_penalties_and_log_probabilities(ask, folders):
     assert document["settings"]["frequency_penalty"] == 1.5
 
 
+@pytest.mark.slow
 def test_weights_in_eight_bits(ask, folders):
     """The text is that of the quantised target alone, and settings say so."""
     code, out, _ = ask(
@@ -235,6 +236,7 @@ def chat(ask, monkeypatch):
     return chat
 
 
+@pytest.mark.slow
 def test_chat_keeps_its_history(chat):
     prompts, _ = chat("Good morning", "help", "/new", "Good morning")
     assert prompts[1][: len(prompts[0])] == prompts[0] and prompts[2] == prompts[0]

@@ -99,6 +99,7 @@ def save(target: Target, config: DistillConfig, vocabulary: DraftVocabulary | No
     distill.save(config, params, target, vocabulary)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_was_added_later_is_kept(small_target, tmp_path, drafter):
     """Where the folder is written again, unless it is damaged or a new one is there."""
     target, config = describe_target(small_target), distill_config(tmp_path, small_target)

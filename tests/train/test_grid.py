@@ -228,6 +228,7 @@ def test_a_finished_run_of_other_settings_is_no_result(tmp_path, kind, changes, 
         assert said.startswith("cell moa: ") and str(folder) in said and line in said
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     shutil.copy(CONVERSATIONS, data)

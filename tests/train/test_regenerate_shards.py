@@ -140,6 +140,7 @@ def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monke
     assert not any(law in whole.values() for law in other.values())
 
 
+@pytest.mark.slow
 def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder):
     """The very tokens that a session draws with these settings and the seed of record and turn."""
     ask(tmp_path / "a.jsonl", *SMALL, *SAMPLED, "--batch", "8", prompts=short)

@@ -175,6 +175,7 @@ def test_killed_at_random_moments_it_is_exact(small_target, distilled, tmp_path)
     assert_same_run(distilled, tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsys):
     config = dataclasses.replace(distill_config(tmp_path, small_target), draft_vocabulary=40)
     distill.distill(dataclasses.replace(config, run=dataclasses.replace(config.run, save_every=3)))
