@@ -365,7 +365,8 @@ class Engine:
 
     def _take_orders(self) -> None:
         """Does what was ordered; waits for an order where there is nothing else to do."""
-        if not (self._flight or self._seats.texts or self._firsts or self._to_read()):
+        asked = self._flight or self._chunks or self._firsts
+        if not (asked or self._seats.texts or self._to_read()):
             self._make_ahead()
             self._wait()
         while not self._orders.empty():  # nobody else takes any
