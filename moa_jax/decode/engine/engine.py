@@ -326,7 +326,8 @@ class Engine:
     def _text_of(self, request: Request) -> Text:
         """The request as the thread needs it; raises InputError for one that cannot be."""
         prompt, new = request.prompt_ids, request.max_new_tokens
-        self.session.check([prompt], new or int(request.prompt_logprobs))
+        new = new or int(request.prompt_logprobs)  # rows are for a prompt and a token at least
+        self.session.check([prompt], new)
         total = len(prompt) + new
         if total > self.max_tokens:
             raise InputError(
