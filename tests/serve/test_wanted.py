@@ -145,6 +145,9 @@ def test_limits_on_tokens():
 
 def test_unknown_fields_are_noted_and_known_ones_are_not():
     assert completion(user="me", top_a=3, safety=None).ignored == ("top_a",)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ignored = completion(stream=True, stream_options=options, top_a=3).ignored
+    assert ignored == ("top_a", "stream_options.continuous_usage_stats")
     assert completion(tools=[], tool_choice="none", best_of=1).ignored == ()
     assert chat(response_format={"type": "text"}, tools=[], modalities=["text"]).ignored == ()
 
