@@ -624,7 +624,14 @@ class Engine:
     def _hear_firsts(self) -> None:
         while self._firsts:
             job, *first = self._firsts[0]
-            root_1, done_1, found = jax.device_get(first)  # `_fail` looks for it here
+            try:
+                root_1, done_1, found = jax.device_get(first)
+            except Exception as error:
+                if job.request.takes_seat:  # its row is among the others, and all are lost
+                    raise  # while it is here, where `_fail` looks for it
+                self._firsts.popleft()
+                self._lose(job, error)
+                continue
             self._firsts.popleft()
             if job.text.ended:
                 continue
