@@ -97,9 +97,8 @@ class Fields:
 
     def unread(self) -> list[str]:
         """Names of fields with a value that nobody asked for."""
-        return sorted(
-            name for name in self._body if name not in self._read and self._body[name] is not None
-        )
+        known = (name for name, value in self._body.items() if value is None or name in self._read)
+        return [f"{self._place}{name}" for name in sorted(self._body.keys() - known)]
 
 
 def is_text(value: Any) -> bool:

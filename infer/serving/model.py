@@ -55,8 +55,10 @@ class Model:
             options = {"return_offsets_mapping": True, "verbose": False}
             found = self.tokenizer(text, add_special_tokens=special, **options)
             if tuple(found["input_ids"]) == tuple(ids):
-                begins = (begin for begin, _ in found["offset_mapping"])
-                return tuple(itertools.accumulate(begins, max))
+                begins, ends = zip(*found["offset_mapping"], strict=True)
+                # Some tokenizers leave the space before a token out of its place.
+                tiled = map(min, begins, (0, *ends))
+                return tuple(itertools.accumulate(tiled, max))
         written, begins = GrowingText(self.tokenizer, skip_special=False), []
         for token in ids:  # that no text gives, or whose places the tokenizer does not tell
             written.add([token])

@@ -260,7 +260,7 @@ def _wanted(
     )
     for name in SILENT:
         fields.value(name)
-    return dataclasses.replace(wanted, ignored=tuple(fields.unread()))
+    return dataclasses.replace(wanted, ignored=(*fields.unread(), *options.unread()))
 
 
 def _new_tokens(prompt: Prompt, most: int | None, model: Model) -> int:

@@ -28,6 +28,8 @@ class Order:
     """Whose chunk is read next: the oldest prompt's and the shortest's, by turns.
 
     The first alone would let short prompts wait for long ones, and the second long ones for ever.
+    It is nobody's turn where these two are the same prompt: otherwise whoever reads its second of
+    two chunks alone, for want of seats, would give every choice that follows to the shortest.
     """
 
     def __init__(self) -> None:
@@ -35,5 +37,8 @@ class Order:
 
     def next(self, prompts: Sequence[T], left: Callable[[T], int]) -> T:
         """One of these prompts, the oldest first, of which so many tokens are left to read."""
-        oldest, self._oldest_is_next = self._oldest_is_next, not self._oldest_is_next
-        return prompts[0] if oldest else min(prompts, key=left)
+        oldest, shortest = prompts[0], min(prompts, key=left)
+        if oldest is shortest:
+            return oldest
+        self._oldest_is_next = not self._oldest_is_next
+        return shortest if self._oldest_is_next else oldest

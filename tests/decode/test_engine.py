@@ -754,6 +754,30 @@ def test_news_that_cannot_be_read_are_a_failed_pass(monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
+def test_a_first_token_that_cannot_be_read_harms_nobody_where_no_more_follow(monkeypatch):
+    engine, get = serving(None), jax.device_get
+    broken_is_next = threading.Event()
+
+    def broken(found):
+        if isinstance(found, list) and broken_is_next.is_set():
+            broken_is_next.clear()
+            raise RuntimeError("the device is on fire")
+        return get(found)
+
+    monkeypatch.setattr(jax, "device_get", broken)
+    sitting, short = Request((5, 9), 150, NO_STOP), Request((7, 8), 1, NO_STOP)
+    found = [Listener(), Listener()]
+    engine.submit(sitting, found[0])
+    while not found[0].all:
+        time.sleep(0.001)
+    broken_is_next.set()
+    engine.submit(short, found[1])
+    for listener in found:
+        listener.wait()
+    assert split(found) == ([1], [0])
+    assert_as_alone([sitting], found[:1])
+
+
 def test_nobody_waits_for_a_program_that_cannot_be_made(started, monkeypatch):
     """Such requests fail, the later ones at once, and others are answered."""
     engine = engine_of(None, num_slots=2)

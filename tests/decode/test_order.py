@@ -30,7 +30,7 @@ def read_all(chunks_of: dict[str, int], coming: dict[int, tuple[str, int]]) -> s
 
 def test_short_prompts_pass_by_a_long_one_that_still_gets_every_other_chunk():
     assert read_all({"A": 4, "B": 1, "C": 1}, {}) == "ABACAA"
-    assert read_all({"A": 5}, {1: ("B", 1), 3: ("C", 1)}) == "ABACAAA"
+    assert read_all({"A": 5}, {1: ("B", 1), 3: ("C", 1)}) == "AABACAA"
 
 
 def test_prompts_of_one_length_are_read_one_after_the_other():
@@ -41,3 +41,17 @@ def test_prompts_of_one_length_are_read_one_after_the_other():
 def test_a_stream_of_short_prompts_starves_nobody():
     coming = {turn: (chr(ord("a") + turn), 1) for turn in range(20)}
     assert read_all({"A": 6}, coming)[:10] == "AaAbAcAdAA"
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_the_oldest_has_its_turn_though_others_are_read_to_their_end_between(before):
+    """Where only one has a seat, all but the first of its chunks are nobody's choice."""
+    order, left = Order(), {"A": 9} | {name: 2 for name in "BCDEF"}
+    for _ in range(before):
+        order.next("BA", left.__getitem__)
+    begun = ""
+    while left:
+        begun += (name := order.next(list(left), left.__getitem__))
+        for _ in range(left.pop(name) - 1):
+            assert order.next([name], lambda _: 1) == name
+    assert "A" in begun[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -117,10 +117,32 @@ def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine, monkeypatch
     assert engine.load().prefix_tokens == before.prefix_tokens + len(TEXT)
 
 
+def test_what_was_read_is_told_though_a_call_failed_meanwhile(engine, monkeypatch):
+    """No order comes after that, and nobody sits."""
+    run = engine.shelf.run
+
+    def broken(name, *arrays):
+        if name[0] == "call" and engine._chunks and not engine._readings:
+            raise RuntimeError("the device is on fire")
+        return run(name, *arrays)
+
+    requests = [Request(TEXT[:20], 100, ()), asking(TEXT[:25], 0)]
+    found = [Listener() for _ in requests]
+    engine.submit(requests[0], found[0])
+    while not found[0].all:
+        time.sleep(0.001)
+    monkeypatch.setattr(engine.shelf, "run", broken)
+    engine.submit(requests[1], found[1])
+    for listener in found:
+        listener.wait()
+    assert split(found) == ([0], [1])
+    assert_as_one_pass(requests[1], found[1])
+
+
 @pytest.mark.parametrize("what", ["score", "first"])
 def test_a_chunk_that_fails_ends_its_own_request(engine, what, monkeypatch):
     failing(engine, monkeypatch, what, [1])
-    requests = [asking(TEXT[:20], 1), asking(TEXT[:30], 1), asking(TEXT[:25], 0)]
+    requests = [asking(TEXT[:20], 1), asking(TEXT[:25], 1), asking(TEXT[:30], 0)]
     lost, fine = split(found := answers(engine, requests))
     assert lost == [1]
     for index in fine:
@@ -129,10 +151,10 @@ def test_a_chunk_that_fails_ends_its_own_request(engine, what, monkeypatch):
 
 def test_what_the_device_cannot_tell_ends_its_own_request(engine, monkeypatch):
     """An error of the device shows when its arrays are read."""
-    get, count = jax.device_get, itertools.count()
+    get = jax.device_get
 
     def broken(found):
-        if isinstance(found, tuple) and hasattr(found, "begin_B") and next(count) == 1:
+        if hasattr(found, "begin_B") and get(found.begin_B) == [CHUNK + 1]:
             raise RuntimeError("the device is on fire")
         return get(found)
 
@@ -184,6 +206,7 @@ def test_what_cannot_be_asked_is_refused(engine):
         (Request((5,), 0, (), top_logprobs=2), "ask for at least 1"),
         (asking((5,), -1), "ask for at least 1"),
         (asking((5,), 0, top=21), "21 likeliest"),
+        (asking((5,) * engine.max_tokens, 0), "1 are to follow, but an answer with its prompt"),
     ]:
         with pytest.raises(InputError, match=message):
             engine.submit(request, Listener())

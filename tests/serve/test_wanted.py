@@ -99,7 +99,10 @@ def test_the_tokens_of_an_echo_have_places_in_its_text():
 
 
 def test_added_tokens_are_in_no_text():
-    """Of a text with a token before and after it, those have the place of their neighbours."""
+    """Of a text with a token before and after it, those have the place of their neighbours.
+
+    Its other tokens have all of it, with spaces that the tokenizer leaves out of their places.
+    """
 
     class Adding:
         is_fast, chat_template = True, None
@@ -108,16 +111,16 @@ def test_added_tokens_are_in_no_text():
             return {"x": 0}
 
         def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False):
-            ids, places = [7, 8], [(1, 3), (3, 5)]
+            ids, places = [7, 8], [(1, 3), (4, 6)]
             if add_special_tokens:
                 ids, places = [2, *ids, 4], [(0, 0), *places, (0, 0)]
             return {"input_ids": ids, "offset_mapping": places}
 
     model = Model("adding", Adding(), VOCAB, (EOS,), 64, 50, 5)
-    fields = {"prompt": " abcd", "echo": True, "logprobs": 0}
-    assert completion_of(fields, model).prompts[0].offsets == (0, 1, 3, 3)
+    fields = {"prompt": " ab cd", "echo": True, "logprobs": 0}
+    assert completion_of(fields, model).prompts[0].offsets == (0, 0, 3, 3)
     fields |= {"add_special_tokens": False}
-    assert completion_of(fields, model).prompts[0].offsets == (1, 3)
+    assert completion_of(fields, model).prompts[0].offsets == (0, 3)
 
 
 def test_messages_may_come_in_parts():
@@ -145,6 +148,9 @@ def test_limits_on_tokens():
 
 def test_unknown_fields_are_noted_and_known_ones_are_not():
     assert completion(user="me", top_a=3, safety=None).ignored == ("top_a",)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ignored = completion(stream=True, stream_options=options, top_a=3).ignored
+    assert ignored == ("top_a", "stream_options.continuous_usage_stats")
     assert completion(tools=[], tool_choice="none", best_of=1).ignored == ()
     assert chat(response_format={"type": "text"}, tools=[], modalities=["text"]).ignored == ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -41,19 +41,14 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 
 async def come(
-    client: httpx.AsyncClient,
-    asks: Sequence[Asked],
-    times: Sequence[float],
-    on_end: Callable[[], None] = lambda: None,
+    client: httpx.AsyncClient, asks: Sequence[Asked], times: Sequence[float]
 ) -> list[Answer]:
     """The answers to requests that are sent at these times, counted in seconds from now."""
     began = time.perf_counter()
 
     async def one(asked: Asked, after: float) -> Answer:
         await asyncio.sleep(began + after - time.perf_counter())
-        answer = await ask(client, asked, began + after)
-        on_end()
-        return answer
+        return await ask(client, asked, began + after)
 
     return await asyncio.gather(*map(one, asks, times))
 

@@ -326,7 +326,8 @@ class Engine:
     def _text_of(self, request: Request) -> Text:
         """The request as the thread needs it; raises InputError for one that cannot be."""
         prompt, new = request.prompt_ids, request.max_new_tokens
-        self.session.check([prompt], new or int(request.prompt_logprobs))
+        new = new or int(request.prompt_logprobs)  # rows are for a prompt and a token at least
+        self.session.check([prompt], new)
         total = len(prompt) + new
         if total > self.max_tokens:
             raise InputError(
@@ -365,7 +366,8 @@ class Engine:
 
     def _take_orders(self) -> None:
         """Does what was ordered; waits for an order where there is nothing else to do."""
-        if not (self._flight or self._seats.texts or self._firsts or self._to_read()):
+        asked = self._flight or self._chunks or self._firsts
+        if not (asked or self._seats.texts or self._to_read()):
             self._make_ahead()
             self._wait()
         while not self._orders.empty():  # nobody else takes any
@@ -622,7 +624,14 @@ class Engine:
     def _hear_firsts(self) -> None:
         while self._firsts:
             job, *first = self._firsts[0]
-            root_1, done_1, found = jax.device_get(first)  # `_fail` looks for it here
+            try:
+                root_1, done_1, found = jax.device_get(first)
+            except Exception as error:
+                if job.request.takes_seat:  # its row is among the others, and all are lost
+                    raise  # while it is here, where `_fail` looks for it
+                self._firsts.popleft()
+                self._lose(job, error)
+                continue
             self._firsts.popleft()
             if job.text.ended:
                 continue
