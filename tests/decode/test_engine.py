@@ -187,7 +187,8 @@ def test_texts_are_those_of_plain_decoding_alone(name, shape):
     assert_as_alone(requests, answers(serving(name, shape), requests))
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.slow  # those of prompts are quick, in test_prompt_logprobs.py
+@pytest.mark.parametrize("name", [None, "eagle3"])
 def test_log_probabilities_come_with_the_tokens(name, started):
     """Those of a session, beside requests that want none and in any settings."""
     engine = started(engine_of(name, num_slots=3))
@@ -225,6 +226,7 @@ pairs = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pairs
 def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeypatch):
     """Programs of all sizes are there, so every call has the size that its texts need."""
@@ -386,6 +388,7 @@ def test_what_will_be_wanted_is_made_while_nobody_is_there(monkeypatch):
 # ---- ways ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_texts(monkeypatch):
     """From each way to each other one, with drafters that wait behind rounds of plain decoding."""
     engine = serving_ways()
@@ -524,6 +527,7 @@ def at_once(engine: Engine, requests: list[Request]) -> list[Listener]:
     return listeners
 
 
+@pytest.mark.slow
 def test_short_prompts_do_not_wait_for_long_ones(monkeypatch):
     """Those that have begun have a row each until they end."""
     engine, most, told = serving(None), [], []
@@ -815,9 +819,7 @@ def test_a_listener_that_fails_harms_nobody():
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("moa-1", "eagle3", "lookup")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("moa-1", "lookup") else pytest.param(name, marks=pytest.mark.slow)
         for name in KINDS
     ],
 )

@@ -70,6 +70,7 @@ def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
             assert len(set(ids)) == TOP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
 def test_drafts_change_none(answers, shape):
     for drafted, plain in zip(answers(shape), answers(None), strict=True):

@@ -235,7 +235,11 @@ def test_likeliest_candidates_change_no_text(pair):
     assert_coupled(pair, TREE)
 
 
-@pytest.mark.parametrize("shape", [None, DraftShape(4), TREE], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [TREE, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (None, DraftShape(4)))],
+    ids=str,
+)
 def test_penalties_of_answers_equal_their_definition(pair, shape):
     """Token by token with torch's logits and numpy's law, sampled and greedy."""
     for i in PENALISED_ROWS:

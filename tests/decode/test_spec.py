@@ -56,6 +56,7 @@ def test_every_stop_position(pair):
         assert (found.token_ids, found.finish_reason) == (whole[: index + 1], "length")
 
 
+@pytest.mark.slow
 def test_rows_end_where_they_would_alone(pair):
     """Each row has its own length and its own stop ids; a row that is done stays as it is."""
     session, wanted = pair.session(5), [24, 7, 1]

@@ -105,6 +105,7 @@ def test_what_plain_rounds_left_is_made_up_for(name):
     assert was_late
 
 
+@pytest.mark.slow
 def test_drafts_after_plain_rounds_are_as_good():
     """A drafter that has caught up accepts as much as one that was never late."""
     (always,) = scripted("moa-0", (CHAIN, 4)).generate(SOME[1:2], NEW, NO_STOP)
@@ -136,6 +137,7 @@ def test_without_costs_nothing_else_is_compiled():
     assert row.token_ids == plain().generate(SOME[1:2], NEW, NO_STOP)[0].token_ids
 
 
+@pytest.mark.slow
 def test_ways_with_costs_are_compiled_in_the_background():
     """And are chosen as soon as they are there."""
     costs = Costs(None)

@@ -154,6 +154,7 @@ def assert_changes_nothing(models, shape: DraftShape) -> set[int]:
     return {count for row in batch for count in row.accept_lengths}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", TREES, ids=str)
 def test_trees_change_nothing(pair, shape):  # noqa: F811
     accepted = assert_changes_nothing(pair, shape)

@@ -248,6 +248,7 @@ def test_the_flag_chooses_the_rule(reusing):
     assert_value(parts["cross_entropy"], expected, "cross-entropy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
     """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""

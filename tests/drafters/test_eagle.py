@@ -296,6 +296,7 @@ def test_drafts_change_nothing(calm_target, drafter):
     assert_changes_nothing(calm_target, drafter)
 
 
+@pytest.mark.slow
 def test_drafts_of_trees_change_nothing(calm_target):
     """One kind and shape, fast; `test_drafts_change_nothing` has the others."""
     found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])

@@ -182,6 +182,7 @@ def test_drafts_change_no_text(calm_target):
     assert all(greedy > 1.5 for greedy, *_ in taus), "hardly a draft was accepted"
 
 
+@pytest.mark.slow
 def test_sampled_candidates_are_the_same_ones(calm_target):
     drafter = load_drafter("lookup", calm_target)
     shape = DraftShape(4, sampled=True)

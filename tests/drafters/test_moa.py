@@ -130,7 +130,7 @@ def draws_of(sample) -> train.Draws:
 @recorded
 def test_draft_memory(folder):
     case, pair, batch = recorded_pair(folder)
-    memory_BTD = jax.jit(pair.moa.memory)(pair.drafter.params, pair.tap(batch).rows_LBKTE)
+    memory_BTD = jax.jit(pair.moa.memory)(pair.drafter.params, pair.tap(batch))
     expected = case.train["ekv2e_out"].numpy()
     assert_close(memory_BTD[case.real_BT.numpy()], expected[case.real_BT.numpy()], "memory")
 

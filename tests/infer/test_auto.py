@@ -162,6 +162,7 @@ def test_bundled_questions_are_one_of_each_set(monkeypatch):
     assert len(set(found)) == len(found) == 6
 
 
+@pytest.mark.slow
 def test_prices_are_of_every_way_and_teach_nothing(monkeypatch):
     """Random prompts say nothing of what people ask."""
     monkeypatch.setattr("moa_jax.measure.pricing.TURNS", 2)

@@ -65,6 +65,7 @@ def test_json_is_the_contract(ask, folders):
     assert set(result["drafted"]) == {4} and len(result["drafted"]) == result["rounds"]
 
 
+@pytest.mark.slow
 def test_json_has_penalties_and_log_probabilities(ask, folders):
     flags = "--prompt-ids 5,6,7 --max-new-tokens 9 --mode chain --depth 3 --json --logprobs 2"
     code, out, _ = ask(*flags.split(), "--presence-penalty", "-0.5", "--frequency-penalty=1.5")
@@ -161,6 +162,7 @@ def test_check_finds_a_difference(ask, monkeypatch):
     assert code == 1 and difference["index"] >= 4 and difference["margin"] > 0
 
 
+@pytest.mark.slow
 def test_stop_texts_end_answers_before_them(ask):
     """Cut alike when streamed, at once, in a batch; token ids keep the stop."""
     flags = ["--prompt", "Good morning", "--max-new-tokens", "24"]
@@ -242,6 +244,7 @@ def test_chat_keeps_its_history(chat):
     assert prompts[1][: len(prompts[0])] == prompts[0] and prompts[2] == prompts[0]
 
 
+@pytest.mark.slow
 def test_a_chat_grows_without_compiling(chat):
     """Prompts of one chunk and of several, and far more rows than a single prompt would get."""
     prompts, compiled = chat(*["Good morning, how can I help? " * 2] * 8)

@@ -91,7 +91,7 @@ def half(pair: Pair) -> DraftHalf:
 
 
 # The others are slow: sessions that share a pass, below, have every law with both shapes.
-LAW_NAMES, FAST = ("greedy", "top-k", "penalties"), ("chain-greedy", "tree-penalties")
+LAW_NAMES, FAST = ("greedy", "top-k", "penalties"), ("chain-greedy",)
 WRITTEN = [
     pytest.param(
         shape, law, id=f"{kind}-{name}", marks=[] if f"{kind}-{name}" in FAST else pytest.mark.slow

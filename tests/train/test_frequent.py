@@ -65,6 +65,7 @@ def test_sources_of_a_mixture_count_by_their_shares(target):
         assert frequent_in(Mixture(sources, shares, 1, 0), 2, target).ids_U.tolist() == ids
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
     target = describe_target(small_target)
     config = distill_config(tmp_path, small_target)

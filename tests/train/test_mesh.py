@@ -49,6 +49,7 @@ def assert_same(found: list[float], expected: list[float]) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_mesh_of_eight_devices_trains_as_one(alone):
     (found,) = losses_of(run("2,2,2", "--devices", "8"))
     assert_same(found, alone)
