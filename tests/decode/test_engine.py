@@ -488,14 +488,14 @@ def test_calls_are_short_where_somebody_is_read():
 # ---- reading ----
 
 
-def test_more_chunks_are_read_where_more_wait_than_sit(monkeypatch):
-    """Of several prompts, too, but never many at once, for those who sit wait meanwhile."""
+def test_more_chunks_are_read_where_more_could_sit_than_do(monkeypatch):
+    """Of several prompts, too, but one where few seats are free, as those who sit wait."""
     engine, turns = serving(None), []
     run, send = engine.shelf.run, engine._send
 
     def noted(name, *arrays):
         if name[0] == "read":
-            turns[-1].append(name[2])
+            turns[-1].append((len(engine._seats.texts), name[2]))
         return run(name, *arrays)
 
     def sent():
@@ -505,14 +505,14 @@ def test_more_chunks_are_read_where_more_wait_than_sit(monkeypatch):
     turns.append([])
     monkeypatch.setattr(engine.shelf, "run", noted)
     monkeypatch.setattr(engine, "_send", sent)
-    requests = [Request((index,) * 30, 40, NO_STOP) for index in range(12)]
+    requests = [Request((index,) * 60, 40, NO_STOP) for index in range(12)]
     listeners = at_once(engine, requests)
     for listener in listeners:
         listener.wait()
     assert_as_alone(requests, listeners)
-    read = [sum(turn) for turn in turns if turn]
-    assert read[0] == MOST_CHUNKS * 32 and max(read) == read[0]
-    assert sum(read) == 12 * 32
+    read = [(turn[0][0], sum(size for _, size in turn)) for turn in turns if turn]
+    assert read[0] == (0, MOST_CHUNKS * 32) and sum(tokens for _, tokens in read) == 12 * 64
+    assert {tokens for sitting, tokens in read if sitting >= 2} == {32}
 
 
 def at_once(engine: Engine, requests: list[Request]) -> list[Listener]:

@@ -600,7 +600,8 @@ def test_sigterm_unwinds():
 def test_a_run_with_the_bundled_pair(tmp_path, capfd):
     output, plot = tmp_path / "found.json", tmp_path / "figure.png"
     line = "--serve --suite demo --modes plain,chain --slots 1 --max-tokens 128 "
-    line += f"--max-new-tokens 16 --rates 0.5x,2x --requests 6 --output {output} --plot {plot}"
+    line += "--max-new-tokens 16 --rates 0.5x,2x --requests 6 --repeats 1 "
+    line += f"--output {output} --plot {plot}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "CAPACITY_SECONDS", 2.0)
         assert bench.main(line.split()) == 0

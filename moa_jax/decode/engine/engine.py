@@ -11,10 +11,10 @@
                                            insert ------->    | nobody                 |
                                                               | prompt . answer . root |
 
-A turn of the thread: take orders; send a chunk of a prompt, and more of them where more wait than
-sit (decode/order.py says whose); send a call, which is some rounds of all who sit; hear the call
-before it; hear first tokens. So the device has its next work before the host looks at the last, and
-whoever ended idles for one call.
+A turn of the thread: take orders; send a chunk of a prompt, and more of them where more could sit
+than do (decode/order.py says whose); send a call, which is some rounds of all who sit; hear the
+call before it; hear first tokens. So the device has its next work before the host looks at the
+last, and whoever ended idles for one call.
 
 Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
 positions, and rows know nothing of each other. A program that is not compiled yet is made in the
@@ -474,8 +474,9 @@ class Engine:
         return len(self._waiting) + len(self._readings)
 
     def _read(self) -> None:
-        """Sends chunks of prompts: one, and a few where more wait for them than sit."""
-        chunks = chunks_between(self._coming(), len(self._seats.texts))
+        """Sends chunks of prompts: one, and a few where more could sit than do."""
+        sitting = len(self._seats.texts)
+        chunks = chunks_between(min(self._coming(), self.num_slots - sitting), sitting)
         budget = chunks * self.shelf.chunks[-1]
         while budget > 0 and (jobs := self._to_read()):
             job = self._order_of_chunks.next(jobs, self._left)
