@@ -52,7 +52,7 @@ from train.distill import distill, with_vocabulary
 from train.run import target_cache
 from train.run.decoding import fitting_prompts
 from train.run.earlier import Earlier, read_earlier
-from train.run.grid_report import ENDINGS, Decoded, Tau, figures, render
+from train.run.grid_report import ENDINGS, FIRST, Decoded, Tau, figures, over_seeds, render
 from train.run.settings import check_paths
 from train.run.target_cache import CacheFlags
 
@@ -278,15 +278,19 @@ def _prompts(grid: GridConfig, target: Target) -> list[list[int]]:
 def _counts(
     session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
 ) -> dict[str, list[int]]:
-    """Tokens after the first one, and rounds, of each prompt."""
+    """Tokens after the first one, and rounds, of each prompt; what the first positions accepted."""
     found = []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
         filled = part + part[:1] * (BATCH - len(part))  # one program for all
         found += session.generate(filled, max_new_tokens, stops)[: len(part)]
+    whole = [length for result in found for length in result.accept_lengths[:-1]]
+    at_least = [sum(length >= least for length in whole) for least in range(1, FIRST + 2)]
     return {
         "tokens": [sum(result.accept_lengths) for result in found],
         "rounds": [result.rounds for result in found],
+        "reached": at_least[:-1],
+        "accepted": at_least[1:],
     }
 
 
@@ -321,7 +325,8 @@ def _decoded(grid: GridConfig, each: GridRun) -> Decoded | None:
 def _tau(shape: dict[str, Any], key: str) -> Tau:
     counts = shape["counts"][key] if "counts" in shape else {}
     by_prompt = (np.array(counts[name], int) for name in ("tokens", "rounds") if counts)
-    return Tau(float(shape[key]), *by_prompt)
+    by_position = (tuple(counts.get(name, ())) for name in ("reached", "accepted") if counts)
+    return Tau(float(shape[key]), *by_prompt, *by_position)
 
 
 def _name_of(shape: DraftShape) -> str:
@@ -425,8 +430,34 @@ def document_of(
         "tolerance": grid.tolerance,
         **decoding_of(grid),
         "rows": [_entry(row, base.get(row.best.seed), sizes[row.best.cell]) for row in rows],
+        "over_seeds": _over_seeds(rows, grid.reference),
         "missing": [f"{cell} (seed {seed})" for cell, seed in wanted if (cell, seed) not in there],
     }
+
+
+def _over_seeds(rows: Sequence[GridRow], reference: str) -> list[dict[str, Any]]:
+    """The means of the cells that were decoded with more than one seed."""
+    by_cell: dict[str, dict[int, Decoded]] = {}
+    for row in rows:
+        if row.decoded:
+            by_cell.setdefault(row.best.cell, {})[row.best.seed] = row.decoded
+
+    def mean_of(cell: str, index: int, key: str) -> dict[str, Any]:
+        both = by_cell[cell], by_cell.get(reference, {})
+        return over_seeds(*([each.taus[index][key] for each in s.values()] for s in both))
+
+    return [
+        {
+            "cell": cell,
+            "seeds": sorted(seeds),
+            "decoded": [
+                {key: mean_of(cell, index, key) for key in taus}
+                for index, taus in enumerate(next(iter(seeds.values())).taus)
+            ],
+        }
+        for cell, seeds in by_cell.items()
+        if len(seeds) > 1
+    ]
 
 
 def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:

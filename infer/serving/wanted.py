@@ -113,8 +113,9 @@ def completion_of(body: dict[str, Any], model: Model) -> Wanted:
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
         raise fields.wrong("best_of", "the same number as n: all choices are returned")
-    least = 0 if scored else 1  # the prompt's log-probabilities are worth asking for alone
-    most = fields.whole("max_tokens", USUAL_TOKENS, least, 1 << 31)
+    most = fields.whole("max_tokens", USUAL_TOKENS, 0, 1 << 31)
+    if not (most or scored):
+        raise fields.wrong("max_tokens", "1 or more; 0 goes with echo and logprobs alone")
     special = fields.flag("add_special_tokens", default=True)
     prompts = _prompts_of(fields, model, special, echo)
     wanted = _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)

@@ -38,6 +38,7 @@ from tests.split.split_client import answered, linked, relayed, run_client, serv
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, NEW = [5, 9, 4, 17, 23], 40
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
+NUM_QUESTIONS = 50 if SOAK_SECONDS >= 300 else 20  # for each network; 50 take four minutes
 pytestmark = pytest.mark.slow
 
 
@@ -213,7 +214,7 @@ NETWORKS = ["loopback", "wired", "5g", "4g", "far"]
 KILLED = "4g"  # over this network the server dies once
 
 
-def test_disconnect_fifty_questions_over_five_networks(demo, program):
+def test_disconnect_many_questions_over_five_networks(demo, program):
     """The same tokens as local plain decoding over each network, whatever happens on the way:
 
     links are cut, refused and reset at random bytes; messages come twice, late, never, cut short or
@@ -221,8 +222,8 @@ def test_disconnect_fifty_questions_over_five_networks(demo, program):
     """
     session, half, facts = demo
     servers = {name: program() for name in (KILLED, "others")}
-    prompts = questions(50, 400)
-    assert len(prompts) == 50
+    prompts = questions(NUM_QUESTIONS, 400)
+    assert len(prompts) == NUM_QUESTIONS
     restarted = []
 
     def answer_all(profile: str) -> list[Any]:
@@ -234,7 +235,7 @@ def test_disconnect_fifty_questions_over_five_networks(demo, program):
                 fail = failing(proxy, index, 0.05)
 
                 def act(event: int, answering) -> None:
-                    if profile == KILLED and index >= 25 and event >= 3 and not restarted:
+                    if profile == KILLED and index >= len(prompts) // 2 and event >= 3 and not restarted:
                         process.send_signal(signal.SIGKILL)
                         process.wait()
                         restarted.append(program(port))
@@ -258,7 +259,7 @@ def test_disconnect_fifty_questions_over_five_networks(demo, program):
     plain = [session.generate([prompt], 32, NO_STOP)[0].token_ids for prompt in prompts]
     for profile, answers in answers_of.items():
         assert [found.tokens for found in answers] == plain, profile
-        assert sum(found.counts.drops for found in answers) > 10, profile
+        assert sum(found.counts.drops for found in answers) > NUM_QUESTIONS / 5, profile
     assert len(restarted) == 1
 
 

@@ -24,7 +24,15 @@ from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
-from train.run.grid_report import DRAWS, Tau, interval, render
+from train.run.grid_report import (
+    DRAWS,
+    Tau,
+    figures,
+    interval,
+    interval_over_seeds,
+    render,
+    tau_of,
+)
 from train.run.target_cache import CacheFlags, shared
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
@@ -446,6 +454,46 @@ def test_intervals_of_ratios_draw_the_same_prompts():
     assert interval(Tau(2.5)) is interval(fast, Tau(2.5)) is interval(Tau(2.5), fast) is None
 
 
+def test_means_of_seeds_draw_the_seeds_as_well():
+    tokens_P, rounds_P = np.array([20, 20]), np.array([10, 10])
+    slow, fast = Tau(1.0, tokens_P, 2 * rounds_P), Tau(2.0, tokens_P, rounds_P)
+    assert interval_over_seeds([slow, fast]) == (1.0, 2.0)
+    assert interval_over_seeds([slow, fast], [slow, fast]) == (0.5, 2.0)
+    assert interval_over_seeds([fast, fast], [slow, slow]) == (2.0, 2.0)
+    assert interval_over_seeds([slow, Tau(2.0)]) is None
+
+
+def test_the_report_has_the_means_of_seeds(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=(), seeds=(0, 1))
+    runs = grids.runs_of(grid)
+    for run, rounds in zip(runs, ([2, 2], [4, 4], [4, 4], [4, 4]), strict=True):
+        finish(run, 1.5)
+        write_json(Path(run.config.run.directory) / "decoded.json", decoded_by(grid, run, rounds))
+    document = grids.document_of(grid, grids.rows_of(grid, runs, TARGET), TARGET, "given.py")
+    text = grids.render(json.loads(json.dumps(document)))
+    mean = "3.00 (2.00 to 4.00) | 1.50 (1.00 to 2.00)"
+    assert text.count(f"\n| moa | 0, 1 | {mean} | {mean} |\n") == 2
+    mean = "2.00 (2.00 to 2.00) | 1.00"
+    assert text.count(f"\n| eagle | 0, 1 | {mean} | {mean} |\n") == 2
+
+
+def test_the_report_tells_what_the_first_positions_accept(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=())
+    runs = grids.runs_of(grid)
+    for run in runs:
+        finish(run, 1.5)
+    found = decoded_by(grid, runs[0], [2, 4])
+    counts = found["shapes"][0]["counts"]
+    counts["tau"] = counts["tau"] | {"reached": [4, 2, 0], "accepted": [2, 1, 0]}
+    write_json(Path(runs[0].config.run.directory) / "decoded.json", found)
+    rows = grids.rows_of(grid, runs, TARGET)
+    document = json.loads(json.dumps(grids.document_of(grid, rows, TARGET, "given.py")))
+    assert "\n| moa | 0 | 0.50 0.50 - |  | " in grids.render(document)
+    told = document["rows"][0]["decoded"][0]["tau"]
+    assert told["accepted/reached_by_position"] == "2/4 1/2 0/0"
+    assert figures(tau_of(told), None) == figures(rows[0].decoded.taus[0]["tau"], None)
+
+
 def test_the_report_says_what_its_figures_rest_on(tmp_path):
     grid = toy_grid(tmp_path, learning_rates=())
     runs = grids.runs_of(grid)
@@ -506,6 +554,9 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
         said, (tokens, rounds) = row["decoded"][0]["tau"], counted_alone(run, grid)
         assert (said["tokens"], said["rounds"]) == (tokens, rounds)
         assert said["tau"] == tokens / rounds
+        first, *_ = said["accepted/reached_by_position"].split()
+        accepted, reached = map(int, first.split("/"))
+        assert 0 <= accepted <= reached == rounds - grid.prompts
         assert f"\n| {run.cell} | 0 | {tokens / rounds:.2f} (" in text
     first, second = (row["decoded"][0]["tau"] for row in document["rows"])
     ratio = first["rounds"] / second["rounds"]  # of the same text

@@ -5,7 +5,8 @@ References: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13 (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +16,21 @@ from moa_jax.training.fingerprint import listed
 
 ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
 DRAWS, SHARE = 1000, 0.9  # of the bootstrap, and of its draws what an interval holds
+FIRST = 3  # drafted positions whose acceptance is told one by one
 Document = dict[str, Any]  # as report.json has it; train.grid fills it
 
 
 class Tau(NamedTuple):
-    """Tokens per verification over all rounds of all prompts."""
+    """Tokens per verification over all rounds of all prompts.
+
+    Earlier versions stored the first number alone.
+    """
 
     value: float
-    tokens_P: np.ndarray | None = None  # by prompt; earlier versions did not store them
+    tokens_P: np.ndarray | None = None  # by prompt
     rounds_P: np.ndarray | None = None
+    reached: tuple[int, ...] = ()  # rounds that came to each of the first positions
+    accepted: tuple[int, ...] = ()  # and those of them that accepted its token
 
 
 class Decoded(NamedTuple):
@@ -38,15 +45,32 @@ def interval(tau: Tau, base: Tau | None = None) -> tuple[float, float] | None:
 
     The same prompts are drawn for both. None where the counts of prompts are not known.
     """
-    if tau.tokens_P is None or (base and base.tokens_P is None):
+    return interval_over_seeds([tau], [base] if base else [])
+
+
+def interval_over_seeds(
+    taus: Sequence[Tau], bases: Sequence[Tau] = ()
+) -> tuple[float, float] | None:
+    """Where the mean of some seeds lies in most draws of as many seeds and prompts.
+
+    With `bases`, its ratio to their mean: of the same prompts, but seeds of their own. None where
+    the counts of prompts are not known.
+    """
+    if any(tau.tokens_P is None for tau in (*taus, *bases)):
         return None
-    count = len(tau.tokens_P)
+    count = len(taus[0].tokens_P)
     prompts_DP = np.random.default_rng(0).integers(count, size=(DRAWS, count))
-    rate_D = _rates(tau, prompts_DP)
-    if base:
-        rate_D /= _rates(base, prompts_DP)
+    rate_D = _mean_of_seeds(taus, prompts_DP, draw=1)
+    if bases:
+        rate_D = rate_D / _mean_of_seeds(bases, prompts_DP, draw=2)
     low, high = np.quantile(rate_D, [(1 - SHARE) / 2, (1 + SHARE) / 2])
     return float(low), float(high)
+
+
+def _mean_of_seeds(taus: Sequence[Tau], prompts_DP: np.ndarray, draw: int) -> np.ndarray:
+    rate_DS = np.stack([_rates(tau, prompts_DP) for tau in taus], axis=1)
+    seeds_DS = np.random.default_rng(draw).integers(len(taus), size=rate_DS.shape)
+    return np.take_along_axis(rate_DS, seeds_DS, axis=1).mean(axis=1)
 
 
 def _rates(tau: Tau, prompts_DP: np.ndarray) -> np.ndarray:
@@ -62,18 +86,33 @@ def figures(tau: Tau, base: Tau | None) -> dict[str, Any]:
         "interval": interval(tau),
         "tokens": int(tau.tokens_P.sum()) if known else None,
         "rounds": int(tau.rounds_P.sum()) if known else None,
-        "tokens/rounds_by_prompt": _by_prompt(tau) if known else None,
+        "tokens/rounds_by_prompt": _pairs_of(tau.tokens_P, tau.rounds_P) if known else None,
+        "accepted/reached_by_position": _pairs_of(tau.accepted, tau.reached) or None,
         "of_reference": base and tau.value / base.value,
         "of_reference_interval": None if base is None or base is tau else interval(tau, base),
     }
 
 
 def tau_of(said: dict[str, Any]) -> Tau:
-    """The inverse of `figures`; reports of earlier versions have no counts by prompt."""
+    """The inverse of `figures`; reports of earlier versions have fewer counts."""
     if not said.get("tokens/rounds_by_prompt"):
         return Tau(float(said["tau"]))
-    pairs = [pair.split("/") for pair in said["tokens/rounds_by_prompt"].split()]
-    return Tau(float(said["tau"]), *np.array(pairs, int).T)
+    accepted, reached = _counts_of(said.get("accepted/reached_by_position") or "")
+    by_prompt = (np.array(counts) for counts in _counts_of(said["tokens/rounds_by_prompt"]))
+    return Tau(float(said["tau"]), *by_prompt, reached, accepted)
+
+
+def over_seeds(taus: Sequence[Tau], bases: Sequence[Tau]) -> dict[str, Any]:
+    """What the report says of the seeds of a cell, `bases` being those of the reference."""
+    mean = float(np.mean([tau.value for tau in taus]))
+    base = float(np.mean([tau.value for tau in bases])) if bases else None
+    same = len(taus) == len(bases) and all(map(operator.is_, taus, bases))
+    return {
+        "tau": mean,
+        "interval": interval_over_seeds(taus),
+        "of_reference": base and mean / base,
+        "of_reference_interval": interval_over_seeds(taus, bases) if bases and not same else None,
+    }
 
 
 def render(document: Document) -> str:
@@ -101,6 +140,8 @@ def render(document: Document) -> str:
     for index, shape in enumerate(document["shapes"]):
         lines = [[row["cell"], row["seed"], *_taus(row["decoded"], index)] for row in rows]
         parts += [f"## {shape.capitalize()}", table(columns, lines)]
+        parts += _of_all_seeds(document, index)
+    parts += _first_positions(document)
     files = [[name, f"{f['bytes']:,}", f["sha256"]] for name, f in document["files"].items()]
     parts += [
         _meaning(document),
@@ -135,7 +176,51 @@ def _meaning(document: Document) -> str:
         f"would stop at. In brackets what {SHARE:.0%} of {DRAWS:,} bootstrap draws of the prompts "
         "hold, for a ratio the same prompts in both drafters; other seeds and data are not in it. "
         "`-`: decoded before the counts of each prompt were stored."
+        + (" For means of seeds the seeds are drawn, too." if document.get("over_seeds") else "")
     )
+
+
+def _of_all_seeds(document: Document, index: int) -> list[str]:
+    """The means of cells with more than one seed, for one shape."""
+    lines = []
+    for mean in document.get("over_seeds", ()):
+        line = [mean["cell"], ", ".join(map(str, mean["seeds"]))]
+        for key in ENDINGS:
+            found = mean["decoded"][index][key]
+            line.append(_with_interval(found["tau"], found["interval"], 2))
+            ratio = found["of_reference"]
+            within = found["of_reference_interval"]
+            line.append("" if ratio is None else _with_interval(ratio, within, 2))
+        lines.append(line)
+    ratio = f"of {document['reference']}"
+    columns = ["mean of", "seeds", "tau", ratio, "tau past end", ratio]
+    return [table(columns, lines)] if lines else []
+
+
+def _first_positions(document: Document) -> list[str]:
+    """How often the first drafted tokens are accepted, of the rounds that come to them."""
+    keys = [(index, key) for index in range(len(document["shapes"])) for key in ENDINGS]
+    lines = []
+    for row in document["rows"]:
+        said = [row["decoded"][index][key] if row["decoded"] else {} for index, key in keys]
+        found = [each.get("accepted/reached_by_position") for each in said]
+        if any(found):
+            lines.append([row["cell"], row["seed"], *map(_shares, found)])
+    if not lines:
+        return []
+    columns = [f"{shape}{end}" for shape in document["shapes"] for end in ("", ", past end")]
+    return [
+        "## The first positions",
+        f"Shares of the rounds which come to the first {FIRST} drafted positions (of a tree: "
+        "levels) that accept one there; the last round of each answer, which may be cut, is left "
+        "out.",
+        table(["cell", "seed", *columns], lines),
+    ]
+
+
+def _shares(counts: str | None) -> str:
+    pairs = zip(*_counts_of(counts or ""), strict=True)
+    return " ".join(f"{accepted / reached:.2f}" if reached else "-" for accepted, reached in pairs)
 
 
 def _taus(decoded: list[dict[str, Any]] | None, index: int) -> Iterator[str]:
@@ -150,10 +235,15 @@ def _taus(decoded: list[dict[str, Any]] | None, index: int) -> Iterator[str]:
         yield "" if ratio is None else _with_interval(ratio, found["of_reference_interval"], 2)
 
 
-def _by_prompt(tau: Tau) -> str:
+def _pairs_of(ones: Iterable[int], others: Iterable[int]) -> str:
     """On one line, as JSON would give each number a line."""
-    pairs = zip(tau.tokens_P, tau.rounds_P, strict=True)
-    return " ".join(f"{tokens}/{rounds}" for tokens, rounds in pairs)
+    return " ".join(f"{one}/{other}" for one, other in zip(ones, others, strict=True))
+
+
+def _counts_of(pairs: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The inverse of `_pairs_of`."""
+    found = [pair.split("/") for pair in pairs.split()]
+    return tuple(int(one) for one, _ in found), tuple(int(other) for _, other in found)
 
 
 def _with_interval(value: float, bounds: tuple[float, float] | None, digits: int) -> str:
