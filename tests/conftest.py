@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -29,7 +31,11 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
         fast += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
 
+import jax  # noqa: E402
+
 from infer.info import data_folder, golden_folder  # noqa: E402
+from moa_jax.decode.mappings import num_mappings  # noqa: E402
+from moa_jax.decode.programs import Programs  # noqa: E402
 
 NO_GOLDENS = "no golden data: set MOA_GOLDENS to its folder, or put it at ../shared/golden"
 NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
@@ -59,6 +65,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; xdist keeps this order when told `--no-loadscope-reorder`."""
     rank = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+# ---- programs of a worker -----------------------------------------------------------------
+
+MOST_MAPPINGS = 30_000  # of memory; moa_jax/decode/mappings.py says why
+COMPILES_BETWEEN_LOOKS = 20
+_programs: WeakSet[Programs] = WeakSet()
+_num_compiles = 0
+
+
+def _count(event: str, *_: float, **__: object) -> None:
+    global _num_compiles
+    _num_compiles += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _known_programs() -> Iterator[None]:
+    """Notes where sessions keep their programs."""
+    init = Programs.__init__
+
+    def noted(self: Programs, *arguments: object) -> None:
+        init(self, *arguments)
+        _programs.add(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "__init__", noted)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """Forgets all programs where too many are in memory; they are read again from jax's cache."""
+    global _num_compiles
+    yield
+    if _num_compiles < COMPILES_BETWEEN_LOOKS:
+        return
+    _num_compiles = 0
+    if num_mappings() > MOST_MAPPINGS:
+        for programs in _programs:
+            programs._compiled.clear()
+        jax.clear_caches()
 
 
 def golden_cases(prefix: str = "", needs: str | None = None) -> list:

@@ -314,6 +314,26 @@ def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, starte
     assert "engine" not in threads
 
 
+def test_without_room_only_what_is_needed_is_compiled(monkeypatch, started, caplog):
+    """Texts are the same, and who asks for log-probabilities has them."""
+    monkeypatch.setattr("moa_jax.decode.engine.engine.has_room", lambda: False)
+    engine = engine_of(None, num_slots=3)
+    requests = mixed(6, 5)
+    settle(started(engine), requests)
+    (line,) = (record.message for record in caplog.records if "room" in record.message)
+    assert "programs are compiled and there is room for few more" in line
+    prepared = len(engine.shelf)
+    (listener,) = answers(engine, [Request((1, 2, 3), 4, NO_STOP, top_logprobs=1)])
+    assert len(listener.all[-1].logprobs) and len(engine.shelf) > prepared
+    listeners = answers(engine, requests)
+    assert_as_alone(requests, listeners)
+    engine.session.background.wait()
+    before = len(engine.shelf)
+    answers(engine, requests)
+    engine.session.background.wait()
+    assert len(engine.shelf) == before
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices prepare nothing")
 def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
     """What XLA's library prepares at a program's first run is inside the loop of rounds."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax import InputError, Session
+from moa_jax import InputError, Result, Session
 from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.session import GREEDY
@@ -33,12 +33,21 @@ STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1
 def tree_session(folder, name: str) -> tuple[Session, object]:
     """The session of one recorded shape, and a jitted round that also shows its tree."""
     models, _ = recorded(folder)
-    session = Session(models.target, models.drafter, SHAPES[name])
+    session = Session(models.target, models.drafter, SHAPES[name], least_rows=256)  # of all prompts
 
     @jax.jit
     def shown(weights, state, limits, law):
-        tree, _ = step.propose(session.setup, weights, state.now, law, state.root_B)
-        return tree, step.advance(session.setup, weights, state, limits, law)
+        propose, trees = step.propose, []
+
+        def noted(*arguments):
+            trees.append(propose(*arguments))
+            return trees[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "propose", noted)
+            state = step.advance(session.setup, weights, state, limits, law)
+        ((tree, _),) = trees
+        return tree, state
 
     return session, shown
 
@@ -140,24 +149,25 @@ MORE_TREES = [
 ]
 
 
-def assert_changes_nothing(models, shape: DraftShape) -> set[int]:
-    session = models.session(shape)
+def assert_changes_nothing(models, shape: DraftShape) -> list[Result]:
     plain = [models.plain.generate([prompt], 24, NO_STOP)[0].token_ids for prompt in PROMPTS]
-    batch = session.generate(PROMPTS, 24, NO_STOP)
-    for expected, prompt, row in zip(plain, PROMPTS, batch, strict=True):
-        (alone,) = session.generate([prompt], 24, NO_STOP)
-        assert alone.token_ids == row.token_ids == expected
-        assert alone.accept_lengths == row.accept_lengths
-        assert 1 + sum(alone.accept_lengths) == len(alone.token_ids)
-        assert all(1 <= count <= shape.levels for count in alone.accept_lengths)
-        assert all(0 <= count <= shape.num_drafted for count in alone.drafted)
-    return {count for row in batch for count in row.accept_lengths}
+    batch = models.session(shape).generate(PROMPTS, 24, NO_STOP)
+    for expected, row in zip(plain, batch, strict=True):
+        assert row.token_ids == expected
+        assert 1 + sum(row.accept_lengths) == len(row.token_ids)
+        assert all(1 <= count <= shape.levels for count in row.accept_lengths)
+        assert all(0 <= count <= shape.num_drafted for count in row.drafted)
+    return batch
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", TREES, ids=str)
 def test_trees_change_nothing(pair, shape):  # noqa: F811
-    accepted = assert_changes_nothing(pair, shape)
+    batch = assert_changes_nothing(pair, shape)
+    for prompt, row in zip(PROMPTS, batch, strict=True):
+        (alone,) = pair.session(shape).generate([prompt], 24, NO_STOP)
+        assert (alone.token_ids, alone.accept_lengths) == (row.token_ids, row.accept_lengths)
+    accepted = {count for row in batch for count in row.accept_lengths}
     assert len(accepted) > 1, "no draft was ever accepted, so nothing was shown"
 
 

@@ -52,6 +52,7 @@ from moa_jax.decode.engine.seats import Flight, Heard, Seats, Text, likely_of
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
 from moa_jax.decode.logprobs import Likely, LogProbs
+from moa_jax.decode.mappings import has_room
 from moa_jax.decode.order import Order, chunks_between
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
@@ -222,6 +223,7 @@ class Engine:
         self._waiting: deque[_Job] = deque()
         self._hopeless: dict[Hashable, Exception] = {}  # programs that could not be made
         self._num_makings = 0  # makings that were ordered and did not end
+        self._has_room = True  # for programs that nobody waits for
         self._readings: dict[int, _Reading] = {}  # by their jobs' ids
         self._order_of_chunks = Order()
         self._flight: Flight | None = None
@@ -664,7 +666,7 @@ class Engine:
 
     def _make_next(self, wanted: Iterator[Making]) -> None:
         """Has the first of these made that never was, unless something is being made."""
-        if not self._num_makings:
+        if self._has_room and not self._num_makings:
             any(self._order(making) for making in wanted)  # the first that is new ends it
 
     def _make_ahead(self) -> None:
@@ -687,15 +689,19 @@ class Engine:
                 failure = error
                 raise
             finally:
-                self._orders.put(functools.partial(self._made, name, failure))
+                self._orders.put(functools.partial(self._made, name, failure, has_room()))
 
         is_new = self.session.background.submit(name, do, next=next)
         self._num_makings += bool(is_new)
         return is_new
 
-    def _made(self, name: Hashable, failure: Exception | None) -> None:
+    def _made(self, name: Hashable, failure: Exception | None, room: bool) -> None:
         """Those who wait for a program have it, or end: one that failed is not tried again."""
         self._num_makings -= 1
+        if self._has_room and not room:
+            line = "%d programs are compiled and there is room for few more: only what is needed is"
+            logging.getLogger(__name__).warning(f"{line} compiled from now on", len(self.shelf))
+        self._has_room = room
         waiting = [job for job in self._waiting if name in job.lacks]
         for job in waiting:
             job.lacks.discard(name)

@@ -1,0 +1,35 @@
+"""Memory mappings of programs."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moa_jax.decode import mappings
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+
+
+@linux
+def test_a_program_takes_some():
+    before = mappings.num_mappings()
+    program = jax.jit(lambda x: jnp.sort(jnp.tanh(x @ x), axis=0)).lower(jnp.eye(7)).compile()
+    assert before < mappings.num_mappings() < before + 1000
+    del program
+
+
+@linux
+def test_there_is_room_up_to_a_share(monkeypatch, tmp_path):
+    most = tmp_path / "max_map_count"
+    monkeypatch.setattr(mappings, "MOST", most)
+    most.write_text(f"{mappings.num_mappings() * 2}\n")
+    assert mappings.has_room()
+    most.write_text(f"{mappings.num_mappings()}\n")
+    assert not mappings.has_room()
+
+
+def test_where_nobody_tells_there_is_room(monkeypatch, tmp_path):
+    monkeypatch.setattr(mappings, "MOST", tmp_path / "absent")
+    monkeypatch.setattr(mappings, "MAPPINGS", tmp_path / "absent")
+    assert mappings.has_room() and mappings.num_mappings() == 0
