@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 Job = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+LEAST_BETWEEN_RETURNS_S = 30.0
 
 
 class Background:
@@ -31,6 +33,7 @@ class Background:
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._returned_at = 0.0  # when freed memory was given back last
         _ALL.add(self)
 
     @property
@@ -81,11 +84,17 @@ class Background:
                 job()
             except Exception as error:  # of any kind, since nobody waits for this thread
                 logging.getLogger(__name__).warning("work in the background failed: %s", error)
-            _give_back_memory()
+            if time.monotonic() - self._returned_at > LEAST_BETWEEN_RETURNS_S:
+                self._returned_at = time.monotonic()
+                _give_back_memory()
 
 
 def _give_back_memory() -> None:
-    """What a compiler has freed goes back to the system; glibc would keep it, 50 MB a program."""
+    """What a compiler has freed goes back to the system; glibc would keep it, 50 MB a program.
+
+    Seldom: with it goes what others are about to use again, and new pages are slow. A server that
+    did so after every program took twice as long for an answer meanwhile.
+    """
     with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -70,3 +70,18 @@ def test_whoever_interrupts_the_wait_ends_the_process():
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=30)
     assert (process.returncode, out, error) == (130, "", "")
+
+
+def test_memory_is_given_back_seldom(monkeypatch):
+    """It is taken from those who would use it again, too."""
+    returns = []
+    monkeypatch.setattr("moa_jax.decode.background._give_back_memory", lambda: returns.append(1))
+    background = Background()
+    for name in "abc":
+        background.submit(name, lambda: None)
+    background.wait()
+    assert len(returns) == 1
+    monkeypatch.setattr("moa_jax.decode.background.LEAST_BETWEEN_RETURNS_S", 0.0)
+    background.submit("d", lambda: None)
+    background.wait()
+    assert len(returns) == 2

@@ -223,7 +223,7 @@ def test_disconnect_many_questions_over_five_networks(demo, program):
     session, half, facts = demo
     servers = {name: program() for name in (KILLED, "others")}
     prompts = questions(NUM_QUESTIONS, 400)
-    half = NUM_QUESTIONS // 2
+    middle = NUM_QUESTIONS // 2
     assert len(prompts) == NUM_QUESTIONS
     restarted = []
 
@@ -236,7 +236,7 @@ def test_disconnect_many_questions_over_five_networks(demo, program):
                 fail = failing(proxy, index, 0.05)
 
                 def act(event: int, answering) -> None:
-                    if profile == KILLED and index >= half and event >= 3 and not restarted:
+                    if profile == KILLED and index >= middle and event >= 3 and not restarted:
                         process.send_signal(signal.SIGKILL)
                         process.wait()
                         restarted.append(program(port))
