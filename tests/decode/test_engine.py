@@ -290,9 +290,8 @@ def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, mon
     assert engine._seats.size.slots < 4
 
 
-@pytest.mark.parametrize(
-    ("name", "ways"), [(None, ()), pytest.param("moa-1", (LONG, TREE), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ways"), [(None, ()), ("moa-1", (LONG, TREE))])
 def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, started):
     """Whatever comes, once it is prepared; other threads may."""
     threads = []
@@ -420,6 +419,7 @@ def test_every_way_gives_the_same_texts(monkeypatch):
     assert set(engine.load().rounds_by_way) == {CHAIN, PLAIN, TREE, LONG}
 
 
+@pytest.mark.slow
 def test_costs_decide_for_a_batch_that_the_table_knows(monkeypatch):
     engine, costs = serving_ways(), Costs(None)
     ms = {PLAIN: 1.0, CHAIN: 50.0, LONG: 60.0, TREE: 70.0}

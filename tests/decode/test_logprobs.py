@@ -54,7 +54,7 @@ def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "shape",
-    [TREE, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (None, CHAIN))],
+    [CHAIN, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (None, TREE))],
     ids=str,
 )
 def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):

@@ -67,6 +67,7 @@ SAMPLED = Sampling(0.9, top_k=20, repetition_penalty=1.2, seed=3)
 LAWS = [SAMPLED, Sampling(1.0, seed=4), GREEDY, GREEDY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_every_switch_leaves_the_likeliest_text_as_it_is(name):
     assert_switches_leave_the_text(name, GREEDY)

@@ -137,6 +137,7 @@ def test_split_drafts_what_the_local_step_drafts(pair, slots, half, shape, local
         slots.close(split.slot)
 
 
+@pytest.mark.slow
 def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, half):
     """Three sessions of their own laws, in passes of one, two or three of them."""
     splits = [Split(slots, half.twin()) for _ in PROMPTS]
