@@ -159,7 +159,9 @@ def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch)
     assert "optim.total_steps" in refusal(grids.main, ["--config", "given"])
 
 
-@pytest.mark.parametrize("name", ["matched", "matched_longer", "ablations"])
+@pytest.mark.parametrize(
+    "name", ["matched", "matched_longer", "controls", "controls_rates", "ablations"]
+)
 def test_committed_grids_are_matched(name, monkeypatch):
     """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""
     monkeypatch.chdir(ROOT)

@@ -1,0 +1,88 @@
+"""The controls of the matched comparison: a better target, ten times the updates, three seeds.
+
+    python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
+    python -m train.grid --config configs/controls.py --target-cache runs/target_cache
+
+The first grid, a fifth as long, finds each cell's learning rate; the second trains with it. Cells
+and recipes are those of `configs/matched.py`. The target is `configs/demo_target.py`'s, and the
+data are its own answers, natural ones and 128 tokens that go on past the answer's end:
+
+    R="python -m train.regenerate --target runs/demo_target/final --batch 32
+        --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
+    P="--max-new-tokens 128 --ignore-stop"
+    T="--prompts data:chat/train.jsonl.gz" V="--prompts data:chat/validation.jsonl --limit 128"
+    $R $T --limit 4096 --output runs/answers.jsonl
+    $R $T --limit 6144 $P --output runs/past.jsonl
+    $R $V --output runs/answers_validation.jsonl
+    $R $V $P --output runs/past_validation.jsonl
+    python -m train.vocabulary --target runs/demo_target/final --corpus runs/past.jsonl \
+        --size 512 --output runs/vocabulary_of_answers
+"""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+from moa_jax.config import DataConfig, DistillConfig, EagleConfig, GridConfig
+
+matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
+moa = matched["moa"]
+short: GridConfig = matched["config"]
+
+UPDATES = 3000
+TARGET = "runs/demo_target/final"
+DATA = DataConfig(
+    train=("runs/answers.jsonl", "runs/past.jsonl"),
+    validation=("runs/answers_validation.jsonl", "runs/past_validation.jsonl"),
+    max_length=256,
+    row_length=256,
+    rows_per_batch=8,
+)
+RATES = {
+    "moa": 4e-4,
+    "moa_hidden": 4e-4,
+    "eagle2": 4e-4,
+    "eagle3": 4e-4,
+    "moa_n3": 4e-4,
+    "moa_hidden_first_tokens": 4e-4,
+    "moa_n3_hidden_first_tokens": 4e-4,
+    "eagle2_shifted_mask": 4e-4,
+}
+
+
+def trained(cell: DistillConfig, rate: float, updates: int = UPDATES) -> DistillConfig:
+    """A cell's run on this target and data, warmed up for a tenth of its updates."""
+    warmup = updates // 10
+    optim = dataclasses.replace(
+        cell.optim,
+        learning_rate=rate,
+        warmup_steps=warmup,
+        decay_steps=updates - warmup,
+        total_steps=updates,
+    )
+    run = dataclasses.replace(
+        cell.run, log_every=50, eval_every=max(updates // 5, 100), save_every=100
+    )
+    vocabulary = cell.vocabulary and "runs/vocabulary_of_answers"
+    return dataclasses.replace(
+        cell, target=TARGET, data=DATA, optim=optim, run=run, vocabulary=vocabulary
+    )
+
+
+cells = dict(short.cells)
+cells["moa_n3_hidden_first_tokens"] = dataclasses.replace(
+    cells["moa_hidden_first_tokens"],
+    drafter=moa(213, hidden_in_memory=True, target_layer_inference=3),
+)
+cells["eagle2_shifted_mask"] = dataclasses.replace(
+    cells["eagle2"], drafter=EagleConfig(1, 684, shifted_mask=True)
+)
+config = dataclasses.replace(
+    short,
+    cells=tuple((name, trained(cells[name], rate)) for name, rate in RATES.items()),
+    learning_rates=(),
+    directory="runs/controls",
+    seeds=(0, 1, 2),
+    unmatched=(),
+    prompts=128,
+)
