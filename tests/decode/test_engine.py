@@ -19,6 +19,7 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
+from moa_jax.decode.engine.engine import MOST_REHEARSALS
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, LIKELY, WARM, Kind, given_of, kind_of, together
@@ -426,11 +427,46 @@ def test_costs_decide_for_a_batch_that_the_table_knows(monkeypatch):
     for slots, (way, cost) in itertools.product(engine.shelf.slots, ms.items()):
         costs.put(slots, way, cost)
     monkeypatch.setattr(engine._pace, "_costs", costs)
+    monkeypatch.setattr(engine._pace, "_round_s", {})
+    monkeypatch.setattr(engine._pace, "unknown", lambda programs: None)
     before = engine.load().rounds_by_way
     requests = [Request((5, 9, index), 60, NO_STOP) for index in range(3)]
     assert_as_alone(requests, answers(engine, requests))
     rounds = Counter(engine.load().rounds_by_way) - Counter(before)
     assert rounds[PLAIN] > 0.8 * rounds.total()
+
+
+def test_calls_are_timed_while_nobody_is_there(started):
+    """So whoever comes next meets no trials; and texts are as ever."""
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), num_slots=1)
+    for way in engine.shelf.ways:
+        engine.shelf.make_call(engine.shelf.largest, way, EVERY)
+    calls = {call: call[1] for call in engine.shelf.calls()}
+    assert set(calls.values()) == {PLAIN, CHAIN, LONG}
+    started(engine)
+    for _ in range(100):
+        if engine._pace.unknown(calls) is None:
+            break
+        time.sleep(0.1)
+    assert engine._pace.unknown(calls) is None
+    request = Request((5, 9, 2), 40, NO_STOP)
+    assert_as_alone([request], answers(engine, [request]))
+    assert engine._pace._last_trial == 0 < engine._pace._calls
+
+
+def test_calls_for_nobody_that_fail_are_given_up(started, monkeypatch):
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), num_slots=1)
+    tried = []
+
+    def fail(*program):
+        tried.append(program)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine.shelf, "rehearse", fail)
+    request = Request((5, 9, 2), 10, NO_STOP)
+    assert_as_alone([request], answers(started(engine), [request]))
+    assert_as_alone([request], answers(engine, [request]))
+    assert 1 <= max(Counter(tried).values()) <= MOST_REHEARSALS
 
 
 def test_what_the_table_does_not_know_is_measured():

@@ -89,6 +89,7 @@ class News(NamedTuple):
 
 
 CANCELLED = News([], finish="cancelled")
+MOST_REHEARSALS = 4  # of a call, which has a figure after fewer
 MOST_READINGS = 4  # prompts that have been read in part, each in a row of its own
 
 
@@ -234,6 +235,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._rounds: Counter[DraftShape] = Counter()
+        self._rehearsals: Counter[Hashable] = Counter()
         self._accepted = [0] * (max(way.levels for way in self.session.ways) - 1)
         self._thread: threading.Thread | None = None
         self._ends_at, self._stopping = math.inf, False
@@ -371,6 +373,8 @@ class Engine:
         asked = self._flight or self._chunks or self._firsts
         if not (asked or self._seats.texts or self._to_read()):
             self._make_ahead()
+            while self._orders.empty() and self._time_next():
+                pass
             self._wait()
         while not self._orders.empty():  # nobody else takes any
             self._orders.get()()
@@ -662,7 +666,21 @@ class Engine:
                 for position in range(committed - 1):
                     self._accepted[position] += 1
 
-    # ---- programs that are not there yet ----
+    # ---- programs that are not there yet, and those that nobody knows ----
+
+    def _time_next(self) -> bool:
+        """While nobody is there: times a call that has no figure yet; False if there is none."""
+        if self._num_makings or self._ends_at < math.inf:
+            return False
+        calls = (each for each in self.shelf.calls() if self._rehearsals[each] < MOST_REHEARSALS)
+        program = self._pace.unknown({each: each[1] for each in calls})
+        if program is None:
+            return False
+        self._rehearsals[program] += 1
+        begin = time.perf_counter()
+        rounds = self.shelf.rehearse(*program)
+        self._pace.took(program, rounds, time.perf_counter() - begin)
+        return True
 
     def _make_next(self, wanted: Iterator[Making]) -> None:
         """Has the first of these made that never was, unless something is being made."""

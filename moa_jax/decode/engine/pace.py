@@ -1,7 +1,8 @@
 """How an engine decodes on: in which way, and how many rounds before it looks up again.
 
 Costs come from a table where it knows the batch, until the engine's own calls have told them of
-every way. Where the table does not know all, a way that has no figure yet gets a call now and then.
+every way. While nobody is there, calls for nobody tell them. Where neither the table nor they know
+all, a way that has no figure yet gets a call now and then.
 Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
@@ -23,11 +24,14 @@ CALLS_BETWEEN_TRIALS = 4
 ROUNDS_OF_A_TRIAL = 2
 LEAST_MEASURED = 2  # calls, before a figure counts
 OLD = 256  # calls after which a figure is tried again: the machine may have been busy
-NEW_SHARE, NEW_SHARE_OF_OLD = 0.2, 0.5  # of the last call in a figure
+NEW_SHARE, LARGE_SHARE = 0.2, 0.5  # of the last call in a figure
 
 
 class Measured:
-    """Seconds, of which the first are left out, for a device prepares then."""
+    """Seconds, of which the first are left out, for a device prepares then.
+
+    Whatever else a machine does only adds to them, so that short ones tell more than long ones.
+    """
 
     def __init__(self) -> None:
         self.count, self.mean, self.last = -1, 0.0, 0
@@ -35,7 +39,8 @@ class Measured:
     def add(self, seconds: float, now: int = 0) -> None:
         """Takes a measurement at a time that is counted in calls."""
         self.count += 1
-        share = NEW_SHARE if now - self.last < OLD else NEW_SHARE_OF_OLD
+        tells_much = seconds < self.mean or now - self.last >= OLD
+        share = LARGE_SHARE if tells_much else NEW_SHARE
         if self.count == 1:
             self.mean = seconds
         elif self.count > 1:
@@ -76,6 +81,13 @@ class Pace:
         elif hurry:
             rounds = 1
         return program, min(rounds, MOST_ROUNDS)
+
+    def unknown(self, programs: Mapping[Any, DraftShape]) -> Any | None:
+        """The first program without a figure that a choice of its way would want."""
+        if self._chooser is None:
+            return None
+        wanted = (each for each, way in programs.items() if priced_as(way) is not None)
+        return next((each for each in wanted if self._ms(each) is None), None)
 
     def took(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""

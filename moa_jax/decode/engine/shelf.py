@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import DraftShape
-from moa_jax.decode import logprobs
+from moa_jax.decode import logprobs, step
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.rows import EVERY, LIKELY, Given, Kind, Live
 from moa_jax.decode.programs import Program, Programs, cache_rows_for
@@ -31,6 +31,7 @@ from moa_jax.decode.step import Weights
 
 LEAST_ROWS = 256
 LEAST_CHUNK = 16
+ROUNDS_OF_A_REHEARSAL = 4
 
 
 class Size(NamedTuple):
@@ -143,6 +144,25 @@ class Shelf:
         """The chunk to read `count` tokens in, the largest one if it takes several."""
         there = [size for size in self.chunks if ("read", rows, size) in self._ready]
         return next((size for size in there if size >= count), there[-1])
+
+    def calls(self) -> list[tuple[Size, DraftShape, Kind]]:
+        """The calls that are there."""
+        return [name[1:] for name in list(self._ready) if name[0] == "call"]
+
+    def rehearse(self, size: Size, way: DraftShape, kind: Kind) -> int:
+        """Runs a call that is there for nobody, and says how many rounds it had.
+
+        Its rows are of zeros and a quarter full, as those of short texts are.
+        """
+        live, given = self.run(("empty", size)), self._blank(size.slots, kind)
+        all_of = lambda number: np.full(size.slots, number, np.int32)  # noqa: E731
+        nobody = np.zeros(size.slots, bool)
+        now = live.now._replace(length_B=all_of(size.rows // 4), done_B=nobody)
+        live = live._replace(now=step.all_known(now))
+        given = given._replace(total_B=all_of(size.rows))
+        arrays = (live, given, nobody, np.int32(ROUNDS_OF_A_REHEARSAL))
+        _, report = self.run(("call", size, way, kind), *arrays)
+        return int((jax.device_get(report.counts_B2R)[:, 0] > 0).sum(axis=1).max())
 
     # ---- what is made ----
 
