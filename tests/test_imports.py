@@ -24,7 +24,12 @@ DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
 LIBRARY = LOADER | DECODE | {"training", "split", "measure", "moa_jax", "version"}
-SHARED = {"infer.program", "infer.compile_cache", "infer.flags.config_file"}  # by all programs
+SHARED = {
+    "infer.program",
+    "infer.compile_cache",
+    "infer.flags.config_file",
+    "infer.listening.credentials",
+}
 
 TABLE: dict[str, set[str]] = {
     "errors": set(),
@@ -46,6 +51,7 @@ TABLE: dict[str, set[str]] = {
     "infer.compile_cache": set(),
     "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
+    "infer.listening.credentials": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
     "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},

@@ -2,6 +2,8 @@
 
     python -m train.regenerate --target runs/demo_target/final --prompts data:chat/train.jsonl.gz \\
         --sources star,taskmaster-4 --output runs/demo_answers.jsonl
+    python -m train.regenerate --target DIR --draft DIR ...                speculates
+    python -m train.regenerate --target DIR --endpoint http://HOST:8000 ...    asks a server
 
 Every assistant turn is replaced by the target's own answer to the conversation so far, its
 earlier answers included; records with user turns only will do. A conversation ends before an
@@ -9,6 +11,9 @@ answer that does not stop by itself or a prompt that is too long, and one withou
 left out. With --ignore-stop the first answer of each goes on past its end, as in benchmarks of a
 fixed length, and is written as `prompt_ids` and `token_ids`. Answers are greedy, or drawn at a
 --temperature; a drawn one depends on --seed, its record and its turn alone.
+
+With --endpoint an OpenAI-compatible server answers, and of --target only the tokenizer, its chat
+template and the config are read. --api-key-file holds its key.
 
 The output grows in OUTPUT.partial and is renamed when complete; the same command goes on where it
 was cut off. With --shard 3/8 a process answers every eighth record, from record 3 on (of 0, 1,
@@ -19,98 +24,48 @@ folder of all eight.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from infer.program import Parser, local_path, names, positive, progress, run
-from moa_jax import Session, load_target
+import moa_jax
+from infer.listening.credentials import read_keys
+from infer.program import Parser, above_zero, local_path, names, positive, progress, run
+from moa_jax import load_drafter, load_target
 from moa_jax.config import Sampling
-from moa_jax.data import chat, corpora
+from moa_jax.data import corpora
 from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.auto import PLAIN
+from moa_jax.decode.engine import Engine
 from moa_jax.decode.room import Room
+from moa_jax.decode.vocabulary import default_vocabulary
 from moa_jax.errors import InputError
 from moa_jax.model.quantise import FORMATS
-from moa_jax.pretrained import Target
+from moa_jax.pretrained import LoadedDrafter, Target, describe_target
+from train.run.answers import Answers, LocalAnswers
+from train.run.completions import Wanted
+from train.run.connection import address_of
+from train.run.conversations import Conversation, Rules, answer_all
+from train.run.endpoint import EndpointAnswers, Server
 from train.run.partial import Partial
 
-IDLE = [0]  # the prompt of a slot whose conversation is over; it gets one token
-DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop", "dtype")
+DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
 DRAWING = ("temperature", "top_k", "top_p", "seed")
+BUNDLED = "bundled"  # the drafter that comes with this package
+LOCAL = ("dtype", "weights", "draft", "batch")  # flags without a meaning for an endpoint
+REMOTE = ("model", "api_key_file", "concurrency", "timeout")  # without one for this machine
+AT_ONCE, TIMEOUT_S = 32, 600.0
 
-
-class Conversation:
-    """One record while it is answered: the turns to come, what was said, and the present prompt."""
-
-    def __init__(self, record: dict[str, Any] | InputError, number: int = 0) -> None:
-        """`number` is the record's place among all; a fault stands for an unreadable one."""
-        self.record, self.number = record, number
-        self.said: list[chat.Message] = []
-        self.prompt: list[int] | None = None
-        self.fault = "a record without a user message: give it one"  # why it has no answer
-        self._ids: dict[str, list[int]] | None = None
-        self._asked: list[chat.Message] = []
-        self._turns = self._messages()
-
-    def ask(self, tokenizer: Any, longest: int) -> None:
-        """Moves to the next user turn and sets its prompt, None at the end."""
-        try:
-            self.prompt = self._next_prompt(tokenizer, longest)
-        except InputError as error:
-            self.end(str(error))
-
-    def hear(self, answer: str) -> None:
-        """Takes the target's answer."""
-        self.said = [*self._asked, {"role": "assistant", "content": answer}]
-
-    def draw(self, law: Sampling) -> Sampling:
-        """The settings of the answer that it waits for, the same in every batch and shard."""
-        turn = len(self.said)
-        (seed,) = np.random.SeedSequence((law.seed, self.number, turn)).generate_state(1)
-        return dataclasses.replace(law, seed=int(seed))
-
-    def keep(self, token_ids: list[int]) -> None:
-        """Takes an answer as tokens, which ends the conversation."""
-        self._ids = {"prompt_ids": self.prompt, "token_ids": token_ids}
-        self.end("")
-
-    def end(self, fault: str) -> None:
-        """Ends the conversation before the question at hand."""
-        self.fault, self.prompt, self._turns = fault, None, iter(())
-
-    def line(self) -> str | None:
-        """The JSON line of what was said, None if there was no answer."""
-        if not self.said and self._ids is None:
-            return None
-        kept = {key: self.record[key] for key in ("source", "license") if key in self.record}
-        return json.dumps((self._ids or {"messages": self.said}) | kept, ensure_ascii=False)
-
-    def _messages(self) -> Iterator[chat.Message]:
-        if isinstance(self.record, InputError):
-            raise InputError(f"a record that is {self.record}")
-        yield from chat.messages_of(self.record)  # not before the first turn: it may raise
-
-    def _next_prompt(self, tokenizer: Any, longest: int) -> list[int] | None:
-        self._asked = list(self.said)
-        for message in self._turns:
-            if message["role"] != "assistant":
-                self._asked.append(message)
-            if message["role"] == "user":
-                prompt = chat.prompt_ids(tokenizer, self._asked)
-                if len(prompt) > longest:
-                    raise InputError(f"a prompt of more than {longest} tokens: raise --max-prompt")
-                return prompt
-        return None
+Record = dict[str, Any] | InputError
 
 
 def regenerate(args: argparse.Namespace) -> None:
-    """Answers all conversations of its shard, `--batch` side by side."""
+    """Answers all conversations of its shard, many side by side."""
+    _check_flags(args)
     output = args.output
     if args.shard is not None:
         number, count = args.shard
@@ -118,39 +73,48 @@ def regenerate(args: argparse.Namespace) -> None:
     if output.exists():
         raise InputError(f"{output} exists already: remove it or name another --output")
     law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
-    dtype = args.dtype and jnp.dtype(args.dtype)
-    target = load_target(args.target, dtype, weights=args.weights)
+    target = describe_target(args.target)
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
-    session = Session(target)
-    records = list(_records(args))
+    rules = Rules(tokenizer, args.max_prompt, args.max_new_tokens, args.ignore_stop, law)
+    records = dict(_records(args))
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
         raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
-    partial = Partial(output, _settings(args))
-    if partial.done > len(records):
-        raise InputError(f"{partial.path} holds {partial.done} already: raise --limit or remove it")
-    with progress(len(records), "conversations", initial=partial.done) as bar:
-        while partial.done < len(records):
-            chunk = records[partial.done : partial.done + args.batch]
-            talks = [Conversation(record, number) for number, record in chunk]
-            for _ in _rounds(talks, tokenizer, args.max_prompt):
-                _answer(session, tokenizer, talks, args, law)
-            partial.append(talks)
-            bar.step(len(chunk))
-    dropped = partial.finish()
+    answers = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
+    partial = Partial(output, _settings(args, answers))
+    _answer(records, answers, rules, partial)
+    drifted, dropped = partial.drifted, partial.finish()
+    if drifted:
+        print(f"{drifted} answers do not become the same tokens again", file=sys.stderr)
     for fault, count in dropped.most_common():
         print(f"{count} of {len(records)} conversations left out: {fault}", file=sys.stderr)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that decide the text."""
+def _answer(records: dict[int, Record], answers: Answers, rules: Rules, partial: Partial) -> None:
+    """Answers what is not over; what was answered before a fault is kept, as its line says."""
+    if not records.keys() >= set(partial.over):
+        done = len(partial.over)
+        raise InputError(f"{partial.path} holds {done} already: raise --limit or remove it")
+    left = (Conversation(records[i], i) for i in records if i not in partial.over)
+    with answers, progress(len(records), "conversations", initial=len(partial.over)) as bar:
+        try:
+            answer_all(left, answers, rules, partial, bar.step)
+        except InputError as error:
+            done = f"{len(partial.over)} of {len(records)} conversations are over"
+            raise InputError(f"{error}; {done}: the same command goes on there") from error
+
+
+def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
+    """What decides the text."""
     flags = DECISIVE + (DRAWING if args.temperature else ())
-    flags += ("weights",) if args.weights else ()  # else files of older runs go on
+    if isinstance(answers, EndpointAnswers):
+        return {flag: getattr(args, flag) for flag in flags} | {"model": answers.model}
+    flags += ("dtype", "weights") if args.weights else ("dtype",)  # else older files go on
     return {flag: getattr(args, flag) for flag in flags}
 
 
-def _records(args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
+def _records(args: argparse.Namespace) -> Iterator[tuple[int, Record]]:
     """This shard's part of the first `--limit` records, with their numbers among all of them."""
     sources = names(args.sources)
     records = (
@@ -171,44 +135,60 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
         )
 
 
-def _rounds(talks: list[Conversation], tokenizer: Any, longest: int) -> Iterator[None]:
-    """Yields each time that some conversations of the batch wait for an answer."""
-    while True:
-        for talk in talks:
-            talk.ask(tokenizer, longest)
-        if all(talk.prompt is None for talk in talks):
-            return
-        yield
+# ---- sources of answers ----
 
 
-def _answer(
-    session: Session,
-    tokenizer: Any,
-    talks: list[Conversation],
-    args: argparse.Namespace,
-    law: Sampling,
-) -> None:
-    idle = [None] * (args.batch - len(talks))  # one batch size, one program
-    prompts = [talk.prompt for talk in talks] + idle
-    wanted = [args.max_new_tokens if prompt else 1 for prompt in prompts]
-    stop_ids = () if args.ignore_stop else None
-    drawn = {}  # nothing for greedy answers
-    if law.temperature:
-        drawn["sampling"] = [talk.draw(law) for talk in talks] + [law] * len(idle)
-    results = session.generate([prompt or IDLE for prompt in prompts], wanted, stop_ids, **drawn)
-    for talk, result in zip(talks, results, strict=False):
-        if talk.prompt is None:
-            continue
-        if args.ignore_stop:
-            talk.keep(result.token_ids)
-            continue
-        text = tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
-        if result.finish_reason != "stop":
-            talk.end(f"an answer of more than {args.max_new_tokens} tokens: raise --max-new-tokens")
-        elif not text:
-            talk.end("an answer without text: the target had nothing to say")
-        else:
-            talk.hear(text)
+def _local(args: argparse.Namespace, rules: Rules) -> LocalAnswers:
+    """This machine, with the weights of the target and of a drafter if one is named."""
+    target = load_target(args.target, args.dtype and jnp.dtype(args.dtype), weights=args.weights)
+    drafter = _drafter(args, target)
+    engine = Engine(
+        target,
+        drafter,
+        ways=(PLAIN,),  # where it is faster than the drafter's own chain
+        vocabulary=drafter and default_vocabulary(target, drafter),
+        num_slots=args.batch or AT_ONCE,
+        max_tokens=args.max_prompt + args.max_new_tokens,
+    )
+    stop_ids = () if args.ignore_stop else tuple(target.generation.eos_ids)
+    return LocalAnswers(engine, rules.tokenizer, args.max_new_tokens, stop_ids)
+
+
+def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter | None:
+    if args.draft is None:
+        return None
+    bundled = Path(moa_jax.__file__).parent / "demo" / "draft"
+    folder = bundled if args.draft == BUNDLED else args.draft
+    drafter = load_drafter(folder, target, weights=args.weights)
+    for notice in drafter.notices:
+        print(notice, file=sys.stderr)
+    return drafter
+
+
+def _endpoint(args: argparse.Namespace, target: Target, rules: Rules) -> EndpointAnswers:
+    """A server, which was asked what it has and speaks."""
+    key = read_keys(args.api_key_file)[0] if args.api_key_file else None
+    notice = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    server = Server(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
+    wanted = Wanted(
+        rules.tokenizer,
+        target.config.vocab_size,
+        args.max_new_tokens,
+        tuple(target.generation.eos_ids),
+        args.ignore_stop,
+    )
+    return EndpointAnswers(server, args.model, wanted, args.max_prompt, args.concurrency or AT_ONCE)
+
+
+# ---- flags ----
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises InputError for flags of this machine with an endpoint, and the other way round."""
+    for flag in LOCAL if args.endpoint else REMOTE:
+        if getattr(args, flag) is not None:
+            rest = "is not for --endpoint" if args.endpoint else "is for --endpoint only"
+            raise InputError(f"--{flag.replace('_', '-')} {rest}: leave it out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,6 +197,26 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     group.add_argument("--weights", choices=FORMATS, help="quantise matrices; default: as --dtype")
+    group.add_argument(
+        "--draft",
+        metavar="DIR_OR_HUB_ID",
+        help=f"speculate with this drafter, or with the {BUNDLED} one; the text stays the same",
+    )
+    group = parser.add_argument_group("endpoint")
+    group.add_argument(
+        "--endpoint", metavar="URL", help="have this OpenAI-compatible server answer"
+    )
+    group.add_argument("--model", metavar="NAME", help="to ask there; default: the only one it has")
+    group.add_argument("--api-key-file", metavar="FILE", help="with the key that it wants")
+    group.add_argument(
+        "--concurrency", type=positive, metavar="N", help=f"requests at once; default: {AT_ONCE}"
+    )
+    group.add_argument(
+        "--timeout",
+        type=above_zero,
+        metavar="S",
+        help=f"seconds that an answer may take; default: {TIMEOUT_S:g}",
+    )
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompts", required=True, metavar="PATH", help="as in a data config")
     group.add_argument("--sources", default="", help="names with commas; default: all")
@@ -224,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--max-prompt", type=positive, default=256, help="longest, in tokens")
     group = parser.add_argument_group("answers")
     group.add_argument("--output", type=local_path, required=True, metavar="FILE.jsonl")
-    group.add_argument("--batch", type=positive, default=32, help="conversations side by side")
+    group.add_argument(
+        "--batch", type=positive, help=f"answers decoded at once; default: {AT_ONCE}"
+    )
     group.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     group.add_argument("--ignore-stop", action="store_true", help="go on past the answer's end")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -1,5 +1,6 @@
 """Conversations that the target answers anew: where they end, what is left out, and resuming."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax import InputError, Result, Session, load_target
+from moa_jax import InputError, Session, load_target
 from moa_jax.config import BlockConfig, DataConfig, TargetConfig
 from moa_jax.data import batches, chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
@@ -18,6 +19,9 @@ from moa_jax.model import llama as llama
 from moa_jax.model import masks
 from moa_jax.pretrained import Generation, save_target
 from train import regenerate
+from train.run.answers import Answer, Question
+from train.run.conversations import Conversation
+from train.run.partial import Partial
 
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 QUESTION, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
@@ -33,7 +37,7 @@ def save_talkative_target(folder: Path) -> Path:
         "llama", 320, 2, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 512
     )
     params = jax.jit(functools.partial(llama.init, config))(jax.random.key(0))
-    ends = Generation(tuple(range(4, 320, 3)))
+    ends = Generation(tuple(range(4, 320, 5)))
     return save_target(folder / "target", config, params, folder / "tokenizer", generation=ends)
 
 
@@ -48,36 +52,39 @@ def tokenizer(folder):
 
 
 class Scripted:
-    """Stands for a session: the answer depends on the prompt alone, and some never stop.
+    """Stands for a target: the answer depends on the prompt alone, and some never stop.
 
-    Without stop ids each answer is as long as wanted, its end somewhere inside.
+    Past its end each answer is as long as wanted. Answers come in another order than questions.
     """
 
-    def __init__(self, target) -> None:
-        self.tokenizer = load_tokenizer(target.folder)
+    def __init__(self, args, rules) -> None:
+        self.most_asked, self.rules = args.batch or 32, rules
+        self.asked: list[Question] = []
 
-    def generate(self, prompts, wanted, stop_ids):
-        results = [self._result(prompt) for prompt in prompts]
-        if stop_ids is None:
-            return results
-        assert len(stop_ids) == 0
-        return [
-            result._replace(token_ids=(result.token_ids * count)[:count], finish_reason="length")
-            for result, count in zip(results, wanted, strict=True)
-        ]
+    def __enter__(self):
+        return self
 
-    def _result(self, prompt):
-        number = sum(prompt) % 97
-        ids = self.tokenizer(f" I heard {number}. ", add_special_tokens=False).input_ids
-        reason = "length" if number % 7 == 0 else "stop"
-        rounds = len(ids)
-        ids = [*ids, self.tokenizer.eos_token_id]
-        return Result(prompt, ids, reason, [1] * rounds, 0, 0, [0] * rounds)
+    def __exit__(self, *exception) -> None:
+        assert not self.asked or exception[0] is not None
+
+    def ask(self, question: Question) -> None:
+        assert question.number not in {other.number for other in self.asked}
+        self.asked.append(question)
+        assert len(self.asked) <= self.most_asked
+
+    def next(self) -> Answer:
+        question = self.asked.pop(len(self.asked) // 2)
+        number, tokenizer = sum(question.prompt_ids) % 97, self.rules.tokenizer
+        text = f" I heard {number}. "
+        ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        if self.rules.ignore_stop:
+            ids = (ids * self.rules.max_new_tokens)[: self.rules.max_new_tokens]
+        return Answer(question.number, ids, text.strip(), number % 7 != 0)
 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    monkeypatch.setattr(regenerate, "Session", Scripted)
+    monkeypatch.setattr(regenerate, "_local", Scripted)
 
 
 @pytest.fixture
@@ -169,29 +176,68 @@ def test_ignored_stops_leave_no_answer_out(ask, scripted, tmp_path, capsys):
 def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
     """The same file as of an unbroken run, with half a line lost and another batch size."""
     ask(tmp_path / "whole.jsonl", "--limit", "15", "--batch", "4", *kind)
-    append = regenerate.Partial.append
-
-    def cut(self, talks):
-        append(self, talks)
-        raise KeyboardInterrupt
-
     output = tmp_path / "cut.jsonl"
-    for batch in ("4", "3"):  # twice: what follows half a line must be readable, too
+    for batch, count in (("4", 6), ("3", 9)):  # twice: what follows half a line must be read, too
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(regenerate.Partial, "append", cut)
+            cut_after(patch, count)
             ask(output, "--limit", "15", "--batch", batch, *kind)
         with (tmp_path / "cut.jsonl.partial").open("a") as file:
             file.write('{"half a li')
-    with pytest.raises(InputError, match="holds 7 already: raise --limit"):
-        ask(output, "--limit", "6", *kind)
+    with pytest.raises(InputError, match=r"holds \d+ already: raise --limit"):
+        ask(output, "--limit", "2", *kind)
     for others in ((*kind, "--max-prompt", "99"), () if kind else ("--ignore-stop",)):
-        with pytest.raises(InputError, match="other flags"):
+        with pytest.raises(InputError, match=r"other flags \((max_prompt 256|ignore_stop)"):
             ask(output, "--limit", "15", *others)
     ask(output, "--limit", "15", "--batch", "5", *kind)
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(output)) > 5 and not list(tmp_path.glob("*.partial"))
     with pytest.raises(InputError, match="exists already"):
         ask(output)
+
+
+def cut_after(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Interrupts a run as soon as its partial output has so many more entries."""
+    append, entries = Partial._append, itertools.count(1)
+
+    def cut(self, entry, drifted):
+        append(self, entry, drifted)
+        if next(entries) == count:
+            raise KeyboardInterrupt
+
+    patch.setattr(Partial, "_append", cut)
+
+
+def test_no_answer_is_asked_for_twice(ask, tmp_path, monkeypatch):
+    """Not even one of a conversation that was cut between two of its questions."""
+    asked: list[tuple[int, ...]] = []
+
+    class Noting(Scripted):
+        def next(self):
+            answer = super().next()
+            asked.append(answer.number)
+            return answer
+
+    monkeypatch.setattr(regenerate, "_local", Noting)
+    ask(tmp_path / "whole.jsonl", "--limit", "15")
+    whole, asked[:] = sorted(asked), []
+    assert len(whole) > 20
+    while not (tmp_path / "cut.jsonl").exists():
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            cut_after(patch, 3)
+            ask(tmp_path / "cut.jsonl", "--limit", "15")
+    assert sorted(asked) == whole
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_after(patch, 1)
+        ask(tmp_path / "a.jsonl")
+    partial = tmp_path / "a.jsonl.partial"
+    header = partial.read_text().splitlines()[0]
+    partial.write_text(header + '\n{"lines": [], "faults": ["one"]}\n')
+    with pytest.raises(InputError, match="older version"):
+        ask(tmp_path / "a.jsonl")
 
 
 def test_a_run_cut_at_its_first_byte(ask, scripted, tmp_path):
@@ -208,7 +254,7 @@ def test_text_does_not_depend_on_batch_mates(ask, scripted, tmp_path):
 
 
 def test_a_long_prompt_ends_its_conversation(tokenizer):
-    talk = regenerate.Conversation({"messages": [QUESTION, ANSWER, SYSTEM, LONG, ANSWER, QUESTION]})
+    talk = Conversation({"messages": [QUESTION, ANSWER, SYSTEM, LONG, ANSWER, QUESTION]})
     talk.ask(tokenizer, 50)
     talk.hear("No.")
     for _ in range(3):

@@ -8,11 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infer.flags.pair import DEMO
 from moa_jax import InputError, Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
-from tests.train.test_regenerate import CONVERSATIONS, Scripted, save_talkative_target
+from tests.train.test_regenerate import (
+    CONVERSATIONS,
+    Scripted,
+    cut_after,
+    save_talkative_target,
+)
 from train import regenerate
 
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed", "3")
@@ -35,7 +41,7 @@ def ask(folder):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    monkeypatch.setattr(regenerate, "Session", Scripted)
+    monkeypatch.setattr(regenerate, "_local", Scripted)
 
 
 def lines(path: Path) -> list[str]:
@@ -66,14 +72,8 @@ def test_shards_hold_every_answer_once(ask, scripted, tmp_path, count):
 def test_each_shard_goes_on_where_it_was_cut(ask, scripted, tmp_path, monkeypatch):
     shard = ("--shard", "1/2", "--batch", "3")
     ask(tmp_path / "whole.jsonl", *shard)
-    append = regenerate.Partial.append
-
-    def cut(self, talks):
-        append(self, talks)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(regenerate.Partial, "append", cut)
+        cut_after(patch, 5)
         ask(tmp_path / "cut.jsonl", *shard)
     assert (tmp_path / "cut-00001-of-00002.jsonl.partial").exists()
     ask(tmp_path / "cut.jsonl", "--shard", "0/2")  # another shard is another file
@@ -122,16 +122,16 @@ def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monke
     asked: dict[tuple[int, ...], Sampling] = {}
 
     class Noting(Scripted):
-        def generate(self, prompts, wanted, stop_ids, sampling):
-            asked.update(zip(map(tuple, prompts), sampling, strict=True))
-            return super().generate(prompts, wanted, stop_ids)
+        def ask(self, question):
+            asked[tuple(question.prompt_ids)] = question.sampling
+            super().ask(question)
 
     def laws(*flags: str) -> dict[tuple[int, ...], Sampling]:
         asked.clear()
         ask(tmp_path / "-".join(["a", *flags]).replace("/", "_"), *SAMPLED, *flags)
-        return {prompt: law for prompt, law in asked.items() if prompt != tuple(regenerate.IDLE)}
+        return dict(asked)
 
-    monkeypatch.setattr(regenerate, "Session", Noting)
+    monkeypatch.setattr(regenerate, "_local", Noting)
     whole = laws("--batch", "7")
     parts = [laws("--batch", "3", "--shard", f"{number}/2") for number in range(2)]
     assert len(whole) > 40 and all(parts) and parts[0] | parts[1] == whole
@@ -165,11 +165,8 @@ def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder)
 
 
 def test_a_cut_run_of_other_draws_is_refused(ask, scripted, tmp_path, monkeypatch):
-    def cut(*_):
-        raise EOFError
-
-    monkeypatch.setattr(regenerate, "_answer", cut)
-    with pytest.raises(EOFError):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_after(patch, 1)
         ask(tmp_path / "a.jsonl", *SAMPLED)
     for others in ((*SAMPLED[:-1], "4"), ("--temperature", "0.8", *SAMPLED[2:]), ()):
         with pytest.raises(InputError, match="made with other flags"):
@@ -180,3 +177,26 @@ def test_a_cut_run_of_other_draws_is_refused(ask, scripted, tmp_path, monkeypatc
 def test_settings_that_are_no_law(ask, tmp_path, flag):
     with pytest.raises(InputError, match=flag[2:].replace("-", "_")):
         ask(tmp_path / "a.jsonl", flag, "-1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", [(), SAMPLED], ids=["greedy", "drawn"])
+def test_speculation_changes_no_text(tmp_path, monkeypatch, law):
+    """The bundled drafter drafts where one sits alone, and seats are given on."""
+    engines = []
+
+    class Noting(regenerate.Engine):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            engines.append(self)
+
+    monkeypatch.setattr(regenerate, "Engine", Noting)
+    flags = ["--target", str(DEMO / "target"), "--prompts", str(CONVERSATIONS), *law]
+    flags += ["--limit", "16"]
+    for name, more in (("plain", ["4"]), ("drafted", ["1", "--draft", "bundled"])):
+        output = tmp_path / name
+        regenerate.main([*flags, "--batch", *more, "--output", str(output)])
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "drafted").read_bytes()
+    plain, drafted = (engine.load() for engine in engines)
+    assert len(lines(tmp_path / "plain")) > 10 and drafted.finished["stop"] > 10
+    assert (plain.accepted_tokens, drafted.accepted_tokens > 20) == (0, True)

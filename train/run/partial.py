@@ -1,83 +1,121 @@
-"""An output that grows a batch at a time and survives being cut: OUTPUT.partial, then OUTPUT."""
+"""An output that grows answer by answer and survives being cut: OUTPUT.partial, then OUTPUT.
+
+{"max_new_tokens": 64, "model": ...}            the settings that decide the text
+{"number": 7, "answer": "It is"}                conversation 7 goes on after this answer
+{"number": 4, "line": "{\\"messages\\": ..."}   conversation 4 is over, with its line
+{"number": 7, "fault": "a prompt of ..."}       conversation 7 is over, without any
+
+Conversations end in any order; the output has them in the order of their numbers.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moa_jax.errors import InputError, first_line
 
 
-class Answered(Protocol):
-    """One record that is done: its line, or why there is none."""
-
-    fault: str
-
-    def line(self) -> str | None: ...
-
-
 class Partial:
-    """The growing output: a line for the flags that decide its text, then a line for each batch.
-
-    A process that is killed leaves whole batches and at most part of a line, which is removed.
-    """
+    """The growing output; a process that is killed leaves at most part of a line in it."""
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         """Raises InputError for a file that other flags began or that cannot be written."""
         self.output, self.path = output, output.with_name(output.name + ".partial")
+        self.drifted = 0  # answers that came as texts which do not become their tokens again
+        self._over: dict[int, dict[str, Any]] = {}
+        self._heard: defaultdict[int, list[str]] = defaultdict(list)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._blocks = self._continue(json.dumps(settings, sort_keys=True).encode())
+            entries = self._continue(json.dumps(settings, sort_keys=True).encode())
         except OSError as error:
             reason = first_line(error)
             raise InputError(
                 f"{self.path} cannot be written ({reason}): change --output"
             ) from error
+        for entry in entries:
+            self._note(entry)
 
     def _continue(self, header: bytes) -> list[dict[str, Any]]:
-        """The batches that are there; a new file, or one cut at its creation, gets the header."""
+        """The entries that are there; a new file, or one cut at its creation, gets the header."""
         content = self.path.read_bytes() if self.path.exists() else b""
         length = content.rfind(b"\n") + 1
-        first, *blocks = content[:length].splitlines() or [header]
+        first, *lines = content[:length].splitlines() or [header]
         if first != header:
-            raise InputError(f"{self.path} was made with other flags: repeat those or remove it")
+            raise InputError(
+                f"{self.path} was made with other flags{_other(first, header)}: repeat those or "
+                "remove it"
+            )
+        entries = [json.loads(line) for line in lines]
+        if not all("number" in entry for entry in entries):
+            raise InputError(f"{self.path} was made by an older version: end it there or remove it")
         if length:
             os.truncate(self.path, length)
         else:
             self.path.write_bytes(header + b"\n")
-        return [json.loads(block) for block in blocks]
+        return entries
 
     @property
-    def done(self) -> int:
-        """Conversations that are over so far."""
-        return sum(len(block["lines"]) + len(block["faults"]) for block in self._blocks)
+    def over(self) -> Collection[int]:
+        """Numbers of the conversations that are over."""
+        return self._over.keys()
 
-    def append(self, talks: Sequence[Answered]) -> None:
-        """Adds one batch: the lines of its conversations, and the faults of those without."""
-        lines = [talk.line() for talk in talks]
-        faults = [talk.fault for talk, line in zip(talks, lines, strict=True) if line is None]
-        block = {"lines": [line for line in lines if line is not None], "faults": faults}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(block) + "\n")
-        self._blocks.append(block)
+    def heard(self, number: int) -> Sequence[str]:
+        """The answers so far of a conversation that is not over."""
+        return self._heard.get(number, ())
+
+    def add(self, number: int, answer: str, drifted: bool = False) -> None:
+        """Adds an answer after which its conversation goes on."""
+        self._append({"number": number, "answer": answer}, drifted)
+
+    def close(self, number: int, line: str | None, fault: str, drifted: bool = False) -> None:
+        """Adds the line of a conversation that is over, or why it has none."""
+        end = {"fault": fault} if line is None else {"line": line}
+        self._append({"number": number} | end, drifted)
 
     def finish(self) -> Counter[str]:
-        """Writes the lines of all batches as the output; returns the faults of the others.
+        """Writes the lines as the output; returns the faults of conversations without.
 
         Raises InputError, and starts from nothing the next time, where there is no line.
         """
-        faults = Counter(fault for block in self._blocks for fault in block["faults"])
-        if len(faults) and self.done == faults.total():
+        ends = [self._over[number] for number in sorted(self._over)]
+        faults = Counter(end["fault"] for end in ends if "fault" in end)
+        if len(faults) and len(ends) == faults.total():
             self.path.unlink()
-            ((fault, count),) = faults.most_common(1)
-            raise InputError(f"none of {self.done} conversations got an answer; {count}: {fault}")
+            fault, count = faults.most_common(1)[0]
+            raise InputError(f"none of {len(ends)} conversations got an answer; {count}: {fault}")
         whole = self.output.with_name(self.output.name + ".tmp")
         with whole.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for block in self._blocks for line in block["lines"])
+            file.writelines(end["line"] + "\n" for end in ends if "line" in end)
         os.replace(whole, self.output)
         self.path.unlink()
         return faults
+
+    def _append(self, entry: dict[str, Any], drifted: bool) -> None:
+        entry |= {"drifted": True} if drifted else {}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        self._note(entry)
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        self.drifted += entry.get("drifted", False)
+        if "answer" in entry:
+            self._heard[entry["number"]].append(entry["answer"])
+        else:
+            self._heard.pop(entry["number"], None)
+            self._over[entry["number"]] = entry
+
+
+def _other(first: bytes, header: bytes) -> str:
+    """The settings in which two headers differ, for people."""
+    try:
+        ours, theirs = json.loads(header), json.loads(first)
+        unlike = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    except (ValueError, TypeError, AttributeError):  # no header
+        return ""
+    shown = (f"{name} {theirs.get(name)}" for name in unlike)
+    return f" ({', '.join(shown)})"

@@ -1,0 +1,144 @@
+"""An OpenAI-compatible server without a model, which can fail in every way that a test asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moa_jax.data.tokenizer import load_tokenizer
+
+Fault = Callable[["Handler"], bool]  # True where it has answered in place of the server
+
+
+class FakeEndpoint:
+    """What it knows, how it fails, and what it was asked."""
+
+    def __init__(self, folder: Any, **options: Any) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self.models = [{"id": "scripted", "max_model_len": 4096}]
+        self.model, self.key = "scripted", None
+        self.takes_ids, self.gives_ids = True, True
+        self.known: set[str] | None = None  # fields; others are refused, unless it is None
+        self.drifts = False  # an answer's text does not become its tokens again
+        self.fault: Fault | None = None  # of all requests for completions
+        self.posts: list[dict[str, Any]] = []  # that were answered, without the first question
+        self.times: list[float] = []  # of all requests for completions
+        self.connections: set[Any] = set()
+        self.lock = threading.Lock()
+        vars(self).update(options)
+
+    def answer(self, prompt: list[int]) -> tuple[list[int], str, str]:
+        """Tokens, text and finish reason: those of `Scripted`."""
+        number = sum(prompt) % 97
+        text = f" I heard {number}. "
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        stops = number % 7 != 0
+        return [*ids, self.tokenizer.eos_token_id], text, "stop" if stops else "length"
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Those that were answered."""
+        return [tuple(self.ids_of(post["prompt"])) for post in self.posts]
+
+    def ids_of(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return self.tokenizer(prompt, add_special_tokens=False).input_ids
+
+    def completion(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        unknown = self.known is not None and body.keys() - self.known
+        if unknown or (isinstance(body["prompt"], list) and not self.takes_ids):
+            return 400, {"error": {"message": "a field is wrong", "type": "invalid_request_error"}}
+        prompt, most = self.ids_of(body["prompt"]), body["max_tokens"]
+        ids, text, finish = self.answer(prompt)
+        if body.get("ignore_eos") or finish == "length":
+            ids, finish = (ids * most)[:most], "length"
+            skips = body.get("skip_special_tokens", True)
+            text = self.tokenizer.decode(ids, skip_special_tokens=skips)
+        choice = {"index": 0, "text": text, "finish_reason": finish}
+        count = len(ids) + self.drifts
+        if body.get("return_token_ids") and self.gives_ids:
+            choice["token_ids"] = ids
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        return 200, {"model": self.model, "choices": [choice], "usage": usage}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    endpoint: FakeEndpoint
+
+    def do_GET(self) -> None:
+        if self.check_key():
+            self.reply(200, {"object": "list", "data": self.endpoint.models})
+
+    def do_POST(self) -> None:
+        self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.check_key():
+            return
+        if self.body["max_tokens"] == 1:  # the first question, of what the server speaks
+            self.reply(*self.endpoint.completion(self.body))
+            return
+        with self.endpoint.lock:
+            self.endpoint.times.append(time.monotonic())
+            self.endpoint.connections.add(self.client_address)
+        if self.endpoint.fault is not None and self.endpoint.fault(self):
+            return
+        status, content = self.endpoint.completion(self.body)
+        if status == 200:
+            with self.endpoint.lock:
+                self.endpoint.posts.append(self.body)
+        self.reply(status, content)
+
+    def check_key(self) -> bool:
+        key = self.endpoint.key
+        if key is None or self.headers["Authorization"] == f"Bearer {key}":
+            return True
+        self.reply(401, {"error": {"message": "no such key"}})
+        return False
+
+    def reply(self, status: int, content: Any, **headers: str) -> bool:
+        return self.reply_bytes(status, json.dumps(content).encode(), **headers)
+
+    def reply_bytes(self, status: int, data: bytes, **headers: str) -> bool:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data)
+        return True
+
+    def cut(self, data: bytes = b"") -> bool:
+        """Ends the connection after part of a reply."""
+        if data:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + data)
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+        return True
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@contextlib.contextmanager
+def served(endpoint: FakeEndpoint) -> Iterator[str]:
+    """The URL of a server while it runs."""
+    handler = type("Handler", (Handler,), {"endpoint": endpoint})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,466 @@
+"""Answers of a server: what it is asked, what may go wrong with it, and that nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from infer.flags.pair import DEMO
+from infer.listening.child import Child
+from moa_jax import InputError
+from tests.train.fake_endpoint import FakeEndpoint, Handler, served
+from tests.train.test_regenerate import (
+    CONVERSATIONS,
+    Scripted,
+    read,
+    save_talkative_target,
+    write,
+)
+from train import regenerate
+from train.run import endpoint as module
+from train.run.connection import address_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITED = ("--limit", "15")
+IDS = ("--ignore-stop", "--max-new-tokens", "9")
+SAMPLED = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_talkative_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
+
+
+@pytest.fixture
+def fake(folder):
+    """A server and its URL, with everything that its faults need."""
+    server = FakeEndpoint(folder)
+    with served(server) as server.url:
+        yield server
+
+
+@pytest.fixture
+def ask(folder, fake):
+    def ask(output: Path, *flags: str, prompts: Path = CONVERSATIONS) -> None:
+        given = ["--target", str(folder), "--prompts", str(prompts), "--output", str(output)]
+        where = [] if "--endpoint" in flags else ["--endpoint", fake.url]
+        regenerate.main([*given, *where, *flags])
+
+    return ask
+
+
+@pytest.fixture
+def local(folder, tmp_path, monkeypatch):
+    """What local regeneration writes with these flags."""
+
+    def local(*flags: str, prompts: Path = CONVERSATIONS) -> bytes:
+        output = tmp_path / "local" / f"{len(list(tmp_path.rglob('*')))}.jsonl"
+        with monkeypatch.context() as patch:
+            patch.setattr(regenerate, "_local", Scripted)
+            given = ["--target", str(folder), "--prompts", str(prompts), "--output", str(output)]
+            regenerate.main([*given, *flags])
+        return output.read_bytes()
+
+    return local
+
+
+# ---- what is asked, and what is written ---------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [(), IDS, SAMPLED], ids=["text", "ids", "drawn"])
+@pytest.mark.parametrize("takes_ids", [True, False], ids=["from ids", "from text"])
+def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind, takes_ids):
+    fake.takes_ids = takes_ids
+    output = tmp_path / "a.jsonl"
+    ask(output, *LIMITED, *kind, "--concurrency", "3")
+    assert output.read_bytes() == local(*LIMITED, *kind)
+    assert max(Counter(fake.prompts()).values()) == 1
+    assert len(fake.connections) == 3
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_shards_are_those_of_local_regeneration(ask, local, tmp_path):
+    whole = local(*LIMITED, *IDS).splitlines()
+    for number in range(2):
+        ask(tmp_path / "a.jsonl", *LIMITED, *IDS, "--shard", f"{number}/2")
+        part = tmp_path / f"a-0000{number}-of-00002.jsonl"
+        assert part.read_bytes().splitlines() == whole[number::2]
+
+
+def test_settings_are_sent_that_servers_would_else_take_from_the_model(ask, fake, tmp_path):
+    ask(tmp_path / "a.jsonl", "--limit", "1")
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 64}
+    post = fake.posts[0]
+    assert post | greedy | {"model": "scripted", "return_token_ids": True} == post
+    assert set(post["stop_token_ids"]) == set(range(4, 320, 5)) and "seed" not in post
+    fake.posts.clear()
+    ask(tmp_path / "b.jsonl", *LIMITED, *SAMPLED, *IDS)
+    post = fake.posts[0]
+    drawn = {"temperature": 0.9, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "ignore_eos": True}
+    assert post | drawn == post and "stop_token_ids" not in post
+    assert len({post["seed"] for post in fake.posts}) == 15
+
+
+def test_draws_have_the_seeds_of_local_regeneration(ask, fake, folder, tmp_path, monkeypatch):
+    seeds: dict[tuple[int, ...], int] = {}
+
+    class Noting(Scripted):
+        def ask(self, question):
+            seeds[tuple(question.prompt_ids)] = question.sampling.seed
+            super().ask(question)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regenerate, "_local", Noting)
+        flags = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *LIMITED, *SAMPLED]
+        regenerate.main([*flags, "--output", str(tmp_path / "local.jsonl")])
+    ask(tmp_path / "a.jsonl", *LIMITED, *SAMPLED)
+    assert seeds == {tuple(post["prompt"]): post["seed"] for post in fake.posts}
+
+
+def test_a_strict_server_is_asked_for_no_ids(ask, fake, local, tmp_path):
+    fake.known = {"model", "prompt", "max_tokens", "temperature", "repetition_penalty"}
+    fake.known |= {"stop_token_ids"}
+    ask(tmp_path / "a.jsonl", *LIMITED)
+    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED)
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_texts_that_do_not_become_their_tokens_again_are_counted(
+    ask, fake, local, tmp_path, capsys, drifts
+):
+    """Also those of a run that was cut, and of answers that are kept alone."""
+    fake.gives_ids, fake.drifts = False, drifts
+    stop_after(fake, 5)
+    with pytest.raises(InputError):
+        ask(tmp_path / "a.jsonl", *LIMITED)
+    fake.fault = None
+    ask(tmp_path / "a.jsonl", *LIMITED)
+    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED)
+    told = [line for line in capsys.readouterr().err.splitlines() if "same tokens again" in line]
+    kept = sum(fake.answer(list(prompt))[2] == "stop" for prompt in fake.prompts())
+    assert kept > 10
+    assert told == [f"{kept} answers do not become the same tokens again"] * drifts
+
+
+def test_texts_of_a_fixed_length_become_tokens(ask, fake, local, tmp_path, capsys):
+    """With their special tokens, so that the end of an answer inside is kept."""
+    fake.gives_ids = False
+    ask(tmp_path / "a.jsonl", *LIMITED, *IDS)
+    for ours, theirs in zip(read(tmp_path / "a.jsonl"), local(*LIMITED, *IDS).splitlines()):  # noqa: B905
+        assert ours == json.loads(theirs)
+
+
+# ---- troubles that pass -------------------------------------------------------------------
+
+
+def busy(handler: Handler) -> bool:
+    return handler.reply(429, {"error": {"message": "too many"}}, Retry_After="0")
+
+
+TROUBLES = {
+    "busy": (busy, "status 429: too many"),
+    "fault": (lambda handler: handler.reply(500, {"detail": "oh"}), "status 500: oh"),
+    "starting": (lambda handler: handler.reply_bytes(503, b"<html>"), "status 503: <html>"),
+    "cut": (lambda handler: handler.cut(b'{"model": "scri'), "cut in mid-answer"),
+    "gone": (lambda handler: handler.cut(), "cut before an answer"),
+    "half": (lambda handler: handler.reply_bytes(200, b'{"model": '), "no JSON object"),
+    "list": (lambda handler: handler.reply(200, []), "no JSON object"),
+    "empty": (lambda handler: handler.reply(200, {"choices": []}), "without an answer"),
+    "aborted": (
+        lambda handler: handler.reply(
+            200, {"choices": [{"text": "", "finish_reason": "abort", "token_ids": []}]}
+        ),
+        "ended with 'abort'",
+    ),
+    "no ids": (
+        lambda handler: handler.reply(
+            200, {"choices": [{"text": "Yes", "finish_reason": "stop", "token_ids": [999999]}]}
+        ),
+        "without its token ids",
+    ),
+    "slow": (lambda handler: time.sleep(0.4) or handler.cut(), "nothing came for 0.2 s"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
+    """Every other request fails; each answer is asked for until it comes, and then no more."""
+    fault, said = TROUBLES[name]
+    turns = itertools.count()
+    fake.fault = lambda handler: next(turns) % 2 == 0 and fault(handler)
+    limited = ("--limit", "4")
+    ask(tmp_path / "a.jsonl", *limited, "--concurrency", "1", "--timeout", "0.2")
+    assert (tmp_path / "a.jsonl").read_bytes() == local(*limited)
+    assert max(Counter(fake.prompts()).values()) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    assert len(told) == 1 and "again in" in told[0]
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_what_does_not_pass_ends_with_a_line_and_goes_on_later(
+    ask, fake, local, tmp_path, monkeypatch, name
+):
+    fault, said = TROUBLES[name]
+    monkeypatch.setattr(module, "TRIES", 3)
+    turns = itertools.count()
+    fake.fault = lambda handler: next(turns) >= 4 and fault(handler)
+    flags = ("--limit", "6", "--concurrency", "1", "--timeout", "0.2")
+    with pytest.raises(InputError, match=f"{said}.*, 3 times in a row; .* of 6") as raised:
+        ask(tmp_path / "a.jsonl", *flags)
+    assert "\n" not in str(raised.value)
+    assert next(turns) == 4 + 3 + (name == "gone")  # an idle connection is opened again, once
+    fake.fault = None
+    ask(tmp_path / "a.jsonl", *flags)
+    assert (tmp_path / "a.jsonl").read_bytes() == local("--limit", "6")
+    assert max(Counter(fake.prompts()).values()) == 1
+
+
+def stop_after(fake: FakeEndpoint, count: int) -> None:
+    """Answers so many requests and refuses all others."""
+    turns = itertools.count()
+    fake.fault = lambda handler: next(turns) >= count and handler.reply(400, {"error": "enough"})
+
+
+def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path):
+    """Slow ones, too: they are not asked for again."""
+    started = threading.Barrier(4)
+    turns = itertools.count()
+
+    def fault(handler):
+        number = next(turns)
+        if number < 4:
+            started.wait(5)
+        if number == 0:
+            return handler.reply(400, {"error": "no"})
+        time.sleep(0.3)
+        return False
+
+    fake.fault = fault
+    with pytest.raises(InputError, match="refuses a request: status 400: no; "):
+        ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
+    assert next(turns) == 4
+    fake.fault = None
+    ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
+    assert max(Counter(fake.prompts()).values()) == 1
+
+
+def test_retry_after_is_obeyed(ask, fake, tmp_path):
+    turns = itertools.count()
+    too_many = lambda handler: handler.reply(429, {}, Retry_After="0.5")  # noqa: E731
+    fake.fault = lambda handler: next(turns) == 0 and too_many(handler)
+    ask(tmp_path / "a.jsonl", "--limit", "1", "--concurrency", "1")
+    assert fake.times[1] - fake.times[0] >= 0.5
+
+
+def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_path, monkeypatch):
+    """However often it says so to one of many, as long as it answers some."""
+    monkeypatch.setattr(module, "TRIES", 2)
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.3)  # some answers take less
+    room = threading.Semaphore(1)
+
+    def fault(handler):
+        if not room.acquire(blocking=False):
+            return busy(handler)
+        time.sleep(0.03)
+        room.release()
+        return False
+
+    fake.fault = fault
+    ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
+    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED)
+    assert len(fake.times) > len(fake.posts) + 4  # refusals
+
+
+def test_connections_that_were_idle_are_opened_again_without_a_word(ask, fake, tmp_path, capsys):
+    def fault(handler):
+        handler.close_connection = True  # without having said so
+        return False
+
+    fake.fault = fault
+    ask(tmp_path / "a.jsonl", "--limit", "4", "--concurrency", "1")
+    assert "again in" not in capsys.readouterr().err
+    assert len(fake.connections) == len(fake.posts) > 3
+
+
+# ---- troubles that stay -------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match=rf"{url}: no connection \(.*refused\), 2 times"):
+            ask(tmp_path / "a.jsonl", "--endpoint", url)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_program_ends_with_2_and_one_line(fake, folder, tmp_path):
+    stop_after(fake, 3)
+    flags = ["--target", str(folder), "--prompts", str(CONVERSATIONS), "--endpoint", fake.url]
+    command = [sys.executable, "-m", "train.regenerate", *flags]
+    ended = subprocess.run(
+        [*command, "--output", str(tmp_path / "a.jsonl"), *LIMITED, "--concurrency", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    *_, line = ended.stderr.splitlines()
+    assert line.startswith(f"train.regenerate: {fake.url[:-3]} refuses a request: status 400")
+    assert line.endswith("of 15 conversations are over: the same command goes on there")
+    assert "Traceback" not in ended.stderr
+
+
+def test_keys(ask, fake, tmp_path):
+    fake.key = "sk-1"
+    (tmp_path / "key").write_text("sk-1\n")
+    (tmp_path / "wrong").write_text("sk-2\n")
+    with pytest.raises(InputError, match="it wants a key: give one with --api-key-file"):
+        ask(tmp_path / "a.jsonl", *LIMITED)
+    with pytest.raises(InputError, match="it refuses the key: .*no such key") as raised:
+        ask(tmp_path / "a.jsonl", *LIMITED, "--api-key-file", str(tmp_path / "wrong"))
+    assert "sk-2" not in str(raised.value) and not (tmp_path / "a.jsonl.partial").exists()
+    ask(tmp_path / "a.jsonl", "--limit", "2", "--api-key-file", str(tmp_path / "key"))
+
+
+def test_models(ask, fake, tmp_path):
+    """The one that a server has needs no name, and no answer of another one is taken."""
+    with pytest.raises(InputError, match="has no model other but scripted: .* --model"):
+        ask(tmp_path / "a.jsonl", "--model", "other")
+    fake.models = [{"id": "one"}, {"id": "scripted"}]
+    with pytest.raises(InputError, match="has not one model but one, scripted: name .* --model"):
+        ask(tmp_path / "a.jsonl")
+
+    def change(handler):
+        fake.model = "one" if len(fake.posts) == 3 else "scripted"
+        return False
+
+    fake.fault = change
+    flags = (*LIMITED, "--concurrency", "1")
+    with pytest.raises(InputError, match="answers with the model one, and scripted was asked"):
+        ask(tmp_path / "a.jsonl", *flags, "--model", "scripted")
+    fake.fault, fake.model = None, "one"
+    with pytest.raises(InputError, match=r"made with other flags \(model scripted\)"):
+        ask(tmp_path / "a.jsonl", *flags, "--model", "one")
+    fake.model = "scripted"
+    ask(tmp_path / "a.jsonl", *flags, "--model", "scripted")
+
+
+def test_the_header_knows_the_model_and_not_the_place(ask, fake, folder, tmp_path):
+    stop_after(fake, 3)
+    with pytest.raises(InputError):
+        ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "1")
+    header = json.loads((tmp_path / "a.jsonl.partial").read_text().splitlines()[0])
+    assert header["model"] == "scripted" and "127.0.0.1" not in json.dumps(header)
+    with served(FakeEndpoint(folder)) as url:  # another one with the same model goes on
+        ask(tmp_path / "a.jsonl", *LIMITED, "--endpoint", url)
+    with pytest.raises(InputError, match="made with other flags"):  # a local run does not
+        (tmp_path / "b.jsonl.partial").write_text(json.dumps(header) + "\n")
+        with contextlib.ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(regenerate, "_local", Scripted)
+            given = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *LIMITED]
+            regenerate.main([*given, "--output", str(tmp_path / "b.jsonl")])
+
+
+def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, folder):
+    fake.models = [{"id": "scripted", "max_model_len": 300}]
+    with pytest.raises(InputError, match="--max-prompt 256 and --max-new-tokens 64 .* the 300"):
+        ask(tmp_path / "a.jsonl")
+    fake.models = [{"id": "scripted"}]
+    fake.answer = lambda prompt: ([5, 6], "ab", "length")
+    fake.completion = lambda body: (200, {"choices": [choice], "usage": usage})
+    usage, choice = {}, {"text": "ab", "finish_reason": "length", "token_ids": [5, 6]}
+    with pytest.raises(InputError, match="ends answers after 2 tokens: lower --max-new-tokens 64"):
+        ask(tmp_path / "a.jsonl", *LIMITED)
+    usage = {"prompt_tokens": 3}
+    with pytest.raises(InputError, match="reads 3 tokens where the tokenizer of --target has"):
+        ask(tmp_path / "a.jsonl", *LIMITED)
+    usage, choice = {}, {"text": "ab", "finish_reason": "stop", "token_ids": [5, 6]}
+    with pytest.raises(InputError, match="knows no ignore_eos: leave out --ignore-stop"):
+        ask(tmp_path / "b.jsonl", *LIMITED, "--ignore-stop")
+
+
+@pytest.mark.parametrize(
+    "url, wrong",
+    [
+        ("localhost:8000", "is no URL of a server"),
+        ("ftp://host", "is no URL of a server"),
+        ("http://", "is no URL of a server"),
+        ("http://host:eight", "is no URL"),
+        ("http://me:secret@host", "^host: give the URL alone"),
+        ("http://host/v1?key=1", "^host: give the URL alone"),
+    ],
+)
+def test_what_is_no_url(url, wrong):
+    with pytest.raises(InputError, match=wrong) as raised:
+        address_of(url)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_urls_with_or_without_their_version(end):
+    assert str(address_of(f"https://host:81/a{end}")) == "https://host:81/a"
+    assert str(address_of(f"http://[::1]:81{end}")) == "http://[::1]:81"
+
+
+@pytest.mark.parametrize("flag", ["--dtype=float32", "--weights=int8", "--draft=d", "--batch=2"])
+def test_flags_of_this_machine_are_refused(ask, tmp_path, flag):
+    with pytest.raises(InputError, match=rf"{flag.partition('=')[0]} is not for --endpoint"):
+        ask(tmp_path / "a.jsonl", flag)
+
+
+@pytest.mark.parametrize("flag", ["--model=m", "--api-key-file=f", "--concurrency=2"])
+def test_flags_of_an_endpoint_are_refused_without_one(folder, tmp_path, flag):
+    given = ["--target", str(folder), "--prompts", str(CONVERSATIONS), flag]
+    with pytest.raises(InputError, match=rf"{flag.partition('=')[0]} is for --endpoint only"):
+        regenerate.main([*given, "--output", str(tmp_path / "a.jsonl")])
+
+
+# ---- a real server ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_of_the_bundled_pair_answers_as_this_machine(tmp_path):
+    """A hundred conversations through infer.serve, greedy and drawn, and its refusals, too."""
+    talks = [
+        [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")] for i in range(100)
+    ]
+    prompts = write(tmp_path / "prompts.jsonl", *({"messages": talk} for talk in talks))
+    given = ["--target", str(DEMO / "target"), "--prompts", str(prompts)]
+    given += ["--max-prompt", "100", "--max-new-tokens", "28"]
+    (tmp_path / "key").write_text("sk-1\n")
+    key = ["--api-key-file", str(tmp_path / "key")]
+    with Child(
+        "infer.serve", [*key, "--slots", "8", "--max-tokens", "128"], tmp_path / "s"
+    ) as child:
+        url = child.ready()["url"]
+        for name, law in (("greedy", []), ("drawn", [*SAMPLED, "--limit", "20"])):
+            for where, flags in (
+                ("there", ["--endpoint", url, *key, "--concurrency", "8"]),
+                ("here", ["--batch", "8"]),
+            ):
+                output = tmp_path / f"{name}-{where}.jsonl"
+                regenerate.main([*given, *law, *flags, "--output", str(output)])
+    for name in ("greedy", "drawn"):
+        there, here = (tmp_path / f"{name}-{where}.jsonl" for where in ("there", "here"))
+        assert there.read_bytes() == here.read_bytes()
+        assert len(read(here)) > (50 if name == "greedy" else 10)

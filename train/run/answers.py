@@ -1,0 +1,92 @@
+"""Where answers come from: questions go in, and answers come out as they are ready.
+
+ask(Question) -->  an engine on this machine (here)     --> next() -> Answer
+              -->  a server somewhere (endpoint.py)     -->
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any, NamedTuple, Protocol, Self
+
+from moa_jax.config import Sampling
+from moa_jax.data.chat import Message
+from moa_jax.decode.engine import Engine, News, Request
+
+
+class Question(NamedTuple):
+    """A prompt that wants an answer."""
+
+    number: int  # of its conversation, which has one question at a time
+    prompt_ids: list[int]
+    messages: list[Message]  # of which the chat template made the prompt
+    sampling: Sampling  # with its own seed
+
+
+class Answer(NamedTuple):
+    """What the target said."""
+
+    number: int  # of the question
+    token_ids: list[int]
+    text: str  # without special tokens, and without blanks around it
+    stopped: bool  # by itself; else it has as many tokens as it may
+    drifted: bool = False  # it came as a text that does not become its tokens again
+
+
+class Answers(Protocol):
+    """A source of answers; its threads live as long as the context."""
+
+    most_asked: int  # questions that may wait for answers
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def ask(self, question: Question) -> None:
+        """Takes a question and returns at once."""
+
+    def next(self) -> Answer:
+        """The next answer to any question; raises InputError where none will come."""
+
+
+class LocalAnswers:
+    """Answers of a target on this machine."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Any, max_new_tokens: int, stop_ids: tuple[int, ...]
+    ) -> None:
+        self.most_asked = engine.num_slots + 1 + engine.num_slots // 8  # no seat waits for the host
+        self._engine, self._tokenizer = engine, tokenizer
+        self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
+        self._ended: queue.SimpleQueue[tuple[int, list[int], News]] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self._engine.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._engine.close()
+
+    def ask(self, question: Question) -> None:
+        """Takes a question; raises InputError for one that the target cannot be asked."""
+        tokens: list[int] = []
+
+        def hear(news: News) -> None:
+            tokens.extend(news.token_ids)
+            if news.finish:
+                self._ended.put((question.number, tokens, news))
+
+        prompt, new = tuple(question.prompt_ids), self._max_new_tokens
+        self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
+
+    def next(self) -> Answer:
+        """The next answer; a fault of the engine is raised."""
+        number, tokens, news = self._ended.get()
+        if news.finish not in ("stop", "length"):
+            raise RuntimeError(news.error or f"an answer was {news.finish}")
+        return Answer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")
+
+
+def text_of(tokenizer: Any, token_ids: list[int]) -> str:
+    """An answer as people read it."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True).strip()
