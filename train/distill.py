@@ -2,7 +2,8 @@
 
 Settings of the config file are overridden by dotted flags, as in --optim.total_steps 200.
 A run that was cut off goes on from its last checkpoint when the same command is given again,
-on as many devices and processes as there are then. With `--target-cache DIR` the target passes over
+on as many devices and processes as there are then. With `--init-from` it starts from a drafter that
+was trained before, with a fresh optimiser. With `--target-cache DIR` the target passes over
 each row of the data once, whatever the number of epochs and drafters.
 """
 
@@ -37,12 +38,14 @@ from moa_jax.pretrained import Target, describe_target, load_target, save_drafte
 from moa_jax.training import processes
 from moa_jax.training.distillation import TrainStep, frozen_sharding, make_train_step, summarise
 from moa_jax.training.flops import model_flops_per_token
+from moa_jax.training.update import Params, TrainState
 from train.run import cluster, target_cache
 from train.run.decoding import make_decode
 from train.run.frequent import frequent_in
 from train.run.loop import Job, fit
 from train.run.settings import config_parser, parse_config
 from train.run.target_cache import CacheFlags, ReadParts, filled, opened
+from train.run.warm_start import warm_params
 
 
 def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
@@ -59,6 +62,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
     program = make_train_step(config, described.config, mesh)  # refuses before anything is loaded
+    warm = warm_params(config, described, program.abstract_state())
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
     watch = progress if processes.is_first() else None
@@ -72,7 +76,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     target = load_target(config.target, dtype, layers="stacked", sharding=where)
     with jax.set_mesh(mesh):
         kept = cache and filled(cache, flags, config, target, train, mesh)
-        params = fit(_job(config, program, target, train, validation, kept), target.params)
+        params = fit(_job(config, program, target, train, validation, kept, warm), target.params)
         if params is None:  # told to stop before the end
             return False
         params = processes.gathered(params)
@@ -119,12 +123,19 @@ def _job(
     train: batches.Batches,
     validation: batches.Batches,
     kept: ReadParts | None,
+    warm: Params | None,
 ) -> Job:
     key = jax.random.key(config.run.seed)
     shardings = (program.state_sharding, None)
+
+    def start() -> TrainState:
+        state = jax.jit(program.init, out_shardings=program.state_sharding)(key)
+        return state if warm is None else state._replace(params=warm)
+
     return Job(
         config=config,
-        start=lambda: jax.jit(program.init, out_shardings=program.state_sharding)(key),
+        start=start,
+        starts_trained=config.init_from is not None,
         abstract=program.abstract_state(),
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train, kept),
@@ -187,7 +198,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.distill", __doc__)
     target_cache.add_flags(parser)
     cluster.add_flags(parser)
+    parser.add_argument(
+        "--init-from", metavar="DIR", help="start from the weights of this drafter or run"
+    )
     config, args = parse_config(parser, DistillConfig, arguments)
+    if args.init_from is not None:
+        config = dataclasses.replace(config, init_from=args.init_from)
     with cluster.joined(args, parser.prog):
         distill(config, target_cache.flags_of(args))
 

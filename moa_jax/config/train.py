@@ -233,6 +233,7 @@ class DistillConfig(Objective):
     # For drafters that use the target's head: so many tokens, those that the answers trained on
     # hold most often, become the draft vocabulary in the drafter's folder. Training ignores it.
     draft_vocabulary: int | None = None
+    init_from: str | None = None  # a drafter's folder or a run, whose weights are the first ones
 
     def __post_init__(self) -> None:
         at_least(1, self, "horizon")

@@ -32,7 +32,7 @@ from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError, first_line
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.processes import is_first, on_first
-from moa_jax.training.update import TrainState
+from moa_jax.training.update import Params, TrainState
 
 FILES = "files.json"
 PIECE = 1 << 20  # bytes read at a time
@@ -231,6 +231,42 @@ def read_state(
         except Exception as error:  # Orbax words damage in many ways
             fault = _shortened(error)
     raise InputError(f"{folder}: damaged ({fault}): choose another of {steps_of(config)}")
+
+
+def newest_of(checkpoints: Path) -> Path | None:
+    """The newest whole checkpoint in a folder of checkpoints, None where there is none."""
+    steps = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
+    return max(steps, key=lambda path: int(path.name), default=None)
+
+
+def read_params(folder: Path, abstract: Params) -> Params:
+    """The parameters in a checkpoint, whatever run it is of.
+
+    `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
+    missing, damaged or of other parameters.
+    """
+    folder = folder.absolute()
+    if fault := _fault(folder):
+        raise InputError(f"{folder}: damaged ({fault}): choose another checkpoint")
+    with ocp.StandardCheckpointer() as reader:
+        found = reader.metadata(folder / "state").item_metadata.tree["params"]
+    shapes = lambda tree: {  # noqa: E731
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    there, here = shapes(found), shapes(abstract)
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise InputError(
+                f"{folder}: {name} is {there.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} in the config: name another checkpoint, or set the "
+                "drafter's sizes alike"
+            )
+    item = {"params": abstract}
+    how = ocp.checkpoint_utils.construct_restore_args(item)
+    with ocp.PyTreeCheckpointer() as reader:
+        args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+        return reader.restore(folder / "state", args=args)["params"]
 
 
 def _folder_of(config: PretrainConfig | DistillConfig) -> Path:

@@ -35,6 +35,7 @@ class Job:
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
     evaluate: Callable[[Params, Any], Figures]  # (params, frozen) -> with `simulated_tau`, if any
     decode: Callable[[Params], Figures] | None = None  # at checkpoints; with `tau`
+    starts_trained: bool = False  # so that the start is worth an evaluation
     flops_per_token: float | None = None  # of an update, recomputation left out
 
 
@@ -82,7 +83,8 @@ def _measure(
 ) -> None:
     """Evaluates and decodes where that is due and not yet recorded."""
     run, total = job.config.run, job.config.optim.total_steps
-    if _is_due(step, run.eval_every, total) and watch.owes(step, "eval"):
+    is_start = step == 0 and job.starts_trained
+    if (is_start or _is_due(step, run.eval_every, total)) and watch.owes(step, "eval"):
         watch.settle()
         watch.measured(step, "eval", job.evaluate(params, frozen))
         if step in watch.taus:

@@ -1,0 +1,96 @@
+"""Runs that start from a drafter that was trained before: where they start, and what is refused."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infer.info import ROOT
+from moa_jax import InputError
+from moa_jax.config import EagleConfig, MoaConfig
+from tests.model_folders import refusal
+from tests.train.test_training import cut_at, distill_config, metrics
+from tests.train.test_training import distilled as distilled  # a fixture
+from train import distill
+
+pytestmark = pytest.mark.slow  # they train
+FIGURES = ("kl", "cross_entropy", "agreement", "simulated_tau")
+
+
+def warm_config(folder: Path, target: Path, start: Path):
+    return dataclasses.replace(distill_config(folder, target), init_from=str(start))
+
+
+def evaluations(folder: Path) -> list[list]:
+    return [[record[name] for name in FIGURES] for record in metrics(folder, "eval")]
+
+
+def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
+    """It starts at the other's last evaluation, with a fresh optimiser and another rate."""
+    config = warm_config(tmp_path, small_target, distilled / "run")
+    slow = dataclasses.replace(config.optim, learning_rate=1e-4, peak=1.0)
+    distill.distill(dataclasses.replace(config, optim=slow))
+    before, after = evaluations(distilled), evaluations(tmp_path)
+    assert after[0] == before[-1] != before[0]
+    assert [record["step"] for record in metrics(tmp_path, "eval")] == [0, 6, 12]
+    assert after[-1][0] < before[-1][0]
+
+
+def test_a_drafters_folder_is_a_start(small_target, distilled, tmp_path, monkeypatch):
+    """Its weights are bfloat16; and a cut run goes on without the folder."""
+    start = shutil.copytree(distilled / "draft", tmp_path / "start")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_at(patch, step=8)
+        distill.distill(warm_config(tmp_path / "cut", small_target, start))
+    distill.distill(warm_config(tmp_path / "whole", small_target, start))
+    shutil.rmtree(start)
+    distill.distill(warm_config(tmp_path / "cut", small_target, start))
+    for name in ("cut", "whole"):
+        kl, *_ = evaluations(tmp_path / name)[0]
+        assert kl == pytest.approx(evaluations(distilled)[-1][0], rel=0.02)
+    cut, whole = (tmp_path / name / "run" / "metrics.jsonl" for name in ("cut", "whole"))
+    assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_the_flag_names_a_checkpoint(small_target, distilled, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(distill, "distill", lambda config, flags: given.append(config))
+    distill.main(["--config", str(ROOT / "configs" / "tiny.py"), "--init-from", "runs/other"])
+    assert given[0].init_from == "runs/other"
+    start = distilled / "run" / "checkpoints" / "12"
+    monkeypatch.undo()
+    monkeypatch.setattr(distill, "load_target", None)  # refusals come before
+    folder = warm_config(tmp_path, small_target, start)
+    other = dataclasses.replace(folder, drafter=MoaConfig(1, 20, 1, 24, 1, 16))
+    assert "kernel is (24, 32) there and (20, 32) in the config" in refusal(distill.distill, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drafter": EagleConfig(1, 24)}, "a drafter of kind moa, and the config's is eagle"),
+        (
+            {"drafter": MoaConfig(1, 20, 1, 24, 1, 16)},
+            "self_attention_intermediate_size is 24, and",
+        ),
+        ({"init_from": "nowhere"}, "nowhere"),
+    ],
+)
+def test_another_drafter_is_refused_before_the_target_is_loaded(
+    small_target, distilled, tmp_path, monkeypatch, changes, said
+):
+    monkeypatch.setattr(distill, "load_target", None)
+    config = warm_config(tmp_path, small_target, distilled / "draft")
+    assert said in refusal(distill.distill, dataclasses.replace(config, **changes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_is_named(small_target, distilled, tmp_path):
+    copied = shutil.copytree(distilled / "run", tmp_path / "other")
+    damaged = max(
+        (copied / "checkpoints" / "12" / "state").rglob("*"), key=lambda p: p.stat().st_size
+    )
+    damaged.write_bytes(b"")
+    with pytest.raises(InputError, match="12: damaged"):
+        distill.distill(warm_config(tmp_path, small_target, copied))
