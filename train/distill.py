@@ -36,7 +36,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.training import processes
-from moa_jax.training.distillation import TrainStep, frozen_sharding, make_train_step, summarise
+from moa_jax.training.distillation import TrainStep, make_train_step, summarise
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.update import Params, TrainState
 from train.run import cluster, target_cache
@@ -71,9 +71,8 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     if processes.is_first():
         print(f"data: {report}", file=sys.stderr)
     cache = None if flags is None else opened(flags, config, described, train)
-    where = frozen_sharding(described.config, mesh)
     dtype = jnp.dtype(config.run.dtype)
-    target = load_target(config.target, dtype, layers="stacked", sharding=where)
+    target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
     with jax.set_mesh(mesh):
         kept = cache and filled(cache, flags, config, target, train, mesh)
         params = fit(_job(config, program, target, train, validation, kept, warm), target.params)

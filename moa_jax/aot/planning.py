@@ -103,7 +103,7 @@ def compile_plan(
 ) -> Plan:
     """`plan`, in this process."""
     mesh = make_mesh(config.mesh, machines.devices(machine))
-    program = make_train_step(config, target_cfg, mesh)
+    program = make_train_step(config, target_cfg, mesh, machine.chip.memory)
     state, frozen, batch = _arguments(program, config, target_cfg)
     update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_sharding, None))
     options = HURRY[machine.chip.compiler] if hurry else {}

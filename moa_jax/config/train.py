@@ -170,11 +170,15 @@ class MeshConfig:
     data      rows of a batch, weights copied
     fsdp      rows of a batch, weights split and gathered layer by layer
     tensor    heads, feed-forwards and vocabulary of every layer
+
+    The frozen target need not be split over `fsdp` as what is trained is: copied, no layer of it is
+    gathered. By itself it is copied where it takes little of a device's memory.
     """
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+    target: Literal["auto", "copied", "cut"] = "auto"
 
     def __post_init__(self) -> None:
         sizes = (self.data, self.fsdp, self.tensor)

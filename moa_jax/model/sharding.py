@@ -42,6 +42,10 @@ TRAIN: Rules = {
 }
 
 
+# The same for weights that are never updated and fit every device: `fsdp` copies them.
+COPIED: Rules = TRAIN | {"embed": None, "table": "tensor"}
+
+
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
     """The mesh of `devices`; InputError where its sizes do not multiply to their number."""
     sizes = [cfg.data, cfg.fsdp, cfg.tensor]

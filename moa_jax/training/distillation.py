@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, losses, method_of
-from moa_jax.drafters.api import Drafter, Tapped, Taps
+from moa_jax.drafters.api import Drafter, Shared, Tapped, Taps
 from moa_jax.errors import InputError
 from moa_jax.model import chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer
@@ -29,6 +29,7 @@ from moa_jax.training.update import (
 
 Array = jax.Array
 
+COPIED_SHARE = 0.25  # of a device's memory that a copy of the target may take
 EVALUATION_CHUNK = 256  # tokens of each row whose logits are held at a time
 Probe = Callable[[Any, Any, Batch], dict[str, Array]]
 Keep = Callable[[Any, Batch], Parts]  # (target params, batch) -> arrays (B, ...)
@@ -73,9 +74,20 @@ def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
             tapped = tapped_of(cfg, drafter.taps, frozen, parts)
         else:
             tapped = tap(cfg, drafter, frozen, batch, dtype)
-        return drafter.loss(params, drafter.borrow(frozen), batch, tapped, key, progress)
+        shared = _head_gathered(drafter.borrow(frozen))
+        return drafter.loss(params, shared, batch, tapped, key, progress)
 
     return loss
+
+
+def _head_gathered(shared: Shared) -> Shared:
+    """The head with its width whole on every device, and its vocabulary cut as ever.
+
+    Else each chunk of the loss would gather it again, and each backward pass of a chunk.
+    """
+    if "lm_head" in shared:
+        return shared | {"lm_head": sharding.constrain(shared["lm_head"], None, "vocab")}
+    return shared | {"embed": sharding.constrain(shared["embed"], "vocab", None)}
 
 
 def _apart(parts: Parts, never: Array) -> Parts:
@@ -158,6 +170,7 @@ class TrainStep(NamedTuple):
     probe: Probe
     state_sharding: TrainState  # trees of NamedSharding
     frozen_sharding: Any
+    frozen_at: sharding.ShardingOf  # the same, to load the target's weights there
     rows_sharding: NamedSharding  # of every array of a batch
 
     def abstract_state(self) -> TrainState:
@@ -166,11 +179,14 @@ class TrainStep(NamedTuple):
         return abstract(shapes, self.state_sharding)
 
 
-def make_train_step(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh) -> TrainStep:
+def make_train_step(
+    config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh, memory: int | None = None
+) -> TrainStep:
     """What `config` asks for, on `mesh`; one device is a mesh too.
 
-    The frozen target and what is trained are cut alike, by `sharding.TRAIN`. Raises InputError
-    where the mesh does not divide the models or the batch.
+    What is trained is cut by `sharding.TRAIN`, and the frozen target too or by `sharding.COPIED`,
+    as `config.mesh.target` says; `memory` is that of a device in bytes, None for its own word.
+    Raises InputError where the mesh does not divide the models or the batch.
     """
     kind = DRAFTERS[method_of(config.drafter)]
     drafter = kind.make(config.drafter, target_cfg, config)
@@ -184,6 +200,10 @@ def make_train_step(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh)
     shapes = jax.eval_shape(init, jax.random.key(0))
     params = sharding.tree_of(shapes.params, of_drafter)
     everywhere = sharding.replicated(mesh)
+    frozen = abstract_frozen(target_cfg, dtype)
+    copied = _is_copied(config, frozen, mesh, memory)
+    rules = sharding.COPIED if copied else sharding.TRAIN
+    frozen_at = sharding.of_table(convert.target_table(target_cfg), mesh, rules)
     opt_state = optax.tree.map_params(
         tx,
         lambda _, where: where,
@@ -202,14 +222,20 @@ def make_train_step(config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh)
         ),
         make_probe(target_cfg, drafter, dtype, config.horizon),
         TrainState(everywhere, params, opt_state),
-        sharding.tree_of(abstract_frozen(target_cfg), frozen_sharding(target_cfg, mesh)),
+        sharding.tree_of(frozen, frozen_at),
+        frozen_at,
         sharding.rows(mesh),
     )
 
 
-def frozen_sharding(target_cfg: TargetConfig, mesh: Mesh) -> sharding.ShardingOf:
-    """Where the target's weights go, to load them there."""
-    return sharding.of_table(convert.target_table(target_cfg), mesh)
+def _is_copied(config: DistillConfig, frozen: Any, mesh: Mesh, memory: int | None) -> bool:
+    """Whether `fsdp` copies the target; by itself where a copy takes at most COPIED_SHARE."""
+    if config.mesh.target != "auto":
+        return config.mesh.target == "copied"
+    if memory is None:
+        memory = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit", 0)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
+    return size / mesh.shape["tensor"] <= COPIED_SHARE * memory
 
 
 def abstract_frozen(target_cfg: TargetConfig, dtype: Any = jnp.float32) -> Any:

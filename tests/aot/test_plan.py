@@ -512,11 +512,22 @@ def test_the_8b_step_fits_16_tpu_chips():
     assert memory["drafter"] == pytest.approx(264e6 * 4 / 16, rel=0.01)
     assert memory["optimizer"] == pytest.approx(2 * memory["drafter"], rel=0.01)
     assert 0 < memory["peak"] < 0.5 * memory["limit"]
+    assert found["collectives"]["all-gather"]["received"] < 5 * GIB  # 60 with a head in each chunk
     gathered = sum(kind["received"] for kind in found["collectives"].values())
     assert gathered > 15 * 8.03e9 * 2 / 16  # the weights of the others
     assert found["loops_of_unknown_length"] == 0
     assert found["bound_s"]["compute"] == found["flops"]["step"] / (16 * 197e12)
     assert found["bound_s"]["network"] == gathered / (2 * 50e9)  # as a corner receives it
+
+
+@pytest.mark.slow
+@needs["cuda"]
+def test_where_there_is_room_each_gpu_has_a_copy_of_the_target():
+    code, found = run_plan(plan, *LLAMA, "--topology", "h200:8")
+    assert code == plan.FITS
+    assert found["memory"]["target"] == pytest.approx(8.03e9 * 2, rel=0.01)
+    assert found["memory"]["optimizer"] == pytest.approx(2 * 264e6 * 4 / 8, rel=0.01)
+    assert found["collectives"]["all-gather"]["received"] < 10 * GIB  # 108 with all weights cut
 
 
 @pytest.mark.slow
