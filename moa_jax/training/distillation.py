@@ -233,7 +233,7 @@ def _is_copied(config: DistillConfig, frozen: Any, mesh: Mesh, memory: int | Non
     if config.mesh.target != "auto":
         return config.mesh.target == "copied"
     if memory is None:
-        memory = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit", 0)
+        memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", 0)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
     return size / mesh.shape["tensor"] <= COPIED_SHARE * memory
 
