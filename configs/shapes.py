@@ -1,5 +1,7 @@
 """Sizes of known targets by their hub ids: enough to build or plan one without its files."""
 
+import dataclasses
+
 from moa_jax.config import BlockConfig, TargetConfig
 
 _LLAMA3_8B = TargetConfig(
@@ -18,6 +20,14 @@ _LLAMA3_8B = TargetConfig(
     ),
     tie_word_embeddings=False,
     max_position_embeddings=8192,
+)
+
+_LLAMA3_70B = dataclasses.replace(
+    _LLAMA3_8B,
+    num_layers=80,
+    block=dataclasses.replace(
+        _LLAMA3_8B.block, hidden_size=8192, num_heads=64, intermediate_size=28_672
+    ),
 )
 
 _QWEN2_7B = TargetConfig(
@@ -42,5 +52,7 @@ _QWEN2_7B = TargetConfig(
 SHAPES: dict[str, TargetConfig] = {
     "meta-llama/Meta-Llama-3-8B": _LLAMA3_8B,
     "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3_8B,
+    "meta-llama/Meta-Llama-3-70B": _LLAMA3_70B,
+    "meta-llama/Meta-Llama-3-70B-Instruct": _LLAMA3_70B,
     "Qwen/Qwen2.5-7B-Instruct": _QWEN2_7B,
 }

@@ -133,7 +133,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
             row["same_as_plain"] = None  # dice chose the tokens
         if session.chooser is not None:
             row["costs"] = _table_of(session, args.batch)
-        elif not args.no_phases:
+        elif not args.no_phases and session.mesh is None:
             row |= _costs(bench, session, found, row, bandwidth)
         rows.append(row)
     peers = _peers(bench, plain, args) if args.compare else []
@@ -238,6 +238,7 @@ def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         "draft": str(args.draft or args.random_weights or "bundled"),
         "dtype": str(bench.sessions[0].weights.target["embed"].dtype),
         "weights": args.weights,
+        "mesh": args.mesh or None,
         "prompts": sum(map(len, bench.batches)),
         "prompt_tokens": [len(prompt) for batch in bench.batches for prompt in batch],
         "stop": "never" if bench.stop_ids == NO_STOP else "the target's end",

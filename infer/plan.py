@@ -26,7 +26,7 @@ from typing import Any
 from configs.shapes import SHAPES
 from infer.flags.batches import shapes_of
 from infer.flags.config_file import read_config
-from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, shape_of
+from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_mesh_flag, add_tree_sizes, shape_of
 from infer.program import Parser, above_zero, local_path, positive, run
 from moa_jax.aot import decoding
 from moa_jax.aot.child import CompilerCrash
@@ -85,6 +85,7 @@ def request_of(args: argparse.Namespace) -> Request:
         weights=args.weights,
         prompt_length=args.prompt_length,
         tau=args.tau or min(ASSUMED_TAU[args.mode], shape.levels),
+        mesh=args.mesh or {},
     )
     request.check()
     positions = target.config.max_position_embeddings
@@ -144,15 +145,17 @@ def described(found: Plan) -> str:
     """A plan as a table."""
     rows = found["cache_rows"]
     used = rows if found["rows_used"] is None else found["rows_used"]
+    axes = ",".join(f"{name}={size}" for name, size in found["mesh"].items())
     lines = [
         f"{found['topology']}: {found['device_kind']}, {found['bandwidth'] / 1e12:g} TB/s, "
-        f"{found['launch_us']:g} us a launch",
+        f"{found['launch_us']:g} us a launch" + (f", mesh {axes}, figures of a chip" * bool(axes)),
         f"{found['nodes']} nodes a round, batch {found['batch']}, {used} of {rows} rows used, "
         f"weights in {found['weights']}",
         "",
     ]
     if found["phases"]:
-        lines += [*_phases(found), "", *_speed(found), "", *_moves(found["moves"]), ""]
+        lines += [*_phases(found), "", *_links(found["links"]), *_speed(found), ""]
+        lines += [*_moves(found["moves"]), ""]
     return "\n".join(lines + _memory(found["memory"]))
 
 
@@ -175,6 +178,17 @@ def _speed(found: Plan) -> list[str]:
         f"tokens/s at {tau}: {found['tokens_per_s']:,.0f} of {found['roofline']:,.0f} that the "
         f"roofline allows ({share:.0%})",
         f"prefill is of prompts of {found['prompt_length']} tokens and no part of a round",
+    ]
+
+
+def _links(links: dict[str, Any]) -> list[str]:
+    """What a round sends over links; nothing for a single chip."""
+    if not links["collectives"]:
+        return []
+    counts = [f"{each['count']:,} {kind}" for kind, each in links["collectives"].items()]
+    return [
+        f"over links a round: {', '.join(counts)}, {links['bytes'] / 1e6:,.2f} MB received, "
+        f"{links['ms']:.3f} ms"
     ]
 
 
@@ -259,7 +273,12 @@ def _parser() -> argparse.ArgumentParser:
         "1024",
     )
     group = parser.add_argument_group("machine")
-    group.add_argument("--topology", default="h200:1", help="h200:1, v5e:1x1, v6e:1x1 or v5p:1x1x1")
+    group.add_argument(
+        "--topology",
+        default="h200:1",
+        help="h200:1, v5e:1x1, v6e:1x1 or v5p:1x1x1; several chips, as h200:8, with --mesh",
+    )
+    add_mesh_flag(group)
     group.add_argument(
         "--bandwidth",
         type=above_zero,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
@@ -25,6 +27,7 @@ from moa_jax.files.placement import Layout, ShardingOf, read_params, write_param
 from moa_jax.model import convert
 from moa_jax.model.devices import compute_capability
 from moa_jax.model.quantise import FORMATS, Format
+from moa_jax.model.sharding import for_decoding, mesh_of
 
 FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
 
@@ -100,6 +103,7 @@ def load_target(
     layers: Layout = "list",
     sharding: ShardingOf | None = None,
     weights: Format | None = None,
+    mesh: Mesh | None = None,
 ) -> Target:
     """Load a Llama or Qwen target from a folder or the hub, one tensor at a time.
 
@@ -107,8 +111,9 @@ def load_target(
     live there and two more. `dtype` defaults to `default_dtype()`; `layers` "list" is for
     decoding, "stacked" (a leading layer axis) for training; `sharding` maps a leaf's path and
     shape to its sharding. `weights` quantises the matrices of a list of layers as they arrive.
-    Raises InputError for a missing, damaged or unsupported model, and for a format that the
-    device lacks.
+    With `mesh` (`sharding.decoding_mesh`) the target decodes on all of its devices, and each gets
+    its part of every array. Raises InputError for a missing, damaged or unsupported model, for a
+    format that the device lacks, and for a mesh that does not divide the feed-forward.
     """
     check_format(weights)
     if weights is not None and layers == "stacked":
@@ -118,8 +123,32 @@ def load_target(
     reader = folders.TensorReader(target.folder)
     _check(reader, target.folder, table, table, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
+    if mesh is not None:
+        check_mesh(target.config, mesh)
+        sharding = cut_for_decoding(table, mesh, "target")
     params = read_params(reader, table, dtype, layers=layers, sharding=sharding, weights=weights)
     return target._replace(params=params)
+
+
+def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
+    """Raise InputError for a mesh that does not divide most of a target's weights."""
+    tensor, width = mesh.shape["tensor"], config.block.intermediate_size
+    if width % tensor:
+        raise InputError(
+            f"mesh tensor={tensor} does not divide the target's feed-forward of {width}: choose "
+            "a number that does"
+        )
+
+
+def cut_for_decoding(table: convert.Table, mesh: Mesh, model: str) -> ShardingOf:
+    """How a mesh splits the arrays of a model; a line says which of them every device holds."""
+    cut = for_decoding(table, mesh)
+    if cut.copied:
+        logging.getLogger(__name__).warning(
+            "mesh tensor=%d does not divide these arrays of the %s, so each device has a copy: %s",
+            *(mesh.shape["tensor"], model, ", ".join(cut.copied)),
+        )
+    return cut.sharding_of
 
 
 def load_borrowed(
@@ -199,14 +228,16 @@ def load_drafter(
     dtype: Any = None,
     weights: Format | None = None,
     for_client: bool = False,
+    mesh: Mesh | None = None,
 ) -> LoadedDrafter:
     """Load a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files, `target_layer_inference` states N where
     they do not; `dtype` defaults to the target's, or to `default_dtype()` for a target without
     its weights; `weights` as in `load_target`; `for_client` leaves out what only the target's
-    side reads (`Drafter.digest_only`). A kind without files, as `lookup`, is named instead of a
-    folder. Raises InputError for a missing or damaged drafter, and for one of another target.
+    side reads (`Drafter.digest_only`); `mesh` defaults to the target's, if it has one. A kind
+    without files, as `lookup`, is named instead of a folder. Raises InputError for a missing or
+    damaged drafter, and for one of another target.
     """
     check_format(weights)
     name = os.fspath(path_or_hub_id)
@@ -228,7 +259,9 @@ def load_drafter(
     _check(reader, folder, table, used, [*kind.constants(cfg, target.config), *kind.extras])
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
-    params = read_params(reader, used, dtype, weights=weights)
+    mesh = mesh_of(target.params) if mesh is None else mesh
+    sharding = None if mesh is None else cut_for_decoding(used, mesh, "drafter")
+    params = read_params(reader, used, dtype, sharding=sharding, weights=weights)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
 
 
@@ -237,6 +270,11 @@ def _clients_table(method: str, cfg: Any, target: Target) -> convert.Table:
     elsewhere = DRAFTERS[method].make(cfg, target.config).digest_only
     table = DRAFTERS[method].table(cfg, target.config)
     return {path: packing for path, packing in table.items() if path[0] not in elsewhere}
+
+
+def table_of(drafter: LoadedDrafter, target_cfg: TargetConfig) -> convert.Table:
+    """Which stored tensors make up a drafter's parameters."""
+    return DRAFTERS[drafter.method].table(drafter.config, target_cfg)
 
 
 def functions_of(drafter: LoadedDrafter, target_cfg: TargetConfig) -> Drafter:

@@ -15,6 +15,7 @@ from moa_jax.decode.costs import Costs, Place, load_costs, pair_of, priced_as, s
 from moa_jax.decode.session import PLAIN, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.measure.pricing import NEW, PROMPT, price
+from moa_jax.model.sharding import mesh_of, name_of
 from moa_jax.pretrained import LoadedDrafter, Target
 
 CHAINS = (3, 5, 8)  # depths, beside the drafter's own
@@ -38,8 +39,9 @@ def costs_of(
 ) -> Costs:
     """The table of this pair on this device, empty where nothing was measured yet."""
     size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
+    kind, mesh = jax.devices()[0].device_kind, mesh_of(target.params)
     place = Place(
-        device_kind=jax.devices()[0].device_kind,
+        device_kind=kind if mesh is None else f"{kind}, mesh {name_of(mesh)}",
         dtype=str(target.params["embed"].dtype),
         weights=weights,
         pair=pair_of(target.config, drafter.method, drafter.config, size),

@@ -12,7 +12,7 @@ import numpy as np
 from configs.shapes import SHAPES
 from infer.evaluation.conversations import prompts_of as conversation_prompts
 from infer.flags.config_file import read_config
-from infer.flags.pair import dtype_of, use_cores
+from infer.flags.pair import asked_mesh, dtype_of, use_cores
 from infer.flags.prompts import asking, prompt_of, tokenizer_of
 from infer.program import positive
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
@@ -126,7 +126,8 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
     if isinstance(config, PretrainConfig) and args.mode != "plain":
         raise InputError(f"{path} describes a target and no drafter: use --modes plain")
     check_format(args.weights)
-    target = random_target(shapes, dtype, Path(path), weights=args.weights)
+    mesh = asked_mesh(args)
+    target = random_target(shapes, dtype, Path(path), weights=args.weights, mesh=mesh)
     if args.mode == "plain":
         return target, None
     method = method_of(config.drafter)

@@ -17,20 +17,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from moa_jax.aot import child, kernels, lowering, machines
 from moa_jax.aot.accesses import ACTIVATIONS, CACHES, KINDS, ON_CHIP, WEIGHTS
-from moa_jax.aot.hlo import LARGE
+from moa_jax.aot.hlo import LARGE, Traffic
 from moa_jax.aot.kernels import Kernel, Rules
 from moa_jax.aot.lowering import HloModule, num_bytes
 from moa_jax.aot.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.decode.programs import chunks_for
+from moa_jax.decode.programs import chunks_for, on_mesh
 from moa_jax.decode.step import DecodeState, Setup, Weights
 from moa_jax.errors import InputError
-from moa_jax.model import quantise
+from moa_jax.model import convert, quantise
 from moa_jax.model.precision import matmul_precision
-from moa_jax.pretrained import LoadedDrafter, functions_of
+from moa_jax.model.sharding import decoding_mesh
+from moa_jax.pretrained import (
+    LoadedDrafter,
+    check_mesh,
+    cut_for_decoding,
+    functions_of,
+    table_of,
+)
 
 Plan = dict[str, Any]
 PHASES = ("draft", "verify", "extend", "commit")  # the scopes of moa_jax.decode.step
@@ -52,14 +60,11 @@ class Request(NamedTuple):
     weights: str = "bfloat16"
     prompt_length: int | None = None
     tau: float = 1.0
+    mesh: dict[str, int] = {}  # sizes of a mesh of all chips; empty: a single chip  # noqa: RUF012
 
     def check(self) -> None:
         """Raises InputError for what cannot be planned, whatever the compiler says."""
-        if self.machine.num_chips != 1:
-            raise InputError(
-                f"topology {self.machine.name} has {self.machine.num_chips} chips, and decoding "
-                "uses one: name a machine of one, as h200:1, v5e:1x1 or v5p:1x1x1"
-            )
+        self._check_mesh()
         if self.weights not in FORMATS:
             raise InputError(f"--weights {self.weights}: known formats are {', '.join(FORMATS)}")
         if self.weights == "fp8" and self.machine.chip.compiler == "tpu":
@@ -84,6 +89,18 @@ class Request(NamedTuple):
             raise InputError(
                 f"--rows-used {self.rows_used} is more than the {self.cache_rows} rows of the cache"
             )
+
+    def _check_mesh(self) -> None:
+        chips, used = self.machine.num_chips, math.prod(self.mesh.values())
+        if chips == used:
+            return
+        name = f"topology {self.machine.name} has {chips} chip{'s' * (chips > 1)}, and decoding"
+        if not self.mesh:
+            raise InputError(
+                f"{name} uses one: name a machine of one, as h200:1, v5e:1x1 or v5p:1x1x1, or all "
+                f"chips with --mesh tensor={chips}"
+            )
+        raise InputError(f"{name} on this --mesh uses {used}: name a machine of so many")
 
     @property
     def prompt(self) -> int:
@@ -114,16 +131,21 @@ def plan(request: Request) -> Plan:
 def compile_plan(request: Request) -> Plan:
     """`plan`, in this process; the text of the decode program comes with it."""
     setup = _setup(request)
-    (device,) = machines.devices(request.machine)
+    where, *others = machines.devices(request.machine)
     weights = weights_of(setup, request.weights)
+    if others:
+        where = decoding_mesh(**request.mesh, devices=[where, *others])
+        weights = _spread(request, weights, where)
     with matmul_precision(weights.target["embed"].dtype):
-        where = (device, setup, weights, request.cache_rows)
+        where = (where, setup, weights, request.cache_rows)
         state = lowering.abstract_state(setup, weights, request.cache_rows, request.batch)
+        if others:
+            state = on_mesh(state, where[0])
         decode = lowering.compile_decode(*where, request.batch)
         prefill = HloModule()
         if decode.hlo is not None:
             prefill = lowering.compile_prefill(*where, request.batch)
-    target_caches = jax.tree.leaves(state.now.target_caches)
+    target_caches = jax.tree.leaves(lowering.local(state.now.target_caches))
     return (
         _asked(request)
         | _memory(request, weights, state, (decode, prefill))
@@ -138,6 +160,22 @@ def weights_of(setup: Setup, name: str) -> Weights:
     if name in quantise.FORMATS:
         return lowering.abstract_weights(setup, weights=name)
     return lowering.abstract_weights(setup, jnp.dtype(name))
+
+
+def _spread(request: Request, weights: Weights, mesh: Mesh) -> Weights:
+    """The shapes of weights, with where they lie on a mesh."""
+    check_mesh(request.target, mesh)
+
+    def spread(params: Any, table: convert.Table, model: str) -> Any:
+        places = quantise.shardings_of(params, cut_for_decoding(table, mesh, model))
+        form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)  # noqa: E731
+        return jax.tree.map(form, params, places)
+
+    target = spread(weights.target, convert.target_table(request.target), "target")
+    drafter = None
+    if request.drafter is not None:
+        drafter = spread(weights.drafter, table_of(request.drafter, request.target), "drafter")
+    return Weights(target, drafter)
 
 
 def kind_of(argument: str) -> str:
@@ -156,6 +194,7 @@ def _asked(request: Request) -> Plan:
     shape = request.shape
     return {
         "topology": request.machine.name,
+        "mesh": request.mesh,
         "device_kind": request.machine.chip.kind,
         "jax": jax.__version__,
         "depth": shape.depth,
@@ -198,7 +237,7 @@ def _costs(
 ) -> Plan:
     """What the compiled programs do, by phase; nothing where the compiler refused them."""
     if decode.hlo is None or prefill.hlo is None:
-        nothing = {"round_ms": None, "tokens_per_s": None, "launches": None}
+        nothing = {"round_ms": None, "tokens_per_s": None, "launches": None, "links": None}
         return {"phases": [], "moves": []} | nothing
     stays = request.machine.chip.stays
     rules = Rules(PHASES, REST, decode.declared, used=request.used, stays=stays)
@@ -209,9 +248,11 @@ def _costs(
     used = request.prompt / 2 / request.cache_rows  # in the mean of all chunks
     rules = Rules((), PREFILL, prefill.declared, caches, used, turns, stays)
     read = kernels.of_program(prefill.hlo, kind_of, rules)
-    round_ms = sum(phase["ms"] for phase in phases)
+    links = _links(request, kernels.collectives_of_round(decode.hlo))
+    round_ms = sum(phase["ms"] for phase in phases) + links["ms"]
     return {
         "phases": [*phases, _phase(request, PREFILL, read)],
+        "links": links,
         "round_ms": round_ms,
         "tokens_per_s": 1e3 * request.batch * request.tau / round_ms,
         "launches": sum(phase["launches"] for phase in phases),
@@ -248,6 +289,19 @@ def _seconds(request: Request, kernel: Kernel) -> float:
     return max(kernel.in_memory / chip.bandwidth, kernel.flops / rate) + chip.launch
 
 
+def _links(request: Request, found: dict[str, Traffic]) -> Plan:
+    """What the chips of a mesh send each other in a round, and how long that takes."""
+    machine, received = request.machine, sum(traffic.received for traffic in found.values())
+    seconds = machine.chip.latency * sum(traffic.count for traffic in found.values())
+    if received:
+        seconds += received / (machine.num_links * machine.chip.link)
+    return {
+        "collectives": {kind: traffic._asdict() for kind, traffic in found.items()},
+        "bytes": received,
+        "ms": 1e3 * seconds,
+    }
+
+
 def _moves(found: list[Kernel]) -> list[Plan]:
     """Large arrays that a round writes again: moved ones, and weights or caches that are cast."""
     return [
@@ -274,12 +328,14 @@ def _roofline(request: Request, setup: Setup, weights: Weights, state: DecodeSta
     A round is one pass of the target over all nodes, one of the drafter for each drafted level,
     and what only the digest reads. Of an embedding table a pass reads some rows only. That some
     weights of a drafter are not read in every level, as those for the memory's keys in MoA, is
-    left out: it is below 1 % there.
+    left out: it is below 1 % there. On a mesh each chip reads its part, and sends nothing.
     """
-    shape, batch = setup.shape, request.batch
+    weights, state = lowering.local(weights), lowering.local(state)
+    shape, batch = setup.shape, len(state.now.length_B)
     chip = request.machine.chip
     block, layers = setup.target.block, setup.target.num_layers
-    attended = 4 * layers * block.num_heads * block.head_dim * request.used * request.cache_rows
+    heads = block.group_size * state.now.target_caches[0].k_BKSE.shape[1]
+    attended = 4 * layers * heads * block.head_dim * request.used * request.cache_rows
     caches = request.used * num_bytes(state.now.target_caches)
     nodes = batch * shape.num_nodes
     seconds = _pass_s(request, _products_of(weights.target), caches, nodes, nodes * attended)
@@ -295,7 +351,7 @@ def _roofline(request: Request, setup: Setup, weights: Weights, state: DecodeSta
             width = batch * (1 if depth == 1 else shape.breadth)
             seconds += _pass_s(request, (level, borrowed), caches, width)
         seconds += num_bytes(digest) / chip.bandwidth
-    return {"roofline": batch * request.tau / seconds}
+    return {"roofline": request.batch * request.tau / seconds}
 
 
 def _products_of(params: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 LARGE = 2 * 1024**2  # bytes
@@ -213,17 +213,18 @@ class Traffic(NamedTuple):
     received: int  # bytes that reach each chip, at least: the group's size is not looked at
 
 
-def collectives(hlo: str) -> tuple[dict[str, Traffic], int]:
+def collectives(hlo: str, within: Sequence[str] | None = None) -> tuple[dict[str, Traffic], int]:
     """Collectives by kind, loops counted in full, and the number of loops of unknown length.
 
-    A loop of unknown length counts once. Where XLA overlaps a collective with other work, pieces
-    of it stand in several fusions, some in inner loops. They share a channel, and only the
-    outermost piece counts.
+    They are those of the module, or of the computations `within` it. A loop of unknown length
+    counts once. Where XLA overlaps a collective with other work, pieces of it stand in several
+    fusions, some in inner loops. They share a channel, and only the outermost piece counts.
     """
     computations = parse(hlo)
     channels: dict[str, tuple[str, int, int]] = {}  # kind, times, bytes received each time
     unknown = 0
-    waiting = [(match[1], 1) for match in [_ENTRY.search(hlo)] if match]
+    begun = _ENTRY.findall(hlo)[:1] if within is None else within
+    waiting = [(name, 1) for name in begun]
     while waiting:
         name, times = waiting.pop()
         for computation, each in _with_fused(computations, name):

@@ -30,7 +30,7 @@ from moa_jax.aot.accesses import (
     target,
 )
 from moa_jax.aot.declared import Cost, Declared
-from moa_jax.aot.hlo import FOLLOWED, Computation, Instruction
+from moa_jax.aot.hlo import FOLLOWED, Computation, Instruction, Traffic
 from moa_jax.aot.products import products
 from moa_jax.errors import InputError
 
@@ -81,14 +81,28 @@ def of_round(text: str, kind_of: Callable[[str], str], rules: Rules) -> list[Ker
     """
     reader = _Reader(hlo.parse(text), rules)
     at = hlo.entry(text)
-    entry = reader.computations[at]
-    loops = [each for each in entry.values() if each.opcode == "while"]
-    loops = [each for each in loops if hlo.trips_of(reader.computations, entry, each) is None]
+    loop = _outermost(reader.computations, at)
+    kinds = reader.accesses.kinds(at, _arguments(reader.computations[at], kind_of))
+    state = [kinds[loop.operands[0]]]
+    return [k for name in loop.called for k in reader.kernels(name, state, 1, rules.rest)]
+
+
+def collectives_of_round(text: str) -> dict[str, Traffic]:
+    """What chips send each other in one turn of that loop, by kind of collective.
+
+    Raises ValueError for a program without one such loop.
+    """
+    loop = _outermost(hlo.parse(text), hlo.entry(text))
+    return hlo.collectives(text, loop.called)[0]
+
+
+def _outermost(computations: dict[str, Computation], at: str) -> Instruction:
+    """The one loop of a computation whose length is not known."""
+    loops = [each for each in computations[at].values() if each.opcode == "while"]
+    loops = [each for each in loops if hlo.trips_of(computations, computations[at], each) is None]
     if len(loops) != 1:
         raise ValueError(f"this program has {len(loops)} loops of unknown length, not one")
-    kinds = reader.accesses.kinds(at, _arguments(entry, kind_of))
-    state = [kinds[loops[0].operands[0]]]
-    return [k for name in loops[0].called for k in reader.kernels(name, state, 1, rules.rest)]
+    return loops[0]
 
 
 def of_program(text: str, kind_of: Callable[[str], str], rules: Rules) -> list[Kernel]:

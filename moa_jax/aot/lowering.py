@@ -10,6 +10,7 @@ Compiling needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no 
 from __future__ import annotations
 
 import functools
+import math
 import re
 import time
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from moa_jax.aot.declared import Declared, declared
 from moa_jax.config import MeshConfig
 from moa_jax.decode import step
-from moa_jax.decode.programs import chunks_for, compiler_options
+from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
 from moa_jax.decode.sample import Law
 from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
 from moa_jax.model import llama
@@ -43,16 +44,27 @@ class HloModule(NamedTuple):
 
 
 def compile_for(
-    device: Any, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+    where: Any, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> HloModule:
-    """Compiles for a device that need not be there, from the arguments' shapes alone."""
-    sharding = SingleDeviceSharding(device)
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    # jax 0.11 asks the mesh, not the arguments, which GPU a Pallas kernel is for.
-    with jax.set_mesh(make_mesh(MeshConfig(), [device])):
-        traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(place, arguments))
-        program = compiled(traced.lower(), compiler_options(device.platform))
+    """Compiles for a device that need not be there, from the arguments' shapes alone.
+
+    For a mesh they have their shardings, and results get theirs.
+    """
+    if not isinstance(where, Mesh):
+        place = SingleDeviceSharding(where)
+        form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
+        arguments = jax.tree.map(form, arguments)
+        # jax 0.11 asks the mesh, not the arguments, which GPU a Pallas kernel is for.
+        where = make_mesh(MeshConfig(), [where])
+    with jax.set_mesh(where):
+        traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
+        program = compiled(traced.lower(), compiler_options(_platform(where)))
         return program._replace(declared=declared(traced.jaxpr))
+
+
+def _platform(where: Any) -> str:
+    """The kind of a device, or of those of a mesh."""
+    return (where.devices.flat[0] if isinstance(where, Mesh) else where).platform
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, float] | None = None) -> HloModule:
@@ -102,21 +114,24 @@ def abstract_state(
 
 
 def compile_decode(
-    device: Any,
+    where: Any,
     setup: Setup,
     weights: Weights,
     cache_rows: int,
     batch: int = 1,
     law: Law = GREEDY,
 ) -> HloModule:
-    """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session."""
+    """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session.
+
+    It is compiled for a device, or for a mesh on which the weights lie.
+    """
     state = abstract_state(setup, weights, cache_rows, batch, law)
     decode = functools.partial(step.decode, setup)
-    return compile_for(device, decode, weights, state, _limits(batch), law, donate=(1,))
+    return _compile(where, decode, weights, state, _limits(batch), law, donate=(1,))
 
 
 def compile_prefill(
-    device: Any,
+    where: Any,
     setup: Setup,
     weights: Weights,
     cache_rows: int,
@@ -125,10 +140,19 @@ def compile_prefill(
 ) -> HloModule:
     """The loop of chunks that reads prompts of any length into caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
-    chunks = chunks_for(device.platform, batch)
+    chunks = chunks_for(_platform(where), batch)
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
     prompt = (_integers(batch, capacity), _integers(batch))
-    return compile_for(device, read, weights, *prompt, _limits(batch), law)
+    return _compile(where, read, weights, *prompt, _limits(batch), law)
+
+
+def _compile(
+    where: Any, function: Callable[..., Any], weights: Weights, *arrays: Any, donate: Any = ()
+) -> HloModule:
+    """Compiles as `decode.programs` does."""
+    if isinstance(where, Mesh):
+        function, arrays = split(function), on_mesh(arrays, where)
+    return compile_for(where, function, weights, *arrays, donate=donate)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -140,5 +164,17 @@ def _limits(batch: int) -> Limits:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree, abstract or not."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes that a device holds of all arrays of a tree, abstract or not."""
+    leaves = jax.tree.leaves(local(tree))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def local(tree: Any) -> Any:
+    """The shapes of the parts of all arrays that one device holds."""
+
+    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+        cut = getattr(leaf, "sharding", None)
+        shape = leaf.shape if cut is None else cut.shard_shape(leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(part, tree)

@@ -48,6 +48,7 @@ class Chip(NamedTuple):
     link: float  # bytes/s that a chip receives over one link, a GPU over all of its NVLinks
     float32: float  # FLOP/s at jax's highest precision, as a share of those in bfloat16
     launch: float  # seconds between one kernel and the next
+    latency: float  # seconds of a collective however few bytes it has
     stays: int  # bytes up to which what a kernel writes is still on the chip for the next one
 
     def flops(self, dtype: str) -> float:
@@ -62,14 +63,16 @@ class Chip(NamedTuple):
 # network between hosts is slower than NVLink, so bounds for several hosts are looser.
 # A TPU runs its program without launches, and libtpu says which arrays stay on the chip. A GPU
 # takes some microseconds from one kernel to the next, also within a CUDA graph; 2.5 is a guess
-# until one is timed. Half of an H200's second-level cache of 50 MB is taken to hold what one
-# kernel leaves for the next.
+# until one is timed. So is what a collective of few bytes takes: eight GPUs meet once, chips of a
+# TPU pass on what they hear, each within about a microsecond. Half of an H200's second-level cache
+# of 50 MB is taken to hold what one kernel leaves for the next.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 0),
-    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 0),
-    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6, 0.0, 0),
+    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 4e-6, 0),
+    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 4e-6, 0),
+    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6, 0.0, 4e-6, 0),
     "h200": Chip(
-        "NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989, 2.5e-6, 25 * MIB
+        *("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
+        *(2.5e-6, 8e-6, 25 * MIB),
     ),
 }
 

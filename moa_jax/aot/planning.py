@@ -14,7 +14,6 @@ of memory is right within some percent. That is enough for a verdict that is not
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax.aot import child, hlo, lowering, machines
-from moa_jax.aot.lowering import HloModule
+from moa_jax.aot.lowering import HloModule, num_bytes
 from moa_jax.aot.machines import Machine
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.model.precision import matmul_precision
@@ -115,10 +114,10 @@ def compile_plan(
             probe = jax.jit(program.probe).lower(state.params, frozen, batch)
             evaluation = lowering.compiled(probe, options)
     held = {
-        "target": _held(frozen),
-        "drafter": _held(state.params),
-        "optimizer": _held(state) - _held(state.params),
-        "batch": _held(batch),
+        "target": num_bytes(frozen),
+        "drafter": num_bytes(state.params),
+        "optimizer": num_bytes(state) - num_bytes(state.params),
+        "batch": num_bytes(batch),
     }
     memory = _memory(held, step, evaluation, machine.chip.memory)
     compiled = {"step": step.seconds, "evaluation": evaluation.seconds}
@@ -151,12 +150,6 @@ def _arguments(
         abstract(frozen, program.frozen_sharding),
         abstract(batch, program.rows_sharding),
     )
-
-
-def _held(tree: Any) -> int:
-    """Bytes that one chip holds of a tree of abstract arrays."""
-    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in shards)
 
 
 def _memory(

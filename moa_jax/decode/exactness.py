@@ -19,7 +19,7 @@ from moa_jax.decode import sample
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.sample import law_of
 from moa_jax.decode.session import GREEDY
-from moa_jax.model import llama, masks
+from moa_jax.model import llama, masks, sharding
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
 
@@ -64,7 +64,8 @@ def scores_after(
     padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
     padded_1T[0, : len(tokens)] = tokens
     law = law_of([sampling], loaded.config.vocab_size)
-    with matmul_precision(loaded.params["embed"].dtype):
+    mesh = sharding.mesh_of(loaded.params)
+    with matmul_precision(loaded.params["embed"].dtype), sharding.setting(mesh):
         lengths = np.int32(len(prompt)), np.int32(len(tokens))
         found = _scores(loaded.config, loaded.params, padded_1T, *lengths, law)
     return np.asarray(found)

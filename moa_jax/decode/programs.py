@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from moa_jax.model import sharding
 from moa_jax.model.precision import matmul_precision
 
 SMALLEST_BUCKET = 32
@@ -29,12 +31,14 @@ class Programs:
     """Compiled functions f(*fixed, *weights, *arrays, **static).
 
     `fixed` and `static` are compiled in. The weights stay the same; the arrays change from call to
-    call. With `donate` the first array is a state, and the new state takes over its memory.
+    call. With `donate` the first array is a state, and the new state takes over its memory. Where
+    the weights lie on a mesh, so do arrays and results, as `sharding.specs_of` has them.
     """
 
     def __init__(self, fixed: tuple[Any, ...], weights: tuple[Any, ...], dtype: Any) -> None:
         """`dtype` is that of the weights; it decides how products are rounded."""
         self._fixed, self.weights, self._dtype = fixed, weights, dtype
+        self._mesh = sharding.mesh_of(weights)
         self._compiled: dict[Any, Program] = {}
 
     def __len__(self) -> int:
@@ -54,7 +58,9 @@ class Programs:
         if key not in self._compiled:
             part = functools.partial(function, *self._fixed, **static)
             donated = len(self.weights) if donate else ()
-            with matmul_precision(self._dtype):
+            if self._mesh is not None:
+                part, arrays = split(part), on_mesh(arrays, self._mesh)
+            with matmul_precision(self._dtype), sharding.setting(self._mesh):
                 traced = jax.jit(part, donate_argnums=donated)
                 lowered = traced.lower(*self.weights, *arrays)
             options = compiler_options(jax.default_backend())
@@ -72,6 +78,22 @@ def _key(function: Program, arrays: Any, donate: bool, static: dict[str, Any]) -
     leaves, structure = jax.tree.flatten(arrays)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     return (function, donate, structure, shapes, *static.items())
+
+
+def on_mesh(arrays: Any, mesh: Mesh) -> Any:
+    """The shapes of a program's arrays, with where they lie on a mesh for decoding."""
+    form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)  # noqa: E731
+    return jax.tree.map(form, arrays, sharding.of_state(arrays, mesh))
+
+
+def split(function: Program) -> Program:
+    """The function with results that lie where the next program expects them."""
+
+    @functools.wraps(function)  # its arguments keep the names that `infer.plan` reads
+    def part(*arrays: Any) -> Any:
+        return sharding.constrain_state(function(*arrays))
+
+    return part
 
 
 def compiler_options(platform: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs, step
@@ -30,7 +31,7 @@ from moa_jax.decode.step import NEVER, DecodeState, Limits, Setup, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
-from moa_jax.model import panels, quantise
+from moa_jax.model import panels, quantise, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 GREEDY = Sampling()
@@ -89,7 +90,7 @@ class Session:
         for way in self.ways:
             _check_breadth(way, target, functions, vocabulary)
         logprobs.check(top_logprobs, target.config.vocab_size)
-        self.target = target
+        self.target, self.mesh = target, sharding.mesh_of(target.params)
         self.chooser = Chooser(self.ways, self.shape) if len(self.ways) > 1 else None
         self.costs = costs
         self.most_behind = MOST_BEHIND if self.chooser else 0
@@ -231,7 +232,7 @@ class Session:
         programs, arrays = self._programs[shape or self.shape], (state, limits, law)
         is_new = not programs.is_compiled(step.decode, *arrays)
         program = programs.compile(step.decode, *arrays)
-        if is_new and jax.default_backend() == "cpu":
+        if is_new and jax.default_backend() == "cpu" and self.mesh is None:
             _first_round(program, self.weights, arrays)
         return program
 
@@ -368,9 +369,10 @@ def for_decoding(weights: Weights) -> Weights:
     """The weights as this device multiplies few rows fastest; what is so already stays.
 
     On a CPU kernels are cut into panels, and a tied head gets a kernel of its own: a product with
-    the table (V, D) would first transpose the table, which costs more than the product itself.
+    the table (V, D) would first transpose the table, which costs more than the product itself. On
+    a mesh, where a CPU stands for other devices, they stay as they are.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or sharding.mesh_of(weights.target) is not None:
         return weights
     head = weights.vocabulary
     return weights._replace(
@@ -402,6 +404,10 @@ def _with_head(params: Any) -> Any:
 def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> step.Vocabulary:
     """The part of the target's head that the drafter reads, once and for all."""
     ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
-    if "lm_head" in params:
-        return step.Vocabulary(ids_U, quantise.columns(params["lm_head"], ids_U))
-    return step.Vocabulary(ids_U, quantise.columns(quantise.transposed(params["embed"]), ids_U))
+    head = params["lm_head"] if "lm_head" in params else quantise.transposed(params["embed"])
+    found = step.Vocabulary(ids_U, quantise.columns(head, ids_U))
+    if (mesh := sharding.mesh_of(params)) is None:
+        return found
+    place = lambda leaf, *axes: NamedSharding(mesh, sharding.dividing(axes, leaf.shape, mesh))  # noqa: E731
+    cut = quantise.sharding_as(("head",), found.head_DU, place(found.head_DU, None, "vocab"))
+    return jax.device_put(found, step.Vocabulary(place(ids_U, None), cut))

@@ -34,7 +34,7 @@ from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.sample import Law, Said
 from moa_jax.decode.verify import Verdict, verify
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Guide, Shared, Tapped, Tree, chain
-from moa_jax.model import cache, llama, masks
+from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
 from moa_jax.model.devices import traced_platform
 from moa_jax.model.quantise import Matrix
@@ -263,7 +263,7 @@ def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> Ro
         set_aside = lambda: jnp.zeros((batch, setup.most_behind, width), dtype)  # noqa: E731
         streams = tuple(set_aside() for _ in setup.drafter.taps.streams)
         behind = Behind(jnp.zeros(batch, jnp.int32), streams, set_aside())
-    return RoundState(
+    state = RoundState(
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),
         sample.nothing_said(law, batch, setup.target.vocab_size),
@@ -271,6 +271,7 @@ def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> Ro
         setup.drafter and setup.drafter.init_cache(batch, rows, dtype),
         behind,
     )
+    return sharding.constrain_state(state)
 
 
 def read_chunk(

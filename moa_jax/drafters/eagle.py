@@ -100,7 +100,9 @@ def table(cfg: EagleConfig, target_cfg: TargetConfig) -> Table:
     fc, prefix = PREFIXES[cfg.names]
     width = block.hidden_size
     found = convert.block_table(block, prefix) | {
-        ("fc", "kernel"): convert.kernel((None, "embed"), (f"{fc}.weight",), 2 * width, (width,))
+        ("fc", "kernel"): convert.kernel(
+            ("features", "embed"), (f"{fc}.weight",), 2 * width, (width,)
+        )
     }
     if cfg.fc_bias:
         found["fc", "bias"] = convert.vector((None,), (f"{fc}.bias",), (width,))

@@ -154,7 +154,9 @@ def table(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
     }
     return {
         **convert.under(("layer",), inside),
-        ("fc", "kernel"): convert.kernel((None, "embed"), ("fc.weight",), 3 * width, (width,)),
+        ("fc", "kernel"): convert.kernel(
+            ("features", "embed"), ("fc.weight",), 3 * width, (width,)
+        ),
         ("norm", "scale"): convert.vector((None,), ("norm.weight",), (width,)),
         ("head",): convert.kernel(("embed", "vocab"), ("lm_head.weight",), width, (guesses,)),
     }

@@ -55,7 +55,7 @@ def read_params(
             if row is None:
                 if weights:
                     source = f"{reader.file_of[packing.names[0]]}: {' + '.join(packing.names)}"
-                    placed = _stored_as(path, placed, weights, source)
+                    placed = _stored_as(path, placed, weights, where, source)
                 leaves[path] = placed
                 continue
             if row == 0:
@@ -120,9 +120,15 @@ def _turn(joined: jax.Array, dtype: np.dtype, sharding: NamedSharding | None) ->
     return turned if sharding is None else jax.lax.with_sharding_constraint(turned, sharding)
 
 
-def _stored_as(path: convert.Path, placed: jax.Array, weights: Format, source: str) -> Matrix:
+def _stored_as(
+    path: convert.Path,
+    placed: jax.Array,
+    weights: Format,
+    sharding: NamedSharding | None,
+    source: str,
+) -> Matrix:
     """A placed array in a format, once it is there: arrays of the file do not pile up."""
-    leaf = jax.block_until_ready(_STORED_AS(path[-1:], placed, weights))
+    leaf = jax.block_until_ready(_quantised(path[-1:], placed, weights, sharding))
     if isinstance(leaf, Quantised) and not bool(jnp.isfinite(leaf.scale).all()):
         raise InputError(
             f"{source} holds values that are not finite, so {weights} has no scale for them: fetch "
@@ -131,7 +137,12 @@ def _stored_as(path: convert.Path, placed: jax.Array, weights: Format, source: s
     return leaf
 
 
-_STORED_AS = jax.jit(quantise.stored_as, static_argnums=(0, 2))
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _quantised(
+    path: convert.Path, placed: jax.Array, weights: Format, sharding: NamedSharding | None
+) -> Matrix:
+    leaf = quantise.stored_as(path, placed, weights)
+    return quantise.placed_as(path, leaf, sharding)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -7,7 +7,8 @@
 Allocated rows are S, used rows n + X. The einsum reads all S under a mask. The kernels of
 accelerators read the n rows of the prefix, which need no mask but their number, and apart from
 these the X rows of the tree. They join the two by their log-sum-exps. `attend_cached` chooses: a
-program compiled for a GPU gets Pallas-Triton, one for a TPU gets Pallas, any other the einsum.
+program compiled for a GPU gets Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a
+mesh each device does this for its heads and its rows of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moa_jax.model import cache, chunks
+from moa_jax.model import cache, chunks, sharding
 from moa_jax.model.cache import KV
 from moa_jax.model.devices import traced_platform
 from moa_jax.model.masks import Sight
@@ -65,6 +66,18 @@ def attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -
     head are followed by a key and a value, X = G + 2, unless the sight has no tokens behind the
     prefix. Returns (B, T, K, G, E) and the cache.
     """
+    if not sharding.is_cut():
+        return _attend_cached(packed_BTKXE, turn, past, sight)
+    mesh = jax.sharding.get_abstract_mesh()
+    heads = sharding.dividing(("rows", None, "kv_heads"), packed_BTKXE.shape, mesh)
+    given, caches = sharding.specs_of((turn, past, sight), mesh), sharding.specs_of(past, mesh)
+    part = jax.shard_map(
+        _attend_cached, in_specs=(heads, *given), out_specs=(heads, caches), check_vma=False
+    )
+    return part(packed_BTKXE, turn, past, sight)
+
+
+def _attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
     kernels = _kernels()
     if kernels and not kernels.is_possible(packed_BTKXE, past):
         _say(f"no {kernels.PLATFORM} kernel for such heads or caches")
@@ -83,6 +96,17 @@ def keep_path(
     Node i stands at row length + i of each cache, its place on the path is length + level. `taken`
     has the same rows as the pass made them: XLA would copy a cache that it reads and writes.
     """
+    given = (caches, taken, path_BD, length_B)
+    if not sharding.is_cut():
+        return _keep_path(*given)
+    specs = sharding.specs_of(given, jax.sharding.get_abstract_mesh())
+    part = jax.shard_map(_keep_path, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return part(*given)
+
+
+def _keep_path(
+    caches: tuple[KV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[KV, ...]:
     write = functools.partial(_write_path, taken)
     kernels = _kernels() if caches else None
     able = kernels is not None and kernels.keep_path is not None

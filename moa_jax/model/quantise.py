@@ -13,14 +13,17 @@ References: LLM.int8() (arXiv 2208.07339) for symmetric scales by vector.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from moa_jax.model import panels
+from moa_jax.model import panels, sharding
 from moa_jax.model.panels import Panels
+from moa_jax.model.sharding import ShardingOf
 
 Array = jax.Array
 
@@ -80,6 +83,14 @@ def stored_as(path: tuple[Any, ...], leaf: Array, weights: Format | None) -> Mat
     return leaf if weights is None or summed is None else quantise(leaf, weights, summed)
 
 
+def sharding_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding) -> Any:
+    """Where a leaf in a format lies whose array would lie at `where`."""
+    if not isinstance(leaf, Quantised):
+        return where
+    axes = [part for axis, part in enumerate(where.spec) if axis != _SUMMED[path[-1]]]
+    return Quantised(where, NamedSharding(where.mesh, PartitionSpec(*axes)))
+
+
 def quantise_params(params: Any, weights: Format) -> Any:
     """A parameter tree, with its layers in a list, whose matrices are quantised."""
 
@@ -87,6 +98,24 @@ def quantise_params(params: Any, weights: Format) -> Any:
         return stored_as(tuple(getattr(key, "key", None) for key in path), leaf, weights)
 
     return jax.tree.map_with_path(of, params)
+
+
+def placed_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding | None) -> Matrix:
+    """Such a leaf within a program, there unless `where` is None."""
+    if where is None:
+        return leaf
+    return lax.with_sharding_constraint(leaf, sharding_as(path, leaf, where))
+
+
+def shardings_of(params: Any, sharding_of: ShardingOf) -> Any:
+    """The shardings of a parameter tree whose matrices may be in a format, from its shapes."""
+
+    def at(path: tuple[Any, ...], leaf: Matrix) -> Any:
+        steps = tuple(getattr(step, "key", getattr(step, "idx", None)) for step in path)
+        return sharding_as(steps, leaf, sharding_of(steps, leaf.shape))
+
+    is_matrix = lambda leaf: isinstance(leaf, Quantised)  # noqa: E731
+    return jax.tree.map_with_path(at, params, is_leaf=is_matrix)
 
 
 def in_panels(params: Any) -> Any:
@@ -117,18 +146,22 @@ def matrices(params: Any) -> list[Matrix]:
 def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     """x (..., D) @ kernel (D, *outputs), multiplied as one matrix, in `dtype`.
 
-    With a quantised kernel the sums are float32 until they are scaled.
+    With a quantised kernel the sums are float32 until they are scaled. On a mesh the outputs stay
+    as they are: it may cut the second of two, and XLA would gather them to make a matrix.
     """
     inputs, *outputs = kernel.shape
+    apart = sharding.is_cut()
+    multiply = functools.partial(jnp.tensordot, axes=1) if apart else jnp.matmul
+    joined = lambda array, *before: array if apart else array.reshape(*before, -1)  # noqa: E731
     if isinstance(kernel, Quantised):
-        values_DF = kernel.values.reshape(inputs, -1).astype(x.dtype)
-        y = jnp.matmul(x, values_DF, preferred_element_type=jnp.float32)
-        y = (y * kernel.scale.reshape(-1).astype(jnp.float32)).astype(dtype)
+        values_DF = joined(kernel.values, inputs).astype(x.dtype)
+        y = multiply(x, values_DF, preferred_element_type=jnp.float32)
+        y = (y * joined(kernel.scale).astype(jnp.float32)).astype(dtype)
     elif isinstance(kernel, Panels):
         y = panels.multiply(x, kernel).astype(dtype)
     else:
-        kernel_DF = kernel.astype(x.dtype).reshape(inputs, -1)
-        y = jnp.matmul(x, kernel_DF, preferred_element_type=dtype)
+        kernel_DF = joined(kernel.astype(x.dtype), inputs)
+        y = multiply(x, kernel_DF, preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *outputs)
 
 
@@ -141,7 +174,30 @@ def matmul_rows(x: Array, table_VD: Matrix, dtype: Any) -> Array:
 
 
 def lookup(table_VD: Matrix, ids: Array) -> Array:
-    """Rows (..., D) of a table."""
+    """Rows (..., D) of a table, which stays where a mesh for decoding has cut it."""
+    if not sharding.is_cut():
+        return _rows(table_VD, ids)
+    mesh = jax.sharding.get_abstract_mesh()
+    table = sharding.dividing(("table", None), table_VD.shape, mesh)
+    if table[0] is None:
+        return _rows(table_VD, ids)
+    if isinstance(table_VD, Quantised):
+        table = Quantised(table, PartitionSpec(*table[:1]))
+    at = sharding.dividing(("rows",), ids.shape, mesh)
+    part = jax.shard_map(_rows_together, in_specs=(table, at), out_specs=at, check_vma=False)
+    return part(table_VD, ids)
+
+
+def _rows_together(part_VD: Matrix, ids: Array) -> Array:
+    """Rows of a table of which each device has a part; a row is found by one and heard by all."""
+    count = part_VD.shape[0]
+    place = ids - lax.axis_index("tensor") * count
+    is_here = (place >= 0) & (place < count)
+    found = _rows(part_VD, jnp.where(is_here, place, 0))
+    return lax.psum(jnp.where(is_here[..., None], found, 0), "tensor")
+
+
+def _rows(table_VD: Matrix, ids: Array) -> Array:
     if isinstance(table_VD, Quantised):
         scale = table_VD.scale[ids][..., None]
         return table_VD.values[ids].astype(scale.dtype) * scale

@@ -5,27 +5,36 @@
             tensor   heads, feed-forwards and vocabulary of every layer
 
     (D, K, G+2, E)  "embed", "kv_heads", None, None  --TRAIN-->  P("fsdp", "tensor", None, None)
+                                                     --DECODE->  P(None, "tensor", None, None)
 
 The tables of `convert.py` hold the names beside the shapes. An unknown name is an error, and so
 are two axes of one array on the same mesh axis: else weights would silently be copied.
+
+A mesh for training has all three axes. One for decoding has no `fsdp`, since weights that are
+gathered anew for each token would take longer than they do to be read. In training, a mesh that
+does not divide an array is refused. In decoding each device gets the whole array, so that a drafter
+with few heads serves beside a target with many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moa_jax.config import MeshConfig
 from moa_jax.errors import InputError
 from moa_jax.model import convert
+from moa_jax.model.cache import KV
 
 MESH_AXES = ("data", "fsdp", "tensor")
+DECODE_AXES = ("data", "tensor")
 Rules = dict[str, str | tuple[str, ...] | None]
 ShardingOf = Callable[[convert.Path, convert.Shape], NamedSharding]
 
@@ -33,6 +42,7 @@ TRAIN: Rules = {
     "rows": ("data", "fsdp"),  # of a batch
     "layers": None,  # scanned
     "embed": "fsdp",  # width of the residual stream
+    "features": None,  # several of these side by side, as a drafter's first product reads them
     "memory": "tensor",  # keys and values of one layer, joined
     "heads": "tensor",  # query heads, joined with their size
     "kv_heads": "tensor",
@@ -40,6 +50,9 @@ TRAIN: Rules = {
     "vocab": "tensor",
     "table": ("fsdp", "tensor"),  # rows of the embedding: looked up where they are, then summed
 }
+
+# The widths of activations are whole on every device: a product cuts its outputs, or what it sums.
+DECODE: Rules = TRAIN | {"rows": "data", "embed": None, "features": "tensor", "table": "tensor"}
 
 
 # The same for weights that are never updated and fit every device: `fsdp` copies them.
@@ -59,6 +72,21 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
         )
     grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def decoding_mesh(tensor: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of the first T x D devices; InputError where there are fewer."""
+    devices = jax.devices() if devices is None else devices
+    count = data * tensor
+    if count > len(devices):
+        raise InputError(
+            f"mesh tensor={tensor},data={data} needs {count} devices, and there "
+            f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}: choose a smaller mesh"
+        )
+    grid = np.array(devices[:count], object).reshape(data, tensor)
+    if 1 < count == len(devices):
+        grid = mesh_utils.create_device_mesh(grid.shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, DECODE_AXES, axis_types=(AxisType.Auto,) * len(DECODE_AXES))
 
 
 def spec(axes: convert.Axes, rules: Rules = TRAIN) -> PartitionSpec:
@@ -113,9 +141,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """`x` with its leading axes split as the training rules say; unchanged where no mesh is set."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """`x` with its leading axes split as the rules of the mesh say; unchanged where none is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return x
+    if mesh.axis_names == DECODE_AXES:
+        return jax.lax.with_sharding_constraint(x, dividing(axes, x.shape, mesh))
     return jax.lax.with_sharding_constraint(x, spec(axes, TRAIN))
 
 
@@ -151,3 +182,83 @@ def _checked(sharding: NamedSharding, shape: convert.Shape, name: str) -> NamedS
                 "divide: choose a mesh that does"
             )
     return sharding
+
+
+# ---- decoding -----------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """How a mesh for decoding splits a table."""
+
+    sharding_of: ShardingOf
+    copied: list[str]  # names of arrays of which each device has an axis whole, for people
+
+
+def for_decoding(table: convert.Table, mesh: Mesh) -> Cut:
+    """How decoding splits the arrays of a table, whose layers are a list."""
+
+    def sharding_of(path: convert.Path, shape: convert.Shape) -> NamedSharding:
+        return NamedSharding(mesh, dividing(table[path].axes, shape, mesh))
+
+    wholes = {
+        ".".join(str(step) for step in path if not isinstance(step, int)): None
+        for path, packing in table.items()
+        if dividing(packing.axes, packing.shape, mesh) != spec(packing.axes, DECODE)
+    }
+    return Cut(sharding_of, list(wholes))
+
+
+def dividing(axes: convert.Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The mesh axes of an array in decoding; an axis that the mesh does not divide is not split."""
+    sizes = list(zip(spec(axes, DECODE), shape, strict=False))  # trailing axes need no name
+    fits = lambda part, size: part is None or size % mesh.shape[part] == 0  # noqa: E731
+    return PartitionSpec(*(part if fits(part, size) else None for part, size in sizes))
+
+
+def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """How decoding splits arrays whose first axis, if they have one, is rows of a batch.
+
+    Caches are split by their heads besides.
+    """
+    cache = ("rows", "kv_heads", None, None)
+    axes = lambda part: cache if isinstance(part, KV) else ("rows",)  # noqa: E731
+
+    def place(part: Any) -> Any:
+        return jax.tree.map(lambda leaf: dividing(axes(part), leaf.shape, mesh), part)
+
+    return jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, KV))
+
+
+def of_state(state: Any, mesh: Mesh) -> Any:
+    """The same as shardings."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state, mesh))
+
+
+def constrain_state(state: Any) -> Any:
+    """Such arrays, split like this where a mesh for decoding is set."""
+    if not is_cut():
+        return state
+    specs = specs_of(state, jax.sharding.get_abstract_mesh())
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, specs)
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh for decoding that loaded weights lie on; None where they lie on one device."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    meshes = (place.mesh for place in shardings if isinstance(place, NamedSharding))
+    return next((mesh for mesh in meshes if mesh.axis_names == DECODE_AXES), None)
+
+
+def name_of(mesh: Mesh) -> str:
+    """The sizes of a mesh as the flag --mesh takes them."""
+    return ",".join(f"{axis}={size}" for axis, size in reversed(mesh.shape.items()) if size > 1)
+
+
+def is_cut() -> bool:
+    """Whether a program is being traced for a mesh for decoding."""
+    return jax.sharding.get_abstract_mesh().axis_names == DECODE_AXES
+
+
+def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Inside it programs are traced for a mesh, if there is one."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

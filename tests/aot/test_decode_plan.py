@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from configs.shapes import SHAPES
 from infer import plan
 from moa_jax.aot import child, declared, decoding, kernels, lowering, machines
 from moa_jax.aot.hlo import LARGE
@@ -510,6 +512,7 @@ def a_plan(request: decoding.Request, **rest: Any) -> dict[str, Any]:
             "products": 15,
             "roofline": 400.0 * request.tau,
             "moves": [],
+            "links": {"collectives": {}, "bytes": 0, "ms": 0.0},
             "hlo": "HloModule of the round",
         }
         | rest
@@ -728,6 +731,23 @@ def test_a_round_of_the_8b_pair_on_an_h200(mode):
     assert phases["verify"]["caches"] >= 0.999 * 2 * 32 * 2 * 8 * 128 * rows
     assert phases["rest"]["launches"] < 5
     assert phases["prefill"]["launches"] > 0 and found["temp_bytes"] < 1e9
+
+
+@pytest.mark.slow
+@needs["cuda"]
+def test_eight_gpus_speak_twice_a_layer():
+    """Layers of a 70B target: two all-reduces each, one more for the embedding, and the choice."""
+    config = dataclasses.replace(SHAPES["meta-llama/Meta-Llama-3-70B-Instruct"], num_layers=4)
+    whole = machine("h200:8")
+    found = decoding.plan(
+        decoding.Request(
+            whole, config, None, DraftShape(1), 4096, prompt_length=32, mesh={"tensor": 8}
+        )
+    )
+    links = found["links"]["collectives"]
+    assert links["all-reduce"]["count"] == 2 * 4 + 1
+    assert sum(each["count"] for each in links.values()) <= 2 * 4 + 2
+    assert found["fits"] and found["moves"] == [] and 0 < found["links"]["bytes"] < 1e6
 
 
 @pytest.mark.slow

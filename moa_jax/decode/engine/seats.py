@@ -222,7 +222,7 @@ class Seats:
             self._behind += rounds
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
-            self._given[kind] = jax.device_put(together(rows, kind))
+            self._given[kind] = self._shelf.put(together(rows, kind))
         ended = np.zeros(size.slots, bool)
         ended[list(self._ended)] = True
         self._ended = set()

@@ -28,6 +28,7 @@ from moa_jax.decode.engine.rows import EVERY, LIKELY, Given, Kind, Live
 from moa_jax.decode.programs import Program, Programs, cache_rows_for
 from moa_jax.decode.session import Session
 from moa_jax.decode.step import Weights
+from moa_jax.model import sharding
 
 LEAST_ROWS = 256
 LEAST_CHUNK = 16
@@ -95,6 +96,11 @@ class Shelf:
     def run(self, name: Hashable, *arrays: Any) -> Any:
         """Runs a program that is there; the names are those of `_make`."""
         return self._ready[name](self._session.weights, *arrays)
+
+    def put(self, arrays: Any) -> Any:
+        """Arrays of the host that several calls are given, where these expect them."""
+        mesh = self._session.mesh
+        return jax.device_put(arrays, mesh and sharding.of_state(arrays, mesh))
 
     def fits(self, size: Size, slots: int, rows: int) -> bool:
         return size.slots >= slots and size.rows >= rows
@@ -239,7 +245,7 @@ class Shelf:
             return
         static.setdefault("donate", bool(like))
         program = self._programs[way or self.own, likely].compile(function, *like, **static)
-        if jax.default_backend() == "cpu":
+        if jax.default_backend() == "cpu" and self._session.mesh is None:
             _run_once(program, self._session.weights, like)
         self._ready[name] = program
 

@@ -1,0 +1,114 @@
+"""Decoding on several devices: the texts of one device, whatever a mesh cuts."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from infer.flags.pair import mesh_sizes
+from infer.info import ROOT
+from moa_jax import InputError
+from moa_jax.model import sharding
+from moa_jax.pretrained import check_mesh
+from tests.decode.mesh_run import CONFIG
+from tests.model_folders import refusal
+
+CASES = (
+    "moa-0:plain:tensor=2",
+    "moa-0:chain:tensor=4",
+    "moa-3:tree:tensor=2,data=2",
+    "eagle:chain:tensor=8",  # more devices than key-value heads
+    "eagle3:tree:tensor=4",
+    "glide:tree:tensor=2",
+    "independent:chain:tensor=4",
+    "lookup:chain:data=4",
+    "moa-0:engine-chain:tensor=4",
+)
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, dict]:
+    """What a process with eight devices found in each case."""
+    command = [sys.executable, "-m", "tests.decode.mesh_run", *CASES]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, text=True, capture_output=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {found["case"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_mesh_writes_the_texts_of_one_device(told, case):
+    """Uneven prompts, greedy and drawn, with their log-probabilities; drafts are accepted alike."""
+    on_mesh, alone = told[case]["mesh"], told[case]["alone"]
+    assert [row["tokens"] for row in on_mesh] == [row["tokens"] for row in alone]
+    if "engine" in case:
+        assert {row["finish"] for row in on_mesh} == {"length"}
+        return
+    assert [row["accepted"] for row in on_mesh] == [row["accepted"] for row in alone]
+    if case.startswith(("moa-0:chain", "moa-3", "lookup")):
+        assert max(max(row["accepted"]) for row in alone) > 1  # drafts count
+    for one, other in zip(on_mesh, alone, strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_program_decodes_on_a_mesh():
+    """As users call it, on the bundled pair; --check compares with plain decoding."""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-m", "infer.generate", "--mesh", "tensor=4", "--check", "--json"]
+    done = subprocess.run(
+        [*command, "--prompt", "Hello!", "--max-new-tokens", "12"],
+        **dict(cwd=ROOT, env=env, text=True, capture_output=True, timeout=500),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (found,) = json.loads(done.stdout)["results"]
+    assert found["difference"] is None and len(found["token_ids"]) > 2
+    copied = [line for line in done.stderr.splitlines() if "each device has a copy" in line]
+    assert len(copied) == 2  # one key-value head: once for the target, once for the drafter
+
+
+# ---- what is cut, and what is refused -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "expected"),
+    [
+        (("embed", "kv_heads", None, None), (32, 4, 4, 8), P(None, "tensor", None, None)),
+        (("embed", "kv_heads", None, None), (32, 1, 4, 8), P(None, None, None, None)),
+        (("embed", "vocab"), (32, 64), P(None, "tensor")),
+        (("table", "embed"), (64, 32), P("tensor", None)),
+        (("rows",), (6, 7), P("data")),
+        (("rows",), (3, 7), P(None)),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_whole_everywhere(axes, shape, expected):
+    mesh = AbstractMesh((2, 4), sharding.DECODE_AXES)
+    assert sharding.dividing(axes, shape, mesh) == expected
+
+
+def test_the_flag_names_sizes():
+    assert mesh_sizes("tensor=4,data=2") == {"tensor": 4, "data": 2}
+    assert mesh_sizes("tensor=1") == {}
+    for wrong in ("4", "fsdp=2", "tensor=2,tensor=2", "tensor=0", "tensor=x"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            mesh_sizes(wrong)
+
+
+def test_meshes_that_cannot_be_are_refused():
+    count = len(jax.devices())
+    found = refusal(sharding.decoding_mesh, tensor=count + 1)
+    assert f"tensor={count + 1},data=1 needs {count + 1} devices" in found
+    mesh = AbstractMesh((1, 5), sharding.DECODE_AXES)
+    with pytest.raises(
+        InputError, match="tensor=5 does not divide the target's feed-forward of 48"
+    ):
+        check_mesh(CONFIG, mesh)
