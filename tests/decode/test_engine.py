@@ -177,7 +177,7 @@ def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
     ("name", "shape"),
     [
         (None, CHAIN),
-        ("moa-1", CHAIN),
+        pytest.param("moa-1", CHAIN, marks=pytest.mark.slow),
         pytest.param("eagle3", TREE, marks=pytest.mark.slow),
         pytest.param("lookup", CHAIN, marks=pytest.mark.slow),
     ],
@@ -613,6 +613,7 @@ def test_short_prompts_do_not_wait_for_long_ones(monkeypatch):
 # ---- ends ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_request_may_be_cancelled_at_any_time(started):
     """While it waits, is read, or is decoded; it hears so once, and its neighbours hear nothing."""
     engine = engine_of("moa-1", num_slots=2)

@@ -91,6 +91,7 @@ def assert_switches_leave_the_text(name: str, law: Sampling | list[Sampling]) ->
     assert heard == {CHAIN, PLAIN, TREE, LONG}
 
 
+@pytest.mark.slow
 @kinds
 def test_what_plain_rounds_left_is_made_up_for(name):
     """Then the drafter's caches, and so its drafts, are those that it has after a longer prompt."""

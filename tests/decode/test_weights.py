@@ -62,14 +62,10 @@ def cut_short(target: Target) -> LoadedDrafter:
     return LoadedDrafter("independent", IndependentConfig(config), params, (), None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weights, shape",
-    [
-        pytest.param("int8", TREE, marks=pytest.mark.slow),
-        ("int8", CHAIN),
-        pytest.param("fp8", TREE, marks=pytest.mark.slow),
-        pytest.param("fp8", CHAIN, marks=pytest.mark.slow),
-    ],
+    [("int8", TREE), ("int8", CHAIN), ("fp8", TREE), ("fp8", CHAIN)],
     ids=["int8-tree", "int8-chain", "fp8-tree", "fp8-chain"],
 )
 def test_drafts_that_are_accepted_change_no_text(calm_target, weights, shape):

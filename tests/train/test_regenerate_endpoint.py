@@ -196,8 +196,14 @@ TROUBLES = {
     "slow": (lambda handler: time.sleep(0.4) or handler.cut(), "nothing came for 0.2 s"),
 }
 
+QUICK = ("busy", "cut", "half")
+troubles = pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TROUBLES],
+)
 
-@pytest.mark.parametrize("name", TROUBLES)
+
+@troubles
 def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     """Every other request fails; each answer is asked for until it comes, and then no more."""
     fault, said = TROUBLES[name]
@@ -211,7 +217,7 @@ def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     assert len(told) == 1 and "again in" in told[0]
 
 
-@pytest.mark.parametrize("name", TROUBLES)
+@troubles
 def test_what_does_not_pass_ends_with_a_line_and_goes_on_later(
     ask, fake, local, tmp_path, monkeypatch, name
 ):
