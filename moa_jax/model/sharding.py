@@ -234,6 +234,13 @@ def of_state(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state, mesh))
 
 
+def born(make: Callable[[], Any], mesh: Mesh | None) -> Any:
+    """Such arrays as `make` makes them, each part on its own device."""
+    if mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=of_state(jax.eval_shape(make), mesh))()
+
+
 def constrain_state(state: Any) -> Any:
     """Such arrays, split like this where a mesh for decoding is set."""
     if not is_cut():

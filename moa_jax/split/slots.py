@@ -31,7 +31,7 @@ from moa_jax.decode.session import for_decoding
 from moa_jax.decode.step import Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Tapped, Tree
 from moa_jax.errors import InputError
-from moa_jax.model import cache, llama
+from moa_jax.model import cache, llama, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 Array = jax.Array
@@ -165,7 +165,7 @@ class Slots:
     def _renew(self) -> None:
         """Makes empty caches, after it has freed the memory of the old ones."""
         self._caches = None
-        self._caches = self._empty()
+        self._caches = sharding.born(self._empty, sharding.mesh_of(self.weights.target))
         self._sound = True
 
     def read(self, slot: int, tokens: Sequence[int], *, pick_root: bool) -> Reply:

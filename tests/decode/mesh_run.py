@@ -36,6 +36,8 @@ from moa_jax.decode.engine import Engine, Request
 from moa_jax.measure.random_pair import random_drafter, random_target
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.split.slots import Request as SlotRequest
+from moa_jax.split.slots import Slots
 
 BLOCK = BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None)  # 4 kv heads: 8 devices hold copies
 CONFIG = TargetConfig("llama", 64, 4, BLOCK, False, 256)
@@ -50,7 +52,12 @@ KINDS: dict[str, Any] = {
     "independent": ("independent", IndependentConfig(SMALL)),
     "lookup": ("lookup", LookupConfig()),
 }
-SHAPES = {"plain": DraftShape(1), "chain": DraftShape(4), "tree": DraftShape(4, 3, 8)}
+SHAPES = {
+    "plain": DraftShape(1),
+    "chain": DraftShape(4),
+    "tree": DraftShape(4, 3, 8),
+    "wide": DraftShape(2, 16, 40),  # of 64 tokens: some are accepted whatever a drafter thinks
+}
 PROMPTS = [[5, 17, 60, 33, 9, 5, 17], [50, 3, 44], [7], [2, 4, 8, 16, 32]]
 LAWS = (
     Sampling(),
@@ -121,13 +128,36 @@ def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     return rows
 
 
+def verified(name: str, mesh: Mesh | None) -> list[dict[str, Any]]:
+    """The same texts by the target's half for clients, whose drafts are right but for the last."""
+    loaded = target(mesh)
+    slots = Slots(loaded, drafter(name, mesh), num_slots=3, max_tokens=64, max_nodes=4, chunk=16)
+    (where,) = {leaf.sharding.spec for leaf in jax.tree.leaves(slots._caches)}
+    assert where[1] == "tensor", where
+    rows = []
+    for text, prompt, law in zip(decoded(name, "plain", None), PROMPTS, LAWS, strict=True):
+        slot = slots.open(law, NO_STOP, len(prompt) + NEW, len(prompt))
+        tokens = slots.read(slot, prompt, pick_root=True).tokens[len(prompt) :]
+        while len(tokens) < NEW:
+            right = text["tokens"][len(tokens) :][:2]
+            draft = [*right, (right[-1] + 1) % CONFIG.vocab_size]
+            (reply,) = slots.verify([SlotRequest(slot, draft, range(len(draft)))])
+            tokens += reply.tokens
+        slots.close(slot)
+        rows.append({"tokens": tokens})
+    return rows
+
+
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     for case in sys.argv[1:]:
         name, shape, sizes = case.split(":")
         mesh = decoding_mesh(**mesh_sizes(sizes))
-        how, shape = (served, shape[7:]) if shape.startswith("engine-") else (decoded, shape)
-        found = {"mesh": how(name, shape, mesh), "alone": decoded(name, shape, None)}
+        if shape == "split":
+            found = {"mesh": verified(name, mesh), "alone": decoded(name, "plain", None)}
+        else:
+            how, shape = (served, shape[7:]) if shape.startswith("engine-") else (decoded, shape)
+            found = {"mesh": how(name, shape, mesh), "alone": decoded(name, shape, None)}
         print(json.dumps({"case": case} | found), flush=True)
 
 
