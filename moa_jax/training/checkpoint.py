@@ -239,15 +239,23 @@ def newest_of(checkpoints: Path) -> Path | None:
     return max(steps, key=lambda path: int(path.name), default=None)
 
 
-def read_params(folder: Path, abstract: Params) -> Params:
-    """The parameters in a checkpoint, whatever run it is of.
+def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params:
+    """The parameters in a checkpoint of any run with the drafter of `config`.
 
     `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
-    missing, damaged or of other parameters.
+    missing, damaged or of another drafter.
     """
     folder = folder.absolute()
-    if fault := _fault(folder):
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such checkpoint: choose another")
+    fault, saved = _settings_of(folder)
+    if fault:
         raise InputError(f"{folder}: damaged ({fault}): choose another checkpoint")
+    if found := [each for each in changes(saved, config) if each.startswith("drafter.")]:
+        raise InputError(
+            f"{folder}: holds another drafter: {listed(found)}: name another checkpoint, or set "
+            "them alike"
+        )
     with ocp.StandardCheckpointer() as reader:
         found = reader.metadata(folder / "state").item_metadata.tree["params"]
     shapes = lambda tree: {  # noqa: E731
@@ -275,18 +283,23 @@ def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
 
 def _examined(folder: Path, config: PretrainConfig | DistillConfig) -> str:
     """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's."""
-    if fault := _fault(folder):
-        return fault
-    try:
-        saved = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"meta: {_shortened(error)}"
-    if differences := changes(saved, config):
+    fault, saved = _settings_of(folder)
+    if not fault and (differences := changes(saved, config)):
         raise InputError(
             f"{folder.parent}: holds a run with other settings: {listed(differences)}: "
             "restore them, or name another run.directory"
         )
-    return ""
+    return fault
+
+
+def _settings_of(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with a checkpoint's files, "" for nothing, and the settings of its run."""
+    if fault := _fault(folder):
+        return fault, {}
+    try:
+        return "", ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"meta: {_shortened(error)}", {}
 
 
 class _NewestAndBest:

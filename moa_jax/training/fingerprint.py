@@ -28,6 +28,7 @@ FREE = (
 DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
 MOST_SHOWN = 6
+LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands of ids
 
 
 def fingerprint(config: PretrainConfig | DistillConfig) -> Settings:
@@ -85,4 +86,7 @@ def _decisive(settings: Settings) -> Settings:
 
 
 def _shown(settings: Settings, name: str) -> str:
-    return json.dumps(settings[name]) if name in settings else "none"
+    if name not in settings:
+        return "none"
+    text = json.dumps(settings[name])
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

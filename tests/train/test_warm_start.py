@@ -29,6 +29,9 @@ def evaluations(folder: Path) -> list[list]:
 def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
     """It starts at the other's last evaluation, with a fresh optimiser and another rate."""
     config = warm_config(tmp_path, small_target, distilled / "run")
+    log = tmp_path / "run" / "metrics.jsonl"  # of another start, which came to no checkpoint
+    log.parent.mkdir()
+    log.write_text('{"step": 0, "kind": "eval", "kl": 99.0}\n')
     slow = dataclasses.replace(config.optim, learning_rate=1e-4, peak=1.0)
     distill.distill(dataclasses.replace(config, optim=slow))
     before, after = evaluations(distilled), evaluations(tmp_path)
@@ -63,7 +66,12 @@ def test_the_flag_names_a_checkpoint(small_target, distilled, tmp_path, monkeypa
     monkeypatch.setattr(distill, "load_target", None)  # refusals come before
     folder = warm_config(tmp_path, small_target, start)
     other = dataclasses.replace(folder, drafter=MoaConfig(1, 20, 1, 24, 1, 16))
-    assert "kernel is (24, 32) there and (20, 32) in the config" in refusal(distill.distill, other)
+    said = refusal(distill.distill, other)
+    assert "another drafter: drafter.self_attention_intermediate_size: 24 -> 20: name" in said
+    reused = dataclasses.replace(folder, drafter=MoaConfig(1, 24, 1, 24, 1, 16, 1))
+    assert "drafter.target_layer_inference: 0 -> 1" in refusal(distill.distill, reused)
+    missing = dataclasses.replace(folder, init_from=str(start.with_name("5")))
+    assert "5: no such checkpoint" in refusal(distill.distill, missing)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
     evaluate = lambda params, frozen: {"simulated_tau": 2.0, "agreement": [0.5, 0.25]}  # noqa: E731
     fit(toy_job(toy_config(tmp_path, tensorboard=True), evaluate=evaluate), None)
     writer = FakeWriter.made.pop()
-    assert writer.folder == tmp_path / "run" / "tensorboard" and writer.purge_step == 1
+    assert writer.folder == tmp_path / "run" / "tensorboard" and writer.purge_step == 0
     losses = [(r["step"], r["loss"]) for r in records(tmp_path, kind="train")]
     assert [(s, v) for tag, v, s in writer.added if tag == "train/loss"] == losses
     assert ("eval/agreement/1", 0.25, 12) in writer.added

@@ -49,9 +49,10 @@ def fit(job: Job, frozen: Any) -> Params | None:
     config, total = job.config, job.config.optim.total_steps
     _check(config)
     with StopRequest() as stop, Checkpoints(config) as checkpoints:
-        state = checkpoints.restore(job.abstract) or job.start()
+        restored = checkpoints.restore(job.abstract)
+        state = restored or job.start()
         done = int(state.step)
-        with Watch(config, done, job.flops_per_token) as watch:
+        with Watch(config, done if restored else None, job.flops_per_token) as watch:
             for step, tau in watch.taus.items():
                 checkpoints.rate(step, tau)
             stopped = stop.reached(done)

@@ -36,8 +36,11 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
         return None
     folder = Path(config.init_from)
     if checkpoint := _checkpoint(folder):
-        return read_params(checkpoint, abstract.params)
-    found = load_drafter(config.init_from, target, dtype=np.float32)
+        return read_params(checkpoint, config, abstract.params)
+    num_reused = getattr(config.drafter, "target_layer_inference", None)  # files may not state it
+    found = load_drafter(
+        config.init_from, target, target_layer_inference=num_reused, dtype=np.float32
+    )
     method = method_of(config.drafter)
     if found.method != method:
         raise _refusal(config, f"a drafter of kind {found.method}, and the config's is {method}")

@@ -27,11 +27,18 @@ GIGA, TERA = 1e9, 1e12
 
 
 class Watch:
-    """The records of one run from `step` on; process 0 alone writes and shows them."""
+    """The records of one run; process 0 alone writes and shows them.
+
+    The run goes on after update `restored`; None begins it anew, without what was recorded before.
+    """
 
     def __init__(
-        self, config: PretrainConfig | DistillConfig, step: int, flops_per_token: float | None
+        self,
+        config: PretrainConfig | DistillConfig,
+        restored: int | None,
+        flops_per_token: float | None,
     ) -> None:
+        step = restored or 0
         self._run, self._total = config.run, config.optim.total_steps
         self._output = config.output
         self._began, self._first = time.monotonic(), step
@@ -40,7 +47,7 @@ class Watch:
         self._bar, self._log, self._speed = Progress(), None, None
         with contextlib.ExitStack() as stack:
             if is_first():
-                self._open(stack, step)
+                self._open(stack, step, -1 if restored is None else step)
             self._stack = stack.pop_all()
         taus, self._there, self._skipped = on_first(lambda: self._history(step))
         self.taus = dict(taus)  # simulated, by step
@@ -53,13 +60,14 @@ class Watch:
         there = [record["kind"] for record in kept if record["step"] == step]
         return taus, there, kinds.count("not_finite")
 
-    def _open(self, stack: contextlib.ExitStack, step: int) -> None:
+    def _open(self, stack: contextlib.ExitStack, step: int, kept: int) -> None:
+        """Opens logs, which keep what they hold up to step `kept`."""
         folder = Path(self._run.directory)
         mirror = None
         if self._run.tensorboard:
-            mirror = stack.enter_context(tensorboard(folder / "tensorboard", step))
-        self._log = MetricsLog(folder / "metrics.jsonl", step, mirror)
-        self._speed = MetricsLog(folder / "speed.jsonl", step, mirror)
+            mirror = stack.enter_context(tensorboard(folder / "tensorboard", kept))
+        self._log = MetricsLog(folder / "metrics.jsonl", kept, mirror)
+        self._speed = MetricsLog(folder / "speed.jsonl", kept, mirror)
         self._bar = progress(self._total, "train", initial=step)
         stack.callback(self._log.close)
         stack.callback(self._speed.close)
