@@ -1,6 +1,6 @@
 # make demo    an answer from the bundled pair; installs no more than that needs
 # make serve   an OpenAI server with the bundled pair   ARGS='--port 9000' goes on to infer.serve
-# make test    the fast tests, in three processes       ARGS='-k chat' goes on to pytest,
+# make test    the fast tests, on two cores             ARGS='-k chat' goes on to pytest,
 #                                                          WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
 # make env     .venv/ with all that these need             PYTHON=python3.12 chooses its Python,
@@ -8,7 +8,7 @@
 .PHONY: env demo serve test lint
 
 VENV := .venv
-WORKERS ?= 3
+WORKERS ?= 2
 PY := $(VENV)/bin/python
 PROMPT ?= Hello! Could you help me to find a cheap restaurant?
 

@@ -52,11 +52,8 @@ def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_1TV))[0, len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [CHAIN, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (None, TREE))],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=str)
 def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
     for prompt, result in zip(PROMPTS, answers(shape), strict=True):
         assert shape is None or result.tau > 1

@@ -128,11 +128,8 @@ def assert_law_of_the_target(monkeypatch, shape, rows, ids=None) -> None:
 STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], sampled=True)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param(STATIC, marks=pytest.mark.slow), DraftShape(4, sampled=True)],
-    ids=["tree", "chain"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [STATIC, DraftShape(4, sampled=True)], ids=["tree", "chain"])
 def test_texts_have_the_law_of_the_target(monkeypatch, shape):
     """Several rounds in all, so that noise of one round that returned in the next would show."""
     assert_law_of_the_target(monkeypatch, shape, MIXED)

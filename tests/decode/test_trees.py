@@ -178,6 +178,7 @@ def test_more_trees_change_nothing(pair, shape):  # noqa: F811
     assert_changes_nothing(pair, shape)
 
 
+@pytest.mark.slow
 def test_every_stop_position_in_a_tree(pair):  # noqa: F811
     models, session = pair, pair.session(DraftShape(4, 3, 8))
     whole = models.plain.generate([PROMPTS[0]], 16, NO_STOP)[0].token_ids

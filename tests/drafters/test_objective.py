@@ -77,13 +77,8 @@ def test_chunks_of_any_size_cover_all_tokens_once(size):
     np.testing.assert_array_equal(joined, 2 * x_BTD)
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        pytest.param(Objective(), id="paper"),
-        pytest.param(ON_POLICY, id="on-policy", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [Objective(), ON_POLICY], ids=["paper", "on-policy"])
 def test_chunked_training_equals_plain(objective):
     whole = dataclasses.replace(objective, chunks=ChunkConfig(0, 0))
     pieces = dataclasses.replace(objective, chunks=ChunkConfig(7, 11))

@@ -88,15 +88,9 @@ class Opened(Exception):
 # ---- who drafts from it -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mode, temperature",
-    [
-        ("chain", "0.8"),
-        pytest.param("tree", "0", marks=pytest.mark.slow),
-        pytest.param("chain", "0", marks=pytest.mark.slow),
-        pytest.param("tree", "0.8", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("mode", ["chain", "tree"])
 def test_text_is_plain_decodings(stored, large, opened, capsys, mode, temperature):
     """Greedy and sampled, while the drafter reads a slice of the head."""
     law = ["--temperature", temperature, "--seed", "3", "--mode", mode, *SHAPES[mode]]

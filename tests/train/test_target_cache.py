@@ -89,6 +89,7 @@ def small_run(folder: Path, target: Path, **changes):
     return dataclasses.replace(config, drafter=EagleConfig(2, 24), **changes)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, capsys):
     plain, cached = tmp_path / "plain", tmp_path / "cached"
     distill.distill(small_run(plain, small_target))
