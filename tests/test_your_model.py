@@ -1,0 +1,36 @@
+"""The page on your own model: its commands, as they stand there, from prompts to a server."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.info import ROOT
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(tmp_path):
+    """Only the run's folder and the port are others; curl and bash are needed, as on the page."""
+    page = (ROOT / "train" / "your_model.md").read_text()
+    script, _ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for ours, theirs in (("RUN=runs/mine", f"RUN={tmp_path}"), ("PORT=8000", f"PORT={port}")):
+        assert script.count(ours) == 1
+        script = script.replace(ours, theirs)
+    script = script.replace("$PWD/.venv/bin", str(Path(sys.executable).parent))
+    found = subprocess.run(
+        ["bash", "-ec", script], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert found.returncode == 0, found.stderr
+    *_, reply = [line for line in found.stdout.splitlines() if line.startswith("{")]
+    (choice,) = json.loads(reply)["choices"]
+    assert choice["message"]["content"]
+    (report,) = tmp_path.glob("evaluation/**/report.json")
+    drafted = [row for row in json.loads(report.read_text())["rows"] if row["model"] != "plain"]
+    assert drafted and all(row["same_as_plain"] == row["questions"] for row in drafted)
+    assert any(row["tau"] > 1 for row in drafted), "no draft was ever accepted"
