@@ -11,7 +11,7 @@ data are its own answers, natural ones and 128 tokens that go on past the answer
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
     P="--max-new-tokens 128 --ignore-stop"
     T="--prompts data:chat/train.jsonl.gz" V="--prompts data:chat/validation.jsonl --limit 128"
-    $R $T --limit 4096 --output runs/answers.jsonl
+    $R $T --limit 1024 --output runs/answers.jsonl
     $R $T --limit 6144 $P --output runs/past.jsonl
     $R $V --output runs/answers_validation.jsonl
     $R $V $P --output runs/past_validation.jsonl
