@@ -31,7 +31,7 @@ from tests.drafting import (
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md"))]
 PAGES += sorted(
-    page for top in ("moa_jax", "train", "infer") for page in (ROOT / top).rglob("*.md")
+    page for top in ("moa_jax", "train", "infer", "reports") for page in (ROOT / top).rglob("*.md")
 )
 NAME = lambda file: str(file.relative_to(ROOT))  # noqa: E731
 page = pytest.mark.parametrize("page", PAGES, ids=NAME)
