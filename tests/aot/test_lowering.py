@@ -190,6 +190,7 @@ def test_branches_are_found_wherever_they_stand():
 # ---- the program --------------------------------------------------------------------------
 
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]
+LAYERS = 8  # of the target in what a test compiles to see what moves
 DRAFTS = {1: DraftShape(1), 8: DraftShape(8), 63: DraftShape(7, 8, 62)}
 PROMPT, ANSWER = 1000, 1000  # tokens
 UNEVEN = 2047  # rows
@@ -202,10 +203,13 @@ def session_rows(num_nodes: int) -> int:
 
 
 def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
-    """Llama-3-8B with the paper's drafter in bfloat16, and the bytes of its weights."""
-    shape = DRAFTS[num_nodes]
-    drafter = DRAFTERS["moa"].make(PAPER.drafter, LLAMA) if shape.num_drafted else None
-    setup = Setup(LLAMA, drafter, shape)
+    """The 8B pair with eight layers in bfloat16, and the bytes of its weights.
+
+    test_decode_plan.py compiles all of them.
+    """
+    cfg, shape = dataclasses.replace(LLAMA, num_layers=LAYERS), DRAFTS[num_nodes]
+    drafter = DRAFTERS["moa"].make(PAPER.drafter, cfg) if shape.num_drafted else None
+    setup = Setup(cfg, drafter, shape)
     weights = abstract_weights(setup)
     return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
@@ -314,7 +318,7 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     facts = reported(f"{num_nodes}x{session_rows(num_nodes)}")
     assert facts["moves"] == []
     assert facts["temp"] < 0.05 * facts["weights"]
-    assert facts["launches"]["matrix product"] > 4 * LLAMA.num_layers  # a whole round was read
+    assert facts["launches"]["matrix product"] > 4 * LAYERS  # a whole round was read
 
 
 @pytest.mark.slow
