@@ -269,7 +269,7 @@ def text_by_definition(pair: Pair, i: int, row: Sampling) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize("shape", [None, TREE], ids=str)
+@pytest.mark.parametrize("shape", [None, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_greedy_with_penalty_and_bias_equals_transformers(pair, shape):
     """As rows of a batch whose other rows are sampled."""
     for i in GREEDY_ROWS:
