@@ -59,6 +59,15 @@ LONGEST = (
     "aot/test_decode_plan.py",
     "serve/test_clients.py",
     "train/test_grid.py",
+    "drafters/test_moa.py",
+    "infer/test_generate.py",
+    "decode/test_chunks.py",
+    "train/test_training.py",
+    "train/test_target_cache.py",
+    "train/test_regenerate_shards.py",
+    "train/test_regenerate.py",
+    "train/test_mesh.py",
+    "split/test_split.py",
 )
 
 

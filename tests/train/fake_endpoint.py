@@ -72,6 +72,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or the body of each reply waits 40 ms behind its head
     endpoint: FakeEndpoint
 
     def do_GET(self) -> None:
