@@ -43,7 +43,7 @@ KINDS = {
     "borrowed": ("independent-borrowed", BorrowedConfig(SMALL)),
     "lookup": ("lookup", LookupConfig()),
 }
-FAST = ("moa-1", "eagle3", "lookup")
+FAST = ("moa-1", "lookup")
 WHOLE = 500  # tokens of a chunk that is larger than any prompt here
 LENGTHS = (1, 61, 2, 40, 7, 8, 9)
 PROMPTS = [

@@ -48,7 +48,7 @@ def copies(session: Session, batch: int) -> list[Move]:
 
 
 SHAPES = {"plain": (None, 1), "batch": (None, 2), "chain": (CHAIN, 1), "tree": (TREE, 1)}
-FAST = ("one-head-chain", "two-heads-plain", "two-heads-batch", "two-heads-tree")
+FAST = ("two-heads-plain", "two-heads-batch", "two-heads-tree")
 
 
 def cases() -> list:

@@ -314,6 +314,7 @@ def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, starte
     assert "engine" not in threads
 
 
+@pytest.mark.slow
 def test_without_room_only_what_is_needed_is_compiled(monkeypatch, started, caplog):
     """Texts are the same, and who asks for log-probabilities has them."""
     monkeypatch.setattr("moa_jax.decode.engine.engine.has_room", lambda: False)
@@ -707,6 +708,7 @@ def test_an_engine_that_cannot_be_is_refused(settings):
         Engine(target(), **settings)
 
 
+@pytest.mark.slow
 def test_closing_lets_answers_end_in_the_time_they_have():
     engine = engine_of("moa-1", num_slots=1)
     soon, late = Request((5,), 5, NO_STOP), Request((6,), 190, NO_STOP)

@@ -290,7 +290,8 @@ def test_random_draft_cached_equals_training(num_reused, tmp_path):
     assert_cached_equals(pair, batch, np.asarray(logits_BTV), rows.response_mask.numpy())
 
 
-@pytest.mark.parametrize("num_reused", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_reused", [0, 1])
 def test_packed_equals_unpacked(num_reused, tmp_path):
     """Two conversations in one row: the same loss and gradient as in rows of their own."""
     pair, batch = random_opened(tmp_path, "llama", num_reused)

@@ -104,6 +104,7 @@ def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
 # ---- eight bits ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_are_quantised_as_they_are_loaded(pair):
     """What is loaded in int8 is what quantising the loaded arrays gives; drafters alike."""
     target, quantised = (load_target(pair / "target", weights=w) for w in (None, "int8"))
