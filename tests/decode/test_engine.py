@@ -228,7 +228,7 @@ pairs = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
-@pairs
+@pytest.mark.parametrize("name", ["moa-1", "lookup"])
 def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeypatch):
     """Programs of all sizes are there, so every call has the size that its texts need."""
     engine = engine_of(name, num_slots=2)

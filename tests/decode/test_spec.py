@@ -132,7 +132,7 @@ def test_draft_chain_equals_recorded(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 7])
-@pytest.mark.parametrize("folder", golden_cases("moa_llama_", "generate.npz"))
+@pytest.mark.parametrize("folder", golden_cases("moa_llama_n", "generate.npz"))
 def test_draft_chains_of_any_depth_equal_recorded(folder, depth):
     pair, arrays = recorded(folder)
     for _, prompt, answer in prompts_of(arrays):

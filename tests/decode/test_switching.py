@@ -81,14 +81,15 @@ def test_every_switch_leaves_the_text_as_it_is(name):
 
 
 def assert_switches_leave_the_text(name: str, law: Sampling | list[Sampling]) -> None:
-    """Uneven rows side by side, from every way to every other one."""
-    found = scripted(name, *SWITCHES).generate(SOME, NEW, NO_STOP, law)
+    """Uneven rows side by side, from every way to every other one; longer chains of one kind."""
+    choices = [each for each in SWITCHES if name in QUICK or each[0] != LONG]
+    found = scripted(name, *choices).generate(SOME, NEW, NO_STOP, law)
     expected = plain().generate(SOME, NEW, NO_STOP, law)
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
     for row in found:
         assert 1 + sum(row.accept_lengths) == NEW and len(row.drafted) == row.rounds
     heard = {shape for shape, *_ in session(name).chooser.all_heard}
-    assert heard == {CHAIN, PLAIN, TREE, LONG}
+    assert heard == {way for way, _ in choices}
 
 
 @pytest.mark.slow

@@ -97,8 +97,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("pair", "law", "name"),
+    [*itertools.product([1], LAWS, OPTIONS), (0, "greedy", "chain"), (0, "sampled", "tree")],
+    indirect=["pair"],
+)
 def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server, half, law, name):
     (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
     drops = 0
