@@ -3,10 +3,11 @@
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5e:4x4
     python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --largest
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5p:2x2x4 --mesh.tensor 4
+    python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --best
 
 Compiles the step of train.distill ahead of time, so no accelerator, driver or network is needed,
 but the extra `plan` is (make env PLAN=1). Settings of the config file are overridden by dotted
-flags. Times are roofline bounds: what no step can beat, not what one will reach.
+flags. The time of a step is modelled from the compiled program, and nothing is measured.
 
 The last line of stdout is `fits` (exit code 0) or `does not fit` (3); with --json stdout is one
 JSON document. Where the compiler itself crashes there is no verdict, and the exit code is 4.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from configs.shapes import SHAPES
@@ -26,8 +28,10 @@ from moa_jax.aot.child import CompilerCrash
 from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
 from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
+from moa_jax.errors import InputError
 from moa_jax.pretrained import describe_target
-from train.run.settings import config_parser, parse_config
+from train.run.best import search
+from train.run.settings import config_parser, overridden, parse_config
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 
@@ -36,9 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
     config, args = parse_config(_parser(), DistillConfig, arguments)
     if args.plain:
         config = planning.plain(config)
+    if args.fill is not None and not 0 < args.fill <= 1:
+        raise InputError(f"--fill {args.fill}: choose above 0 and at most 1")
     wanted = machine(args.topology)
     check_compiler(wanted)
     target_cfg = shapes_of(config.target)
+    best = None
+    if args.best:
+        best = search(config, speeds(target_cfg, wanted, args.fill, not args.full))
+        config = overridden(config, best)
     try:
         found = planning.plan(config, target_cfg, wanted, not args.full)
         if found["hurried"] and planning.is_close(found):
@@ -49,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     except CompilerCrash as crash:
         print(f"train.plan: {crash}", file=sys.stderr)
         return CRASHED
+    found = planning.filled(found, config, args.fill)
+    if best is not None:
+        found["best"] = [f"--{name} {value}" for name, value in best]
     print(json.dumps(found, indent=2) if args.json else described(found))
     if not args.json:
         print("fits" if found["fits"] else "does not fit")
@@ -58,6 +71,23 @@ def main(arguments: list[str] | None = None) -> int:
 def shapes_of(name: str) -> TargetConfig:
     """The sizes of a target that a config names: known ones, else those of its folder."""
     return SHAPES[name] if name in SHAPES else describe_target(name).config
+
+
+def speeds(
+    target_cfg: TargetConfig, wanted: Machine, fill: float | None, hurry: bool
+) -> Callable[[DistillConfig], float]:
+    """Modelled tokens/s of a config, 0 for one that does not fit or is refused."""
+
+    def speed(config: DistillConfig) -> float:
+        try:
+            found = planning.plan(config, target_cfg, wanted, hurry)
+        except (InputError, CompilerCrash) as error:
+            print(error, file=sys.stderr, flush=True)
+            return 0.0
+        found = planning.filled(found, config, fill)
+        return found["tokens_per_s"] or 0.0 if found["fits"] else 0.0
+
+    return speed
 
 
 def largest(
@@ -100,6 +130,9 @@ def described(found: Plan) -> str:
         "",
         *_work(found),
     ]
+    if "best" in found:
+        flags = " ".join(found["best"]) or "those given"
+        lines += ["", f"the best flags found, which this is the plan of: {flags}"]
     if "largest" in found:
         best = found["largest"]["rows_per_batch"]
         lines += ["", f"largest data.rows_per_batch that fits: {best or 'none'}"]
@@ -135,32 +168,49 @@ def _gib(size: int | None) -> str:
 
 
 def _work(found: Plan) -> list[str]:
-    flops, seconds = found["flops"], found["bound_s"]
-    again = flops["step"] / flops["model"] - 1
+    model, traced = found["model_flops"], found["traced_flops"]
     lines = [
         f"{'FLOPs':<26}{'a step':>9}",
-        f"  {'model':<24}{flops['model']:>9.3g}, {flops['model_per_token']:.3g} a token",
-        f"  {'step, loops in full':<24}{flops['step']:>9.3g}, {again:.1%} computed again",
+        f"  {'model':<24}{model:>9.3g}, {found['model_flops_per_token']:.3g} a token",
+        f"  {'step, loops in full':<24}{traced:>9.3g}, {traced / model - 1:.1%} computed again",
         "",
         f"{'collectives of a step':<26}{'count':>9}   GiB to each chip, at least",
     ]
     for kind, traffic in sorted(found["collectives"].items()):
-        lines.append(f"  {kind:<24}{traffic['count']:>9}{_gib(traffic['received'])}")
+        lines.append(f"  {kind:<24}{traffic['count']:>9}{_gib(traffic['bytes'])}")
     if not found["collectives"]:
         lines.append("  not known" if found["refused"] else "  none")
     if found["loops_of_unknown_length"]:
         lines.append(f"  {found['loops_of_unknown_length']} loops of unknown length count once")
-    lines += ["", f"{'seconds of a step, at least':<28}"]
-    for part in ("compute", "memory", "network"):
-        shown = "not known" if seconds[part] is None else f"{seconds[part]:.4f}"
-        lines.append(f"  {part:<24}{shown:>9}")
+    return [*lines, "", *_bounds(found), "", *_time(found)]
+
+
+def _bounds(found: Plan) -> list[str]:
+    lines = [f"{'seconds of a step, at least':<28}"]
+    for part, seconds in found["bound_s"].items():
+        lines.append(f"  {part:<24}{'not known' if seconds is None else f'{seconds:.4f}':>9}")
     if count := found["links"]["count"]:
         rate = f"{found['links']['bytes_per_s'] / 1e9:.0f} GB/s"
         lines[-1] += f", the chip with the fewest links has {count}, each of {rate}"
-    return lines + [
-        f"  {'roofline bound':<24}{seconds['step']:>9.4f}, so at most "
-        f"{found['bound_tokens_per_s']:,.0f} tokens/s and {found['bound_mfu']:.0%} "
-        "model FLOP utilisation"
+    return lines
+
+
+def _time(found: Plan) -> list[str]:
+    lines = [f"{'seconds of a step, modelled':<28}"]
+    if found["step_s"] is None:
+        return [*lines, "  not known"]
+    names = {
+        "products": f"matrix products, at {planning.ATTAINED:.0%} of the peak",
+        "memory": "what waits for the memory",
+        "network": "collectives that nothing hides",
+    }
+    for part, name in names.items():
+        lines.append(f"  {name:<40}{found['parts_s'][part]:>9.4f}")
+    return [
+        *lines,
+        f"  {'step':<40}{found['step_s']:>9.4f}",
+        f"rows are {found['fill']:.0%} full ({found['fill_source']})",
+        f"so {found['tokens_per_s']:,.0f} tokens/s, {found['mfu']:.1%} model FLOP utilisation",
     ]
 
 
@@ -172,6 +222,18 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("what to find out")
     group.add_argument(
         "--largest", action="store_true", help="search the largest data.rows_per_batch that fits"
+    )
+    group.add_argument(
+        "--best",
+        action="store_true",
+        help="search the mesh, parts, chunks and rows of the fastest step that fits, one after the "
+        "other, and print their flags; it compiles a dozen steps",
+    )
+    group.add_argument(
+        "--fill",
+        type=float,
+        metavar="SHARE",
+        help="tokens of a row that are no padding, as a share",
     )
     group.add_argument(
         "--plain", action="store_true", help="no chunks, nothing computed again: what these save"

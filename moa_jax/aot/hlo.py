@@ -213,50 +213,69 @@ class Traffic(NamedTuple):
     received: int  # bytes that reach each chip, at least: the group's size is not looked at
 
 
+class Sent(NamedTuple):
+    """One collective of a program."""
+
+    kind: str
+    times: int  # that it runs
+    received: int  # bytes that reach each chip each time, at least
+    at: str  # the computation that it runs in; where pieces of it run in several, the outermost
+
+
 def collectives(hlo: str, within: Sequence[str] | None = None) -> tuple[dict[str, Traffic], int]:
     """Collectives by kind, loops counted in full, and the number of loops of unknown length.
 
     They are those of the module, or of the computations `within` it. A loop of unknown length
-    counts once. Where XLA overlaps a collective with other work, pieces of it stand in several
-    fusions, some in inner loops. They share a channel, and only the outermost piece counts.
+    counts once.
+    """
+    every, unknown = sent(hlo, within)
+    found: dict[str, Traffic] = {}
+    for each in every.values():
+        before = found.get(each.kind, Traffic(0, 0))
+        size = before.received + each.times * each.received
+        found[each.kind] = Traffic(before.count + each.times, size)
+    return found, unknown
+
+
+def sent(hlo: str, within: Sequence[str] | None = None) -> tuple[dict[str, Sent], int]:
+    """Collectives by their channel, and the number of loops of unknown length, as `collectives`.
+
+    Where XLA overlaps a collective with other work, pieces of it stand in several fusions, some in
+    inner loops. They share a channel, and only the outermost piece counts.
     """
     computations = parse(hlo)
-    channels: dict[str, tuple[str, int, int]] = {}  # kind, times, bytes received each time
+    found: dict[str, Sent] = {}
     unknown = 0
     begun = _ENTRY.findall(hlo)[:1] if within is None else within
     waiting = [(name, 1) for name in begun]
     while waiting:
         name, times = waiting.pop()
-        for computation, each in _with_fused(computations, name):
-            kind = each.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                key = attribute(_CHANNEL, each) or f"{name} {each.name}"
-                received = _received(computation, each, kind)
-                if key not in channels or times < channels[key][1]:
-                    channels[key] = (kind, times, received)
-            elif each.opcode == "while":
-                trips = trips_of(computations, computation, each)
+        for each in computations[name].values():
+            for channel, kind, size in sent_by(computations, name, each):
+                if channel not in found or times < found[channel].times:
+                    found[channel] = Sent(kind, times, size, name)
+            if each.opcode == "while":
+                trips = trips_of(computations, computations[name], each)
                 unknown += trips is None
                 turns = times * (1 if trips is None else trips)
                 waiting += [(inner, turns) for inner in each.called]
             elif each.opcode in FOLLOWED:
                 waiting += [(inner, times) for inner in each.called]
-    found: dict[str, Traffic] = {}
-    for kind, times, received in channels.values():
-        before = found.get(kind, Traffic(0, 0))
-        found[kind] = Traffic(before.count + times, before.received + times * received)
     return found, unknown
 
 
-def _with_fused(
-    computations: dict[str, Computation], name: str
-) -> Iterator[tuple[Computation, Instruction]]:
-    """The instructions of a computation and of its fusions, each with where it stands."""
-    for instruction in computations[name].values():
-        yield computations[name], instruction
-        if instruction.opcode == "fusion":
-            for inner in instruction.called:
-                yield from _with_fused(computations, inner)
+def sent_by(
+    computations: dict[str, Computation], at: str, instruction: Instruction
+) -> Iterator[tuple[str, str, int]]:
+    """Channel, kind and bytes of the collectives in an instruction, a fusion's among them."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in COLLECTIVES:
+        channel = attribute(_CHANNEL, instruction) or f"{at} {instruction.name}"
+        yield channel, kind, _received(computations[at], instruction, kind)
+    elif instruction.opcode in ("fusion", "async-start"):
+        for name in instruction.called:
+            for inner in computations[name].values():
+                yield from sent_by(computations, name, inner)
 
 
 def _received(computation: Computation, instruction: Instruction, kind: str) -> int:

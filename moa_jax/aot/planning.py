@@ -2,10 +2,12 @@
 
     config, topology --> child process: shapes, shardings, XLA --> plan or why there is none
 
-Nothing is measured. Memory and collectives are those of the compiled program, FLOPs those of the
-traced one, and the time is a roofline bound: no step can be faster. Compiling happens in a
-process of its own, since compilers crash. The evaluation between steps is compiled too: it takes
-the whole batch at once, even where the step takes it in parts.
+Nothing is measured. Memory, collectives and operations are those of the compiled program. Its time
+is modelled: an operation takes as long as its FLOPs at ATTAINED of the chip's peak, or as its bytes
+at the memory's full rate, and the chip waits for a collective as far as the schedule does not hide
+it. No step can be faster than the bounds, which know no program. Compiling happens in a process of
+its own, since compilers crash. The evaluation between steps is compiled too: it takes the whole
+batch at once, even where the step takes it in parts.
 
 Full optimisation for a TPU takes minutes. With little, libtpu is six times as fast and its figure
 of memory is right within some percent. That is enough for a verdict that is not close.
@@ -20,7 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moa_jax.aot import child, hlo, lowering, machines
+from moa_jax.aot import child, hlo, kernels, lowering, machines, schedule
+from moa_jax.aot.accesses import ACTIVATIONS, WEIGHTS
+from moa_jax.aot.kernels import Kernel, Rules
 from moa_jax.aot.lowering import HloModule, num_bytes
 from moa_jax.aot.machines import Machine
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
@@ -33,6 +37,15 @@ from moa_jax.training.update import abstract
 Plan = dict[str, Any]
 HURRY = {"tpu": {"exec_time_optimization_effort": -1.0}, "cuda": {}}
 CLOSE = 0.1  # to the limit, as a share of it
+# Tokens of a row that are no padding, packed or not, and where that is from.
+FILL = {
+    True: (0.97, "packed: the least that tests/data/test_batches.py finds for such lengths"),
+    False: (0.58, "one conversation a row: an estimate for UltraChat in rows of 2,048"),
+}
+# Rates of products of float32 arrays in a step in bfloat16, as shares of those of bfloat16 arrays:
+# at jax's default precision a TPU rounds them to bfloat16, and a GPU to TF32.
+ROUNDED = {"tpu": 1.0, "cuda": 0.5}
+ATTAINED = 0.7  # of a chip's peak, by large matrix products
 
 
 def plain(config: DistillConfig) -> DistillConfig:
@@ -64,6 +77,21 @@ def is_close(found: Plan) -> bool:
     """Whether another kind of optimisation might change the verdict."""
     peak, limit = found["memory"]["peak"], found["memory"]["limit"]
     return peak is not None and abs(peak - limit) <= CLOSE * limit
+
+
+def filled(found: Plan, config: DistillConfig, share: float | None = None) -> Plan:
+    """A plan with what its rows hold besides padding, and the speed that this leaves.
+
+    Without a `share` of its own it is the one that FILL assumes.
+    """
+    fill, source = FILL[config.data.pack] if share is None else (share, "--fill")
+    found = found | {"fill": fill, "fill_source": source, "mfu": None, "tokens_per_s": None}
+    if found["step_s"]:
+        tokens = fill * found["rows_per_batch"] * found["row_length"]
+        seconds = found["step_s"]
+        flops_per_s = tokens * found["model_flops_per_token"] / seconds
+        found |= {"mfu": flops_per_s / found["peak_flops"], "tokens_per_s": tokens / seconds}
+    return found
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
@@ -172,31 +200,83 @@ def _cost(
     step_flops: int,
     optimised: str | None,
 ) -> Plan:
-    """FLOPs, collectives, and the least time that they and reading every weight can take."""
-    tokens = config.data.rows_per_batch * config.data.row_length
+    """FLOPs, bytes, collectives, the modelled time of a step, and bounds that none can beat."""
+    rows = config.data.rows_per_batch * config.data.row_length
     per_token = flops.model_flops_per_token(config, target_cfg)
-    chip = machine.chip
-    rate = machine.num_chips * chip.flops(config.run.dtype)
-    weights = held["target"] + held["drafter"]
-    moved = config.optim.accumulate * weights + held["drafter"] + 2 * held["optimizer"]
+    rate = machine.num_chips * machine.chip.flops(config.run.dtype)
     kinds, unknown = hlo.collectives(optimised) if optimised else ({}, 0)
-    received = sum(traffic.received for traffic in kinds.values())
-    network = machine.num_links * chip.link
-    seconds = {
-        "compute": step_flops / rate,
-        "memory": moved / chip.bandwidth,
-        "network": (received and received / network) if optimised else None,
-    }
-    bound = max(filter(None, seconds.values()))
     return {
-        "flops": {"step": step_flops, "model": per_token * tokens, "model_per_token": per_token},
-        "collectives": {kind: traffic._asdict() for kind, traffic in kinds.items()},
+        "model_flops": per_token * rows,
+        "model_flops_per_token": per_token,
+        "traced_flops": step_flops,
+        "collectives": {
+            kind: {"count": found.count, "bytes": found.received} for kind, found in kinds.items()
+        },
         "loops_of_unknown_length": unknown,
-        "links": {"count": machine.num_links, "bytes_per_s": chip.link},
-        "bound_s": seconds | {"step": bound},
-        "bound_tokens_per_s": tokens / bound,
-        "bound_mfu": per_token * tokens / rate / bound,
+        "links": {"count": machine.num_links, "bytes_per_s": machine.chip.link},
+        "bound_s": {
+            "compute": step_flops / rate,
+            "memory": _least_moved(config, held) / machine.chip.bandwidth,
+            "network": _network_s(machine, kinds) if optimised else None,
+        },
+        "peak_flops": rate,
+    } | (_modelled(config, machine, optimised) if optimised else UNKNOWN)
+
+
+def _least_moved(config: DistillConfig, held: dict[str, int]) -> int:
+    """Bytes of every weight, read once in each part of a batch, and of the optimiser's update."""
+    weights = held["target"] + held["drafter"]
+    return config.optim.accumulate * weights + held["drafter"] + 2 * held["optimizer"]
+
+
+def _network_s(machine: Machine, kinds: dict[str, hlo.Traffic]) -> float:
+    received = sum(traffic.received for traffic in kinds.values())
+    return received and received / (machine.num_links * machine.chip.link)
+
+
+UNKNOWN: Plan = {"flops": None, "bytes": None, "step_s": None, "parts_s": None}
+
+
+def _modelled(config: DistillConfig, machine: Machine, optimised: str) -> Plan:
+    """What one chip computes and moves in a step, and how long that takes, by what binds it."""
+    rules = Rules((), "step", turns=1, stays=machine.chip.stays)
+    found = [
+        kernel
+        for kernel in kernels.of_program(optimised, _kind_of, rules)
+        if kernel.opcode.removesuffix("-start") not in hlo.COLLECTIVES
+    ]
+    takes = {kernel.name: _takes(machine, kernel, config.run.dtype) for kernel in found}
+    seconds = {name: max(both) for name, both in takes.items()}
+    network = machine.num_links * machine.chip.link
+    span = schedule.span(
+        optimised,
+        seconds,
+        lambda each: machine.chip.latency + (each.received and each.received / network),
+    )
+    parts = {"products": 0.0, "memory": 0.0}
+    for kernel in found:
+        computing, moving = takes[kernel.name]
+        parts["products" if computing > moving else "memory"] += kernel.times * seconds[kernel.name]
+    return {
+        "flops": sum(kernel.times * kernel.flops for kernel in found),
+        "bytes": sum(kernel.times * kernel.in_memory for kernel in found),
+        "step_s": span.total,
+        "parts_s": parts | {"network": span.exposed},
     }
+
+
+def _takes(machine: Machine, kernel: Kernel, dtype: str) -> tuple[float, float]:
+    """Seconds of a kernel's products, and of its bytes, in a step that computes in `dtype`."""
+    rate = machine.chip.flops("bfloat16")
+    if kernel.is_float32:
+        is_rounded = dtype == "bfloat16"
+        rate *= ROUNDED[machine.chip.compiler] if is_rounded else machine.chip.float32
+    return kernel.flops / (ATTAINED * rate), kernel.in_memory / machine.chip.bandwidth
+
+
+def _kind_of(argument: str) -> str:
+    """Whether an argument of the step is a weight, from its name in the program."""
+    return ACTIVATIONS if argument.startswith("batch") else WEIGHTS
 
 
 if __name__ == "__main__":

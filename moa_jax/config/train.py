@@ -30,6 +30,7 @@ class DataConfig:
     bad_records: Literal["skip", "refuse"] = "skip"  # what to do about a record that cannot be used
     sources: tuple[str, ...] = ()  # keep records whose `source` ends with one of these; () is all
     pack: bool = True  # put several conversations in a row, kept apart by segment ids
+    longest_first: bool = False  # packing takes the longest of some thousands first: fuller rows
     answers: Literal["turns", "reference"] = "turns"  # `reference`: as the paper's code, which
     # also trains on every user turn after the first answer
     seed: int = 0

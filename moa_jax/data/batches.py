@@ -114,7 +114,8 @@ def _rows(paths: Sequence[str], coder: Coder, watch: Watch) -> tuple[Batch, Repo
         tally = Tally(paths, coder)
         examples = tally.examples(_watched(paths, coder, watch))
         config, pad_id = coder.config, chat.pad_id(coder.tokenizer, coder.vocab_size)
-        return tally.rows(blocks(examples, config.pack, config.row_length, pad_id)), tally.report
+        how = (config.pack, config.row_length, pad_id, config.longest_first)
+        return tally.rows(blocks(examples, *how)), tally.report
 
     if coder.config.cache is None:
         laid_out, report = build()

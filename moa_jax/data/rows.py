@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -19,21 +20,29 @@ BLOCK = 8192  # examples
 
 
 def blocks(
-    examples: Iterable[Example], packed: bool, row_length: int, pad_id: int
+    examples: Iterable[Example],
+    packed: bool,
+    row_length: int,
+    pad_id: int,
+    longest_first: bool = False,
 ) -> Iterator[Batch]:
     """Rows (R, row_length) of each `BLOCK` examples, by `pack` or `pad`."""
     examples = iter(examples)
-    lay_out = pack if packed else pad
+    lay_out = partial(pack, longest_first=longest_first) if packed else pad
     while block := list(itertools.islice(examples, BLOCK)):
         yield lay_out(block, row_length, pad_id)
 
 
-def pack(examples: Sequence[Example], row_length: int, pad_id: int = 0) -> Batch:
+def pack(
+    examples: Sequence[Example], row_length: int, pad_id: int = 0, longest_first: bool = False
+) -> Batch:
     """Lay whole examples side by side into few rows (R, row_length), each its own segment.
 
-    Best fit in the order given: each example goes to the fullest row that still has room, so the
-    result depends on nothing else. An example longer than a row is cut to it.
+    Best fit in the order given or by falling length: each example goes to the fullest row that
+    still has room, so the result depends on nothing else. An example longer than a row is cut.
     """
+    if longest_first:
+        examples = sorted(examples, key=lambda example: -len(example.tokens_T))
     row_of: list[int] = []
     rooms: list[tuple[int, int]] = []  # (free places, row), sorted
     num_rows = 0

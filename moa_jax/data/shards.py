@@ -76,6 +76,8 @@ def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
     """
     config, tokenizer, vocab_size = coder
     settings = ("max_length", "row_length", "pack", "answers", "sources")
+    if config.longest_first:  # rows in the order of before keep their name
+        settings += ("longest_first",)
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     for state in ("truncation", "padding"):  # set anew by each call
         rules.pop(state, None)

@@ -68,6 +68,27 @@ def test_packing_fills_the_fullest_row_that_has_room():
     assert rows.position_BT[1].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
 
 
+@pytest.mark.parametrize(("median", "spread"), [(1000, 0.35), (1200, 0.5), (1190, 0.3)])
+def test_rows_of_two_long_conversations_are_full(median, spread):
+    """Lengths like UltraChat's, about 1,200 tokens and cut at 2,048, in rows of 4,096."""
+    lengths = np.random.default_rng(0).lognormal(np.log(median), spread, 8192)
+    lengths = np.minimum(lengths, 2048).astype(int)
+    given = [chat.Example(np.full(n, 1, np.int32), np.ones(n, bool)) for n in lengths]
+    in_order, longest_first = (
+        (batches.pack(given, 4096, PAD, first).segment_BT > 0).mean() for first in (False, True)
+    )
+    assert longest_first > 0.97 and longest_first > in_order
+
+
+def test_the_longest_are_packed_first():
+    given = examples(0)
+    rows = batches.pack(given, 64, PAD, longest_first=True)
+    np.testing.assert_equal(segments(rows), given)
+    starts = rows.tokens_BT[:, 0].tolist()
+    longest = max(given, key=lambda example: len(example.tokens_T))
+    assert starts[0] == longest.tokens_T[0]
+
+
 def test_padded_rows_hold_one_example_each():
     given = examples(0)
     rows = batches.pad(given, 64, PAD)

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from infer.flags.config_file import read_config
@@ -39,10 +40,15 @@ def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
     Raises InputError as `read_config`, for an unknown field, for a value of the wrong type or
     size, and for a URL where files are to be written.
     """
-    config = read_config(path, kind)
-    for name, value in _pairs(overrides):
-        config = _replace(config, name.split("."), value, name)
+    config = overridden(read_config(path, kind), _pairs(overrides))
     check_paths(config)
+    return config
+
+
+def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
+    """A config with settings by their dotted names; raises InputError as `load_config`."""
+    for name, value in settings:
+        config = _replace(config, name.split("."), value, name)
     return config
 
 

@@ -1,0 +1,93 @@
+"""Conversations packed into one row train every drafter as rows of their own do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.config import (
+    BlockConfig,
+    BorrowedConfig,
+    Eagle3Config,
+    EagleConfig,
+    FeedbackConfig,
+    GlideConfig,
+    IndependentConfig,
+    MaskConfig,
+    MoaConfig,
+    Objective,
+    TargetConfig,
+)
+from moa_jax.data import batches, chat
+from moa_jax.data.batch import Batch
+from moa_jax.drafters import DRAFTERS, method_of
+from moa_jax.model import llama
+from moa_jax.training.distillation import make_loss, make_probe
+
+BLOCK = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
+TARGET = TargetConfig("llama", 96, 3, BLOCK, False, 64)
+SMALL = dataclasses.replace(TARGET, num_layers=1)
+MOA = (1, 24, 1, 24, 2, 16)
+# One period and no staircase: rows draw both, and these rows hold other conversations.
+MASKS = MaskConfig(shortest_future=6, longest_future=6, staircase=False)
+KINDS = {
+    "moa": (MoaConfig(*MOA), Objective(MASKS)),
+    "moa-reuse": (MoaConfig(*MOA, target_layer_inference=1), Objective(MASKS)),
+    "moa-on-policy": (
+        MoaConfig(*MOA, target_layer_inference=1),
+        Objective(dataclasses.replace(MASKS, on_policy_reuse=True, first_tokens=True)),
+    ),
+    "moa-standard": (MoaConfig(*MOA), Objective(MaskConfig(bounded=False))),
+    "eagle": (EagleConfig(1, 24), Objective()),
+    "eagle3": (
+        Eagle3Config(1, 24, tapped_layers=(0, 1, 2), draft_ids=tuple(range(0, 96, 2))),
+        Objective(feedback=FeedbackConfig(steps=3)),
+    ),
+    "glide": (GlideConfig(1, 24, 3), Objective()),
+    "independent": (IndependentConfig(SMALL), Objective()),
+    "borrowed": (BorrowedConfig(SMALL), Objective()),
+}
+FAST = ("moa-reuse", "eagle3")
+LENGTHS = (11, 17, 6)
+
+
+@pytest.fixture(scope="module")
+def laid_out() -> tuple[Batch, Batch]:
+    """The same conversations in one row, and in rows of their own."""
+    draw = np.random.default_rng(0)
+    given = [
+        chat.Example(draw.integers(0, 96, n).astype(np.int32), np.arange(n) >= n // 3)
+        for n in LENGTHS
+    ]
+    packed, alone = batches.pack(given, 36, longest_first=True), batches.pad(given, 36)
+    assert packed.segment_BT.shape[0] == 1 and packed.segment_BT.max() == len(LENGTHS)
+    return packed, alone
+
+
+@pytest.fixture(scope="module")
+def frozen() -> dict:
+    params = jax.jit(lambda key: llama.init(TARGET, key))(jax.random.key(1))
+    return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
+)
+def test_packed_is_alone(name, laid_out, frozen):
+    """Loss, gradients and the figures of evaluations."""
+    config, objective = KINDS[name]
+    drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
+    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
+    gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
+    probe = make_probe(TARGET, drafter, jnp.float32, horizon=3)
+    found = [
+        (
+            jax.jit(gradient)(params, frozen, batch, jax.random.key(3), jnp.float32(0.7)),
+            jax.jit(probe)(params, frozen, batch),
+        )
+        for batch in laid_out
+    ]
+    for packed, alone in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(packed, alone, rtol=2e-4, atol=2e-6)
