@@ -4,8 +4,8 @@
 
 Rows of 4,096 tokens hold several conversations, which are kept apart and cut at 2,048 tokens as the
 authors' are: almost nothing is padding. A batch of 16 rows has about 53 of them where the authors
-have 32; configs/moa_llama3_8b_paper.py is theirs. The schedule counts in epochs as the authors' does:
-warm-up of 50 updates to 20 times the constant rate, then one epoch of linear decay. The draft
+have 32; configs/moa_llama3_8b_paper.py is theirs. The schedule counts in epochs as the authors'
+does: warm-up of 50 updates to 20 times the constant rate, then one epoch of linear decay. The draft
 vocabulary of a quarter of the target's tokens is ours; it is decoding's alone.
 """
 
