@@ -38,6 +38,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "max_length", "row_length", "rows_per_batch")
         at_least(0, self, "seed", "workers")
+        if self.longest_first and not self.pack:
+            raise InputError("longest_first is for packed rows: set pack, or longest_first False")
         if self.weights and len(self.weights) != len(self.train):
             raise InputError(
                 f"{len(self.weights)} weights for {len(self.train)} train paths: give one each"

@@ -89,6 +89,11 @@ def test_the_longest_are_packed_first():
     assert starts[0] == longest.tokens_T[0]
 
 
+def test_an_order_of_rows_that_are_not_packed_is_refused():
+    with pytest.raises(InputError, match="longest_first is for packed rows"):
+        DataConfig(("a",), (), 64, 64, 8, pack=False, longest_first=True)
+
+
 def test_padded_rows_hold_one_example_each():
     given = examples(0)
     rows = batches.pad(given, 64, PAD)
