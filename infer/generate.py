@@ -4,6 +4,7 @@ python -m infer.generate --prompt "I need a hotel in the north."
 python -m infer.generate --prompts questions.jsonl --json
 python -m infer.generate --mode tree --temperature 0.8 --seed 1 --prompt "Hello"
 python -m infer.generate --check --prompt "Hello"     the same decoded plainly: any difference?
+python -m infer.generate --prompts questions.jsonl --mesh tensor=16 --distributed   on two hosts
 python -m infer.generate                    (a chat, on a terminal)
 """
 
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from infer.comparison import bundled_questions, in_figures
+from infer.flags import cluster
 from infer.flags.auto import fill, fill_meanwhile
 from infer.flags.pair import (
     add_cache_flag,
@@ -49,10 +51,17 @@ CHAT_ROWS_ELSEWHERE = 4096
 
 
 def main(arguments: list[str] | None = None) -> int | None:
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
     sampling = sampling_of(args)
     _check(args)
+    with cluster.joined(args, parser.prog), cluster.first_speaks():
+        return _generate(args, sampling)
+
+
+def _generate(args: argparse.Namespace, sampling: Sampling) -> int | None:
     target, drafter = load_pair(args)
+    cluster.check_alike(args, target=target.folder, draft=drafter and drafter.folder)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(tokenizer_of(target.folder))
     is_chat = not args.json and not _asked(args)
@@ -90,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add_draft_flags(parser)
     add_cache_flag(parser)
     add_sampling_flags(parser)
+    cluster.add_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     group.add_argument(
@@ -122,6 +132,11 @@ def _check(args: argparse.Namespace) -> None:
     """Raise InputError for flags that do not go together, before anything is loaded."""
     if (args.compare or args.check) and not _asked(args):
         raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
+    if cluster.is_asked(args) and (args.compare or not _is_given(args)):
+        raise InputError(
+            "several processes decode prompts that are given: use --prompts FILE, and leave out "
+            "--compare"
+        )
     if args.compare and args.json:
         raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
     if args.logprobs is not None and not args.json:
@@ -182,8 +197,11 @@ def _verdict(faults: int, session: Session) -> int:
 
 def _asked(args: argparse.Namespace) -> bool:
     """Whether there are prompts; else a person sits at the terminal."""
-    flags = (args.prompt, args.prompt_ids, args.prompts)
-    return any(flag is not None for flag in flags) or not sys.stdin.isatty()
+    return _is_given(args) or not sys.stdin.isatty()
+
+
+def _is_given(args: argparse.Namespace) -> bool:
+    return any(flag is not None for flag in (args.prompt, args.prompt_ids, args.prompts))
 
 
 def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:

@@ -26,7 +26,8 @@ from typing import Any
 from configs.shapes import SHAPES
 from infer.flags.batches import shapes_of
 from infer.flags.config_file import read_config
-from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_mesh_flag, add_tree_sizes, shape_of
+from infer.flags.mesh import add_mesh_flag
+from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, shape_of
 from infer.program import Parser, above_zero, local_path, positive, run
 from moa_jax.aot import decoding
 from moa_jax.aot.child import CompilerCrash

@@ -2,6 +2,7 @@
 
 python -m infer.serve                                      the bundled pair, for this machine only
 python -m infer.serve --target DIR --draft DIR --slots 32 --max-tokens 4096
+python -m infer.serve --mesh tensor=16 --distributed       on each of several hosts: one server
 python -m infer.serve --host 0.0.0.0 --api-key-file KEYS --tls-cert C.pem --tls-key K.pem
 
 /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /ping,
@@ -13,10 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import signal
 import socket
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
+from infer.flags import cluster
 from infer.flags.auto import costs_of, ways_of
 from infer.flags.pair import (
     AUTO,
@@ -42,32 +47,70 @@ from infer.program import Parser, positive, run
 from infer.serving.app import OpenAIServer, ServingLimits
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
+from moa_jax.decode.background import leave
 from moa_jax.decode.engine import Engine
+from moa_jax.decode.engine.group import Gone, Group, follow
+from moa_jax.decode.engine.group import gather as group_of
+from moa_jax.decode.engine.group import join as join_group
 from moa_jax.errors import InputError
+from moa_jax.model import processes
 from moa_jax.pretrained import Target
 
 SECRET = "--api-key-file"
+SECONDS_TO_END = 3.0  # that several processes, and who is being answered, have when all ends
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them
 DEMO_NAME = "moa-jax-demo"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args, SECRET, has_secret=bool(keys))
-    # The port is bound before the models are loaded, which takes a while.
-    with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
-        engine, target = _load(args)
-        server = _server_of(args, engine, target, keys, log)
-        log("compile")  # this may take a minute
-        engine.prepare()
-        engine.start()
-        try:
-            code = asyncio.run(_serve(args, server, listener))
-        finally:
-            engine.close()
+    with cluster.joined(args, parser.prog) as ending:
+        if not processes.is_first():
+            return _follow(args, parser.prog)
+        group = group_of(ending.fail) if processes.count() > 1 else None
+        # The port is bound before the models are loaded, which takes a while.
+        with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
+            engine, target = _load(args, group)
+            server = _server_of(args, engine, target, keys, log)
+            ending.last_words = functools.partial(_abandon, engine, server)
+            log("compile")  # this may take a minute
+            engine.prepare()
+            engine.start()
+            try:
+                code = asyncio.run(_serve(args, server, listener))
+            finally:
+                engine.close()
+        if group:
+            group.close()
+            group.wait(SECONDS_TO_END)
+            leave(code)
     engine.session.background.leave(code)  # nobody waits for what is compiled for later
     return code
+
+
+def _follow(args: argparse.Namespace, program: str) -> NoReturn:
+    """Runs what process 0 runs, and ends as it does: with the group, SIGTERM is for that one."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    first = join_group()
+    with cluster.first_speaks():
+        engine, _ = _load(args)
+    try:
+        follow(engine.shelf, first)
+    except Gone as error:
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
+        leave(1)
+    leave(0)
+
+
+def _abandon(engine: Engine, server: OpenAIServer, line: str) -> None:
+    """Tells all who are being answered that the group has ended, and waits until they have it."""
+    engine.abandon(line)
+    end = time.monotonic() + SECONDS_TO_END
+    while server.answering and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add_address_flags(parser, 8000, SECRET, "with the keys of clients, one a line")
     add_pair_flags(parser)
     add_draft_flags(parser)
+    cluster.add_flags(parser)
     parser.add_argument_group("API").add_argument(
         "--served-model-name",
         metavar="NAME",
@@ -105,9 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(args: argparse.Namespace) -> tuple[Engine, Target]:
+def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine, Target]:
     """The engine that the flags ask for, not started yet."""
     target, drafter = load_pair(args)
+    cluster.check_alike(args, target=target.folder, draft=drafter and drafter.folder)
     shape = shape_of(args, drafter and drafter.depth)
     vocabulary = vocabulary_of(args, target, drafter)
     rest = {}
@@ -122,6 +167,7 @@ def _load(args: argparse.Namespace) -> tuple[Engine, Target]:
         num_slots=args.slots,
         max_tokens=min(args.max_tokens, target.config.max_position_embeddings),
         max_waiting=args.max_queue,
+        group=group,
         **rest,
     )
     return engine, target

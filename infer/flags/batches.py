@@ -12,7 +12,8 @@ import numpy as np
 from configs.shapes import SHAPES
 from infer.evaluation.conversations import prompts_of as conversation_prompts
 from infer.flags.config_file import read_config
-from infer.flags.pair import asked_mesh, dtype_of, use_cores
+from infer.flags.mesh import asked_mesh
+from infer.flags.pair import dtype_of, use_cores
 from infer.flags.prompts import asking, prompt_of, tokenizer_of
 from infer.program import positive
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig

@@ -1,4 +1,4 @@
-"""Config files: Python that defines one `config`, as those in configs/ do."""
+"""Config files: Python that defines one `config`, as those in configs/ do, and maybe `presets`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from moa_jax.errors import InputError, first_line
 
 Config = TypeVar("Config")
+Settings = dict[str, str]  # as flags give them
 
 
 def read_config(path: str, *kinds: type[Config]) -> Config:
@@ -25,6 +26,18 @@ def read_config(path: str, *kinds: type[Config]) -> Config:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise InputError(f"{path}: defines {what} `config`, expected {wanted}")
     return config
+
+
+def read_preset(path: str, name: str) -> Settings:
+    """The settings for a machine in the `presets` of a config file, by their dotted names.
+
+    Raises InputError for a file as `read_config` does, and for a preset that it does not have.
+    """
+    presets: dict[str, Settings] = _run(path).get("presets", {})
+    if name not in presets:
+        has = f"it has {', '.join(presets)}" if presets else "it has none"
+        raise InputError(f"--preset {name}: {path} has no such preset, {has}")
+    return presets[name]
 
 
 def _run(path: str) -> dict[str, Any]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 import moa_jax
 from infer.flags.auto import costs_of, ways_of
+from infer.flags.mesh import add_mesh_flag, asked_mesh
 from infer.flags.vocabulary import add_vocabulary_flag
-from infer.program import names, positive
+from infer.program import positive
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH, for_decoding
@@ -26,7 +25,6 @@ from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.model.quantise import FORMATS
-from moa_jax.model.sharding import DECODE_AXES, decoding_mesh
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
 DEMO = Path(moa_jax.__file__).parent / "demo"
@@ -89,28 +87,6 @@ def add_weights_flag(group: Any) -> None:
         help="quantise matrices to eight bits while they are loaded, with a scale for each output "
         "channel; fp8 on hardware that has it; default: as --dtype",
     )
-
-
-def add_mesh_flag(group: Any) -> None:
-    """Add --mesh, whose sizes `sharding.decoding_mesh` takes."""
-    group.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="tensor=T,data=D",
-        help="decode on the first T x D devices: heads, feed-forwards and vocabulary are split by "
-        "T, the rows of a batch by D; default: one device",
-    )
-
-
-def mesh_sizes(text: str) -> dict[str, int]:
-    """Type of --mesh: the sizes of its axes, none for a single device."""
-    sizes: dict[str, int] = {}
-    for part in names(text):
-        name, _, count = part.partition("=")
-        if name not in DECODE_AXES or name in sizes:
-            raise argparse.ArgumentTypeError(f"{text!r} is not like tensor=4 or tensor=4,data=2")
-        sizes[name] = positive(count)
-    return sizes if math.prod(sizes.values()) > 1 else {}
 
 
 def add_draft_flags(parser: argparse.ArgumentParser, chooses: bool = True) -> None:
@@ -207,12 +183,6 @@ def open_target(args: argparse.Namespace) -> Target:
     target = load_target(folder, dtype_of(args), weights=args.weights, mesh=asked_mesh(args))
     # Here rather than in each session: those find it done, and no weight is held twice.
     return target._replace(params=for_decoding(Weights(target.params, None)).target)
-
-
-def asked_mesh(args: argparse.Namespace) -> Mesh | None:
-    """The mesh that --mesh asks for; InputError where there are fewer devices."""
-    sizes = getattr(args, "mesh", None)  # not all programs that open a target have the flag
-    return decoding_mesh(**sizes) if sizes else None
 
 
 def open_drafter(

@@ -71,7 +71,7 @@ class Background:
         No thread of it runs on, so nothing is lost but that job.
         """
         if self.is_busy:
-            _exit(code)
+            leave(code)
 
     def _work(self) -> None:
         while True:
@@ -110,10 +110,10 @@ def _stop_all() -> None:
             background.drop()
             background.wait()
     except KeyboardInterrupt:
-        _exit(INTERRUPTED)
+        leave(INTERRUPTED)
 
 
-def _exit(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Ends the process at once, with what it has said."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads, a closed file

@@ -22,6 +22,7 @@ from moa_jax.decode import logprobs
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.sample import Law
 from moa_jax.decode.step import NEVER, DecodeState, Limits
+from moa_jax.model.processes import gathered
 
 if TYPE_CHECKING:
     from moa_jax.decode.session import Session
@@ -90,7 +91,7 @@ class Generation:
         self._chooser = session.chooser if teaches else None
         self._kept: dict[int, int] = {}
         self._rounds_B = np.zeros(len(prompts), np.int32)
-        self._done_B = np.asarray(self.state.now.done_B)
+        self._done_B = gathered(self.state.now.done_B)
         self._levels: list[int] = []  # below the root, of each round's draft
         self._ready: set[DraftShape] = set()  # ways that are compiled
         self._round_s: dict[DraftShape, float] = {}  # of each way's last call
@@ -107,12 +108,17 @@ class Generation:
         There are at most `most` rounds, and as many as probably end `within` so many seconds.
         """
         begin = time.perf_counter()
-        shape, rounds = self._session.next(self.arrays, self._ready)
+        way, rounds = self._session.agreed(lambda: self._choose(within))
         self.decode_s += time.perf_counter() - begin
+        return self.take(self._session.ways[way], rounds if most is None else min(rounds, most))
+
+    def _choose(self, within: float | None) -> tuple[int, int]:
+        """The place of a way among the session's, and rounds to take it for."""
+        shape, rounds = self._session.next(self.arrays, self._ready)
         if within is not None:
             known = self._round_s.get(shape)
             rounds = min(rounds, max(1, int(within / known)) if known else 1)
-        return self.take(shape, rounds if most is None else min(rounds, most))
+        return self._session.ways.index(shape), int(rounds)
 
     def take(self, shape: DraftShape, rounds: int) -> Call:
         """Decodes on in a given way; plain rounds stop where no more tokens may wait."""
@@ -168,7 +174,7 @@ class Generation:
 
     def tokens(self) -> list[list[int]]:
         """What each row has generated, cut where a stop was found."""
-        tokens_BC, length_B = jax.device_get((self.state.tokens_BC, self.state.now.length_B))
+        tokens_BC, length_B = gathered((self.state.tokens_BC, self.state.now.length_B))
         found = zip(self.prompts, tokens_BC, length_B, strict=True)
         new = [tokens_C[len(prompt) : length + 1].tolist() for prompt, tokens_C, length in found]
         return [tokens[: self._kept.get(row)] for row, tokens in enumerate(new)]
@@ -177,10 +183,10 @@ class Generation:
         """The answers as they stand."""
         state = self.state
         fields = (self.limits.stop_ids_BX, state.rounds_B, state.counts_B2R)
-        rows = jax.device_get(state.logprobs)
+        rows = gathered(state.logprobs)
         results = []
         for row, (prompt, tokens, stop_X, rounds, counts_2R) in enumerate(
-            zip(self.prompts, self.tokens(), *jax.device_get(fields), strict=True)
+            zip(self.prompts, self.tokens(), *gathered(fields), strict=True)
         ):
             accepted = counts_2R[0, :rounds].tolist()
             stopped = row in self._kept or tokens[-1] in stop_X.tolist()
@@ -207,7 +213,7 @@ class Generation:
         """
         state, before_B = self.state, self._rounds_B
         news = (state.rounds_B, state.now.done_B, state.counts_B2R)
-        self._rounds_B, self._done_B, counts_B2R = jax.device_get(news)
+        self._rounds_B, self._done_B, counts_B2R = gathered(news)
         turned = int(self._rounds_B.max() - before_B.max())
         self._levels += [shape.levels - 1] * turned
         if self._chooser is not None:

@@ -64,7 +64,10 @@ class Programs:
                 traced = jax.jit(part, donate_argnums=donated)
                 lowered = traced.lower(*self.weights, *arrays)
             options = compiler_options(jax.default_backend())
-            self._compiled[key] = lowered.compile(compiler_options=options)
+            program = lowered.compile(compiler_options=options)
+            if sharding.spans_processes(self._mesh):
+                program = functools.partial(_placed, program, self._mesh, len(self.weights))
+            self._compiled[key] = program
         return self._compiled[key]
 
     def is_compiled(
@@ -86,12 +89,25 @@ def on_mesh(arrays: Any, mesh: Mesh) -> Any:
     return jax.tree.map(form, arrays, sharding.of_state(arrays, mesh))
 
 
+def _placed(program: Program, mesh: Mesh, num_weights: int, *arrays: Any) -> Any:
+    """Runs a program of several processes: each gives its own devices what they need."""
+    state = sharding.put_state(arrays[num_weights:], mesh)
+    return program(*arrays[:num_weights], *state)
+
+
 def split(function: Program) -> Program:
-    """The function with results that lie where the next program expects them."""
+    """The function with results that lie where the next program expects them.
+
+    What comes beside a state is for the host, so every process gets all of it.
+    """
 
     @functools.wraps(function)  # its arguments keep the names that `infer.plan` reads
     def part(*arrays: Any) -> Any:
-        return sharding.constrain_state(function(*arrays))
+        found = function(*arrays)
+        if type(found) is not tuple:  # a state is a named one
+            return sharding.constrain_state(found)
+        state, *rest = found
+        return (sharding.constrain_state(state), *sharding.constrain_whole(tuple(rest)))
 
     return part
 

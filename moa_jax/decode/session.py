@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,10 @@ from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
 from moa_jax.model import panels, quantise, sharding
+from moa_jax.model.processes import on_first
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+
+T = TypeVar("T")
 
 GREEDY = Sampling()
 DEFAULT_DEPTH = 5
@@ -259,6 +262,13 @@ class Session:
             else:
                 self.background.submit(*self._preparing(way, arrays))
         return self.chooser.next(costs.for_batch(batch) if costs else {}, ready or {self.shape})
+
+    def agreed(self, choose: Callable[[], T]) -> T:
+        """What is chosen by the clock: process 0's choice where several decode together.
+
+        It must be made of JSON's types.
+        """
+        return on_first(choose) if sharding.spans_processes(self.mesh) else choose()
 
     def _is_ready(self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]) -> bool:
         own = self._programs[self.shape]

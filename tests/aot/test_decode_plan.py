@@ -734,19 +734,25 @@ def test_a_round_of_the_8b_pair_on_an_h200(mode):
 
 
 @pytest.mark.slow
-@needs["cuda"]
-def test_eight_gpus_speak_twice_a_layer():
-    """Layers of a 70B target: two all-reduces each, one more for the embedding, and the choice."""
-    config = dataclasses.replace(SHAPES["meta-llama/Meta-Llama-3-70B-Instruct"], num_layers=4)
-    whole = machine("h200:8")
-    found = decoding.plan(
-        decoding.Request(
-            whole, config, None, DraftShape(1), 4096, prompt_length=32, mesh={"tensor": 8}
-        )
-    )
+@pytest.mark.parametrize(
+    "topology, weights, reduces, others",
+    [
+        pytest.param("h200:8", "bfloat16", 1, 1, marks=needs["cuda"]),
+        pytest.param("v5e:2x4", "int8", 3, 0, marks=needs["tpu"]),
+    ],
+)
+def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
+    """Layers of a 70B target: two all-reduces each, one more for the embedding, and the choice.
+
+    No weight and no cache is moved, an eight-bit table in the tiles of a TPU included.
+    """
+    config = dataclasses.replace(SHAPES["meta-llama/Meta-Llama-3-70B-Instruct"], num_layers=2)
+    shape = (config, None, DraftShape(1), 4096)
+    rest = {"weights": weights, "prompt_length": 32, "mesh": {"tensor": 8}}
+    found = decoding.plan(decoding.Request(machine(topology), *shape, **rest))
     links = found["links"]["collectives"]
-    assert links["all-reduce"]["count"] == 2 * 4 + 1
-    assert sum(each["count"] for each in links.values()) <= 2 * 4 + 2
+    assert links["all-reduce"]["count"] == 2 * 2 + reduces
+    assert sum(each["count"] for each in links.values()) <= 2 * 2 + reduces + others
     assert found["fits"] and found["moves"] == [] and 0 < found["links"]["bytes"] < 1e6
 
 

@@ -2,6 +2,8 @@
 
 python -m tests.decode.mesh_run CASE ...     with CASE = DRAFTER:SHAPE:MESH, as moa-3:tree:tensor=4
 
+A DRAFTER with a slash is the folder of a recorded pair, whose texts are compared with it.
+
 Prints a line of JSON for each case: the texts on both, and how many tokens rounds committed.
 """
 
@@ -18,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from infer.flags.pair import mesh_sizes
-from moa_jax import Session
+from infer.flags.mesh import mesh_sizes
+from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
     BlockConfig,
     DraftShape,
@@ -38,6 +40,8 @@ from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.split.slots import Request as SlotRequest
 from moa_jax.split.slots import Slots
+from tests.conftest import arrays_of
+from tests.pairs import prompts_of
 
 BLOCK = BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None)  # 4 kv heads: 8 devices hold copies
 CONFIG = TargetConfig("llama", 64, 4, BLOCK, False, 256)
@@ -148,12 +152,27 @@ def verified(name: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     return rows
 
 
+def recorded_on(folder: str, shape: str, mesh: Mesh) -> list[dict[str, Any]]:
+    """The recorded texts of the authors' code, told to be right or not, and what was accepted."""
+    place = Path(folder)
+    loaded = load_target(place / "target", jnp.float32, mesh=mesh)
+    reused = json.loads((place / "moa.json").read_text())["train_args"]["target_layer_inference"]
+    draft = load_drafter(place / "draft", loaded, dtype=jnp.float32, target_layer_inference=reused)
+    session, rows = Session(loaded, draft, SHAPES[shape]), []
+    for _, prompt, answer in prompts_of(arrays_of(place / "generate.npz")):
+        (row,) = session.generate([prompt], len(answer), NO_STOP)
+        rows.append({"tokens": row.token_ids, "wanted": answer, "accepted": row.accept_lengths})
+    return rows
+
+
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     for case in sys.argv[1:]:
         name, shape, sizes = case.split(":")
         mesh = decoding_mesh(**mesh_sizes(sizes))
-        if shape == "split":
+        if "/" in name:
+            found = {"mesh": recorded_on(name, shape, mesh)}
+        elif shape == "split":
             found = {"mesh": verified(name, mesh), "alone": decoded(name, "plain", None)}
         else:
             how, shape = (served, shape[7:]) if shape.startswith("engine-") else (decoded, shape)

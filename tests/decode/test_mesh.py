@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from infer.flags.pair import mesh_sizes
+from infer.flags.mesh import mesh_sizes
 from infer.info import ROOT
 from moa_jax import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import check_mesh
+from tests.conftest import golden_cases
 from tests.decode.mesh_run import CONFIG
 from tests.model_folders import refusal
 
@@ -60,6 +61,22 @@ def test_a_mesh_writes_the_texts_of_one_device(told, case):
         assert max(max(row["accepted"]) for row in alone) > 1  # drafts count
     for one, other in zip(on_mesh, alone, strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", golden_cases("moa_llama_n3", "generate.npz"))
+def test_a_mesh_writes_the_recorded_texts(folder):
+    """Those of the authors' code, with chains and trees."""
+    cases = [f"{folder}:chain:tensor=2", f"{folder}:tree:tensor=4,data=2"]
+    command = [sys.executable, "-m", "tests.decode.mesh_run", *cases]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, text=True, capture_output=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert len(found["mesh"]) > 1
+        for row in found["mesh"]:
+            assert row["tokens"] == row["wanted"]
 
 
 @pytest.mark.slow

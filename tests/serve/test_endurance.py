@@ -210,6 +210,22 @@ def assert_right(ask: Ask, found: list[tuple[str, str]]) -> None:
         assert said == wanted if said[1] else wanted[0].startswith(said[0]), ask
 
 
+def answers_at_once(served: Served, asks: list[Ask], clients: int = 32) -> list[Any]:
+    """What so many clients hear, who ask one thing after the other; all of it is right."""
+    found: list[Any] = [None] * len(asks)
+
+    def one(number: int) -> None:
+        with served.client() as client:
+            for index in range(number, len(asks), clients):
+                found[index] = answer(client, asks[index])
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+    for ask, each in zip(asks, found, strict=True):
+        assert_right(ask, each)
+    return found
+
+
 def assert_nothing_is_held(served: Served) -> None:
     """Nobody sits or waits, every slot can be taken, and no pass or request has failed."""
     wait_for(served.is_idle, WAIT_S)
@@ -232,17 +248,7 @@ def assert_nothing_is_held(served: Served) -> None:
 def test_nothing_is_lost_over_http(served):
     """200 requests from 32 clients, a quarter of which close the connection in mid-stream."""
     asks = mixed(200, 1)
-    found: list[Any] = [None] * len(asks)
-
-    def one(number: int) -> None:
-        with served.client() as client:
-            for index in range(number, len(asks), 32):
-                found[index] = answer(client, asks[index])
-
-    with ThreadPoolExecutor(32) as pool:
-        list(pool.map(one, range(32)))
-    for ask, each in zip(asks, found, strict=True):
-        assert_right(ask, each)
+    found = answers_at_once(served, asks)
     left = [ask.leaves_after is not None for ask in asks]
     assert [not all(end for _, end in each) for each in found] == left
     ends = collections.Counter(end for each in found for _, end in each)

@@ -45,6 +45,7 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
+from moa_jax.decode.engine.group import Group, LeadingShelf
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, Live, PromptLogProbs, given_of, kind_of
@@ -184,12 +185,14 @@ class Engine:
         max_waiting: int = 256,
         chunk: int | None = None,
         prefix_bytes: int | None = None,
+        group: Group | None = None,
     ) -> None:
         """Room for `num_slots` answers at once, of at most `max_tokens` tokens with their prompts.
 
         Pair, `shape`, `ways`, `costs`, `vocabulary` and `chunk` are those of `Session`.
         `prefix_bytes` bounds what is kept of texts for prompts that begin alike; None is half of
-        what all slots take, and 0 keeps nothing. Raises InputError for what cannot be.
+        what all slots take, and 0 keeps nothing. With a `group` the mesh is that of several
+        processes, of which this one is the first. Raises InputError for what cannot be.
         """
         self.session = Session(
             target, drafter, shape, ways=ways, costs=costs, vocabulary=vocabulary, chunk=chunk
@@ -208,7 +211,8 @@ class Engine:
         self._draft_rows = self.session.room.draft_rows
         is_priced = lambda slots: costs is not None and bool(costs.for_batch(slots))  # noqa: E731
         num_rows = max_tokens + self._draft_rows
-        self.shelf = Shelf(self.session, num_slots, num_rows, blank, is_priced)
+        shelf = functools.partial(LeadingShelf, group) if group else Shelf
+        self.shelf = shelf(self.session, num_slots, num_rows, blank, is_priced)
         behind = self.session.most_behind
         self._seats = Seats(self.shelf, self._nobody, self._draft_rows, behind)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731
@@ -299,6 +303,14 @@ class Engine:
         elif self._thread is not threading.current_thread():
             self._thread.join()
         self.session.background.drop()
+
+    def abandon(self, line: str) -> None:
+        """All that have not ended hear "error"; for a process that is about to end."""
+        with self._lock:
+            self._closed = True
+        for job in list(self._jobs.values()):
+            if self._jobs.pop(job.id, None) is not None:
+                self._tell(job, News([], finish="error", error=line))
 
     def load(self) -> Load:
         """A snapshot for people and metrics."""

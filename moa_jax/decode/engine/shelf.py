@@ -14,7 +14,7 @@ than these two are made only where the table of costs knows so many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,8 @@ from moa_jax.decode.programs import Program, Programs, cache_rows_for
 from moa_jax.decode.session import Session
 from moa_jax.decode.step import Weights
 from moa_jax.model import sharding
+
+Name = tuple[Any, ...]  # of a program: what it does, and for which sizes
 
 LEAST_ROWS = 256
 LEAST_CHUNK = 16
@@ -45,6 +47,17 @@ class Size(NamedTuple):
     def cost(self) -> int:
         """What a round costs, roughly: each slot has its work, and reads its rows."""
         return self.slots * (2 * LEAST_ROWS + self.rows)
+
+
+class Recipe(NamedTuple):
+    """How a program is compiled; with `donate` it takes over the memory of its first array."""
+
+    function: Callable[..., Any]
+    like: tuple[Any, ...] = ()  # arrays, or their shapes
+    way: DraftShape | None = None  # None: the session's own
+    likely: bool = False  # with log-probabilities
+    donate: bool = True
+    static: dict[str, Any] = {}
 
 
 class Shelf:
@@ -74,7 +87,7 @@ class Shelf:
             for likely, count in ((False, None), (True, top))
             for setup in [session.setup._replace(shape=way, top_logprobs=count)]
         }
-        self._ready: dict[Hashable, Callable[..., Any]] = {}
+        self._ready: dict[Name, Callable[..., Any]] = {}
         self._ready_rows: tuple[int, ...] = ()
         self._ready_sizes: tuple[Size, ...] = ()
 
@@ -93,9 +106,13 @@ class Shelf:
 
     # ---- what is there ----
 
-    def run(self, name: Hashable, *arrays: Any) -> Any:
-        """Runs a program that is there; the names are those of `_make`."""
+    def run(self, name: Name, *arrays: Any) -> Any:
+        """Runs a program that is there; the names are those of `make`."""
         return self._ready[name](self._session.weights, *arrays)
+
+    def has(self, name: Name) -> bool:
+        """Whether a program is there."""
+        return name in self._ready
 
     def put(self, arrays: Any) -> Any:
         """Arrays of the host that several calls are given, where these expect them."""
@@ -182,72 +199,91 @@ class Shelf:
 
     def make_state(self, size: Size) -> None:
         """What a state of this size needs beside calls."""
-        state, row, index = self._form(size), self._form(Size(1, size.rows)), _number()
-        self._make(("empty", size), device.empty, slots=size.slots, rows=size.rows)
-        self._make(("insert", size), device.insert, state, row, index)
-        self._make(("take", size), device.take, state, index, donate=False)
-        if self._session.most_behind:
-            self._make(("catch_up", size), device.catch_up, state)
+        names = ("empty", "insert", "take", *(["catch_up"] if self._session.most_behind else []))
+        for name in names:
+            self.make((name, size))
 
     def make_rows(self, rows: int) -> None:
         """What reading a prompt into so many rows needs, in the largest chunk."""
         if rows in self._ready_rows:
             return
-        row = self._form(Size(1, rows))
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        self._make(("empty", Size(1, rows)), device.empty, slots=1, rows=rows)
-        self._make(("restart", rows), device.restart, row, row.tokens_BC, one)
+        self.make(("empty", Size(1, rows)))
+        self.make(("restart", rows))
         self.make_read(rows, self.chunks[-1])
         self.make_first(rows, LIKELY)
         there = sorted({*self._ready_rows, rows})
         for pair in ((a, b) for a in there for b in there if rows in (a, b)):
-            form = self._form(Size(1, pair[0]))
-            self._make(("resized", *pair), device.resized, form, donate=False, rows=pair[1])
+            self.make(("resized", *pair))
         self._ready_rows = tuple(there)
 
     def make_read(self, rows: int, chunk: int) -> None:
         """Reading a prompt in smaller chunks."""
-        row, one = self._form(Size(1, rows)), jax.ShapeDtypeStruct((1,), jnp.int32)
-        self._make(("read", rows, chunk), device.read, row, one, chunk=chunk)
+        self.make(("read", rows, chunk))
 
     def make_score(self, rows: int) -> None:
         """Reading a prompt in the largest chunk, with its log-probabilities."""
-        row, one = self._form(Size(1, rows)), jax.ShapeDtypeStruct((1,), jnp.int32)
-        chunk = self.chunks[-1]
-        self._make(("score", rows), device.read, row, one, likely=True, chunk=chunk)
+        self.make(("score", rows))
 
     def make_first(self, rows: int, kind: Kind) -> None:
         """The first token behind a prompt in so many rows, for fewer kinds than all."""
-        width = self._session.target.config.block.hidden_size
-        dtype = self._session.weights.target["embed"].dtype
-        arrays = (self._form(Size(1, rows)), jax.ShapeDtypeStruct((1, width), dtype))
-        like = (*arrays, self._blank(1, kind))
-        self._make(("first", rows, kind), device.first, *like, likely=kind.likely)
+        self.make(("first", rows, kind))
 
     def make_call(self, size: Size, way: DraftShape, kind: Kind) -> None:
         """A call in another way, or for fewer kinds."""
-        state, given = self._form(size), self._blank(size.slots, kind)
-        ended = np.zeros(size.slots, bool)
-        arrays = (state, given, ended, _number())
-        self._make(("call", size, way, kind), device.call, *arrays, way=way, likely=kind.likely)
+        self.make(("call", size, way, kind))
 
-    def _make(
-        self,
-        name: Hashable,
-        function: Any,
-        *like: Any,
-        way: DraftShape | None = None,
-        likely: bool = False,
-        **static: Any,
-    ) -> None:
-        """Compiles a program, and puts it where `run` finds it."""
-        if name in self._ready:
+    def make(self, name: Name) -> None:
+        """Compiles the program of this name, and puts it where `run` finds it."""
+        if self.has(name):
             return
-        static.setdefault("donate", bool(like))
-        program = self._programs[way or self.own, likely].compile(function, *like, **static)
+        recipe = self._recipe(name)
+        program = self._programs[recipe.way or self.own, recipe.likely].compile(
+            recipe.function, *recipe.like, donate=recipe.donate, **recipe.static
+        )
         if jax.default_backend() == "cpu" and self._session.mesh is None:
-            _run_once(program, self._session.weights, like)
+            _run_once(program, self._session.weights, recipe.like)
         self._ready[name] = program
+
+    def _recipe(self, name: Name) -> Recipe:
+        """How the program of a name is made."""
+        one, number = jax.ShapeDtypeStruct((1,), jnp.int32), np.zeros((), np.int32)
+        match name:
+            case "empty", size:
+                return Recipe(device.empty, donate=False, static=size._asdict())
+            case "insert", size:
+                row = self._form(Size(1, size.rows))
+                return Recipe(device.insert, (self._form(size), row, number))
+            case "take", size:
+                return Recipe(device.take, (self._form(size), number), donate=False)
+            case "catch_up", size:
+                return Recipe(device.catch_up, (self._form(size),))
+            case "resized", before, rows:
+                row = self._form(Size(1, before))
+                return Recipe(device.resized, (row,), donate=False, static={"rows": rows})
+            case "restart", rows:
+                row = self._form(Size(1, rows))
+                return Recipe(device.restart, (row, row.tokens_BC, one))
+            case "read", rows, chunk:
+                return Recipe(
+                    device.read, (self._form(Size(1, rows)), one), static={"chunk": chunk}
+                )
+            case "score", rows:
+                static = {"chunk": self.chunks[-1]}
+                return Recipe(
+                    device.read, (self._form(Size(1, rows)), one), likely=True, static=static
+                )
+            case "first", rows, kind:
+                width = self._session.target.config.block.hidden_size
+                hidden = jax.ShapeDtypeStruct(
+                    (1, width), self._session.weights.target["embed"].dtype
+                )
+                like = (self._form(Size(1, rows)), hidden, self._blank(1, kind))
+                return Recipe(device.first, like, likely=kind.likely)
+            case "call", size, way, kind:
+                ended = np.zeros(size.slots, bool)
+                like = (self._form(size), self._blank(size.slots, kind), ended, number)
+                return Recipe(device.call, like, way=way, likely=kind.likely)
+        raise KeyError(name)
 
     def _form(self, size: Size) -> Live:
         empty = lambda weights: device.empty(self._session.setup, weights, **size._asdict())  # noqa: E731
@@ -274,7 +310,3 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 def _at_least(sizes: tuple[int, ...], count: int) -> int:
     return next(size for size in sizes if size >= count)
-
-
-def _number() -> np.ndarray:
-    return np.zeros((), np.int32)

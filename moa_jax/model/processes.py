@@ -12,8 +12,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -26,14 +26,28 @@ T = TypeVar("T")
 
 # Keys and a barrier of the coordination service.
 FAILURE, ENDED, DONE = "moa_jax/failure", "moa_jax/ended", "moa_jax/done"
+WORD = "moa_jax/word"
 SECONDS_BETWEEN_LOOKS = 0.5
 PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
 A_DAY_MS = 24 * 60 * 60 * 1000
 
 
+def count() -> int:
+    """How many processes have met.
+
+    Unlike jax's own count it starts no devices, for which each process waits until all do.
+    """
+    return global_state.num_processes or 1
+
+
+def index() -> int:
+    """Which of them this is, from 0; it starts no devices, either."""
+    return global_state.process_id
+
+
 def is_first() -> bool:
     """Whether this process writes files and speaks for all."""
-    return jax.process_index() == 0
+    return index() == 0
 
 
 def on_first(function: Callable[[], T]) -> T:
@@ -74,10 +88,52 @@ def _unpacked(found: dict[str, Any]) -> Exception:
 
 
 def gathered(tree: Any) -> Any:
-    """Whole arrays on the host, the same in every process."""
+    """Whole arrays on the host, the same in every process.
+
+    All processes must call this at the same point where one of them lacks a part.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def check_same(facts: Mapping[str, Any], point: str) -> None:
+    """Raises InputError on a process that has other facts than process 0.
+
+    All processes must call this, with a `point` of the program at which they call it once.
+    """
     if jax.process_count() == 1:
-        return jax.device_get(tree)
-    return multihost_utils.process_allgather(tree, tiled=True)
+        return
+    mine = {name: str(value) for name, value in facts.items()}
+    if is_first():
+        leave_word(point, mine)
+        return
+    others = word_left(point)
+    for name in [*mine, *others]:
+        if mine.get(name) != others.get(name):
+            raise InputError(
+                f"{name} is {mine.get(name)} here and {others.get(name)} for process 0: start all "
+                "processes alike"
+            )
+
+
+def leave_word(point: str, content: Any) -> None:
+    """On process 0: what the others will find at this point, made of JSON's types."""
+    global_state.client.key_value_set(f"{WORD}/{point}", json.dumps(content))
+
+
+def word_left(point: str) -> Any:
+    """What process 0 has left there; waits for it."""
+    return json.loads(global_state.client.blocking_key_value_get(f"{WORD}/{point}", A_DAY_MS))
+
+
+def host_of_first() -> str:
+    """The name or address under which process 0 was found."""
+    return global_state.coordinator_address.rpartition(":")[0]
 
 
 def _told(data: bytes) -> bytes:
@@ -100,24 +156,41 @@ class Failure(NamedTuple):
     code: int  # with which all exit
 
 
+class Ending:
+    """How a process ends that is one of several."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.last_words: Callable[[str], None] = lambda line: None  # before it exits
+
+    def say(self, line: str) -> None:
+        self._say(line)
+        self.last_words(line)
+
+    def fail(self, line: str, code: int = 1) -> NoReturn:
+        """From any thread: this process cannot go on, and so none can."""
+        _end(Failure(global_state.process_id, line, code), self.say)
+
+
 @contextlib.contextmanager
 def ending_together(
     describe: Callable[[BaseException], tuple[str, int]], say: Callable[[str], None]
-) -> Iterator[None]:
+) -> Iterator[Ending]:
     """Ends every process of a run as soon as one leaves this context by an exception.
 
     `describe` turns an exception into a line and an exit code. Each process says the line of its
     own failure or of the first one elsewhere and exits, whatever it is doing. An exception of a
     process that is alone goes on as usual.
     """
+    ending = Ending(say)
     if not jax.distributed.is_initialized() or global_state.num_processes == 1:
-        yield
+        yield ending
         return
-    over = threading.Event()
+    say, over = ending.say, threading.Event()
     looking = threading.Thread(target=_look, args=(over, say), daemon=True)
     looking.start()
     try:
-        yield
+        yield ending
     except BaseException as error:
         over.set()
         first = _first_failure()
@@ -146,7 +219,7 @@ def _first_failure() -> Failure | None:
         return None
 
 
-def _end(failure: Failure, say: Callable[[str], None]) -> None:
+def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
     """Leaves word of the failure, says it, and exits without jax's wait for all processes."""
     client, me = global_state.client, global_state.process_id
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first

@@ -1,18 +1,22 @@
-"""The flags with which several processes find each other, train as one and end as one."""
+"""The flags with which several processes find each other, work as one and end as one."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 
 from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, refusal_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.training.processes import ending_together
+from moa_jax.files.parts import model_hash
+from moa_jax.model.processes import Ending, check_same, ending_together, is_first
+from moa_jax.version import __version__
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,22 +32,48 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
 
 
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether the flags speak of several processes."""
+    return args.distributed or _place(args) != (None, None, None)
+
+
 @contextlib.contextmanager
-def joined(args: argparse.Namespace, program: str) -> Iterator[None]:
+def joined(args: argparse.Namespace, program: str) -> Iterator[Ending]:
     """Meets the other processes, if there are any, and ends with them if one of them fails.
 
     It must be entered before jax looks for devices. Raises InputError for flags that do not say
     all, and where the others are not found.
     """
     _join(args)
-    say = lambda line: print(f"{program}: {line}", file=sys.stderr, flush=True)  # noqa: E731
-    with ending_together(_described, say):
+    people = sys.stderr  # whatever becomes of it inside
+    say = lambda line: print(f"{program}: {line}", file=people, flush=True)  # noqa: E731
+    with ending_together(_described, say) as ending:
+        yield ending
+
+
+@contextlib.contextmanager
+def first_speaks() -> Iterator[None]:
+    """What the other processes print is left out: all of them print the same."""
+    with contextlib.ExitStack() as stack:
+        if not is_first():
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
         yield
 
 
+def check_alike(args: argparse.Namespace, **folders: Path | None) -> None:
+    """Raises InputError where processes have other flags, models or versions than process 0."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    del flags["--process"]
+    if jax.process_count() > 1:
+        found = {name: path and model_hash(path) for name, path in folders.items()}
+        check_same(flags | found | {"version": __version__, "jax": jax.__version__}, "start")
+
+
 def _join(args: argparse.Namespace) -> None:
-    place = (args.coordinator, args.processes, args.process)
-    if place == (None, None, None) and not args.distributed:
+    place = _place(args)
+    if not is_asked(args):
         return
     if args.distributed and place != (None, None, None):
         raise InputError("--distributed finds all by itself: leave out --coordinator and the rest")
@@ -58,6 +88,18 @@ def _join(args: argparse.Namespace) -> None:
             f"the other processes were not found ({first_line(error)}): check --coordinator and "
             "that all of them run"
         ) from error
+    _keep_stdout()
+
+
+def _keep_stdout() -> None:
+    """Sends to stderr what libraries write to the descriptor of stdout: gloo tells its ranks."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(2, 1)
+
+
+def _place(args: argparse.Namespace) -> tuple[str | None, int | None, int | None]:
+    return args.coordinator, args.processes, args.process
 
 
 def _described(error: BaseException) -> tuple[str, int]:

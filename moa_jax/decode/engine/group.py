@@ -1,0 +1,212 @@
+"""One engine over several processes: process 0 schedules, the others run what it runs.
+
+    clients -> process 0   engine's thread --- LeadingShelf.run --> its devices
+                                                  |                     |
+                                                Run, Make          collectives
+                                                  v                     |
+               process 1   follow() ----------- Shelf.run ------> its devices
+
+Before process 0 runs a program it tells the others its name, and what the host gives to it. What
+lies on devices has a number instead: every process holds its own parts of the same arrays under
+the same number, until process 0 has no use for them any more. So no process but the first reads
+what comes back, and nothing that a clock decides is decided twice.
+
+They talk over sockets of the standard library, whose other end closes when a process dies. The
+key to them is in jax's coordination service, which is as trusted as the network it listens in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moa_jax.decode.engine.shelf import Name, Shelf
+from moa_jax.errors import first_line
+from moa_jax.model import processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """An array that lies on devices: the result of a run, by its place among the results."""
+
+    run: int
+    place: int
+
+
+class Make(NamedTuple):
+    """A program will be run soon."""
+
+    name: Name
+
+
+class Run(NamedTuple):
+    """A program is run now, on arrays of the host and on some that are held."""
+
+    number: int
+    name: Name
+    arrays: Any
+    dead: list[Held]  # that nobody asks for any more
+
+
+class Gone(ConnectionError):
+    """Process 0 has died."""
+
+
+# ---- process 0 ----------------------------------------------------------------------------
+
+
+class Group:
+    """The other processes, as process 0 knows them."""
+
+    def __init__(self, others: dict[int, Connection], end: Callable[[str], None]) -> None:
+        """`end` is called, from any thread, with a line that says why the group has to end."""
+        self._others, self._end = others, end
+        self._lock, self._closing = threading.Lock(), False
+        watching = [functools.partial(self._watch, *each) for each in others.items()]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in watching]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, message: Make | Run | None) -> None:
+        """Tells all of them; whoever is gone is noticed elsewhere."""
+        data = ForkingPickler.dumps(message)
+        with self._lock:
+            for other in self._others.values():
+                with contextlib.suppress(OSError):
+                    other.send_bytes(data)
+
+    def end(self, line: str) -> None:
+        """A process cannot go on, and so nobody can."""
+        if not self._closing:
+            self._end(line)
+
+    def close(self) -> None:
+        """Tells all of them that there is nothing more to do."""
+        self._closing = True
+        self.tell(None)
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the others have ended, or after so long."""
+        for thread in self._threads:
+            thread.join(seconds)
+
+    def _watch(self, process: int, other: Connection) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            other.recv_bytes()  # nothing is ever said
+        self.end(f"process {process} has died")
+
+
+class LeadingShelf(Shelf):
+    """The programs of process 0, which tells the others what it makes and runs."""
+
+    def __init__(self, group: Group, *args: Any) -> None:
+        super().__init__(*args)
+        self._group, self._runs = group, itertools.count()
+        self._held: dict[int, tuple[weakref.ref[jax.Array], Held]] = {}  # by id
+        self._dead: deque[Held] = deque()
+
+    def make(self, name: Name) -> None:
+        if not self.has(name):
+            self._group.tell(Make(name))
+        super().make(name)
+
+    def put(self, arrays: Any) -> Any:
+        return arrays  # each call tells them, and gives them to its devices
+
+    def run(self, name: Name, *arrays: Any) -> Any:
+        number, (leaves, structure) = next(self._runs), jax.tree.flatten(arrays)
+        of_host = [None if id(leaf) in self._held else np.asarray(leaf) for leaf in leaves]
+        pairs = list(zip(leaves, of_host, strict=True))
+        told = [self._held[id(leaf)][1] if array is None else array for leaf, array in pairs]
+        own = [leaf if array is None else array for leaf, array in pairs]
+        dead = [self._dead.popleft() for _ in range(len(self._dead))]
+        self._group.tell(Run(number, name, structure.unflatten(told), dead))
+        try:
+            found = super().run(name, *structure.unflatten(own))
+        except Exception as error:  # the others wait for this process now
+            self._group.end(f"{type(error).__name__}: {first_line(error)}")
+            raise
+        for place, leaf in enumerate(jax.tree.leaves(found)):
+            died = weakref.ref(leaf, functools.partial(self._died, id(leaf)))
+            self._held[id(leaf)] = died, Held(number, place)
+        return found
+
+    def _died(self, place: int, _: Any) -> None:
+        self._dead.append(self._held.pop(place)[1])
+
+
+# ---- the others ---------------------------------------------------------------------------
+
+
+def follow(shelf: Shelf, first: Connection) -> None:
+    """Makes and runs what process 0 says, until there is nothing more to do.
+
+    Raises Gone where process 0 has died, and what a program raises.
+    """
+    held: dict[Held, jax.Array] = {}
+    made: dict[Name, Future[None]] = {}
+    maker = ThreadPoolExecutor(1, "maker")
+    try:
+        while (message := _heard(first)) is not None:
+            if isinstance(message, Make):
+                made.setdefault(message.name, maker.submit(shelf.make, message.name))
+                continue
+            made[message.name].result()
+            array_of = lambda leaf: held[leaf] if isinstance(leaf, Held) else leaf  # noqa: E731
+            found = shelf.run(message.name, *jax.tree.map(array_of, message.arrays))
+            for each in message.dead:
+                del held[each]
+            for place, leaf in enumerate(jax.tree.leaves(found)):
+                held[Held(message.number, place)] = leaf
+    finally:
+        maker.shutdown(wait=False, cancel_futures=True)
+
+
+def _heard(first: Connection) -> Make | Run | None:
+    try:
+        return first.recv()
+    except (EOFError, OSError) as error:
+        raise Gone("process 0 has died") from error
+
+
+# ---- how they meet ------------------------------------------------------------------------
+
+POINT = "engine"  # where process 0 leaves word
+
+
+def gather(end: Callable[[str], None]) -> Group:
+    """On process 0: waits for the others; `end` is that of `Group`."""
+    key, others = secrets.token_bytes(32), {}
+    with Listener(("0.0.0.0", 0), backlog=processes.count(), authkey=key) as listener:
+        processes.leave_word(POINT, [listener.address[1], key.hex()])
+        while len(others) < processes.count() - 1:
+            try:
+                other = listener.accept()
+                others[other.recv()] = other
+            except (AuthenticationError, OSError, EOFError) as error:  # who does not belong here
+                logging.getLogger(__name__).warning("a stranger called: %s", error)
+    return Group(others, end)
+
+
+def join() -> Connection:
+    """On the other processes: the connection to process 0."""
+    port, key = processes.word_left(POINT)
+    first = Client((processes.host_of_first(), port), authkey=bytes.fromhex(key))
+    first.send(processes.index())
+    return first
