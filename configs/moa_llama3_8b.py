@@ -49,7 +49,7 @@ config = DistillConfig(
         peak=20.0,
         total_steps=40 * EPOCH,
     ),
-    chunks=ChunkConfig(head=256, memory=256),
+    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice: all pods below have the room
     run=RunConfig(
         directory="runs/moa_llama3_8b",
         log_every=20,

@@ -28,6 +28,8 @@ SHARED = {
     "infer.program",
     "infer.compile_cache",
     "infer.flags.config_file",
+    "infer.flags.cluster",
+    "infer.flags.mesh",
     "infer.listening.credentials",
 }
 
@@ -37,7 +39,7 @@ TABLE: dict[str, set[str]] = {
     "config": {"errors"},
     "model": BASE,
     "files": MODEL,
-    "data": BASE,
+    "data": BASE | {"files"},
     "drafters.api": MODEL | {"data"},
     "drafters": MODEL | {"files", "data", "drafters.api"},
     "pretrained": DRAFTERS,
@@ -51,6 +53,8 @@ TABLE: dict[str, set[str]] = {
     "infer.compile_cache": set(),
     "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
+    "infer.flags.cluster": {"errors", "version", "files", "model", "infer.program"},
+    "infer.flags.mesh": {"errors", "model", "infer.program"},
     "infer.listening.credentials": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
     "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},

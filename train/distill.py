@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from infer.flags import cluster
 from infer.program import progress, run
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
@@ -33,13 +37,15 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.model import sharding
+from moa_jax.files.parts import model_hash
+from moa_jax.model import processes, sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
-from moa_jax.training import processes
 from moa_jax.training.distillation import TrainStep, make_train_step, summarise
+from moa_jax.training.fingerprint import fingerprint
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.update import Params, TrainState
-from train.run import cluster, target_cache
+from moa_jax.version import __version__
+from train.run import target_cache
 from train.run.decoding import make_decode
 from train.run.frequent import frequent_in
 from train.run.loop import Job, fit
@@ -54,10 +60,6 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     With `flags` the target's pass is read from a cache, which is made if it is not there.
     Raises InputError for settings that do not go together, before anything is loaded.
     """
-    if config.run.decode_prompts and jax.process_count() > 1:
-        raise InputError(
-            "run.decode_prompts needs one process: set it to 0 and run infer.evaluate afterwards"
-        )
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
@@ -70,12 +72,15 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", watch)
     if processes.is_first():
         print(f"data: {report}", file=sys.stderr)
+    processes.check_same(_facts(config, described, train), "run")
     cache = None if flags is None else opened(flags, config, described, train)
     dtype = jnp.dtype(config.run.dtype)
     target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
     with jax.set_mesh(mesh):
         kept = cache and filled(cache, flags, config, target, train, mesh)
-        params = fit(_job(config, program, target, train, validation, kept, warm), target.params)
+        params = fit(
+            _job(config, program, target, train, validation, kept, warm, mesh), target.params
+        )
         if params is None:  # told to stop before the end
             return False
         params = processes.gathered(params)
@@ -83,6 +88,20 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
         size = config.draft_vocabulary
         save(config, params, target, None if size is None else frequent_in(train, size, target))
     return True
+
+
+def _facts(config: DistillConfig, target: Target, train: batches.Batches) -> dict[str, Any]:
+    """What all processes of a run must have in common, by name."""
+    if jax.process_count() == 1:
+        return {}  # the hash of a model takes a while
+    first = [np.asarray(array).tobytes() for array in train.batch(0)]
+    return fingerprint(config) | {
+        "version": __version__,
+        "jax": jax.__version__,
+        "target": model_hash(target.folder),
+        "number of rows": train.num_rows,
+        "first rows": hashlib.sha256(b"".join(first)).hexdigest(),
+    }
 
 
 def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
@@ -123,6 +142,7 @@ def _job(
     validation: batches.Batches,
     kept: ReadParts | None,
     warm: Params | None,
+    mesh: Mesh,
 ) -> Job:
     key = jax.random.key(config.run.seed)
     shardings = (program.state_sharding, None)
@@ -139,7 +159,7 @@ def _job(
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train, kept),
         evaluate=_evaluation(config, program, validation),
-        decode=make_decode(config, target, validation) if config.run.decode_prompts else None,
+        decode=make_decode(config, target, validation, mesh) if config.run.decode_prompts else None,
         flops_per_token=model_flops_per_token(config, target.config, cached=kept is not None),
     )
 

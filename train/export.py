@@ -21,6 +21,7 @@ from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
+from moa_jax.files.places import is_stored, place
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.checkpoint import read_state, steps_of
@@ -79,8 +80,15 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
 
 def taus_of(config: DistillConfig) -> dict[int, float]:
     """Simulated tau by step, as far as the run has measured it."""
-    records = read_records(Path(config.run.directory) / "metrics.jsonl")
+    records = read_records(place(config.run.directory) / "metrics.jsonl")
     return {each["step"]: each["simulated_tau"] for each in records if "simulated_tau" in each}
+
+
+def _beside(config: DistillConfig, step: int) -> Path:
+    folder = place(config.run.directory)
+    if is_stored(folder):
+        raise InputError(f"{folder} is a store: give --output, a folder to write")
+    return folder / f"step_{step}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -91,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     config, args = parse_config(parser, DistillConfig, arguments)
     step = step_of(config, args.checkpoint)
-    folder = args.output or Path(config.run.directory) / f"step_{step}"
+    folder = args.output or _beside(config, step)
     export(dataclasses.replace(config, output=str(folder)), step)
     tau = taus_of(config).get(step)
     rated = "not evaluated" if tau is None else f"simulated tau {tau:.3f}"

@@ -2,12 +2,12 @@
 
 Each cell of the grid is trained by train.distill. The same command goes on where it was cut, and
 cells, learning rates and seeds may be added later. A finished run is not done again; it is refused
-where it was made with other settings or data. With `--cells a,b` and `--learning-rates 1e-4`
-several processes share the work. The report, Markdown and JSON in the grid's directory, has what
-is there so far: tau of greedy decoding on held-out prompts, with the target's own stops and with
-answers that all go on to the limit. With `--done report.json` the rows of earlier reports count as
-done, so that a grid grows over days and machines. With `--target-cache DIR` all cells read one
-cache of the target.
+where it was made with other settings or data. With `--cells a,b`, `--learning-rates 1e-4` and
+`--seeds 0` several processes share the work. The report, Markdown and JSON in the grid's directory,
+has what is there so far: tau of greedy decoding on held-out prompts, with the target's own stops
+and with answers that all go on to the limit. With `--done report.json` the rows of earlier reports
+count as done, so that a grid grows over days and machines. With `--target-cache DIR` all cells read
+one cache of the target.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished
@@ -94,23 +94,28 @@ def rate_name(rate: float) -> str:
 
 
 def chosen_runs(
-    runs: Sequence[GridRun], cells: Sequence[str], rates: Sequence[float]
+    runs: Sequence[GridRun],
+    cells: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[float] = (),
 ) -> list[GridRun]:
-    """The runs of the named cells and rates, in the order of the names; no names mean all.
+    """The runs of the named cells, rates and seeds, in the order of the cells; no names mean all.
 
-    Raises InputError for a cell or rate that no run has.
+    Raises InputError for a cell, rate or seed that no run has.
     """
-    wanted = set(map(rate_name, rates))
+    by_rate, by_seed = set(map(rate_name, rates)), {f"{seed:g}" for seed in seeds}
     for flag, asked, known in (
         ("cells", set(cells), {each.cell for each in runs}),
-        ("learning-rates", wanted, {rate_name(each.learning_rate) for each in runs}),
+        ("learning-rates", by_rate, {rate_name(each.learning_rate) for each in runs}),
+        ("seeds", by_seed, {str(each.seed) for each in runs}),
     ):
         if unknown := sorted(asked - known):
             raise InputError(
                 f"--{flag}: the grid has no {', '.join(unknown)}, but {', '.join(sorted(known))}"
             )
     place = {name: index for index, name in enumerate(cells)}
-    kept = [each for each in runs if not wanted or rate_name(each.learning_rate) in wanted]
+    kept = [each for each in runs if not by_rate or rate_name(each.learning_rate) in by_rate]
+    kept = [each for each in kept if not by_seed or str(each.seed) in by_seed]
     kept = [each for each in kept if not cells or each.cell in place]
     return sorted(kept, key=lambda each: place.get(each.cell, 0))
 
@@ -498,7 +503,8 @@ def main(arguments: list[str] | None = None) -> None:
     target = describe_target(grid.cells[0][1].target)
     check_sizes(grid, target)
     runs = runs_of(grid)
-    mine = chosen_runs(runs, names(args.cells), _rates_of(args.learning_rates))
+    rates = _numbers("learning-rates", args.learning_rates)
+    mine = chosen_runs(runs, names(args.cells), rates, _numbers("seeds", args.seeds))
     earlier = _earlier_rows(names(args.done), grid, runs, target)
     rows = rows_of(grid, runs, target, earlier)  # refuses before anything is trained
     if not args.report:
@@ -523,12 +529,12 @@ def _earlier_rows(
     return [row for path in paths for row in read_earlier(path, configs, files, decoding)]
 
 
-def _rates_of(text: str) -> list[float]:
+def _numbers(flag: str, text: str) -> list[float]:
     try:
         return [float(name) for name in names(text)]
     except ValueError as error:
         raise InputError(
-            f"--learning-rates {text}: {first_line(error)}: give numbers with commas between them"
+            f"--{flag} {text}: {first_line(error)}: give numbers with commas between them"
         ) from error
 
 
@@ -537,6 +543,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="a Python file that defines a GridConfig")
     parser.add_argument("--cells", default="", help="names with commas; default: all")
     parser.add_argument("--learning-rates", default="", help="with commas; default: all")
+    parser.add_argument("--seeds", default="", help="with commas; default: all")
     parser.add_argument("--reference", help="the cell to compare with; default: the config's")
     parser.add_argument(
         "--done",

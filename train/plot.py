@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
+from moa_jax.files.places import place
 from moa_jax.measure.plot import check_plots
 from moa_jax.training.metrics import Record, read_records
 
@@ -79,7 +80,7 @@ def plot(args: argparse.Namespace) -> None:
     """Reads the runs and draws them."""
     check_plots(args.output, "--output")
     runs: dict[str, list[Record]] = {}
-    for folder in map(Path, args.runs):
+    for folder in map(place, args.runs):
         files = [folder / f"{name}.jsonl" for name in ("metrics", "speed")]
         runs[str(folder)] = [record for file in files for record in read_records(file)]
         if not runs[str(folder)]:

@@ -22,7 +22,7 @@ from moa_jax.data.chat import messages_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
-from moa_jax.model import llama, masks
+from moa_jax.model import attention, llama, masks
 from moa_jax.pretrained import save_target
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
@@ -57,7 +57,8 @@ def pretrain(config: PretrainConfig) -> None:
 def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
     context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
     dtype = jnp.dtype(config.run.dtype)
-    found = llama.forward(config.target, params, batch.tokens_BT, context, dtype=dtype)
+    with attention.computed(config.run.attention):
+        found = llama.forward(config.target, params, batch.tokens_BT, context, dtype=dtype)
     return next_token_loss(llama.unembed(params, found.hidden_BTD), batch)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import moa_jax
+from infer.flags.mesh import add_mesh_flag, asked_mesh
 from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
 from moa_jax import load_drafter, load_target
@@ -56,7 +57,7 @@ from train.run.partial import Partial
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
 DRAWING = ("temperature", "top_k", "top_p", "seed")
 BUNDLED = "bundled"  # the drafter that comes with this package
-LOCAL = ("dtype", "weights", "draft", "batch")  # flags without a meaning for an endpoint
+LOCAL = ("dtype", "weights", "mesh", "draft", "batch")  # flags without a meaning for an endpoint
 REMOTE = ("model", "api_key_file", "concurrency", "timeout")  # without one for this machine
 AT_ONCE, TIMEOUT_S = 32, 600.0
 
@@ -140,7 +141,8 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 
 def _local(args: argparse.Namespace, rules: Rules) -> LocalAnswers:
     """This machine, with the weights of the target and of a drafter if one is named."""
-    target = load_target(args.target, args.dtype and jnp.dtype(args.dtype), weights=args.weights)
+    dtype, mesh = args.dtype and jnp.dtype(args.dtype), asked_mesh(args)
+    target = load_target(args.target, dtype, weights=args.weights, mesh=mesh)
     drafter = _drafter(args, target)
     engine = Engine(
         target,
@@ -197,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     group.add_argument("--weights", choices=FORMATS, help="quantise matrices; default: as --dtype")
+    add_mesh_flag(group)
     group.add_argument(
         "--draft",
         metavar="DIR_OR_HUB_ID",

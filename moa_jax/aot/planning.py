@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from moa_jax.aot import child, hlo, kernels, lowering, machines, schedule
 from moa_jax.aot.accesses import ACTIVATIONS, WEIGHTS
+from moa_jax.aot.declared import Declared, declared
 from moa_jax.aot.kernels import Kernel, Rules
 from moa_jax.aot.lowering import HloModule, num_bytes
 from moa_jax.aot.machines import Machine
@@ -135,8 +136,10 @@ def compile_plan(
     update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_sharding, None))
     options = HURRY[machine.chip.compiler] if hurry else {}
     with jax.set_mesh(mesh), matmul_precision(config.run.dtype):
-        step_flops = flops.count(program.update, state, frozen, batch)
-        step = lowering.compiled(update.lower(state, frozen, batch), options)
+        traced = update.trace(state, frozen, batch)
+        step_flops = flops.of_program(traced.jaxpr)
+        step = lowering.compiled(traced.lower(), options)
+        step = step._replace(declared=declared(traced.jaxpr))
         evaluation = HloModule()
         if step.hlo is not None:
             probe = jax.jit(program.probe).lower(state.params, frozen, batch)
@@ -164,7 +167,7 @@ def compile_plan(
         "hurried": bool(options),
         "refused": refused,
         "fits": not refused and memory["peak"] <= memory["limit"],
-    } | _cost(config, target_cfg, machine, held, step_flops, step.hlo)
+    } | _cost(config, target_cfg, machine, held, step_flops, step)
 
 
 def _arguments(
@@ -198,13 +201,13 @@ def _cost(
     machine: Machine,
     held: dict[str, int],
     step_flops: int,
-    optimised: str | None,
+    step: HloModule,
 ) -> Plan:
     """FLOPs, bytes, collectives, the modelled time of a step, and bounds that none can beat."""
     rows = config.data.rows_per_batch * config.data.row_length
     per_token = flops.model_flops_per_token(config, target_cfg)
     rate = machine.num_chips * machine.chip.flops(config.run.dtype)
-    kinds, unknown = hlo.collectives(optimised) if optimised else ({}, 0)
+    kinds, unknown = hlo.collectives(step.hlo) if step.hlo else ({}, 0)
     return {
         "model_flops": per_token * rows,
         "model_flops_per_token": per_token,
@@ -217,10 +220,10 @@ def _cost(
         "bound_s": {
             "compute": step_flops / rate,
             "memory": _least_moved(config, held) / machine.chip.bandwidth,
-            "network": _network_s(machine, kinds) if optimised else None,
+            "network": _network_s(machine, kinds) if step.hlo else None,
         },
         "peak_flops": rate,
-    } | (_modelled(config, machine, optimised) if optimised else UNKNOWN)
+    } | (_modelled(config, machine, step.hlo, step.declared) if step.hlo else UNKNOWN)
 
 
 def _least_moved(config: DistillConfig, held: dict[str, int]) -> int:
@@ -237,9 +240,9 @@ def _network_s(machine: Machine, kinds: dict[str, hlo.Traffic]) -> float:
 UNKNOWN: Plan = {"flops": None, "bytes": None, "step_s": None, "parts_s": None}
 
 
-def _modelled(config: DistillConfig, machine: Machine, optimised: str) -> Plan:
+def _modelled(config: DistillConfig, machine: Machine, optimised: str, costs: Declared) -> Plan:
     """What one chip computes and moves in a step, and how long that takes, by what binds it."""
-    rules = Rules((), "step", turns=1, stays=machine.chip.stays)
+    rules = Rules((), "step", costs, turns=1, stays=machine.chip.stays)
     found = [
         kernel
         for kernel in kernels.of_program(optimised, _kind_of, rules)

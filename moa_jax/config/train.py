@@ -204,6 +204,8 @@ class RunConfig:
     tensorboard: bool = False  # as well as metrics.jsonl; needs the extra `tensorboard`
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
+    # On GPUs and TPUs: blocks of scores that stay on the chip, or all of them in memory.
+    attention: Literal["blocks", "einsum"] = "blocks"
 
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")

@@ -4,6 +4,7 @@
     data:chat/train.jsonl.gz                below $MOA_DATA, else ../shared/data
     hub:HuggingFaceH4/ultrachat_200k/train_sft   through `datasets`, streamed
     hub:openai/gsm8k:main/test                   one configuration of a dataset that has several
+    hub:HuggingFaceH4/ultrachat_200k@REVISION/train_sft    as it was: a commit, a tag or a branch
     hub:FOLDER/SPLIT                        of data files, or one that `save_to_disk` wrote
     tfds:NAME/SPLIT                         through `tensorflow_datasets`
 
@@ -117,9 +118,11 @@ def _open_hub(name: str) -> Any:
         saved = Path(dataset).expanduser() / split
         if (saved / "state.json").is_file():
             return datasets.load_from_disk(saved)
-        hub_id, _, config = dataset.partition(":")
+        at = ("",) if Path(dataset).exists() else dataset.partition("@")[1:]
+        hub_id, _, config = dataset.removesuffix("".join(at)).partition(":")
+        rest = {"revision": at[-1] or None, "split": split, "streaming": True}
         with _quiet_retries():
-            return datasets.load_dataset(hub_id, config or None, split=split, streaming=True)
+            return datasets.load_dataset(hub_id, config or None, **rest)
     except Exception as error:  # network, unknown name, unknown split: all of other types
         raise _unavailable("hub", name, error) from error
 

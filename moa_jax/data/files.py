@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from moa_jax.errors import InputError
+from moa_jax.files.places import files_below, is_stored, place
 
 Found = Iterator[tuple[str, dict | InputError]]  # a place, `FILE line N`, and what is there
 
@@ -39,8 +40,7 @@ def below(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     endings = tuple(KINDS)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    data = [file for file in files if file.name.endswith(endings)]
+    data = sorted(file for file in files_below(path) if file.name.endswith(endings))
     if not data:
         raise InputError(f"{path} holds no data: put {', '.join(endings)} files there")
     return data
@@ -55,7 +55,7 @@ def locate(path: str) -> Path:
             raise InputError(f"no data folder for {path}: set MOA_DATA to the folder that holds it")
         found = root / path.removeprefix("data:")
     else:
-        found = Path(path).expanduser()
+        found = place(path)
     if not found.exists():
         raise InputError(f"no file or folder {found}: check the path of the data")
     return found
@@ -80,7 +80,9 @@ def missing(error: ImportError, path: str) -> InputError:
 
 
 def _open(file: Path) -> BinaryIO:
-    return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
+    if not file.name.endswith(".gz"):
+        return file.open("rb")
+    return gzip.open(file.open("rb") if is_stored(file) else file, "rb")
 
 
 def _read_jsonl(file: Path) -> Found:
@@ -148,7 +150,7 @@ def _open_parquet(file: Path) -> Iterator[Any]:
     except ImportError as error:
         raise missing(error, str(file)) from error
     try:
-        with parquet.ParquetFile(file) as table:
+        with file.open("rb") as content, parquet.ParquetFile(content) as table:
             yield table
     except (OSError, ArrowException) as error:
         raise InputError(f"{file} is not Parquet ({error}): restore the file") from error

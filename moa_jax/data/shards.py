@@ -32,6 +32,7 @@ from moa_jax.data.encode import Coder
 from moa_jax.data.report import Report
 from moa_jax.data.rows import BLOCK
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.places import is_stored
 
 FORMAT = 1  # raise it when the same input makes other rows
 MANIFEST = "manifest.json"
@@ -114,6 +115,8 @@ def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, 
 
 def _facts(file: Path) -> list[Any]:
     status = file.stat()
+    if is_stored(file):
+        return [str(file), status.length, status.mtime]
     return [str(file.resolve()), status.st_size, status.st_mtime_ns]
 
 

@@ -275,8 +275,8 @@ def passes(
     for index in range(steps):
         before_BTD = jnp.roll(found[-1] if found else inputs.feature_BTD, 1, axis=1)
         fed_BTD = jnp.where(follows_BT1, before_BTD, 0)
-        mask_BTS = masks.fed_back(batch.segment_BT, index)
-        out_BTD, rows, _ = layer.apply(params, inputs.embedding_BTD, fed_BTD, turn, mask_BTS, past)
+        seen = masks.fed_back(batch.segment_BT, index)
+        out_BTD, rows, _ = layer.apply(params, inputs.embedding_BTD, fed_BTD, turn, seen, past)
         past = rows if past is None else kv_cache.join(past, rows)
         found.append(out_BTD)
     return found

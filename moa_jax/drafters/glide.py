@@ -217,9 +217,9 @@ def trace(
     shared: Shared,
     batch: Batch,
     tapped: Tapped,
-    memory_mask_BTT: Array,
+    memory_seen: masks.Intervals,
 ) -> GlideTrace:
-    """The forward over whole conversations, with the memory that a mask shows it."""
+    """The forward over whole conversations, with what it sees of the memory."""
     turn = rotation(layer.block, batch.position_BT)
     found, _ = layer.apply(
         {"params": params},
@@ -227,7 +227,7 @@ def trace(
         turn,
         masks.causal(batch.segment_BT),
         memory_of(tapped, turn),
-        memory_mask_BTT,
+        memory_seen,
     )
     return found
 
@@ -246,8 +246,8 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
         key: Array,
         progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
-        mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
-        found = trace(layer, params, shared, batch, tapped, mask_BTT)
+        seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
+        found = trace(layer, params, shared, batch, tapped, seen)
         draft = learning.Draft(found.feature_BTD, batch.response_BT)
         head = partial(llama.unembed, shared)
         (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
@@ -267,8 +267,8 @@ def teacher_forced(
 ) -> Array:
     """The features of unknown tokens, exactly those of decoding from the last known one."""
     start_BT = masks.known_until(known_BT, batch.segment_BT)
-    mask_BTT = masks.bounded_memory(start_BT, batch.segment_BT)
-    return trace(layer, params, shared, batch, tapped, mask_BTT).feature_BTD
+    seen = masks.bounded_memory(start_BT, batch.segment_BT)
+    return trace(layer, params, shared, batch, tapped, seen).feature_BTD
 
 
 # ---- files --------------------------------------------------------------------------------

@@ -5,5 +5,7 @@ layers.py     the parts of a layer         masks.py      who may attend to whom,
 cache.py      keys and values, by rows     chunks.py     work along the token axis in pieces
 sharding.py   arrays on a mesh             convert.py    stored names <-> parameter trees
 precision.py  what float32 means           panels.py     weights as CPUs multiply them fast
-attention.py  over caches and passes       rotary.py     heads turned by their positions
+attention.py  over caches and passes; _gpu, _tpu and _intervals are kernels
+rotary.py     heads turned by positions    quantise.py   weights in eight bits
+processes.py  what several agree on        devices.py    what a program is traced for
 """

@@ -1,5 +1,8 @@
 """Grouped softmax attention: within a pass, and over a cache of which a pass sees a part.
 
+Within a pass, in training, each token sees an interval of rows. GPUs and TPUs take them in blocks
+whose scores stay on the chip (`attention_intervals.py`); elsewhere an einsum makes all scores.
+
     row of a cache   0 ......... n-1 | n ....... n+X-1 | n+X ....... S-1
                      prefix: all see | tree: ancestors | left-overs, never seen
                      every row       |                 |
@@ -13,9 +16,13 @@ mesh each device does this for its heads and its rows of the batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +31,7 @@ from jax import lax
 from moa_jax.model import cache, chunks, sharding
 from moa_jax.model.cache import KV
 from moa_jax.model.devices import traced_platform
-from moa_jax.model.masks import Sight
+from moa_jax.model.masks import Intervals, Sight
 from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
@@ -32,11 +39,25 @@ Array = jax.Array
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 
 
-Seen = Array | Sight  # a mask (B, T, S) within a pass, a sight where there is a cache
+# Within a pass intervals or a mask (B, T, S), a sight where there is a cache.
+Seen = Array | Intervals | Sight
+_by_einsum = ContextVar("_by_einsum", default=False)
+
+
+@contextlib.contextmanager
+def computed(way: Literal["blocks", "einsum"]) -> Iterator[None]:
+    """Inside it programs are traced that take intervals in blocks, where there is a kernel."""
+    before = _by_einsum.set(way == "einsum")
+    try:
+        yield
+    finally:
+        _by_einsum.reset(before)
 
 
 def sees_anything(seen: Seen) -> Array:
     """Whether a token sees any row at all, (B, T, 1); T is 1 where that is the same for all."""
+    if isinstance(seen, Intervals):
+        return (seen.first_PBT <= seen.last_PBT).any(axis=0)[..., None]
     if not isinstance(seen, Sight):
         return seen.any(axis=-1, keepdims=True)
     prefix_B11 = (seen.length_B > seen.first)[:, None, None]
@@ -45,18 +66,36 @@ def sees_anything(seen: Seen) -> Array:
     return prefix_B11 | seen.ancestor_BTX.any(axis=-1, keepdims=True)
 
 
-def attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
+def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
     """Attention over the visible rows, (B, T, K, G, E).
 
-    The queries of a group join the token axis, so that both products are plain batched
-    matrix products and the scores, the largest array here, are never transposed.
+    By einsum the queries of a group join the token axis, so that both products are plain batched
+    matrix products and the scores, the largest array here, are never transposed. There a token
+    that sees nothing gets the mean of all rows, and zeros from a kernel.
     """
+    if isinstance(seen, Intervals):
+        if kernels := _by_intervals(q_BKGTE, kv):
+            return kernels.attend(q_BKGTE, kv, seen)
+        seen = seen.mask()
     if q_BKGTE.shape[3] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
         q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
         part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])  # noqa: E731
-        mask_BTS = jnp.broadcast_to(mask_BTS, (q_BTKGE.shape[0], *mask_BTS.shape[1:]))
+        mask_BTS = jnp.broadcast_to(seen, (q_BTKGE.shape[0], *seen.shape[1:]))
         return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
-    return _attend(q_BKGTE, kv, mask_BTS)
+    return _attend(q_BKGTE, kv, seen)
+
+
+def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
+    """The kernels that take such heads; None where there are none for them or for the device."""
+    if _by_einsum.get() or _kernels() is None:
+        return None
+    from moa_jax.model import attention_intervals  # Pallas takes a while to be imported
+
+    if attention_intervals.is_possible(q_BKGTE, kv):
+        return attention_intervals
+    T, E = q_BKGTE.shape[3:]
+    _say(f"no kernel for rows of {T} tokens and heads of {E}", "their scores are stored")
+    return None
 
 
 def attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
@@ -137,8 +176,8 @@ def _kernels() -> ModuleType | None:
 
 
 @functools.cache  # once for each reason
-def _say(reason: str) -> None:
-    logging.getLogger(__name__).warning("%s: attention reads whole caches (einsum)", reason)
+def _say(reason: str, so: str = "attention reads whole caches") -> None:
+    logging.getLogger(__name__).warning("%s: %s (einsum)", reason, so)
 
 
 def _write_path(

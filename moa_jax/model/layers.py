@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> Array:
         scale = self._scale(x.shape[-1])
         x32 = x.astype(jnp.float32) * self._factor(x)
-        return (x32.astype(x.dtype) * scale.astype(x.dtype)).astype(x.dtype)
+        return x32.astype(x.dtype) * _spread(scale, x)
 
     def parts(self, x: Array) -> Normed:
         """The same for a linear layer, in parts where that is cheaper.
@@ -94,6 +94,11 @@ class RMSNorm(nn.Module):
     def _factor(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+
+
+def _spread(vector: Array, x: Array) -> Array:
+    """A vector for each row of `x`, cast only then: training sums its gradient in its own dtype."""
+    return jnp.broadcast_to(vector, x.shape).astype(x.dtype)
 
 
 class Linear(nn.Module):
@@ -115,7 +120,7 @@ class Linear(nn.Module):
             y = quantise.matmul(x, kernel, jnp.float32)
             y = (y * factor.reshape(*x.shape[:-1], *(1 for _ in self.outputs))).astype(x.dtype)
         if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, self.outputs).astype(x.dtype)
+            y = y + _spread(self.param("bias", nn.initializers.zeros, self.outputs), y)
         return y
 
 
@@ -201,8 +206,8 @@ class Block(nn.Module):
     ) -> tuple[Array, KV, KV | None]:
         """The block's output, its new rows, and the cache with these rows written.
 
-        With a mask (B, T, S) for `seen`, tokens attend to P past rows, if there are any, and to
-        each other; S is P + T, and nothing is written.
+        With intervals or a mask (B, T, S) for `seen`, tokens attend to P past rows, if there are
+        any, and to each other; S is P + T, and nothing is written.
         """
         y_BTD, rows, past = self.attention(self.input_norm.parts(x_BTD), turn, seen, past)
         x_BTD = x_BTD + y_BTD
@@ -234,9 +239,9 @@ class CrossBlock(nn.Module):
         x_BTD = x_BTD + self.attention(self.input_norm.parts(x_BTD), turn, memory, seen)
         return x_BTD + self.mlp(self.post_attention_norm.parts(x_BTD))
 
-    def both(self, x_BTD: Array, memory_BTD: Array, turn: Rotation, mask_BTT: Array) -> Array:
+    def both(self, x_BTD: Array, memory_BTD: Array, turn: Rotation, seen: Seen) -> Array:
         """The block's output where queries and memory are of the same tokens, as in training."""
-        return self(x_BTD, turn, self.rows(memory_BTD, turn), mask_BTT)
+        return self(x_BTD, turn, self.rows(memory_BTD, turn), seen)
 
 
 class CrossAttention(nn.Module):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax.config import BlockConfig, TargetConfig
-from moa_jax.model import cache, masks, quantise, sharding
+from moa_jax.model import cache, convert, masks, quantise, sharding
 from moa_jax.model.attention import Seen
 from moa_jax.model.cache import KV
 from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, rotation
@@ -36,7 +36,7 @@ class Context(NamedTuple):
     """Where the T tokens of a pass stand, and what they attend to.
 
     In decoding `seen` is a sight of the caches, and the tokens' rows are written to them. In
-    training it is a mask (B, T, P + T) of P past rows in `caches`, if there are any, and the T.
+    training it is intervals or a mask of the P past rows in `caches`, if there are any, and the T.
     """
 
     position_BT: Array
@@ -144,6 +144,7 @@ def apply_blocks(
 
     def body(carry, layer):
         index, x_BTD, tapped = carry
+        layer = sharding.gathered(layer, convert.block_table(cfg, ""))
         tapped = tuple(jnp.where(index == i, x_BTD, t) for i, t in zip(tap, tapped, strict=True))
         x_BTD, new, _ = block.apply({"params": layer}, x_BTD, turn, seen)
         return (index + 1, x_BTD, tapped), new

@@ -1,4 +1,7 @@
-"""Who may attend to whom: boolean masks, True means visible, queries before keys."""
+"""Who may attend to whom, queries before keys: intervals in training, sights of caches in decoding.
+
+As booleans, True means visible.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,50 @@ from jax import lax
 Array = jax.Array
 
 
-def causal(segment_BT: Array) -> Array:
-    """Each token sees itself and what came before it in its own segment; (B, T, T).
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["first_PBT", "last_PBT"],
+    meta_fields=["behind"],
+)
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """What T tokens see of P parts with T rows each: of each part the rows first to last, if any.
+
+        first 0 0 2    x . .
+        last  0 1 2    x x .
+                       . . x
+
+    All masks of training are of this kind. In the last parts, as many as `behind` has numbers, a
+    token sees no row but the one of the token so far behind it.
+    """
+
+    first_PBT: Array
+    last_PBT: Array
+    behind: tuple[int, ...] = ()
+
+    def mask(self) -> Array:
+        """The same as booleans, (B, T, P T)."""
+        row_T = jnp.arange(self.first_PBT.shape[2])
+        seen = (self.first_PBT[..., None] <= row_T) & (row_T <= self.last_PBT[..., None])
+        return jnp.concatenate(list(seen), axis=-1)
+
+
+def _intervals(*parts: tuple[Array, Array], behind: tuple[int, ...] = ()) -> Intervals:
+    first, last = zip(*parts, strict=True)
+    return Intervals(jnp.stack(first), jnp.stack(last), behind)
+
+
+def _begin(segment_BT: Array) -> Array:
+    """Where the segment of each token begins, (B, T); the tokens of a segment stand together."""
+    return known_until(jnp.zeros(segment_BT.shape, bool), segment_BT)
+
+
+def _index(segment_BT: Array) -> Array:
+    return jnp.broadcast_to(jnp.arange(segment_BT.shape[1], dtype=jnp.int32), segment_BT.shape)
+
+
+def causal(segment_BT: Array) -> Intervals:
+    """Each token sees itself and what came before it in its own segment.
 
     segment 1 1 1 2 2
           1 x . . . .
@@ -23,9 +68,7 @@ def causal(segment_BT: Array) -> Array:
           2 . . . x .
           2 . . . x x
     """
-    T = segment_BT.shape[1]
-    same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
-    return same_BTT & jnp.tril(jnp.ones((T, T), bool))
+    return _intervals((_begin(segment_BT), _index(segment_BT)))
 
 
 def known_until(known_BT: Array, segment_BT: Array) -> Array:
@@ -64,12 +107,11 @@ def known_past(segment_BT: Array) -> Array:
 
     References: paper section 3, training without the T-step bound.
     """
-    first_BT = known_until(jnp.zeros(segment_BT.shape, bool), segment_BT)
-    return jnp.maximum(first_BT, jnp.arange(segment_BT.shape[1], dtype=jnp.int32) - 1)
+    return jnp.maximum(_begin(segment_BT), _index(segment_BT) - 1)
 
 
-def bounded_memory(start_BT: Array, segment_BT: Array) -> Array:
-    """Cross-attention sees the memory of known tokens, never of the future; (B, T, T).
+def bounded_memory(start_BT: Array, segment_BT: Array) -> Intervals:
+    """Cross-attention sees the memory of known tokens, never of the future.
 
     Queries 1, 2 and 3 steps after the last known token see the same memory, as in decoding,
     where the target has verified nothing newer.
@@ -84,12 +126,11 @@ def bounded_memory(start_BT: Array, segment_BT: Array) -> Array:
 
     References: paper section 3 (T-step bounded cross-attention).
     """
-    key_T = jnp.arange(start_BT.shape[1])
-    return causal(segment_BT) & (key_T <= start_BT[:, :, None])
+    return _intervals((_begin(segment_BT), start_BT))
 
 
-def staircase(start_BT: Array, segment_BT: Array) -> Array:
-    """Self-attention sees only tokens after the last known one, and itself; (B, T, T).
+def staircase(start_BT: Array) -> Intervals:
+    """Self-attention sees only tokens after the last known one, and itself.
 
         known  1 1 0 0 1 0
              1 x . . . . .
@@ -101,14 +142,12 @@ def staircase(start_BT: Array, segment_BT: Array) -> Array:
 
     References: paper section 3.3; authors' train/moa_spec.py.
     """
-    T = start_BT.shape[1]
-    key_T = jnp.arange(T)
-    after_BTT = key_T > start_BT[:, :, None]
-    return causal(segment_BT) & (after_BTT | jnp.eye(T, dtype=bool))
+    index_BT = _index(start_BT)
+    return _intervals((jnp.minimum(start_BT + 1, index_BT), index_BT))
 
 
-def on_policy(start_BT: Array, segment_BT: Array) -> Array:
-    """Reused layers see the target's rows up to the last known token, drafts after; (B, T, 2T).
+def on_policy(start_BT: Array, segment_BT: Array) -> Intervals:
+    """Reused layers see the target's rows up to the last known token, drafts after: two parts.
 
     The first T rows are the target's keys and values of the tokens, the other T those of the
     drafter's stream. Tokens 1, 2 and 3 steps after the last known one see the same rows of the
@@ -125,13 +164,11 @@ def on_policy(start_BT: Array, segment_BT: Array) -> Array:
     References: ours. Authors' train/moa_spec.py uses `causal` here, where a token also sees
     the drafter's states of unknown tokens that decoding would have verified by then.
     """
-    after_BTT = jnp.arange(start_BT.shape[1]) > start_BT[:, :, None]
-    drafted_BTT = causal(segment_BT) & after_BTT
-    return jnp.concatenate([bounded_memory(start_BT, segment_BT), drafted_BTT], axis=-1)
+    return _intervals((_begin(segment_BT), start_BT), (start_BT + 1, _index(segment_BT)))
 
 
-def fed_back(segment_BT: Array, step: int) -> Array:
-    """Drafters fed their own features: what a token sees in pass `step`; (B, T, (step + 1) T).
+def fed_back(segment_BT: Array, step: int) -> Intervals:
+    """Drafters fed their own features: what a token sees in pass `step`, of a part for each pass.
 
     In pass j each token is the (j + 1)-th after the last known one. Of the first pass, whose
     features are the target's, it sees the rows up to j tokens before itself; of each later pass i
@@ -147,20 +184,17 @@ def fed_back(segment_BT: Array, step: int) -> Array:
 
     References: EAGLE-3 (2503.01840), training-time test; in pass 0 EAGLE (2401.15077).
     """
-    T = segment_BT.shape[1]
-    index_T = jnp.arange(T)
-    behind_TT = index_T[:, None] - index_T  # how far a key stands behind its query
-    same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
-    first_BT = known_until(jnp.zeros(segment_BT.shape, bool), segment_BT) == index_T
-    true_BTT = same_BTT & (behind_TT >= step) & ~first_BT[:, None, :]
+    begin_BT, index_BT = _begin(segment_BT), _index(segment_BT)
     if step == 0:
-        return true_BTT | jnp.eye(T, dtype=bool)
-    paths = [same_BTT & (behind_TT == step - i) for i in range(1, step + 1)]
-    return jnp.concatenate([true_BTT, *paths], axis=-1)
+        return _intervals((jnp.minimum(begin_BT + 1, index_BT), index_BT))
+    behind = tuple(step - i for i in range(1, step + 1))
+    # Of a path that would begin in another segment nothing is seen.
+    paths = [(jnp.maximum(begin_BT, index_BT - far), index_BT - far) for far in behind]
+    return _intervals((begin_BT + 1, index_BT - step), *paths, behind=behind)
 
 
-def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Array:
-    """Cross-attention sees whole blocks of `size` tokens before a token's own; (B, T, T).
+def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Intervals:
+    """Cross-attention sees whole blocks of `size` tokens before a token's own.
 
     Blocks are counted from the start of each conversation. In decoding memory ends with the last
     verified token; here it ends with the block before, 1 to `size` tokens back. Tokens of the
@@ -176,8 +210,8 @@ def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Array:
 
     References: GLIDE (2402.02082); authors' train/glide.py.
     """
-    block_BT = position_BT // size
-    return causal(segment_BT) & (block_BT[:, None, :] < block_BT[:, :, None])
+    begin_BT = _begin(segment_BT)
+    return _intervals((begin_BT, begin_BT + position_BT // size * size - 1))
 
 
 def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moa_jax.model import panels, sharding
+from moa_jax.model.devices import traced_platform
 from moa_jax.model.panels import Panels
 from moa_jax.model.sharding import ShardingOf
 
@@ -34,6 +35,9 @@ _DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 # Leaves of parameter trees that are matrices: the axis that a product with them sums over.
 _SUMMED = {"kernel": 0, "lm_head": 0, "head": 0, "embed": 1}
+
+ROWS_OF_A_TPU_TILE = 32  # of eight bits
+MOST_TILES = 128  # read for a lookup; beyond them copying the table costs no more
 
 
 class Quantised(NamedTuple):
@@ -159,10 +163,41 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
         y = (y * joined(kernel.scale).astype(jnp.float32)).astype(dtype)
     elif isinstance(kernel, Panels):
         y = panels.multiply(x, kernel).astype(dtype)
+    elif apart or kernel.dtype == x.dtype:
+        y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
     else:
-        kernel_DF = joined(kernel.astype(x.dtype), inputs)
-        y = multiply(x, kernel_DF, preferred_element_type=dtype)
+        y = _by_master(x, joined(kernel, inputs), dtype)
     return y.reshape(*x.shape[:-1], *outputs)
+
+
+def _cast_and_multiply(x: Array, kernel_DF: Array, dtype: Any) -> Array:
+    return jnp.matmul(x, kernel_DF.astype(x.dtype), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _by_master(x: Array, kernel_DF: Array, dtype: Any) -> Array:
+    """A product with a weight that training keeps in more bits than it computes with.
+
+    Its gradient is summed in those, over tokens and over devices: by the rule of a cast, parts in
+    few bits would be added up.
+    """
+    return _cast_and_multiply(x, kernel_DF, dtype)
+
+
+def _by_master_forward(x: Array, kernel_DF: Array, dtype: Any) -> tuple[Array, Any]:
+    return _cast_and_multiply(x, kernel_DF, dtype), (x, kernel_DF)
+
+
+def _by_master_backward(dtype: Any, kept: Any, towards: Array) -> tuple[Array, Array]:
+    x, kernel_DF = kept
+    towards_x = jax.linear_transpose(lambda x: _cast_and_multiply(x, kernel_DF, dtype), x)
+    D, F = kernel_DF.shape
+    given = (x.reshape(-1, D), towards.reshape(-1, F))
+    of_kernel_DF = jnp.einsum("XD,XF->DF", *given, preferred_element_type=kernel_DF.dtype)
+    return *towards_x(towards), of_kernel_DF
+
+
+_by_master.defvjp(_by_master_forward, _by_master_backward)
 
 
 def matmul_rows(x: Array, table_VD: Matrix, dtype: Any) -> Array:
@@ -200,8 +235,22 @@ def _rows_together(part_VD: Matrix, ids: Array) -> Array:
 def _rows(table_VD: Matrix, ids: Array) -> Array:
     if isinstance(table_VD, Quantised):
         scale = table_VD.scale[ids][..., None]
-        return table_VD.values[ids].astype(scale.dtype) * scale
+        return _few_rows(table_VD.values, ids).astype(scale.dtype) * scale
     return table_VD[ids]
+
+
+def _few_rows(values_VD: Array, ids: Array) -> Array:
+    """Rows of eight bits, for few ids on a TPU out of the tiles that hold them.
+
+    There a tile has 32 rows of eight bits, and XLA copies a whole table to cut one row out of it.
+    """
+    count, width = values_VD.shape
+    is_tiled = traced_platform() == "tpu" and count % ROWS_OF_A_TPU_TILE == 0
+    if not is_tiled or ids.size > MOST_TILES:
+        return values_VD[ids]
+    tiles = values_VD.reshape(-1, ROWS_OF_A_TPU_TILE, width)[ids // ROWS_OF_A_TPU_TILE]
+    is_wanted = jnp.arange(ROWS_OF_A_TPU_TILE) == (ids % ROWS_OF_A_TPU_TILE)[..., None]
+    return jnp.where(is_wanted[..., None], tiles, 0).sum(-2, dtype=values_VD.dtype)
 
 
 # ---- parts --------------------------------------------------------------------------------

@@ -150,6 +150,22 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, TRAIN))
 
 
+def gathered(params: Any, table: convert.Table) -> Any:
+    """Parameters that are whole over `fsdp`, where a mesh for training is set.
+
+    Named before they are used, they come in one piece while something else is computed. XLA would
+    else hand parts of a weight round, and add up products with each part in memory.
+    """
+    if jax.sharding.get_abstract_mesh().axis_names != MESH_AXES:
+        return params
+
+    def whole(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        axes = table[tuple(step.key for step in path)].axes
+        return jax.lax.with_sharding_constraint(leaf, spec(axes, COPIED))
+
+    return jax.tree_util.tree_map_with_path(whole, params)
+
+
 def local_rows(sharding: NamedSharding, shape: convert.Shape) -> slice:
     """The rows of an array of this shape that the devices of this process hold together."""
     indices = sharding.addressable_devices_indices_map(shape).values()
@@ -239,6 +255,34 @@ def born(make: Callable[[], Any], mesh: Mesh | None) -> Any:
     if mesh is None:
         return make()
     return jax.jit(make, out_shardings=of_state(jax.eval_shape(make), mesh))()
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether the devices of a mesh belong to several processes."""
+    return mesh is not None and len({each.process_index for each in mesh.devices.flat}) > 1
+
+
+def put_state(state: Any, mesh: Mesh) -> Any:
+    """Such arrays, those of the host where they belong; every process has the same ones."""
+
+    def put(leaf: Any, where: NamedSharding) -> jax.Array:
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            return leaf
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = put(np.asarray(jax.random.key_data(leaf)), where)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return jax.make_array_from_callback(leaf.shape, where, np.asarray(leaf).__getitem__)
+
+    return jax.tree.map(put, state, of_state(state, mesh))
+
+
+def constrain_whole(arrays: Any) -> Any:
+    """Arrays that every device has a copy of, where a mesh for decoding is set."""
+    if not is_cut():
+        return arrays
+    return jax.tree.map(
+        lambda leaf: jax.lax.with_sharding_constraint(leaf, PartitionSpec()), arrays
+    )
 
 
 def constrain_state(state: Any) -> Any:

@@ -3,6 +3,5 @@
 update.py        one optimiser update         distillation.py  a drafter's updates on a mesh
 optim.py         AdamW and its schedule       checkpoint.py    what survives kills and full disks
 fingerprint.py   what makes two runs one      metrics.py       what a run writes down
-processes.py     what processes agree on      flops.py         operations of matrix products
-target_cache.py  a target's pass, on disk
+flops.py         operations of products       target_cache.py  a target's pass, on disk
 """

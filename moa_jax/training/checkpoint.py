@@ -6,6 +6,9 @@ RUN/checkpoints/STEP/      complete or absent: Orbax renames it into place when 
     meta/                  the settings of the run
     state/                 parameters, optimiser state, step
 RUN/checkpoints/STEP.damaged   put aside, never read
+
+RUN may be a URL of an object store, which has no lock and no renaming: there Orbax marks a complete
+checkpoint by a file that it writes last, and lacking room is told when it is met.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ import orbax.checkpoint as ocp
 
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.places import files_below, is_stored, place
+from moa_jax.model.processes import is_first, on_first
 from moa_jax.training.fingerprint import changes, fingerprint, listed
-from moa_jax.training.processes import is_first, on_first
 from moa_jax.training.update import Params, TrainState
 
 FILES = "files.json"
+COMMITTED = "commit_success.txt"  # which Orbax writes last where it cannot rename
 PIECE = 1 << 20  # bytes read at a time
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 ROOM = 1 << 20  # bytes that a checkpoint takes beside its arrays
@@ -54,7 +59,7 @@ class Checkpoints:
         self._taus: dict[int, float] = {}
         self._writing: int | None = None
         with contextlib.ExitStack() as stack:
-            on_first(lambda: stack.enter_context(_locked(Path(run.directory))))
+            on_first(lambda: stack.enter_context(_locked(place(run.directory))))
             stack.enter_context(_quiet())
             self._manager = ocp.CheckpointManager(
                 self._folder,
@@ -171,6 +176,8 @@ class Checkpoints:
             self._manager.reload()
 
     def _check_room(self, state: TrainState) -> None:
+        if is_stored(self._folder):
+            return
         needed = ROOM + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         disk = os.statvfs(self._folder)
         if disk.f_bavail * disk.f_frsize < needed:
@@ -179,11 +186,12 @@ class Checkpoints:
     def _seal(self) -> None:
         """Writes the list of files, when all are written and before the folder is renamed."""
         if is_first():
-            (folder,) = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
+            unfinished = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
+            folder = next(iter(unfinished), self._folder / str(self._writing))
             # Files beside the items are Orbax's own bookkeeping, which it writes again later.
-            files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
+            files = sorted(path for path in files_below(folder) if path.parent != folder)
             found = {str(path.relative_to(folder)): _size_and_crc(path) for path in files}
-            (folder / FILES).write_text(json.dumps(found), encoding="utf-8")
+            (folder / FILES).write_text(json.dumps(found))
 
     @contextlib.contextmanager
     def _telling_disk_faults(self) -> Iterator[None]:
@@ -208,8 +216,7 @@ class Checkpoints:
 
 def steps_of(config: PretrainConfig | DistillConfig) -> list[int]:
     """Steps of the whole checkpoints of a run, in order; the run may be at work."""
-    names = [path.name for path in _folder_of(config).glob("*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(int(path.name) for path in _whole(_folder_of(config)))
 
 
 def read_state(
@@ -235,8 +242,13 @@ def read_state(
 
 def newest_of(checkpoints: Path) -> Path | None:
     """The newest whole checkpoint in a folder of checkpoints, None where there is none."""
-    steps = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
-    return max(steps, key=lambda path: int(path.name), default=None)
+    return max(_whole(checkpoints), key=lambda path: int(path.name), default=None)
+
+
+def _whole(checkpoints: Path) -> list[Path]:
+    """The whole checkpoints in a folder; a store has no other mark of one than Orbax's file."""
+    found = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
+    return [path for path in found if not is_stored(path) or (path / COMMITTED).exists()]
 
 
 def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params:
@@ -245,7 +257,7 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
     `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
     missing, damaged or of another drafter.
     """
-    folder = folder.absolute()
+    folder = folder if is_stored(folder) else folder.absolute()
     if not folder.is_dir():
         raise InputError(f"{folder}: no such checkpoint: choose another")
     fault, saved = _settings_of(folder)
@@ -278,7 +290,8 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
 
 
 def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
-    return Path(config.run.directory).absolute() / "checkpoints"
+    folder = place(config.run.directory)
+    return (folder if is_stored(folder) else folder.absolute()) / "checkpoints"
 
 
 def _examined(folder: Path, config: PretrainConfig | DistillConfig) -> str:
@@ -319,6 +332,10 @@ class _NewestAndBest:
 def _locked(directory: Path) -> Iterator[None]:
     """Holds the directory's lock; a file system that has no locks goes without."""
     directory.mkdir(parents=True, exist_ok=True)
+    if is_stored(directory):
+        print(f"{directory}: a store has no locks: start one run only", file=sys.stderr)
+        yield
+        return
     with (directory / "lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,19 +392,20 @@ def _fault(folder: Path) -> str:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} of {size} bytes"
-        if _size_and_crc(path)[1] != crc:
+        found_size, found_crc = _size_and_crc(path)
+        if found_size != size:
+            return f"{name} has {found_size} of {size} bytes"
+        if found_crc != crc:
             return f"{name} has changed"
     return ""
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:
-    crc = 0
+    size = crc = 0
     with path.open("rb") as file:
         while piece := file.read(PIECE):
-            crc = zlib.crc32(piece, crc)
-        return file.tell(), crc
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return size, crc
 
 
 def _shortened(error: BaseException) -> str:

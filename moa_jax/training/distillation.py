@@ -15,7 +15,7 @@ from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, losses, method_of
 from moa_jax.drafters.api import Drafter, Shared, Tapped, Taps
 from moa_jax.errors import InputError
-from moa_jax.model import chunks, convert, llama, masks, sharding
+from moa_jax.model import attention, chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer
 from moa_jax.training.target_cache import Parts, parts_of, tapped_of
 from moa_jax.training.update import (
@@ -211,16 +211,13 @@ def make_train_step(
         params,
         transform_non_params=lambda _: everywhere,
     )
+    loss, optim = make_loss(target_cfg, drafter, dtype), config.optim
+    update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
+    traced = attention.computed(config.run.attention)
     return TrainStep(
         init,
-        make_update(
-            make_loss(target_cfg, drafter, dtype),
-            tx,
-            config.run.seed,
-            config.optim.total_steps,
-            config.optim.accumulate,
-        ),
-        make_probe(target_cfg, drafter, dtype, config.horizon),
+        traced(update),
+        traced(make_probe(target_cfg, drafter, dtype, config.horizon)),
         TrainState(everywhere, params, opt_state),
         sharding.tree_of(frozen, frozen_at),
         frozen_at,

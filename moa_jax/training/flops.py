@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, method_of
+from moa_jax.model import attention
 from moa_jax.training.distillation import abstract_frozen, make_keep, make_loss
 
 
@@ -26,7 +28,7 @@ def count(function: Callable[..., Any], *arguments: Any) -> int:
     What the backward pass computes again counts again. Of branches the dearest counts, a loop
     that only ends by a condition counts once.
     """
-    return _of(jax.make_jaxpr(function)(*arguments))
+    return of_program(jax.make_jaxpr(function)(*arguments))
 
 
 def model_flops_per_token(
@@ -48,7 +50,7 @@ def model_flops_per_token(
     if cached:
         keep = make_keep(target_cfg, drafter.taps, jnp.dtype(plain.run.dtype))
         batch = TappedBatch(*batch, jax.eval_shape(keep, frozen, batch))
-    gradient = jax.grad(loss, has_aux=True)
+    gradient = attention.computed("einsum")(jax.grad(loss, has_aux=True))
     return count(gradient, params, frozen, batch, key, progress) / plain.data.row_length
 
 
@@ -56,6 +58,12 @@ def abstract_batch(rows: int, length: int) -> Batch:
     """The shapes of a training batch."""
     kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)
     return Batch(*(jax.ShapeDtypeStruct((rows, length), kind) for kind in kinds))
+
+
+def of_program(traced: jax.core.ClosedJaxpr) -> int:
+    """The same of a traced program, without what compilers leave out since nothing needs it."""
+    found, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    return _of(found)
 
 
 def _of(jaxpr: Any) -> int:
@@ -68,6 +76,8 @@ def _of_equation(equation: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    if name == "pallas_call":  # its program is that of one of many blocks
+        return params["cost_estimate"].flops
     inner = [_of(jaxpr) for jaxpr in programs_in(params)]
     if name == "cond":
         return max(inner)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from moa_jax.errors import InputError
+from moa_jax.files.places import is_stored
 
 Record = dict[str, Any]
 Mirror = Callable[[Record], None]
@@ -49,16 +51,22 @@ def peak_flops(device_kind: str) -> float | None:
 class MetricsLog:
     """Appends to a JSONL file; opened at step s, it drops what an earlier run wrote after s.
 
-    `kept` holds the records up to s. Raises InputError where the disk takes no more.
+    `kept` holds the records up to s. An object store cannot append: there the whole file is written
+    by `sync` and `close`. Raises InputError where the disk takes no more.
     """
 
     def __init__(self, path: Path, step: int, mirror: Mirror | None = None) -> None:
         self._path, self._mirror = path, mirror
         path.parent.mkdir(parents=True, exist_ok=True)
         self.kept = [record for record in read_records(path) if record["step"] <= step]
+        text = "".join(map(_line, self.kept))
+        if is_stored(path):
+            self._file: TextIO = io.StringIO()
+            self._file.write(text)
+            return
         temporary = path.with_suffix(".tmp")
         with self._telling_faults():
-            temporary.write_text("".join(map(_line, self.kept)), encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -75,9 +83,14 @@ class MetricsLog:
     def sync(self) -> None:
         """Puts what was written on the disk, where a power cut leaves it."""
         with self._telling_faults():
-            os.fsync(self._file.fileno())
+            if isinstance(self._file, io.StringIO):
+                self._path.write_text(self._file.getvalue())
+            else:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        if isinstance(self._file, io.StringIO):
+            self.sync()
         with contextlib.suppress(OSError):  # flushed or told before
             self._file.close()
 
@@ -94,7 +107,7 @@ class MetricsLog:
 def read_records(path: Path) -> list[Record]:
     """The lines of a log, up to the first that was cut short."""
     found: list[Record] = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
     for line in text.split("\n")[:-1]:
         try:
             found.append(json.loads(line))

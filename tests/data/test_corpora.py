@@ -181,6 +181,28 @@ def test_hub_reads_through_datasets(tmp_path):
         list(corpora.read("hub:ultrachat"))
 
 
+@pytest.mark.parametrize(
+    "name, asked",
+    [
+        ("group/talks/train", ("group/talks", None, None)),
+        ("group/talks@v1.2/train", ("group/talks", None, "v1.2")),
+        ("group/talks:en@refs/pr/3/train", ("group/talks", "en", "refs/pr/3")),
+    ],
+)
+def test_the_hub_is_asked_for_a_revision(name, asked, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    heard = []
+
+    def load_dataset(hub_id, config, *, revision, split, streaming):
+        heard.append((hub_id, config, revision))
+        assert (split, streaming) == ("train", True)
+        return iter(RECORDS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(corpora.read(f"hub:{name}")) == RECORDS
+    assert heard == [asked]
+
+
 def test_hub_reads_what_datasets_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS)}).save_to_disk(tmp_path)

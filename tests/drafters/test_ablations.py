@@ -205,7 +205,7 @@ def test_known_past_as_drawn_in_the_docs():
     segment_BT = jnp.array([[1, 1, 1, 1, 2, 2]])
     start_BT = masks.known_past(segment_BT)
     assert start_BT.tolist() == [[0, 0, 1, 2, 4, 4]]
-    mask_BTT = masks.bounded_memory(start_BT, segment_BT)
+    mask_BTT = masks.bounded_memory(start_BT, segment_BT).mask()
     assert ["".join("x" if seen else "." for seen in row) for row in mask_BTT[0].tolist()] == [
         "x.....", "x.....", "xx....", "xxx...", "....x.", "....x.",
     ]  # fmt: skip

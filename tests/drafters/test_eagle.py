@@ -304,7 +304,7 @@ def test_drafts_of_trees_change_nothing(calm_target):
 
 
 def test_feedback_masks_as_drawn():
-    mask_TS = masks.fed_back(jnp.ones((1, 5), jnp.int32), 2)[0].astype(int).tolist()
+    mask_TS = masks.fed_back(jnp.ones((1, 5), jnp.int32), 2).mask()[0].astype(int).tolist()
     drawn = [
         "..... ..... x....",
         "..... x.... .x...",

@@ -51,14 +51,14 @@ def test_draft_training_forward(folder):
     target, drafter, arrays, batch = recorded_training(folder)
     cfg, functions = drafter.config, make(target, drafter)
     assert cfg.block_size == arrays["block_size"]
-    mask_BTT = masks.earlier_blocks(batch.position_BT, batch.segment_BT, cfg.block_size)
-    np.testing.assert_array_equal(mask_BTT, arrays["ca_mask"])
+    seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, cfg.block_size)
+    np.testing.assert_array_equal(seen.mask(), arrays["ca_mask"])
 
     @jax.jit
     def trace(batch):
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         layer, shared = glide.layer_of(cfg, target.config), functions.borrow(target.params)
-        found = glide.trace(layer, drafter.params, shared, batch, tapped, mask_BTT)
+        found = glide.trace(layer, drafter.params, shared, batch, tapped, seen)
         return found, functions.head(drafter.params, shared, found.feature_BTD)
 
     found, logits_BTV = trace(batch)
@@ -121,7 +121,7 @@ def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
 
 def test_earlier_blocks_as_drawn_in_the_docs():
     position_BT, segment_BT = jnp.array([[0, 1, 2, 3, 4, 0]]), jnp.array([[1, 1, 1, 1, 1, 2]])
-    mask = masks.earlier_blocks(position_BT, segment_BT, 2)[0].tolist()
+    mask = masks.earlier_blocks(position_BT, segment_BT, 2).mask()[0].tolist()
     assert ["".join("x" if v else "." for v in row) for row in mask] == [
         "......", "......", "xx....", "xx....", "xxxx..", "......",
     ]  # fmt: skip

@@ -144,7 +144,7 @@ def test_draft_training_forward(folder):
         expected = {k: v.numpy() for k, v in case.train.items() if k.startswith(variant)}
         draws = draws_of(case.sample(variant))
         trace, logits_BTV, parts = pair.trace(batch, draws)
-        for name, ours in (("sa_mask", trace.sa_mask_BTT), ("ca_mask", trace.ca_mask_BTT)):
+        for name, ours in (("sa_mask", trace.sa_seen.mask()), ("ca_mask", trace.ca_seen.mask())):
             wanted = np.broadcast_to(expected[f"{variant}/{name}"], ours.shape)
             np.testing.assert_array_equal(np.asarray(ours)[both_BTT], wanted[both_BTT], name)
         stages = dict(sa_out=trace.sa_BTD, ca_out=trace.ca_BTD, logits=logits_BTV)
@@ -326,8 +326,10 @@ def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
     segment_BT = jnp.ones((1, 6), jnp.int32)
     start_BT = masks.known_until(known_BT, segment_BT)
     assert start_BT.tolist() == [[0, 1, 1, 1, 4, 4]]
-    picture = lambda mask: ["".join("x" if v else "." for v in row) for row in mask[0].tolist()]  # noqa: E731
-    assert picture(masks.staircase(start_BT, segment_BT)) == [
+    picture = lambda seen: [  # noqa: E731
+        "".join("x" if v else "." for v in row) for row in seen.mask()[0].tolist()
+    ]
+    assert picture(masks.staircase(start_BT)) == [
         "x.....", ".x....", "..x...", "..xx..", "....x.", ".....x",
     ]  # fmt: skip
     assert picture(masks.bounded_memory(start_BT, segment_BT)) == [

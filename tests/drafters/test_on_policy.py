@@ -216,7 +216,7 @@ def test_option_trains_every_weight(saved):
 def test_mask_as_drawn_in_the_docs():
     known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
     segment_BT = jnp.ones((1, 6), jnp.int32)
-    mask = masks.on_policy(masks.known_until(known_BT, segment_BT), segment_BT)
+    mask = masks.on_policy(masks.known_until(known_BT, segment_BT), segment_BT).mask()
     picture = ["".join("x" if seen else "." for seen in row) for row in mask[0].tolist()]
     assert [f"{row[:6]}|{row[6:]}" for row in picture] == [
         "x.....|......", "xx....|......", "xx....|..x...",

@@ -81,6 +81,18 @@ def test_a_table_serves_lookup_and_head(weights):
     assert_close(quantise.matmul(x_TD, some, jnp.float32), x_TD @ whole_VD[ids[0]].T, "some")
 
 
+@pytest.mark.parametrize("count", [64, 70])
+def test_a_tpu_looks_few_rows_up_in_their_tiles(count, monkeypatch):
+    """And a table that has no whole number of tiles as other devices do."""
+    table = quantise.quantise(drawn(count, 16), "int8", 1)
+    ids = jnp.array([[0, count - 1, 31, 32], [7, 33, 7, 1]])
+    wanted, program = quantise.lookup(table, ids), str(jax.make_jaxpr(quantise.lookup)(table, ids))
+    monkeypatch.setattr(quantise, "traced_platform", lambda: "tpu")
+    np.testing.assert_array_equal(quantise.lookup(table, ids), wanted)
+    tiled = str(jax.make_jaxpr(lambda *arrays: quantise.lookup(*arrays))(table, ids))
+    assert ("reduce_sum" in tiled) == (count == 64) and "reduce_sum" not in program
+
+
 def test_bfloat16_products_are_rounded_once():
     """Sums and scales are float32: only the result is rounded to bfloat16."""
     x, matrix = (

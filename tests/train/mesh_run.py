@@ -1,17 +1,21 @@
 """Trains a toy on a mesh and prints its losses as JSON: run by tests in processes of their own.
 
-python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR [--devices N] [--cached] [cluster flags]
+python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR [--devices N] [--cached] [--blocks N]
+    [--dtype D] [cluster flags]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from infer.flags import cluster
 from moa_jax.config import (
     BlockConfig,
     DataConfig,
@@ -26,20 +30,20 @@ from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama, sharding
 from moa_jax.training.distillation import make_keep, make_train_step
-from train.run import cluster
+from tests.train.blocks import in_blocks
 
 ROWS, T = 8, 24
 TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
 DRAFTER = MoaConfig(2, 24, 2, 24, 2, 16, target_layer_inference=1)
 
 
-def config_of(mesh: MeshConfig, accumulate: int = 1) -> DistillConfig:
+def config_of(mesh: MeshConfig, accumulate: int = 1, dtype: str = "float32") -> DistillConfig:
     return DistillConfig(
         target="",
         drafter=DRAFTER,
         data=DataConfig((), (), T, T, ROWS),
         optim=OptimConfig(1e-2, 2, 4, 2.0, 20, accumulate=accumulate),
-        run=RunConfig("", seed=3),
+        run=RunConfig("", seed=3, dtype=dtype),
         output="",
         mesh=mesh,
     )
@@ -54,26 +58,34 @@ def batch_of(step: int, rows: slice) -> Batch:
     return Batch(*(array[rows] for array in whole))
 
 
-def frozen_weights() -> dict:
+def frozen_weights(dtype: str = "float32") -> dict:
     """A target at random, its layers stacked."""
-    params = llama.init(TARGET, jax.random.key(1))
+    params = jax.tree.map(lambda x: x.astype(dtype), llama.init(TARGET, jax.random.key(1)))
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
-def losses(steps: int, mesh_cfg: MeshConfig, devices: list, cached: bool = False) -> list[float]:
+def losses(
+    steps: int,
+    mesh_cfg: MeshConfig,
+    devices: list,
+    cached: bool = False,
+    dtype: str = "float32",
+) -> list[float]:
     """The losses of so many updates on a mesh of these devices.
 
     `cached`: the target's pass comes from the host, as from a cache.
     """
-    config = config_of(mesh_cfg)
+    config = config_of(mesh_cfg, dtype=dtype)
     mesh = sharding.make_mesh(mesh_cfg, devices)
     program = make_train_step(config, TARGET, mesh)
     taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
-    keep = jax.jit(make_keep(TARGET, taps, jnp.float32), out_shardings=program.rows_sharding)
+    keep = jax.jit(make_keep(TARGET, taps, jnp.dtype(dtype)), out_shardings=program.rows_sharding)
 
     found = []
     with jax.set_mesh(mesh):
-        weights = jax.jit(frozen_weights, out_shardings=program.frozen_sharding)()
+        weights = jax.jit(
+            functools.partial(frozen_weights, dtype), out_shardings=program.frozen_sharding
+        )()
         state = jax.jit(program.init, out_shardings=program.state_sharding)(jax.random.key(2))
         update = jax.jit(
             program.update, donate_argnums=0, out_shardings=(program.state_sharding, None)
@@ -100,15 +112,19 @@ def main() -> None:
     parser.add_argument("meshes", nargs="+")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--cached", action="store_true")
+    parser.add_argument("--blocks", type=int, help="of scores, as accelerators take them")
+    parser.add_argument("--dtype", default="float32")
     cluster.add_flags(parser)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
-    with cluster.joined(args, parser.prog):
+    with cluster.joined(args, parser.prog), pytest.MonkeyPatch.context() as patch:
+        if args.blocks:
+            in_blocks(patch, args.blocks)
         for mesh in args.meshes:
             cfg = MeshConfig(*map(int, mesh.split(",")))
             one = mesh == "1,1,1"
             devices = jax.devices()[:1] if one else jax.devices()
-            found = losses(args.steps, cfg, devices, args.cached)
+            found = losses(args.steps, cfg, devices, args.cached, args.dtype)
             if jax.process_index() == 0:
                 print("losses", json.dumps(found), flush=True)
 

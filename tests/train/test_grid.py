@@ -77,7 +77,10 @@ def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
         ("eagle", 1e-3, 0),
         ("eagle", 1e-3, 1),
     ]
+    seeds = [run.seed for run in grids.chosen_runs(runs, ["eagle"], [], [1])]
+    assert seeds == [1, 1]
     assert "no walrus" in refusal(grids.chosen_runs, runs, ["walrus"], [])
+    assert "--seeds: the grid has no 7, but 0, 1" in refusal(grids.chosen_runs, runs, [], [], [7])
 
 
 def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):

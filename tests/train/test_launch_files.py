@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from infer import serve
+from infer.flags import cluster
+from infer.flags.mesh import mesh_sizes
 from moa_jax.config import DistillConfig
-from train.run import cluster
 from train.run.settings import config_parser, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +52,7 @@ def test_every_flag_exists(name):
         load_config("configs/moa_llama3_8b.py", DistillConfig, [f"--{flag}", "x"])
 
 
-@pytest.mark.parametrize("name", [*SLURM, "slurm_restart.sh"])
+@pytest.mark.parametrize("name", [*SLURM, "slurm_restart.sh", "serve_slurm.sbatch"])
 def test_shells_can_read_them(name):
     subprocess.run(["bash", "-n", CONFIGS / name], check=True)
 
@@ -106,6 +108,59 @@ def test_the_jobset_restarts_all_but_bad_input():
     assert policy["rules"] == [
         {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     ]
+
+
+# ---- serving ------------------------------------------------------------------------------
+
+SERVING = {
+    "slurm": (CONFIGS / "serve_slurm.sbatch").read_text(encoding="utf-8"),
+    "lws": (CONFIGS / "serve_lws_tpu.yaml").read_text(encoding="utf-8"),
+}
+GROUPS, SERVICE = yaml.safe_load_all(SERVING["lws"])
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_every_flag_of_a_server_exists(name):
+    command = SERVING[name].partition("-m infer.serve")[2].partition("\n\n")[0]
+    flags = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", command.partition("volumes:")[0]))
+    known = set(serve._parser()._option_string_actions)
+    assert flags <= known and {"--mesh", "--target", "--draft", "--api-key-file"} <= flags
+    assert flags & {"--distributed", "--coordinator"}
+
+
+def test_a_server_of_one_slice_uses_all_of_it():
+    template = GROUPS["spec"]["leaderWorkerTemplate"]
+    pod = template["workerTemplate"]["spec"]
+    (container,) = pod["containers"]
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    mesh = mesh_sizes(re.search(r"--mesh (\S+)", container["args"][0])[1])
+    assert template["size"] * chips == int(rows) * int(columns) == mesh["tensor"] * mesh["data"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    (port,) = SERVICE["spec"]["ports"]
+    assert port["port"] == container["ports"][0]["containerPort"] == 8000  # as infer.serve has it
+    labels = template["workerTemplate"]["metadata"]["labels"]
+    assert labels.items() <= SERVICE["spec"]["selector"].items()
+
+
+@pytest.mark.parametrize(("ends", "times", "code"), [([1, 1, 0], 3, 0), ([2], 1, 2), ([0], 1, 0)])
+def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
+    body = 'n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n\necho "$@" > seen\n'
+    executable(tools / "srun", body + 'exit "$(sed -n $((n + 1))p ends)"')
+    executable(tools / "sleep", "true")
+    env = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    env |= {"SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_NUM_NODES": "2", "TARGET": "t", "DRAFT": "d"}
+    command = ["bash", CONFIGS / "serve_slurm.sbatch", "--slots", "64"]
+    assert subprocess.run(command, env=env, timeout=60).returncode == code
+    assert int((tmp_path / "n").read_text()) == times
+    seen = (tmp_path / "seen").read_text()
+    assert "--mesh tensor=8,data=2 --target t --draft d" in seen and seen.endswith("--slots 64\n")
 
 
 # ---- what they do -------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Training on several devices and processes: the same losses, wherever arrays live."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from moa_jax.config import MeshConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import convert, sharding
 from moa_jax.training.distillation import abstract_frozen, make_train_step
+from moa_jax.training.flops import abstract_batch, programs_in
 from tests.train import mesh_run
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,54 @@ def test_mesh_of_eight_devices_trains_as_one(alone):
 def test_meshes_of_any_shape_train_as_one(alone):
     for found in losses_of(run("4,1,1", "1,4,1", "1,2,2", "--devices", "4")):
         assert_same(found, alone)
+
+
+@pytest.mark.slow
+def test_meshes_train_as_one_with_scores_in_blocks(alone):
+    """Kernels of accelerators, each device with its own rows and heads."""
+    (found,) = losses_of(run("1,2,2", "--devices", "4", "--blocks", "8"))
+    assert_same(found, alone)
+
+
+@pytest.mark.slow
+def test_a_mesh_trains_as_one_in_bfloat16():
+    """Partial sums of activations are rounded, and none of gradients."""
+    alone = mesh_run.losses(STEPS, MeshConfig(1, 1, 1), jax.devices()[:1], dtype="bfloat16")
+    for found in losses_of(run("1,4,1", "1,2,2", "--devices", "4", "--dtype", "bfloat16")):
+        np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # then roundings add up
+        np.testing.assert_allclose(found, alone, rtol=1e-2)
+
+
+def test_gradients_of_a_step_in_bfloat16_are_summed_in_float32():
+    """Those of weights, norms and biases: over tokens, and so over the devices that have them."""
+    config = mesh_run.config_of(MeshConfig(1, 1, 1), dtype="bfloat16")
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    program = make_train_step(config, mesh_run.TARGET, mesh)
+    frozen = abstract_frozen(mesh_run.TARGET, jnp.bfloat16)
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    batch = abstract_batch(mesh_run.ROWS, mesh_run.T)
+    traced = jax.make_jaxpr(program.update)(state, frozen, batch)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state.params)}
+    shapes |= {(math.prod(shape[:1]), math.prod(shape[1:])) for shape in shapes if len(shape) > 1}
+    sums = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name in SUMS]
+    made = {
+        (eqn.primitive.name, str(out.aval.dtype))
+        for eqn in sums
+        for out in eqn.outvars
+        if out.aval.shape in shapes
+    }
+    assert {dtype for _, dtype in made} == {"float32"} and len(made) == 2, made
+
+
+SUMS = ("dot_general", "reduce_sum")
+
+
+def equations(jaxpr):
+    """Those of a program and of all within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in programs_in(eqn.params):
+            yield from equations(getattr(inner, "jaxpr", inner))
 
 
 @pytest.mark.slow

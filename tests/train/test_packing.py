@@ -25,6 +25,7 @@ from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama
 from moa_jax.training.distillation import make_loss, make_probe
+from tests.train.blocks import in_blocks
 
 BLOCK = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
 TARGET = TargetConfig("llama", 96, 3, BLOCK, False, 64)
@@ -91,3 +92,19 @@ def test_packed_is_alone(name, laid_out, frozen):
     ]
     for packed, alone in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(packed, alone, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in KINDS])
+def test_scores_in_blocks_train_the_same(name, laid_out, frozen, monkeypatch):
+    """Loss and gradients of packed rows with the kernels of accelerators, interpreted."""
+    config, objective = KINDS[name]
+    drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
+    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
+    gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
+    given = (params, frozen, laid_out[0], jax.random.key(3), jnp.float32(0.7))
+    by_einsum = jax.jit(gradient)(*given)
+    calls = in_blocks(monkeypatch, 12)
+    in_blocks_of_12 = jax.jit(lambda *given: gradient(*given))(*given)
+    assert len(calls) >= 2
+    for ours, wanted in zip(*map(jax.tree.leaves, (in_blocks_of_12, by_einsum)), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-6)

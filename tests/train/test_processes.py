@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import pytest
 
 from infer.info import ROOT
-from moa_jax.config import DistillConfig
+from moa_jax.data import batches
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.model import processes
+from moa_jax.pretrained import describe_target
 from tests.model_folders import refusal
-from tests.train.test_training import distill_config
+from tests.train.test_training import distill_config, metrics
 from train import distill
 
 # What process 0 and process 1 do once they have met; what does not fail waits for the others.
-WAIT = "processes.gathered(jax.numpy.ones(1))"
+WAIT = "multihost_utils.sync_global_devices('all')"
 PROGRAM = """
 import jax
 import time
 from pathlib import Path
+from jax.experimental import multihost_utils
 from infer.program import Parser, run
 from moa_jax.errors import InputError
-from moa_jax.training import processes
-from train.run import cluster
+from moa_jax.model import processes
+from infer.flags import cluster
 
 def raising(error):
     raise error
@@ -111,10 +115,95 @@ def test_both_end_alike(first, second, code, lines):
         assert len(told) == 1 and re.search(wanted, told[0]), told
 
 
-def test_decoding_in_training_is_refused_before_anything_is_loaded(monkeypatch, tmp_path: Path):
-    config: DistillConfig = distill_config(tmp_path, tmp_path / "no target")
+@pytest.mark.slow
+def test_processes_decode_together_in_training(tmp_path, small_target):
+    """The real tau at a checkpoint is that of one device, and the drafts are cut over four."""
+    (tmp_path / "config.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.train.test_training import distill_config\n"
+        f"config = distill_config(Path({str(tmp_path)!r}), Path({str(small_target)!r}))\n"
+    )
+    command = [sys.executable, "-m", "train.distill", "--config", str(tmp_path / "config.py")]
+    command += ["--optim.total_steps", "4", "--run.decode_prompts", "3", "--run.directory"]
+    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    alone = subprocess.run([*command, str(tmp_path / "alone")], **pipes)
+    assert alone.returncode == 0, alone.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = [str(tmp_path / "both"), "--coordinator", place, "--processes", "2", "--process"]
+    pipes["env"] = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    both = [subprocess.Popen([*command, *flags, str(index)], **pipes) for index in range(2)]
+    try:
+        for each in both:
+            _, told = each.communicate(timeout=400)
+            assert each.returncode == 0, told
+    finally:
+        for each in both:
+            each.kill()
+    taus = [
+        [record["tau"] for record in metrics(tmp_path / name, "decode", "")]
+        for name in ("alone", "both")
+    ]
+    assert len(taus[0]) == 1 and taus[0] == taus[1]
+
+
+def test_asking_for_the_first_process_starts_no_device():
+    """Or `--threads` would come too late: jax counts cores when it starts."""
+    code = """
+from jax._src import xla_bridge
+from moa_jax.model import processes
+assert processes.is_first() and processes.count() == 1
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+class Service:
+    """Stands for jax's coordination service, which keeps what process 0 says."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def blocking_key_value_get(self, key: str, patience: int) -> str:
+        return self.said[key]
+
+
+@pytest.mark.parametrize(
+    "theirs, line",
+    [
+        ({"rate": 0.1, "rows": 7}, None),
+        ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0: start all"),
+        ({"rate": 0.1}, "rows is None here and 7 for process 0"),
+        ({"rate": 0.1, "rows": 7, "more": 1}, "more is 1 here and None for process 0"),
+    ],
+)
+def test_processes_must_agree(theirs, line, monkeypatch):
+    monkeypatch.setattr(processes.global_state, "client", Service())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    run = dataclasses.replace(config.run, decode_prompts=2)
-    config = dataclasses.replace(config, run=run)
-    line = refusal(distill.distill, config)
-    assert line.startswith("run.decode_prompts needs one process: set it to 0")
+    monkeypatch.setattr(processes, "is_first", lambda: True)
+    processes.check_same({"rate": 0.1, "rows": 7}, "here")
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    if line is None:
+        processes.check_same(theirs, "here")
+    else:
+        assert refusal(processes.check_same, theirs, "here").startswith(line)
+
+
+def test_a_run_of_several_processes_compares_settings_models_and_rows(
+    small_target, tmp_path, monkeypatch
+):
+    """Those who see other data are told before anything is trained."""
+    config = distill_config(tmp_path, small_target)
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    found, described = [], describe_target(small_target)
+    tokenizer, vocab_size = load_tokenizer(small_target), described.config.vocab_size
+    for each in (config, other):
+        train, _ = batches.load(each.data, tokenizer, vocab_size, "train")
+        found.append(distill._facts(each, described, train))
+    differing = {name for name in found[0] if found[0][name] != found[1][name]}
+    assert differing == {"data.seed", "first rows"}

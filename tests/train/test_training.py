@@ -91,8 +91,8 @@ def distilled(small_target, tmp_path_factory) -> Path:
     return folder
 
 
-def metrics(folder: Path, kind: str) -> list[dict]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+def metrics(folder: Path, kind: str, run: str = "run") -> list[dict]:
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
@@ -303,7 +303,7 @@ def test_bad_overrides_are_one_line(settings_file, flags, line):
         load_config(settings_file, DistillConfig, flags)
 
 
-@pytest.mark.parametrize("name", ["run.directory", "output", "data.cache"])
+@pytest.mark.parametrize("name", ["output", "data.cache"])
 def test_urls_are_no_place_to_write(settings_file, name):
     line = refusal(load_config, settings_file, DistillConfig, [f"--{name}", "gs://bucket/run"])
     assert line.startswith(f"{name}: gs://bucket/run is a URL") and "mount the store" in line
@@ -322,7 +322,7 @@ def test_a_grid_in_a_bucket_is_refused():
 
 
 WRITERS = {
-    distill: ["--config", "configs/tiny.py", "--run.directory", "gs://bucket/run"],
+    distill: ["--config", "configs/tiny.py", "--output", "gs://bucket/drafter"],
     export: ["--config", "configs/tiny.py", "--output", "gs://bucket/drafter"],
     plot: ["runs/tiny", "--output", "gs://bucket/curves.png"],
     regenerate: ["--target", "t", "--prompts", "p", "--output", "gs://bucket/a.jsonl"],

@@ -2,7 +2,7 @@
 
 A bigram model on random tokens, with tokens left out at random, through the real update, loop and
 checkpoints, on all devices of all processes. The batch of a step depends on the step alone. Prints
-a line as each update starts. FLAGS are dotted settings and those of train.run.cluster.
+a line as each update starts. FLAGS are dotted settings and those of infer.flags.cluster.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from infer.flags import cluster
 from infer.program import run
 from moa_jax.config import (
     BlockConfig,
@@ -34,7 +35,6 @@ from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
-from train.run import cluster
 from train.run.loop import Job, fit
 from train.run.settings import config_parser, parse_config
 

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
-from moa_jax.config import DistillConfig, DraftShape
+from moa_jax.config import DistillConfig, DraftShape, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import Session
-from moa_jax.drafters import method_of
+from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
+from moa_jax.model import convert, sharding
 from moa_jax.pretrained import LoadedDrafter, Target
 
 MAX_NEW_TOKENS = 64
 
 
 def make_decode(
-    config: DistillConfig, target: Target, validation: Batches
+    config: DistillConfig, target: Target, validation: Batches, mesh: Mesh
 ) -> Callable[[Any], dict[str, float]]:
     """(params) -> tau of greedy chains of the config's horizon on `run.decode_prompts` prompts.
 
-    Decoding wants layers one by one, so the target is held twice. It takes one process. Raises
-    InputError where no prompt leaves room.
+    Decoding wants layers one by one, so the target is held twice. All devices of the run's mesh
+    decode together, and all its processes must make the same calls. Raises InputError where no
+    prompt leaves room.
     """
     prompts = fitting_prompts(validation, target, MAX_NEW_TOKENS, config.run.decode_prompts)
     if not prompts:
@@ -36,25 +40,52 @@ def make_decode(
             f"run.decode_prompts: no validation prompt leaves {MAX_NEW_TOKENS} of the target's "
             "positions free: set it to 0"
         )
-    layers = target.params["layers"]
-    one = lambda index: jax.tree.map(lambda leaf: leaf[index], layers)  # noqa: E731
-    each = [one(index) for index in range(target.config.num_layers)]
-    unstacked = target._replace(params=target.params | {"layers": each})
+    method, depth = method_of(config.drafter), config.horizon + 1
+    cut = _decoding_mesh(mesh, target.config)
+    table = DRAFTERS[method].table(config.drafter, target.config)
+    unstacked = _laid(target.params, _unstacked, convert.target_table(target.config), cut)
+    dtype = target.params["embed"].dtype
+    as_target = lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # noqa: E731
     session: Session | None = None
 
     def decode(params: Any) -> dict[str, float]:
         nonlocal session
-        params = jax.tree.map(lambda leaf: leaf.astype(target.params["embed"].dtype), params)
+        params = _laid(params, as_target, table, cut)
         if session is None:
-            method, depth = method_of(config.drafter), config.horizon + 1
             drafter = LoadedDrafter(method, config.drafter, params, (), Path(), depth)
-            session = Session(unstacked, drafter, DraftShape(config.horizon + 1))
+            session = Session(target._replace(params=unstacked), drafter, DraftShape(depth))
         session.weights = session.weights._replace(drafter=params)
         found = [session.generate([prompt], MAX_NEW_TOKENS)[0] for prompt in prompts]
         rounds = sum(result.rounds for result in found)
         return {"tau": sum(sum(result.accept_lengths) for result in found) / max(rounds, 1)}
 
     return decode
+
+
+def _decoding_mesh(mesh: Mesh, target: TargetConfig) -> Mesh | None:
+    """The devices of a mesh for training as one for decoding, in the same order; None for one."""
+    if mesh.size == 1:
+        return None
+    tensor = math.gcd(mesh.size, target.block.num_kv_heads, target.block.intermediate_size)
+    axes = (AxisType.Auto,) * len(sharding.DECODE_AXES)
+    return Mesh(mesh.devices.reshape(-1, tensor), sharding.DECODE_AXES, axis_types=axes)
+
+
+def _laid(
+    params: Any, change: Callable[[Any], Any], table: convert.Table, mesh: Mesh | None
+) -> Any:
+    """Changed parameters where decoding wants them."""
+    if mesh is None:
+        return change(params)
+    where = sharding.for_decoding(table, mesh).sharding_of
+    places = sharding.tree_of(jax.eval_shape(change, params), where)
+    return jax.jit(change, out_shardings=places)(params)
+
+
+def _unstacked(params: Any) -> Any:
+    layers = params["layers"]
+    one = lambda index: jax.tree.map(lambda leaf: leaf[index], layers)  # noqa: E731
+    return params | {"layers": [one(index) for index in range(len(jax.tree.leaves(layers)[0]))]}
 
 
 def fitting_prompts(

@@ -13,6 +13,7 @@ from typing import Any
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.data.batch import Batch
 from moa_jax.errors import InputError
+from moa_jax.files.places import is_stored, place
 from moa_jax.model.precision import matmul_precision
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.metrics import check_tensorboard
@@ -108,4 +109,6 @@ def _check(config: PretrainConfig | DistillConfig) -> None:
             "parts: choose numbers that divide"
         )
     if config.run.tensorboard:
+        if is_stored(place(config.run.directory)):
+            raise InputError("run.tensorboard: events are written to a folder, not to a store")
         check_tensorboard()

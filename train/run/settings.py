@@ -10,9 +10,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from infer.flags.config_file import read_config
+from infer.flags.config_file import read_config, read_preset
 from infer.program import Parser, local_path
 from moa_jax.errors import InputError
+from moa_jax.files.places import place
 
 Config = TypeVar("Config")
 
@@ -20,9 +21,12 @@ WRITTEN = ("directory", "output", "cache", "tokenizer")  # settings that name wh
 
 
 def config_parser(prog: str, description: str | None) -> Parser:
-    """A parser with `--config`, to which a program adds flags of its own."""
+    """A parser with `--config` and `--preset`, to which a program adds flags of its own."""
     parser = Parser(prog, description)
     parser.add_argument("--config", required=True, help="a Python file that defines `config`")
+    parser.add_argument(
+        "--preset", help="settings for a machine, of those that the config file has"
+    )
     return parser
 
 
@@ -31,16 +35,22 @@ def parse_config(
 ) -> tuple[Config, argparse.Namespace]:
     """The config that `--config FILE` and the dotted flags describe, and the other flags."""
     args, overrides = parser.parse_known_args(arguments)
-    return load_config(args.config, kind, overrides), args
+    return load_config(args.config, kind, overrides, args.preset), args
 
 
-def load_config(path: str, kind: type[Config], overrides: list[str]) -> Config:
+def load_config(
+    path: str, kind: type[Config], overrides: list[str], preset: str | None = None
+) -> Config:
     """The `config` that the Python file at `path` defines, with overrides applied in order.
 
-    Raises InputError as `read_config`, for an unknown field, for a value of the wrong type or
-    size, and for a URL where files are to be written.
+    A preset of the file comes before them. Raises InputError as `read_config` and `read_preset`,
+    for an unknown field, for a value of the wrong type or size, and for a URL where files are to be
+    written.
     """
-    config = overridden(read_config(path, kind), _pairs(overrides))
+    config = read_config(path, kind)
+    if preset is not None:
+        config = overridden(config, read_preset(path, preset).items())
+    config = overridden(config, _pairs(overrides))
     check_paths(config)
     return config
 
@@ -53,7 +63,10 @@ def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
 
 
 def check_paths(config: Any, above: str = "") -> None:
-    """Raises InputError for a path to write, anywhere in a config, that is a URL."""
+    """Raises InputError for a path to write, anywhere in a config, that is a URL.
+
+    The folder of a run may be one of an object store.
+    """
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{above}{field.name}"
         if dataclasses.is_dataclass(value):
@@ -61,6 +74,8 @@ def check_paths(config: Any, above: str = "") -> None:
         elif field.name == "cells":  # of a grid
             for cell, settings in value:
                 check_paths(settings, f"{cell}: ")
+        elif name.endswith("run.directory"):
+            place(value)
         elif field.name in WRITTEN and value is not None:
             try:
                 local_path(value)

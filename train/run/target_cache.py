@@ -21,7 +21,7 @@ from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
 from moa_jax.files.folders import folder_hash
-from moa_jax.model import sharding
+from moa_jax.model import attention, sharding
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
 from moa_jax.training.distillation import abstract_frozen, make_keep
@@ -142,4 +142,5 @@ def filled(
 
 def _keep(flags: CacheFlags, config: DistillConfig, target_cfg: TargetConfig) -> Callable[..., Any]:
     taps = union([flags.taps, taps_of(config, target_cfg)])
-    return make_keep(target_cfg, taps, jnp.dtype(config.run.dtype))
+    keep = make_keep(target_cfg, taps, jnp.dtype(config.run.dtype))
+    return attention.computed(config.run.attention)(keep)

@@ -20,6 +20,7 @@ import numpy as np
 from moa_jax.config import DistillConfig
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
+from moa_jax.files.places import place
 from moa_jax.pretrained import Target, load_drafter
 from moa_jax.training.checkpoint import newest_of, read_params, steps_of
 from moa_jax.training.update import Params, TrainState
@@ -34,7 +35,7 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
     """
     if config.init_from is None or steps_of(config):
         return None
-    folder = Path(config.init_from)
+    folder = place(config.init_from)
     if checkpoint := _checkpoint(folder):
         return read_params(checkpoint, config, abstract.params)
     num_reused = getattr(config.drafter, "target_layer_inference", None)  # files may not state it

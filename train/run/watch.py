@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -18,8 +17,9 @@ from infer.program import Progress, progress
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
+from moa_jax.files.places import place
+from moa_jax.model.processes import gathered, is_first, on_first
 from moa_jax.training.metrics import MetricsLog, Record, peak_flops, tensorboard
-from moa_jax.training.processes import gathered, is_first, on_first
 from moa_jax.training.update import Metrics
 
 MOST_BATCHES = 16  # kept of skipped updates; all of their steps are logged
@@ -62,7 +62,7 @@ class Watch:
 
     def _open(self, stack: contextlib.ExitStack, step: int, kept: int) -> None:
         """Opens logs, which keep what they hold up to step `kept`."""
-        folder = Path(self._run.directory)
+        folder = place(self._run.directory)
         mirror = None
         if self._run.tensorboard:
             mirror = stack.enter_context(tensorboard(folder / "tensorboard", kept))
@@ -165,23 +165,24 @@ class Watch:
         stop = self._run.not_finite == "stop"
         told = {name: metrics[name] for name in ("loss", "grad_norm")}
         told = {name: str(value) for name, value in jax.device_get(told).items()}
-        place = "not recorded"
+        kept = "not recorded"
         if stop or self._skipped <= MOST_BATCHES:
-            path = Path(self._run.directory) / f"not_finite_{step}.npz"
+            path = place(self._run.directory) / f"not_finite_{step}.npz"
             rows = batch.batch if isinstance(batch, TappedBatch) else batch
             whole = gathered(rows)  # all processes take part
             if is_first():
-                np.savez_compressed(path, step=step, **whole._asdict())
-            place = f"in {path}"
+                with path.open("wb") as file:
+                    np.savez_compressed(file, step=step, **whole._asdict())
+            kept = f"in {path}"
         what = f"step {step}: loss {told['loss']}, gradient norm {told['grad_norm']}"
         if stop:
             raise InputError(
-                f"{what}: its batch is {place}: lower optim.learning_rate in another "
+                f"{what}: its batch is {kept}: lower optim.learning_rate in another "
                 "run.directory, or pass over such steps with --run.not_finite skip"
             )
         if self._log is not None:
             self._log.write(step, "not_finite", told | {"skipped": self._skipped})
-            self._bar.line(f"{what}: skipped; its batch is {place}")
+            self._bar.line(f"{what}: skipped; its batch is {kept}")
 
 
 class _Meter:

@@ -14,8 +14,8 @@ follow the exact rule, the only one under which a token can be both drafted and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -46,8 +46,8 @@ class MoaTrace(NamedTuple):
     """Every stage of the training forward, for the loss and for parity tests."""
 
     memory_BTD: Array
-    sa_mask_BTT: Array
-    ca_mask_BTT: Array
+    sa_seen: masks.Intervals
+    ca_seen: masks.Intervals
     sa_BTD: Array  # without SA the embeddings
     ca_BTD: Array
     entry_BTD: Array | None  # N > 0: what enters the reused layers
@@ -98,10 +98,10 @@ def trace(
         start_BT = masks.known_until(draws.known_BT, segment_BT)
     else:
         start_BT = masks.known_past(segment_BT)
-    causal_BTT = masks.causal(segment_BT)
-    stairs_BTT = masks.staircase(start_BT, segment_BT)
-    sa_mask_BTT = jnp.where(draws.staircase_B[:, None, None], stairs_BTT, causal_BTT)
-    ca_mask_BTT = masks.bounded_memory(start_BT, segment_BT)
+    causal, stairs = masks.causal(segment_BT), masks.staircase(start_BT)
+    choose = functools.partial(jnp.where, draws.staircase_B[:, None])
+    sa_seen = jax.tree.map(choose, stairs, causal)
+    ca_seen = masks.bounded_memory(start_BT, segment_BT)
 
     # 2. Memory (LSA), then the stream of drafted tokens: SA, and CA over the memory.
     if memory_BTD is None:
@@ -112,13 +112,13 @@ def trace(
     if sa is not None:
         turn = rotation(sa, batch.position_BT)
         sa_params = {"params": params["self_attention"]}
-        sa_BTD, *_ = Block(sa).apply(sa_params, sa_BTD, turn, sa_mask_BTT)
+        sa_BTD, *_ = Block(sa).apply(sa_params, sa_BTD, turn, sa_seen)
     ca_BTD = CrossBlock(ca).apply(
         {"params": params["cross_attention"]},
         sa_BTD,
         memory_BTD,
         rotation(ca, batch.position_BT),
-        ca_mask_BTT,
+        ca_seen,
         method=CrossBlock.both,
     )
     # 3. The last N layers of the target, which take known tokens from its own stream.
@@ -128,18 +128,20 @@ def trace(
         if objective.masks.on_policy_reuse or not bounded:
             feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
         else:
-            feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal_BTT)
-    return MoaTrace(memory_BTD, sa_mask_BTT, ca_mask_BTT, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
+            feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal)
+    return MoaTrace(memory_BTD, sa_seen, ca_seen, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
 
 
-def _reuse(moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal_BTT: Array) -> Array:
+def _reuse(
+    moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal: masks.Intervals
+) -> Array:
     """TLI by the reference's rule: one causal stream, which is the target's at known tokens.
 
     A draft then sees the drafter's states of all unknown tokens before it. In decoding the target
     would have verified those before the last known token.
     """
     block = moa.target_cfg.block
-    context = llama.Context(batch.position_BT, causal_BTT)
+    context = llama.Context(batch.position_BT, causal)
     x_BTD, *_ = llama.apply_blocks(block, shared["layers"], entry_BTD, context)
     return llama.final_norm(block, shared, x_BTD)
 
@@ -162,8 +164,8 @@ def _reuse_on_policy(
     true_rows = tuple(
         jax.tree.map(lambda a, i=i: a[i - reused], tapped.rows_LBKTE) for i in range(reused)
     )
-    mask_BTS = masks.on_policy(start_BT, batch.segment_BT)
-    context = llama.Context(batch.position_BT, mask_BTS, true_rows)
+    seen = masks.on_policy(start_BT, batch.segment_BT)
+    context = llama.Context(batch.position_BT, seen, true_rows)
     x_BTD, *_ = llama.apply_blocks(block, layers, entry_BTD, context)
     return llama.final_norm(block, shared, x_BTD)
 
@@ -207,7 +209,7 @@ def loss_of(
     References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
-    head = partial(llama.unembed, shared)
+    head = functools.partial(llama.unembed, shared)
     drafts = [learning.Draft(found.feature_BTD, batch.response_BT) for found in passes]
     each = learning.token_losses(objective, shared, head, tapped.hidden_BTD, drafts)
     for parts, found in zip(each, passes, strict=True):

@@ -1,0 +1,61 @@
+"""Paths of files: in a file system, or in an object store by its URL.
+
+    runs/moa               a pathlib.Path
+    gs://bucket/runs/moa   an epath.Path, which has the same methods
+
+A store has no locks, no free room that it tells, no appending and no renaming of folders: whoever
+writes there does without, and asks `is_stored`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from moa_jax.errors import InputError
+
+STORE = "gs"  # Google's; of others nobody has tried what epath and Orbax make
+PACKAGES = ("gcsfs", "google.cloud.storage")  # by which they reach it
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """A path as its file system or store wants it.
+
+    Raises InputError for a URL of another store, and where a package for it is missing.
+    """
+    scheme, is_url, _ = os.fspath(path).partition("://")
+    if not is_url:
+        return Path(path).expanduser()
+    if scheme != STORE:
+        raise InputError(
+            f"{path}: {scheme}:// is no store that is known: use {STORE}://, or mount it"
+        )
+    for package in PACKAGES:
+        if not _is_installed(package):
+            raise InputError(f"{path} needs the package {package}: pip install 'moa-jax[gcs]'")
+    from etils import epath  # it takes a while to be imported
+
+    return epath.Path(path)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package that it is in
+        return False
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files in a folder and its folders, in no order."""
+    if is_stored(folder):  # epath searches one level at a time
+        for path in folder.iterdir():
+            yield from files_below(path) if path.is_dir() else [path]
+    else:
+        yield from (path for path in folder.rglob("*") if path.is_file())
+
+
+def is_stored(path: Path) -> bool:
+    """Whether a place is in an object store."""
+    return not isinstance(path, Path)

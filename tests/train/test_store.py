@@ -1,0 +1,100 @@
+"""Runs, checkpoints and data in an object store, of which a folder is the stand-in."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax.data import corpora
+from moa_jax.files import places
+from moa_jax.files.places import place
+from moa_jax.training.checkpoint import steps_of
+from moa_jax.training.metrics import read_records
+from tests.model_folders import refusal
+from tests.train.store import stand_in
+from tests.train.toy_run import toy_config, toy_job
+from train.run.loop import fit
+from train.run.settings import check_paths
+
+RUN = "gs://bucket/runs/toy"
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Path:
+    stand_in(monkeypatch, tmp_path / "store")
+    return tmp_path / "store"
+
+
+def stored(config):
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, directory=RUN))
+
+
+def trained(config, **changes):
+    return jax.tree.map(np.asarray, fit(toy_job(config, **changes), None))
+
+
+def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
+    """It is cut and goes on from its last checkpoint that is whole."""
+    monkeypatch.chdir(tmp_path)  # where no folder of a URL's name may appear
+    wanted = trained(toy_config(tmp_path / "beside"))
+    config = stored(toy_config(tmp_path))
+
+    class Cut(Exception):
+        pass
+
+    def update(*arguments):
+        update.count += 1
+        if update.count > 9:
+            raise Cut
+        return job.update(*arguments)
+
+    update.count, job = 0, toy_job(config)
+    with pytest.raises(Cut):
+        fit(dataclasses.replace(job, update=update), None)
+    assert steps_of(config) == [4, 8]
+    (store / "bucket/runs/toy/checkpoints/8/commit_success.txt").unlink()
+    assert steps_of(config) == [4]
+    found = trained(config)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    ours, theirs = (
+        read_records(place(run) / "metrics.jsonl") for run in (RUN, tmp_path / "beside" / "run")
+    )
+    assert ours == theirs and len(ours) > 6
+    assert not (tmp_path / "gs:").exists()
+
+
+def test_data_comes_from_a_store(store):
+    folder = store / "bucket" / "chat"
+    folder.mkdir()
+    records = [{"text": f"number {index}"} for index in range(3)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    found = [record for _, record in corpora.read_all("gs://bucket/chat")]
+    assert found == 2 * records
+    assert corpora.count("gs://bucket/chat/a.jsonl") == 3
+    said = refusal(corpora.files_of, "gs://bucket/nothing")
+    assert said.startswith("no file or folder gs://bucket/nothing")
+
+
+def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
+    config = toy_config(tmp_path)
+    at = lambda url: dataclasses.replace(  # noqa: E731
+        config, run=dataclasses.replace(config.run, directory=url)
+    )
+    said = refusal(check_paths, at("s3://bucket/run"))
+    assert said.startswith("s3://bucket/run: s3:// is no store that is known: use gs://")
+    for package in places.PACKAGES:
+        monkeypatch.setattr(places, "_is_installed", lambda name, missing=package: name != missing)
+        said = refusal(check_paths, at(RUN))
+        assert said == f"{RUN} needs the package {package}: pip install 'moa-jax[gcs]'"
+    tensorboard = dataclasses.replace(at(RUN).run, tensorboard=True)
+    monkeypatch.setattr(places, "_is_installed", lambda name: True)
+    job = toy_job(dataclasses.replace(config, run=tensorboard))
+    assert refusal(fit, job, None).startswith("run.tensorboard: events are written to a folder")
