@@ -1,12 +1,15 @@
 """The paper's drafter for Llama-3-8B-Instruct: 264 M parameters, UltraChat, 40 epochs.
 
-    python -m train.distill --config configs/moa_llama3_8b.py
+    python -m train.distill --config configs/moa_llama3_8b.py [--preset h200:1]
 
 Rows of 4,096 tokens hold several conversations, which are kept apart and cut at 2,048 tokens as the
 authors' are: almost nothing is padding. A batch of 16 rows has about 53 of them where the authors
 have 32; configs/moa_llama3_8b_paper.py is theirs. The schedule counts in epochs as the authors'
 does: warm-up of 50 updates to 20 times the constant rate, then one epoch of linear decay. The draft
 vocabulary of a quarter of the target's tokens is ours; it is decoding's alone.
+
+The settings are those of the pods below; presets say what else a machine needs, and never what is
+trained.
 """
 
 from moa_jax.config import (
@@ -49,7 +52,7 @@ config = DistillConfig(
         peak=20.0,
         total_steps=40 * EPOCH,
     ),
-    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice: all pods below have the room
+    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice: all below have the room
     run=RunConfig(
         directory="runs/moa_llama3_8b",
         log_every=20,
@@ -60,3 +63,15 @@ config = DistillConfig(
     output="runs/moa_llama3_8b/final",
     draft_vocabulary=32_768,
 )
+
+# Settings for machines, as `--preset NAME` takes them.
+presets = {
+    # A copy of the target, 15.0 GiB, would fill a chip of 15.75: `auto` finds the same.
+    "v5e:4x4": {"mesh.target": "cut"},
+    # A copy takes a sixth of a chip, and an eighth of a GPU. `auto` would find the same, but it
+    # goes by the memory that jax was given, of which another program may have a part.
+    "v5p:2x2x2": {"mesh.target": "copied"},
+    "h200:8": {"mesh.target": "copied"},
+    # Four rows at a time take 72 GiB of 121, sixteen would not fit.
+    "h200:1": {"optim.accumulate": "4"},
+}

@@ -2,14 +2,16 @@
 
     python -m train.distill --config configs/moa_llama3_8b_paper.py
 
-Batches are the authors', 32 conversations, of whose rows a little over half is no padding, and so
-is the schedule: warm-up of 50 updates to 20 times the constant rate, then one epoch of linear decay
-(207,865 conversations in batches of 32), 40 epochs in all. configs/moa_llama3_8b.py packs them.
+Batches are the authors' 32 conversations, and a little over half of their rows is no padding. The
+schedule is theirs too: warm-up of 50 updates to 20 times the constant rate, then one epoch of
+linear decay (207,865 conversations in batches of 32), 40 epochs in all. configs/moa_llama3_8b.py
+packs several conversations into a row.
 """
 
 import dataclasses
 
 from configs import moa_llama3_8b
+from moa_jax.config import ChunkConfig
 
 _PACKED = moa_llama3_8b.config
 
@@ -26,6 +28,7 @@ config = dataclasses.replace(
         total_steps=40 * EPOCH,
         accumulate=2,  # the authors' is 8; 2 serves 1 to 16 devices, and one H200 has room
     ),
+    chunks=ChunkConfig(),  # sixteen whole rows at a time would not fit one H200
     run=dataclasses.replace(_PACKED.run, directory="runs/moa_llama3_8b_paper"),
     output="runs/moa_llama3_8b_paper/final",
 )

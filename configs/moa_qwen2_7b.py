@@ -4,7 +4,7 @@
 
 The memory is half as wide as Llama-3-8B's, 1024, and the target's 28 heads leave layer
 self-attention heads of 36. Its self-attention has the biases of Qwen2's queries, keys and
-values. The rest is that of configs/moa_llama3_8b.py.
+values. The rest is that of configs/moa_llama3_8b.py, with its packed rows and its presets.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ import dataclasses
 from configs import moa_llama3_8b
 from moa_jax.config import MoaConfig
 
-_PAPER = moa_llama3_8b.config
+_PACKED = moa_llama3_8b.config
 
 config = dataclasses.replace(
-    _PAPER,
+    _PACKED,
     target="Qwen/Qwen2.5-7B-Instruct",
     drafter=MoaConfig(
         self_attention_num_key_value_heads=4,
@@ -26,6 +26,8 @@ config = dataclasses.replace(
         layer_self_attention_intermediate_size=3072,
         target_layer_inference=0,
     ),
-    run=dataclasses.replace(_PAPER.run, directory="runs/moa_qwen2_7b"),
+    run=dataclasses.replace(_PACKED.run, directory="runs/moa_qwen2_7b"),
     output="runs/moa_qwen2_7b/final",
 )
+
+presets = moa_llama3_8b.presets

@@ -37,6 +37,7 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 Array = jax.Array
 
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
+INTERVALS = "scores_of_intervals_"  # and their parts: what operations are named, see `flops.py`
 
 
 # Within a pass intervals or a mask (B, T, S), a sight where there is a cache.
@@ -76,7 +77,8 @@ def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
     if isinstance(seen, Intervals):
         if kernels := _by_intervals(q_BKGTE, kv):
             return kernels.attend(q_BKGTE, kv, seen)
-        seen = seen.mask()
+        with jax.named_scope(f"{INTERVALS}{seen.first_PBT.shape[0]}"):
+            return attend(q_BKGTE, kv, seen.mask())
     if q_BKGTE.shape[3] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
         q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
         part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])  # noqa: E731

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from configs.shapes import SHAPES
 from configs.tiny import config as TINY
 from moa_jax.aot import child, hlo, lowering, machines, planning
 from moa_jax.aot.machines import GIB, machine
-from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
+from moa_jax.config import BlockConfig, DistillConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.training import flops
 from tests.aot.compiling import needs, run_plan
 from train import plan
+from train.run.settings import load_config
 
 TARGET = TargetConfig(
     family="llama",
@@ -51,30 +53,36 @@ def products(block: BlockConfig) -> int:
     return D * (H + 2 * K) * E + H * E * D + 3 * D * block.intermediate_size
 
 
-def scores(block: BlockConfig, seen: int) -> int:
-    """Multiplications of one query with `seen` keys and values, masked ones included."""
+def scores(block: BlockConfig, seen: float) -> float:
+    """Multiplications of one query with `seen` keys and values."""
     return 2 * block.num_heads * block.head_dim * seen
 
 
-def by_hand(cfg: MoaConfig, length: int) -> int:
-    """FLOPs of one token: trained weights cost three forward passes, frozen ones on the way two."""
-    block, L = TARGET.block, TARGET.num_layers
+def by_hand(cfg: MoaConfig, length: int) -> float:
+    """FLOPs of one token: trained weights cost three forward passes, frozen ones on the way two.
+
+    A token sees itself and those before it: half of the row, and half a token.
+    """
+    block, L, seen = TARGET.block, TARGET.num_layers, (length + 1) / 2
     sa, ca, lsa = block_configs(cfg, TARGET)
     head = block.hidden_size * TARGET.vocab_size
-    total = L * (products(block) + scores(block, length)) + head  # the target's forward
+    total = L * (products(block) + scores(block, seen)) + head  # the target's forward
     total += 3 * L * (products(lsa) + scores(lsa, L))
     total += 3 * TARGET.memory_width * block.hidden_size  # Ekv2E
-    total += 3 * (products(sa) + scores(sa, length) + products(ca) + scores(ca, length))
-    total += cfg.target_layer_inference * (2 * products(block) + 3 * scores(block, length))
+    total += 3 * (products(sa) + scores(sa, seen) + products(ca) + scores(ca, seen))
+    total += cfg.target_layer_inference * (2 * products(block) + 3 * scores(block, seen))
     return 2 * (total + 2 * head)
 
 
-@pytest.mark.parametrize("reused", [0, 2])
-def test_model_flops_are_those_of_the_formula(reused):
+@pytest.mark.parametrize("length", [LENGTH, 1024], ids=["short", "long"])
+@pytest.mark.parametrize("reused, on_policy", [(0, False), (2, False), (2, True)])
+def test_model_flops_are_those_of_the_formula(reused, on_policy, length):
+    """Whatever the parts of keys, and for rows whose scores an einsum makes in pieces."""
     cfg = MoaConfig(1, 40, 2, 56, 1, 24, target_layer_inference=reused)
-    data = dataclasses.replace(TINY.data, row_length=LENGTH)
-    config = dataclasses.replace(TINY, drafter=cfg, data=data)
-    assert flops.model_flops_per_token(config, TARGET) == by_hand(cfg, LENGTH)
+    data = dataclasses.replace(TINY.data, row_length=length)
+    masks = dataclasses.replace(TINY.masks, on_policy_reuse=on_policy)
+    config = dataclasses.replace(TINY, drafter=cfg, data=data, masks=masks)
+    assert flops.model_flops_per_token(config, TARGET) == by_hand(cfg, length)
 
 
 def test_loops_branches_and_second_forwards_count():
@@ -90,7 +98,8 @@ def test_loops_branches_and_second_forwards_count():
     )
     deep = lambda x: jnp.sum(jnp.sin(square(jnp.sin(square(x)))))  # noqa: E731
     assert flops.count(jax.grad(deep), x) == 6 * once
-    assert flops.count(jax.grad(jax.checkpoint(deep)), x) == 8 * once
+    assert flops.count(jax.value_and_grad(jax.checkpoint(deep)), x) == 8 * once
+    assert flops.count(jax.grad(jax.checkpoint(deep)), x) == 6 * once  # the first is not needed
 
 
 # ---- collectives --------------------------------------------------------------------------
@@ -458,8 +467,10 @@ def test_the_best_flags_are_searched(monkeypatch, capsys):
 
     monkeypatch.setattr(planning, "plan", fake)
     monkeypatch.setattr(plan, "check_compiler", lambda wanted: None)
-    command = [*COMMAND, "--data.rows_per_batch", "32", "--optim.accumulate", "1", "--best"]
-    assert plan.main([*command, "--json"]) == 0
+    start = {"data.rows_per_batch": 32, "optim.accumulate": 1}
+    start |= {"chunks.head": 128, "chunks.memory": 256}
+    flags = [word for name, value in start.items() for word in (f"--{name}", str(value))]
+    assert plan.main([*COMMAND, *flags, "--best", "--json"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert set(found["best"]) == {
@@ -542,38 +553,46 @@ def test_libtpu_says_how_much_is_too_much():
 
 # ---- real compilers -----------------------------------------------------------------------
 
-LLAMA = ("--config", "configs/moa_llama3_8b.py")
+LLAMA = "configs/moa_llama3_8b.py"
 PAPER = ("--config", "configs/moa_llama3_8b_paper.py")
-# The issue's measure: 4 rows of 2048 tokens at once on one H200.
+# 4 rows of 2048 tokens at once on one H200.
 ALONE = (*PAPER, "--topology", "h200:1", "--data.rows_per_batch", "4", "--optim.accumulate", "1")
+AIM = 0.45  # model FLOP utilisation
+
+
+def of_flagship(topology: str) -> dict[str, Any]:
+    """Its plan as the config stands, in a hurry: the verdict is close on a v5e."""
+    config = load_config(LLAMA, DistillConfig, [])
+    found = planning.plan(config, SHAPES[config.target], machine(topology), hurry=True)
+    return planning.filled(found, config)
 
 
 @pytest.mark.slow
 @needs["tpu"]
 def test_the_8b_step_fits_16_tpu_chips():
-    code, found = run_plan(plan, *LLAMA, "--topology", "v5e:4x4")
-    assert code == plan.FITS and found["fits"]
+    found = of_flagship("v5e:4x4")
     memory = found["memory"]
+    assert found["fits"] and memory["peak"] < memory["limit"]
+    assert found["mfu"] > AIM
     assert memory["target"] == pytest.approx(8.03e9 * 2 / 16, rel=0.01)
     assert memory["drafter"] == pytest.approx(264e6 * 4 / 16, rel=0.01)
     assert memory["optimizer"] == pytest.approx(2 * memory["drafter"], rel=0.01)
-    assert 0 < memory["peak"] < 0.5 * memory["limit"]
-    assert found["collectives"]["all-gather"]["bytes"] < 5 * GIB  # 60 with a head in each chunk
-    gathered = sum(kind["bytes"] for kind in found["collectives"].values())
-    assert gathered > 15 * 8.03e9 * 2 / 16  # the weights of the others
+    layers = (8.03e9 - 2 * 128_256 * 4096) * 2 * 15 / 16  # of the target, what the others hold
+    gathers = found["collectives"]["all-gather"]["bytes"]
+    assert 0 < gathers - layers < 5 * GIB  # 60 with a head in each chunk
+    received = sum(kind["bytes"] for kind in found["collectives"].values())
+    assert received < 20 * GIB  # of which 12.2 are those layers; 93 with a head in each chunk
     assert found["loops_of_unknown_length"] == 0
     assert found["bound_s"]["compute"] == found["traced_flops"] / (16 * 197e12)
-    assert found["bound_s"]["network"] == gathered / (2 * 50e9)  # as a corner receives it
+    assert found["bound_s"]["network"] == received / (2 * 50e9)  # as a corner receives it
     assert_modelled(found)
 
 
 @pytest.mark.slow
 @needs["cuda"]
 def test_where_there_is_room_each_gpu_has_a_copy_of_the_target():
-    flags = ("--chunks.head", "0", "--chunks.memory", "0")  # what --best finds
-    code, found = run_plan(plan, *LLAMA, "--topology", "h200:8", *flags)
-    assert code == plan.FITS
-    assert found["mfu"] > 0.45  # the aim; 0.42 where chunks are computed twice
+    found = of_flagship("h200:8")
+    assert found["fits"] and found["mfu"] > AIM
     assert found["memory"]["target"] == pytest.approx(8.03e9 * 2, rel=0.01)
     assert found["memory"]["optimizer"] == pytest.approx(2 * 264e6 * 4 / 8, rel=0.01)
     assert found["collectives"]["all-gather"]["bytes"] < 10 * GIB  # 108 with all weights cut
@@ -601,11 +620,10 @@ def test_the_8b_step_fits_one_h200_with_room():
 @pytest.mark.slow
 @needs["cuda"]
 def test_chunks_save_three_quarters_of_temporary_memory():
-    whole_scores = ("--run.attention", "einsum")  # as model FLOPs are counted
-    flags = (whole_scores, ("--plain", *whole_scores))
-    chunked, whole = (run_plan(plan, *ALONE, *each)[1] for each in flags)
+    chunked, whole = (run_plan(plan, *ALONE, *flags)[1] for flags in ((), ("--plain",)))
     assert whole["memory"]["temporary"] > 4 * chunked["memory"]["temporary"]
-    assert whole["traced_flops"] == whole["model_flops"]
+    # Without chunks kernels alone compute something again, scores in the backward pass.
+    assert 1 < whole["traced_flops"] / whole["model_flops"] < 1.02
 
 
 @pytest.mark.slow
@@ -618,7 +636,7 @@ def test_chunks_save_three_quarters_of_temporary_memory():
 )
 def test_a_batch_far_too_large_does_not_fit(topology, rows, refused):
     flags = ("--data.rows_per_batch", str(rows), "--optim.accumulate", "1")
-    code, found = run_plan(plan, *LLAMA, "--topology", topology, *flags)
+    code, found = run_plan(plan, "--config", LLAMA, "--topology", topology, *flags)
     assert code == plan.DOES_NOT_FIT and found["refused"] == refused
     assert found["memory"]["peak"] > 2 * found["memory"]["limit"]
 

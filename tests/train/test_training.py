@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs.shapes import SHAPES
 from infer import convert, evaluate
-from infer.flags.config_file import read_config
+from infer.flags.config_file import read_config, read_preset
 from infer.info import ROOT
 from infer.peers import unpickle
 from infer.program import run
 from moa_jax import InputError, Session, load_drafter, load_target
+from moa_jax.aot.machines import machine
 from moa_jax.config import (
     BlockConfig,
     DataConfig,
@@ -37,12 +40,15 @@ from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.drafters.losses import next_token_loss
+from moa_jax.model import sharding
+from moa_jax.training.distillation import make_train_step
+from moa_jax.training.fingerprint import changes
 from moa_jax.training.metrics import read_records
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
 from train import distill, export, plot, regenerate, vocabulary
-from train.run.settings import check_paths, load_config
+from train.run.settings import check_paths, load_config, overridden
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
 DATA = DataConfig(
@@ -364,3 +370,37 @@ def test_committed_configs_load(path):
     config = read_config(str(path), PretrainConfig, DistillConfig, GridConfig)
     place = config.directory if isinstance(config, GridConfig) else config.run.directory
     assert place.startswith("runs/")
+
+
+PRESETS = [
+    pytest.param(path, name, id=f"{path.stem}-{name}")
+    for path in CONFIGS
+    for name in runpy.run_path(str(path)).get("presets", {})
+]
+
+
+@pytest.mark.parametrize(("path", "preset"), PRESETS)
+def test_presets_are_settings_of_a_machine(path, preset):
+    """Each differs from the config's, leaves alone what is trained, and splits over all chips."""
+    settings = read_preset(str(path), preset)
+    plain, config = (load_config(str(path), DistillConfig, [], each) for each in (None, preset))
+    for name, value in settings.items():
+        assert overridden(plain, [(name, value)]) != plain, name
+    assert {name.partition(":")[0] for name in changes(dataclasses.asdict(plain), config)} <= {
+        "optim.accumulate"
+    }
+    wanted = machine(preset)
+    mesh = jax.sharding.AbstractMesh((1, wanted.num_chips, 1), sharding.MESH_AXES)
+    make_train_step(config, SHAPES[config.target], mesh, wanted.chip.memory)
+
+
+def test_a_preset_comes_before_flags_and_an_unknown_one_is_refused():
+    path = str(ROOT / "configs" / "moa_llama3_8b.py")
+    assert load_config(path, DistillConfig, [], "h200:1").optim.accumulate == 4
+    flags = ["--optim.accumulate", "2"]
+    assert load_config(path, DistillConfig, flags, "h200:1").optim.accumulate == 2
+    line = refusal(distill.main, ["--config", path, "--preset", "h200:2"])
+    assert line.startswith(f"--preset h200:2: {path} has no such preset, it has v5e:4x4, ")
+    tiny = str(ROOT / "configs" / "tiny.py")
+    line = refusal(distill.main, ["--config", tiny, "--preset", "h200:1"])
+    assert line.endswith("has no such preset, it has none")
