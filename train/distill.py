@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from infer.flags import cluster
 from infer.program import progress, run
 from moa_jax.config import DistillConfig
 from moa_jax.data import batches
 from moa_jax.data.batch import Batch, TappedBatch
+from moa_jax.data.shards import tokenizer_hash
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import (
     FILE,
@@ -40,15 +40,17 @@ from moa_jax.errors import InputError
 from moa_jax.files.parts import model_hash
 from moa_jax.model import processes, sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
+from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.distillation import TrainStep, make_train_step, summarise
 from moa_jax.training.fingerprint import fingerprint
 from moa_jax.training.flops import model_flops_per_token
+from moa_jax.training.target_cache import rows_hash
 from moa_jax.training.update import Params, TrainState
 from moa_jax.version import __version__
 from train.run import target_cache
-from train.run.decoding import make_decode
+from train.run.decoding import make_decode, prompts_to_decode
 from train.run.frequent import frequent_in
-from train.run.loop import Job, fit
+from train.run.loop import Figures, Job, check, fit
 from train.run.settings import config_parser, parse_config
 from train.run.target_cache import CacheFlags, ReadParts, filled, opened
 from train.run.warm_start import warm_params
@@ -58,12 +60,15 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     """Target, data, training, and the finished drafter's folder; False where told to stop.
 
     With `flags` the target's pass is read from a cache, which is made if it is not there.
-    Raises InputError for settings that do not go together, before anything is loaded.
+    Raises InputError before the target is loaded: for settings that do not go together or do not
+    fit the data, a directory that is in use or another run's, and for processes that differ.
     """
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
-    program = make_train_step(config, described.config, mesh)  # refuses before anything is loaded
+    program = make_train_step(config, described.config, mesh)
+    check(config)
+    check_directory(config)
     warm = warm_params(config, described, program.abstract_state())
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
@@ -72,14 +77,16 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", watch)
     if processes.is_first():
         print(f"data: {report}", file=sys.stderr)
-    processes.check_same(_facts(config, described, train), "run")
+    processes.check_same(_facts(config, described, tokenizer, train, validation), "run")
+    prompts = prompts_to_decode(config, described, validation)
     cache = None if flags is None else opened(flags, config, described, train)
     dtype = jnp.dtype(config.run.dtype)
     target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
     with jax.set_mesh(mesh):
         kept = cache and filled(cache, flags, config, target, train, mesh)
+        decode = make_decode(config, target, prompts, mesh) if prompts else None
         params = fit(
-            _job(config, program, target, train, validation, kept, warm, mesh), target.params
+            _job(config, program, target, train, validation, kept, warm, decode), target.params
         )
         if params is None:  # told to stop before the end
             return False
@@ -90,16 +97,25 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     return True
 
 
-def _facts(config: DistillConfig, target: Target, train: batches.Batches) -> dict[str, Any]:
+def _facts(
+    config: DistillConfig,
+    target: Target,
+    tokenizer: Any,
+    train: batches.Batches,
+    validation: batches.Batches,
+) -> dict[str, Any]:
     """What all processes of a run must have in common, by name."""
     if jax.process_count() == 1:
-        return {}  # the hash of a model takes a while
+        return {}  # hashes take a while
     first = [np.asarray(array).tobytes() for array in train.batch(0)]
     return fingerprint(config) | {
         "version": __version__,
         "jax": jax.__version__,
         "target": model_hash(target.folder),
+        "tokenizer": tokenizer_hash(tokenizer),
         "number of rows": train.num_rows,
+        "rows": rows_hash(train),
+        "validation rows": rows_hash(validation),
         "first rows": hashlib.sha256(b"".join(first)).hexdigest(),
     }
 
@@ -142,7 +158,7 @@ def _job(
     validation: batches.Batches,
     kept: ReadParts | None,
     warm: Params | None,
-    mesh: Mesh,
+    decode: Callable[[Params], Figures] | None,
 ) -> Job:
     key = jax.random.key(config.run.seed)
     shardings = (program.state_sharding, None)
@@ -159,7 +175,7 @@ def _job(
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train, kept),
         evaluate=_evaluation(config, program, validation),
-        decode=make_decode(config, target, validation, mesh) if config.run.decode_prompts else None,
+        decode=decode,
         flops_per_token=model_flops_per_token(config, target.config, cached=kept is not None),
     )
 

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from moa_jax.data.report import Report
 from moa_jax.data.rows import BLOCK
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.places import is_stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1  # raise it when the same input makes other rows
 MANIFEST = "manifest.json"
@@ -79,17 +82,22 @@ def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
     settings = ("max_length", "row_length", "pack", "answers", "sources")
     if config.longest_first:  # rows in the order of before keep their name
         settings += ("longest_first",)
+    return {
+        "format": [FORMAT, BLOCK],
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "paths": {path: [_facts(file) for file in corpora.files_of(path)] for path in paths},
+        **{name: getattr(config, name) for name in settings},
+    }
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The sha256 of all that decides which tokens a conversation becomes."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     for state in ("truncation", "padding"):  # set anew by each call
         rules.pop(state, None)
     text = json.dumps([rules, tokenizer.chat_template, tokenizer.special_tokens_map], default=str)
-    return {
-        "format": [FORMAT, BLOCK],
-        "vocab_size": vocab_size,
-        "tokenizer": hashlib.sha256(text.encode()).hexdigest(),
-        "paths": {path: [_facts(file) for file in corpora.files_of(path)] for path in paths},
-        **{name: getattr(config, name) for name in settings},
-    }
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, Report]:

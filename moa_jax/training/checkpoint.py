@@ -42,6 +42,7 @@ FILES = "files.json"
 COMMITTED = "commit_success.txt"  # which Orbax writes last where it cannot rename
 PIECE = 1 << 20  # bytes read at a time
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+UNREADABLE = (OSError, ValueError, KeyError)  # settings that are damaged
 ROOM = 1 << 20  # bytes that a checkpoint takes beside its arrays
 LONGEST_FAULT = 200  # characters shown of another library's message
 
@@ -214,6 +215,28 @@ class Checkpoints:
         )
 
 
+def check_directory(config: PretrainConfig | DistillConfig) -> None:
+    """Raises InputError for a directory that is in use or another run's, before a run is loaded.
+
+    It is not held: `Checkpoints` looks again. All processes must call this at the same point.
+    """
+
+    def check() -> None:
+        directory = place(config.run.directory)
+        if directory.is_dir() and not is_stored(directory):
+            with _locked(directory):
+                pass
+        if (newest := newest_of(_folder_of(config))) is None:
+            return
+        try:
+            saved = _saved(newest)
+        except UNREADABLE:  # a restore names it
+            return
+        _check_settings(newest, saved, config)
+
+    on_first(check)
+
+
 def steps_of(config: PretrainConfig | DistillConfig) -> list[int]:
     """Steps of the whole checkpoints of a run, in order; the run may be at work."""
     return sorted(int(path.name) for path in _whole(_folder_of(config)))
@@ -297,12 +320,19 @@ def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
 def _examined(folder: Path, config: PretrainConfig | DistillConfig) -> str:
     """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's."""
     fault, saved = _settings_of(folder)
-    if not fault and (differences := changes(saved, config)):
+    if not fault:
+        _check_settings(folder, saved, config)
+    return fault
+
+
+def _check_settings(
+    folder: Path, saved: dict[str, Any], config: PretrainConfig | DistillConfig
+) -> None:
+    if differences := changes(saved, config):
         raise InputError(
             f"{folder.parent}: holds a run with other settings: {listed(differences)}: "
             "restore them, or name another run.directory"
         )
-    return fault
 
 
 def _settings_of(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -310,9 +340,14 @@ def _settings_of(folder: Path) -> tuple[str, dict[str, Any]]:
     if fault := _fault(folder):
         return fault, {}
     try:
-        return "", ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
-    except (OSError, ValueError, KeyError) as error:
+        return "", _saved(folder)
+    except UNREADABLE as error:
         return f"meta: {_shortened(error)}", {}
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """The settings of a checkpoint's run; raises one of UNREADABLE where they are damaged."""
+    return ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
 
 
 class _NewestAndBest:

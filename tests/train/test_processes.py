@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import socket
@@ -193,17 +194,29 @@ def test_processes_must_agree(theirs, line, monkeypatch):
         assert refusal(processes.check_same, theirs, "here").startswith(line)
 
 
-def test_a_run_of_several_processes_compares_settings_models_and_rows(
+def test_a_run_of_several_processes_compares_settings_models_and_data(
     small_target, tmp_path, monkeypatch
 ):
     """Those who see other data are told before anything is trained."""
-    config = distill_config(tmp_path, small_target)
-    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    found, described = [], describe_target(small_target)
+    config, described = distill_config(tmp_path, small_target), describe_target(small_target)
     tokenizer, vocab_size = load_tokenizer(small_target), described.config.vocab_size
-    for each in (config, other):
-        train, _ = batches.load(each.data, tokenizer, vocab_size, "train")
-        found.append(distill._facts(each, described, train))
-    differing = {name for name in found[0] if found[0][name] != found[1][name]}
-    assert differing == {"data.seed", "first rows"}
+    load = lambda data, part: batches.load(data, tokenizer, vocab_size, part)[0]  # noqa: E731
+    train, validation = (load(config.data, part) for part in ("train", "validation"))
+    facts = functools.partial(distill._facts, config, described)
+    ours = facts(tokenizer, train, validation)
+
+    def differing(theirs):
+        assert theirs.keys() == ours.keys()
+        return {name for name in ours if ours[name] != theirs[name]}
+
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
+    seed = distill._facts(other, described, tokenizer, load(other.data, "train"), validation)
+    assert differing(seed) == {"data.seed", "first rows"}
+    changed = load(config.data, "train")  # a token of a row that is not among the first
+    changed.rows.tokens_BT[changed.numbers(1)[0], 3] ^= 1
+    assert differing(facts(tokenizer, changed, validation)) == {"rows"}
+    assert differing(facts(tokenizer, train, changed)) == {"validation rows"}
+    template = load_tokenizer(small_target)
+    template.chat_template += " "
+    assert differing(facts(template, train, validation)) == {"tokenizer"}

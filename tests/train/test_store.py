@@ -19,7 +19,7 @@ from moa_jax.training.metrics import read_records
 from tests.model_folders import refusal
 from tests.train.store import stand_in
 from tests.train.toy_run import toy_config, toy_job
-from train.run.loop import fit
+from train.run.loop import check, fit
 from train.run.settings import check_paths
 
 RUN = "gs://bucket/runs/toy"
@@ -96,5 +96,5 @@ def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
         assert said == f"{RUN} needs the package {package}: pip install 'moa-jax[gcs]'"
     tensorboard = dataclasses.replace(at(RUN).run, tensorboard=True)
     monkeypatch.setattr(places, "_is_installed", lambda name: True)
-    job = toy_job(dataclasses.replace(config, run=tensorboard))
-    assert refusal(fit, job, None).startswith("run.tensorboard: events are written to a folder")
+    said = refusal(check, dataclasses.replace(config, run=tensorboard))
+    assert said.startswith("run.tensorboard: events are written to a folder")

@@ -1,10 +1,12 @@
 """The trainers from end to end at toy size: a target, its drafter; cut and resumed."""
 
+import contextlib
 import dataclasses
 import json
 import random
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +43,7 @@ from moa_jax.data.batches import Batches
 from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.model import sharding
+from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.distillation import make_train_step
 from moa_jax.training.fingerprint import changes
 from moa_jax.training.metrics import read_records
@@ -48,6 +51,7 @@ from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
 from train import distill, export, plot, regenerate, vocabulary
+from train.run import decoding
 from train.run.settings import check_paths, load_config, overridden
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
@@ -270,6 +274,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert found.step == 1
     same = jax.tree.map(np.array_equal, found._replace(step=0), state._replace(step=0))
     assert all(jax.tree.leaves(same))
+
+
+# ---- refusals before the target is loaded ------------------------------------------------
+
+
+REFUSALS = {
+    "no tensorboard": "run.tensorboard: tensorboardX is missing",
+    "in use": "is at work there: wait until it ends, or name another run.directory",
+    "other settings": "holds a run with other settings: optim.b2: 0.95 -> 0.5: restore them",
+    "no room": "run.decode_prompts: no validation prompt leaves 999 of the target's positions free",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_before_the_target_is_loaded(case, small_target, distilled, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "load_target", None)
+    config = distill_config(tmp_path, small_target)
+    set_run = lambda **changes: dataclasses.replace(config.run, **changes)  # noqa: E731
+    held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if case == "no tensorboard":
+        monkeypatch.setitem(sys.modules, "tensorboardX", None)
+        config = dataclasses.replace(config, run=set_run(tensorboard=True))
+    elif case == "in use":
+        held = Checkpoints(config)
+    elif case == "other settings":
+        directory = shutil.copytree(distilled / "run", tmp_path / "other")
+        optim = dataclasses.replace(config.optim, b2=0.5)
+        config = dataclasses.replace(config, run=set_run(directory=str(directory)), optim=optim)
+    else:
+        monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 999)
+        config = dataclasses.replace(config, run=set_run(decode_prompts=2))
+    with held:
+        assert REFUSALS[case] in refusal(distill.distill, config)
 
 
 # ---- settings -----------------------------------------------------------------------------

@@ -25,21 +25,31 @@ from moa_jax.pretrained import LoadedDrafter, Target
 MAX_NEW_TOKENS = 64
 
 
-def make_decode(
-    config: DistillConfig, target: Target, validation: Batches, mesh: Mesh
-) -> Callable[[Any], dict[str, float]]:
-    """(params) -> tau of greedy chains of the config's horizon on `run.decode_prompts` prompts.
+def prompts_to_decode(
+    config: DistillConfig, target: Target, validation: Batches
+) -> list[list[int]]:
+    """As many prompts as `run.decode_prompts` asks for, if there are; `target` needs no weights.
 
-    Decoding wants layers one by one, so the target is held twice. All devices of the run's mesh
-    decode together, and all its processes must make the same calls. Raises InputError where no
-    prompt leaves room.
+    Raises InputError where none leaves room.
     """
-    prompts = fitting_prompts(validation, target, MAX_NEW_TOKENS, config.run.decode_prompts)
-    if not prompts:
+    wanted = config.run.decode_prompts
+    prompts = fitting_prompts(validation, target, MAX_NEW_TOKENS, wanted)
+    if wanted and not prompts:
         raise InputError(
             f"run.decode_prompts: no validation prompt leaves {MAX_NEW_TOKENS} of the target's "
             "positions free: set it to 0"
         )
+    return prompts
+
+
+def make_decode(
+    config: DistillConfig, target: Target, prompts: list[list[int]], mesh: Mesh
+) -> Callable[[Any], dict[str, float]]:
+    """(params) -> tau of greedy chains of the config's horizon on these prompts.
+
+    Decoding wants layers one by one, so the target is held twice. All devices of the run's mesh
+    decode together, and all its processes must make the same calls.
+    """
     method, depth = method_of(config.drafter), config.horizon + 1
     cut = _decoding_mesh(mesh, target.config)
     table = DRAFTERS[method].table(config.drafter, target.config)

@@ -48,7 +48,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
     without room, and for a loss or gradient that is not finite, where run.not_finite is `stop`.
     """
     config, total = job.config, job.config.optim.total_steps
-    _check(config)
+    check(config)
     with StopRequest() as stop, Checkpoints(config) as checkpoints:
         restored = checkpoints.restore(job.abstract)
         state = restored or job.start()
@@ -101,7 +101,8 @@ def _is_due(step: int, every: int, total: int) -> bool:
     return step > 0 and (step % every == 0 or step == total)
 
 
-def _check(config: PretrainConfig | DistillConfig) -> None:
+def check(config: PretrainConfig | DistillConfig) -> None:
+    """Raises InputError for settings that no run can have, before anything is loaded."""
     rows, parts = config.data.rows_per_batch, config.optim.accumulate
     if rows % parts:
         raise InputError(
