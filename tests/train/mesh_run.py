@@ -1,6 +1,6 @@
 """Trains a toy on a mesh and prints its losses as JSON: run by tests in processes of their own.
 
-python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR [--devices N] [--cached] [--blocks N]
+python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR[,TARGET] [--devices N] [--cached] [--blocks N]
     [--dtype D] [cluster flags]
 """
 
@@ -121,7 +121,8 @@ def main() -> None:
         if args.blocks:
             in_blocks(patch, args.blocks)
         for mesh in args.meshes:
-            cfg = MeshConfig(*map(int, mesh.split(",")))
+            *sizes, target = mesh.split(",") if mesh.count(",") > 2 else (*mesh.split(","), "auto")
+            cfg = MeshConfig(*map(int, sizes), target)
             one = mesh == "1,1,1"
             devices = jax.devices()[:1] if one else jax.devices()
             found = losses(args.steps, cfg, devices, args.cached, args.dtype)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +21,32 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.model import convert, sharding
 from moa_jax.training.distillation import abstract_frozen, make_train_step
 from moa_jax.training.flops import abstract_batch, programs_in
-from tests.train import mesh_run
+from tests.train import collectives_run, mesh_run
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 
 
 def run(*arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.train.mesh_run", str(STEPS), *arguments]
+    return started("tests.train.mesh_run", str(STEPS), *arguments)
+
+
+def started(module: str, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=os.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
 def losses_of(process: subprocess.Popen) -> list[list[float]]:
+    return told_of("losses", process)
+
+
+def told_of(wanted: str, process: subprocess.Popen) -> list[Any]:
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err[-2000:]
     told = (line.partition(" ") for line in out.splitlines())  # gloo speaks there too
-    return [json.loads(rest) for word, _, rest in told if word == "losses"]
+    return [json.loads(rest) for word, _, rest in told if word == wanted]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +68,28 @@ def test_mesh_of_eight_devices_trains_as_one(alone):
 
 @pytest.mark.slow
 def test_meshes_of_any_shape_train_as_one(alone):
-    for found in losses_of(run("4,1,1", "1,4,1", "1,2,2", "--devices", "4")):
+    """With the target cut, as without a word on memory, and with a copy of it on each device."""
+    meshes = ("4,1,1", "1,4,1", "1,2,2", "1,2,2,copied")
+    each = losses_of(run(*meshes, "--devices", "4"))
+    assert len(each) == len(meshes)
+    for found in each:
         assert_same(found, alone)
+
+
+@pytest.mark.slow
+def test_no_device_gets_the_logits_of_others():
+    """The loss is parallel over a vocabulary that is cut, also over a subset of it."""
+    rows, tokens = mesh_run.ROWS // 2, mesh_run.T
+    sizes = {rows * tokens, tokens}
+    vocab = {collectives_run.VOCAB, collectives_run.VOCAB // 2}
+    subset = {collectives_run.GUESSES, collectives_run.GUESSES // 2}
+    sent = dict(told_of("sent", started("tests.train.collectives_run", "1,2,2")))
+    assert sent.keys() == collectives_run.DRAFTERS.keys()
+    for name, collectives in sent.items():
+        of_tokens = [(kind, set(shape)) for kind, shape in collectives if sizes & set(shape)]
+        assert of_tokens and not any(vocab & shape for _, shape in of_tokens), name
+        # What devices have of the subset is summed, each with zeros where another has the token.
+        assert {kind for kind, shape in of_tokens if subset & shape} <= {"all-reduce"}, name
 
 
 @pytest.mark.slow
