@@ -77,19 +77,22 @@ def test_meshes_of_any_shape_train_as_one(alone):
 
 
 @pytest.mark.slow
-def test_no_device_gets_the_logits_of_others():
-    """The loss is parallel over a vocabulary that is cut, also over a subset of it."""
-    rows, tokens = mesh_run.ROWS // 2, mesh_run.T
-    sizes = {rows * tokens, tokens}
-    vocab = {collectives_run.VOCAB, collectives_run.VOCAB // 2}
-    subset = {collectives_run.GUESSES, collectives_run.GUESSES // 2}
+def test_no_device_makes_or_gets_the_logits_of_others():
+    """The loss is parallel over a vocabulary that is cut, also over a subset of it.
+
+    Neither logits of tokens travel between devices, nor the whole vocabulary of the head.
+    """
+    tokens = {mesh_run.T, mesh_run.ROWS // 2 * mesh_run.T}
+    vocab, guesses = collectives_run.VOCAB, collectives_run.GUESSES
     sent = dict(told_of("sent", started("tests.train.collectives_run", "1,2,2")))
     assert sent.keys() == collectives_run.DRAFTERS.keys()
     for name, collectives in sent.items():
-        of_tokens = [(kind, set(shape)) for kind, shape in collectives if sizes & set(shape)]
-        assert of_tokens and not any(vocab & shape for _, shape in of_tokens), name
+        assert collectives and not any(vocab in shape for _, shape in collectives), name
+        of_tokens = [(kind, set(shape)) for kind, shape in collectives if tokens & set(shape)]
+        assert not any(vocab // 2 in shape for _, shape in of_tokens), name
         # What devices have of the subset is summed, each with zeros where another has the token.
-        assert {kind for kind, shape in of_tokens if subset & shape} <= {"all-reduce"}, name
+        subset = {kind for kind, shape in of_tokens if {guesses, guesses // 2} & shape}
+        assert subset <= {"all-reduce"}, name
 
 
 @pytest.mark.slow
