@@ -4,17 +4,23 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from configs import demo_drafter
 from infer.info import ROOT
 from moa_jax import InputError
-from moa_jax.config import EagleConfig, MoaConfig
+from moa_jax.config import Eagle3Config, EagleConfig, MoaConfig
+from moa_jax.model import sharding
+from moa_jax.pretrained import describe_target, save_drafter
+from moa_jax.training.distillation import make_train_step
 from tests.model_folders import refusal
-from tests.train.test_training import cut_at, distill_config, metrics
+from tests.train.test_training import cut_at, distill_config, metrics, run_config
 from tests.train.test_training import distilled as distilled  # a fixture
 from train import distill
+from train.run.warm_start import warm_params
 
-pytestmark = pytest.mark.slow  # they train
 FIGURES = ("kl", "cross_entropy", "agreement", "simulated_tau")
 
 
@@ -26,6 +32,7 @@ def evaluations(folder: Path) -> list[list]:
     return [[record[name] for name in FIGURES] for record in metrics(folder, "eval")]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
     """It starts at the other's last evaluation, with a fresh optimiser and another rate."""
     config = warm_config(tmp_path, small_target, distilled / "run")
@@ -40,6 +47,7 @@ def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_
     assert after[-1][0] < before[-1][0]
 
 
+@pytest.mark.slow
 def test_a_drafters_folder_is_a_start(small_target, distilled, tmp_path, monkeypatch):
     """Its weights are bfloat16; and a cut run goes on without the folder."""
     start = shutil.copytree(distilled / "draft", tmp_path / "start")
@@ -56,6 +64,30 @@ def test_a_drafters_folder_is_a_start(small_target, distilled, tmp_path, monkeyp
     assert cut.read_bytes() == whole.read_bytes()
 
 
+EAGLE3 = Eagle3Config(1, 24, draft_ids=tuple(range(0, 2048, 4)))  # its head is of some tokens
+
+
+STARTS = [("moa", layout) for layout in ("ours", "authors", "vllm", "speculators")]
+STARTS += [("eagle3", layout) for layout in ("ours", "authors")]
+
+
+@pytest.mark.parametrize(("method", "layout"), STARTS)
+def test_every_layout_is_a_start(method, layout, tmp_path):
+    """The same weights, bit for bit, whatever config.json tells of them."""
+    config, start = demo_drafter.config, tmp_path / "draft"
+    drafter = EAGLE3 if method == "eagle3" else config.drafter
+    config = dataclasses.replace(config, drafter=drafter, run=run_config(tmp_path))
+    config = dataclasses.replace(config, init_from=str(start))
+    target = describe_target(config.target)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    program = make_train_step(config, target.config, mesh)
+    wanted = jax.jit(program.init)(jax.random.key(1)).params
+    save_drafter(start, method, drafter, wanted, target, layout=layout)
+    found = warm_params(config, target, program.abstract_state())
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.slow
 def test_the_flag_names_a_checkpoint(small_target, distilled, tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(distill, "distill", lambda config, flags: given.append(config))
@@ -74,6 +106,7 @@ def test_the_flag_names_a_checkpoint(small_target, distilled, tmp_path, monkeypa
     assert "5: no such checkpoint" in refusal(distill.distill, missing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -94,6 +127,7 @@ def test_another_drafter_is_refused_before_the_target_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named(small_target, distilled, tmp_path):
     copied = shutil.copytree(distilled / "run", tmp_path / "other")
     damaged = max(
