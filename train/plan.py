@@ -206,9 +206,11 @@ def _time(found: Plan) -> list[str]:
     }
     for part, name in names.items():
         lines.append(f"  {name:<40}{found['parts_s'][part]:>9.4f}")
+    by_hand = ", ".join(f"{name} {times}" for name, times in found["kernels"].items())
     return [
         *lines,
         f"  {'step':<40}{found['step_s']:>9.4f}",
+        f"kernels of attention: {by_hand or 'none'}",
         f"rows are {found['fill']:.0%} full ({found['fill_source']})",
         f"so {found['tokens_per_s']:,.0f} tokens/s, {found['mfu']:.1%} model FLOP utilisation",
     ]

@@ -35,6 +35,7 @@ from moa_jax.aot.products import products
 from moa_jax.errors import InputError
 
 _PALLAS = {"__gpu$xla.gpu.triton", "tpu_custom_call"}
+_CALL = "/pallas_call"
 
 
 class Kernel(NamedTuple):
@@ -52,9 +53,18 @@ class Kernel(NamedTuple):
     times: int = 1
 
     @property
+    def pallas(self) -> str:
+        """The name of a kernel that was written by hand, "" for any other."""
+        return _pallas_name(self.label) if self.label.endswith(_CALL) else ""
+
+    @property
     def in_memory(self) -> int:
         """Bytes that reach the chip's memory."""
         return sum(self.bytes[kind] for kind in KINDS)
+
+
+def _pallas_name(label: str) -> str:
+    return label.removesuffix(_CALL).rpartition("/")[-1]
 
 
 class Rules(NamedTuple):
@@ -223,7 +233,7 @@ class _Reader:
     def _cost(self, at: str, call: Instruction, label: str) -> Cost:
         shapes = [self.computations[at][name].shape for name in call.operands] + [call.shape]
         dims = tuple(array.dims for shape in shapes for array in hlo.arrays(shape))
-        kernel = label.removesuffix("/pallas_call").rpartition("/")[-1]
+        kernel = _pallas_name(label)
         if (cost := self.rules.declared.get((kernel, dims))) is None:
             raise InputError(
                 f"the Pallas kernel {kernel!r} does not say what it costs: give its pallas_call a "

@@ -16,6 +16,7 @@ of memory is right within some percent. That is enough for a verdict that is not
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -237,7 +238,7 @@ def _network_s(machine: Machine, kinds: dict[str, hlo.Traffic]) -> float:
     return received and received / (machine.num_links * machine.chip.link)
 
 
-UNKNOWN: Plan = {"flops": None, "bytes": None, "step_s": None, "parts_s": None}
+UNKNOWN: Plan = dict.fromkeys(("flops", "bytes", "step_s", "parts_s", "kernels"))
 
 
 def _modelled(config: DistillConfig, machine: Machine, optimised: str, costs: Declared) -> Plan:
@@ -256,8 +257,10 @@ def _modelled(config: DistillConfig, machine: Machine, optimised: str, costs: De
         seconds,
         lambda each: machine.chip.latency + (each.received and each.received / network),
     )
-    parts = {"products": 0.0, "memory": 0.0}
+    parts, by_hand = {"products": 0.0, "memory": 0.0}, Counter[str]()
     for kernel in found:
+        if kernel.pallas:
+            by_hand[kernel.pallas] += kernel.times
         computing, moving = takes[kernel.name]
         parts["products" if computing > moving else "memory"] += kernel.times * seconds[kernel.name]
     return {
@@ -265,6 +268,7 @@ def _modelled(config: DistillConfig, machine: Machine, optimised: str, costs: De
         "bytes": sum(kernel.times * kernel.in_memory for kernel in found),
         "step_s": span.total,
         "parts_s": parts | {"network": span.exposed},
+        "kernels": by_hand,
     }
 
 

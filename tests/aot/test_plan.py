@@ -408,6 +408,7 @@ def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
         "peak_flops": 16 * 197e12,
         "step_s": rows / 32,
         "parts_s": {"products": rows / 40, "memory": 0.1, "network": 0.02},
+        "kernels": {"attend_forward": 34},
     } | rest
 
 
@@ -439,6 +440,7 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     network = next(line for line in lines if line.startswith("  network"))
     assert network.endswith("the chip with the fewest links has 2, each of 50 GB/s")
     assert "rows are 50% full (--fill)" in lines
+    assert "kernels of attention: attend_forward 34" in lines
     # 32 rows of 2,048 tokens take a second, and half of them are padding
     assert "so 32,768 tokens/s, 26.0% model FLOP utilisation" in lines
 
@@ -600,7 +602,12 @@ def test_where_there_is_room_each_gpu_has_a_copy_of_the_target():
 
 
 def assert_modelled(found: dict[str, Any]) -> None:
-    """The compiled operations hold what was traced, and take longer than any bound."""
+    """The compiled operations hold what was traced, and take longer than any bound.
+
+    Attention is in kernels: of the target's 32 layers, and of two of the drafter's with gradients.
+    """
+    assert found["kernels"] == {"attend_forward": 34, "attend_dq": 2, "attend_dkv": 2}
+    assert not found["notices"]
     assert found["flops"] * found["chips"] == pytest.approx(found["traced_flops"], rel=0.05)
     assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()), rel=0.05)
     assert found["step_s"] > max(found["bound_s"]["compute"], found["bound_s"]["memory"])
