@@ -73,7 +73,7 @@ class _Schedule:
         return Span(now, exposed)
 
     def _inner(self, computation: Computation, each: Instruction) -> Span:
-        """What an instruction runs in other computations, in full."""
+        """The span of what an instruction calls: all turns of a loop, the longest of branches."""
         found = [Span(0.0, 0.0)]
         if each.opcode == "while":
             turns = hlo.trips_of(self.computations, computation, each)

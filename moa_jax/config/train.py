@@ -15,8 +15,13 @@ from moa_jax.errors import InputError
 class DataConfig:
     """Where training text comes from and which of its tokens count as answers.
 
-    A path is a file or folder, `data:chat/train.jsonl.gz` (below `$MOA_DATA`), `hub:ID/SPLIT`
-    (through `datasets`) or `tfds:NAME/SPLIT` (through `tensorflow_datasets`).
+    A path is a file or folder, or one of these:
+
+        gs://BUCKET/PATH               a file or folder in a bucket
+        data:chat/train.jsonl.gz       below `$MOA_DATA`
+        hub:ID/SPLIT                   through `datasets`
+        hub:ID@REVISION/SPLIT          the same at a commit, tag or branch
+        tfds:NAME/SPLIT                through `tensorflow_datasets`
     """
 
     train: tuple[str, ...]
@@ -174,8 +179,10 @@ class MeshConfig:
     fsdp      rows of a batch, weights split and gathered layer by layer
     tensor    heads, feed-forwards and vocabulary of every layer
 
-    The frozen target need not be split over `fsdp` as what is trained is: copied, no layer of it is
-    gathered. By itself it is copied where it takes little of a device's memory.
+    By default all devices are `fsdp`, whatever their memory. Scattered gradients and gathered
+    weights send as many bytes as summed gradients do, and each device holds a part of the
+    optimiser's state. Only the frozen target depends on the memory: no layer of a copy is gathered,
+    and `auto` copies it where it takes at most a quarter of a device's memory, else cuts it.
     """
 
     data: int = 1

@@ -9,9 +9,10 @@ blocks that none of its queries sees are neither read nor computed.
            2Q  .    x    x    .             attend_dkv: a program takes a column of them
            3Q  .    .    x    x
 
-One kernel body serves GPUs (Pallas-Triton) and TPUs (Pallas, keys and values of a head in VMEM).
-What a query has one number of lies along the lanes of a TPU's registers, (1, Q), and is turned over
-where scores have queries before keys.
+GPUs (Pallas-Triton) and TPUs (Pallas) run the same kernels; a TPU holds all keys and values of a
+head in VMEM. Numbers of queries, such as their first keys, are stored as rows (1, Q), since the
+last axis of an array should fill a TPU's registers. Kernels whose scores are (queries, keys) turn
+them into columns.
 
 References: FlashAttention-2 (2307.08691).
 """
@@ -115,7 +116,10 @@ def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
 
 
 def _attend_one(given: Given, far: int) -> tuple[Array, Array]:
-    """`attend_blocks` where a token sees at most the row so `far` behind it, without a kernel."""
+    """What `attend_blocks` gives where a token sees one row, `far` rows before its own, or none.
+
+    One score a token needs no kernel.
+    """
     G = given.q_BHTE.shape[1] // given.k_BKTE.shape[1]
     of_head = lambda x: jnp.repeat(jnp.roll(x, far, axis=2), G, axis=1)  # noqa: E731
     k_BHTE, v_BHTE = (of_head(x).astype(jnp.float32) for x in given[1:3])
@@ -126,10 +130,10 @@ def _attend_one(given: Given, far: int) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def attend_blocks(given: Given, how: How, dtype: Any) -> tuple[Array, Array]:
-    """Attention to keys first to last of each query, (B, H, T, E), and its log-sum-exps in float32.
+    """Each query's attention to its keys from first to last, and the log-sum-exps of its scores.
 
-    The former is of `dtype`. A query whose last key stands before its first sees nothing: it gets
-    zeros, and NOTHING.
+    Returns (B, H, T, E) of `dtype` and (B, H, T) in float32. A query whose last key stands before
+    its first sees nothing: it gets zeros and NOTHING.
     """
     B, H, T, E = given.q_BHTE.shape
     specs = _Specs(how.queries, H // given.k_BKTE.shape[1], given)
@@ -335,9 +339,8 @@ def _dq_kernel(
     def see(index: Array, dq_QE: Array) -> Array:
         rows, key_1R = _rows(index, how.keys), index * how.keys + _iota((1, how.keys))
         seen_QR, k_RE = (key_1R >= first_Q1) & (key_1R <= last_Q1), k_ref[rows, :]
-        score_QR = _dot(q_QE, k_RE, 1, 1) * q_QE.shape[1] ** -0.5
-        weight_QR = jnp.where(seen_QR, jnp.exp(score_QR - lse_Q1), 0.0)
-        of_score_QR = weight_QR * (_dot(towards_QE, v_ref[rows, :], 1, 1) - delta_Q1)
+        pairs = (q_QE, k_RE), (towards_QE, v_ref[rows, :])
+        _, of_score_QR = _towards_scores(*pairs, seen_QR, lse_Q1, delta_Q1)
         return dq_QE + _dot(of_score_QR.astype(k_RE.dtype), k_RE)
 
     dq_QE = jnp.zeros(q_QE.shape, jnp.float32)
@@ -372,9 +375,8 @@ def _dkv_kernel(
         numbers = (lse_ref, delta_ref, first_ref, last_ref)
         lse_1Q, delta_1Q, first_1Q, last_1Q = (ref[:, rows] for ref in numbers)
         seen_RQ = (key_R1 >= first_1Q) & (key_R1 <= last_1Q)
-        score_RQ = _dot(k_RE, q_QE, 1, 1) * E**-0.5
-        weight_RQ = jnp.where(seen_RQ, jnp.exp(score_RQ - lse_1Q), 0.0)
-        of_score_RQ = weight_RQ * (_dot(v_RE, towards_QE, 1, 1) - delta_1Q)
+        pairs = (k_RE, q_QE), (v_RE, towards_QE)
+        weight_RQ, of_score_RQ = _towards_scores(*pairs, seen_RQ, lse_1Q, delta_1Q)
         return (
             dk_RE + _dot(of_score_RQ.astype(q_QE.dtype), q_QE),
             dv_RE + _dot(weight_RQ.astype(q_QE.dtype), towards_QE),
@@ -383,6 +385,19 @@ def _dkv_kernel(
     zeros = jnp.zeros((R, E), jnp.float32)
     dk_RE, dv_RE = lax.fori_loop(*_bounds(begin_ref, end_ref), see, (zeros, zeros))
     dk_ref[...], dv_ref[...] = dk_RE * E**-0.5, dv_RE
+
+
+def _towards_scores(
+    scored: tuple[Array, Array], gained: tuple[Array, Array], seen: Array, lse: Array, delta: Array
+) -> tuple[Array, Array]:
+    """The weights of a block, computed again, and the gradient towards its scores.
+
+    The scores are the product of the first pair, and the gradient towards the weights that of the
+    second. Either side of the block may be its queries.
+    """
+    score = _dot(*scored, 1, 1) * scored[0].shape[1] ** -0.5
+    weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
+    return weight, weight * (_dot(*gained, 1, 1) - delta)
 
 
 def _bounds(begin_ref: Ref, end_ref: Ref) -> tuple[Array, Array]:

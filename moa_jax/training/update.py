@@ -53,7 +53,8 @@ def make_update(
     """A pure `update(state, frozen, batch) -> (state, metrics)`.
 
     The rows of a batch are split into `accumulate` micro-batches of neighbouring rows. Each has
-    its own mean over answer tokens, and the means are averaged, as the authors do. Besides the
+    draws and a mean over answer tokens of its own, and the means are averaged, as the authors do.
+    So another number of micro-batches changes more than roundings. Besides the
     loss's own metrics it returns `loss`, `grad_norm` before clipping, `tokens` of the batch
     (int32, without padding) and `finite`: whether parameters and optimiser state were updated.
     """

@@ -1,7 +1,7 @@
 """Which settings of a step are fastest: one group after the other, the others as they are.
 
-Parts, chunks and mesh change the results of a run by no more than rounding and the weights of
-micro-batches. Rows change what is trained, so they come last.
+Chunks and mesh change the results of a run by no more than rounding. Parts change them by the draws
+and the weights of micro-batches. Rows change what is trained, so they come last.
 """
 
 from __future__ import annotations
