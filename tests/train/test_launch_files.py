@@ -164,7 +164,7 @@ def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_
     (tmp_path / "ends").write_text("".join(f"{code} {lived}\n" for code, lived in pairs))
     body = 'n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n\necho "$@" > seen\n'
     body += 'read -r code lived <<< "$(sed -n $((n + 1))p ends)"\n'
-    body += 'echo $(($(cat clock) + lived)) > clock\nexit $code'
+    body += "echo $(($(cat clock) + lived)) > clock\nexit $code"
     executable(tools / "srun", body)
     executable(tools / "date", "cat clock")
     (tmp_path / "clock").write_text("0")
