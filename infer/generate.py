@@ -229,6 +229,7 @@ def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
         "max_new_tokens": args.max_new_tokens,
         "dtype": str(session.weights.target["embed"].dtype),
         "weights": args.weights,
+        "mesh": args.mesh or None,
         "draft_vocabulary": source_of(session.vocabulary),
         **dataclasses.asdict(session.shape),
         **dataclasses.asdict(ask.sampling),
