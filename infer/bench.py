@@ -41,6 +41,7 @@ from moa_jax.measure.plot import plot_speedups
 from moa_jax.measure.simulate import accept_with
 from moa_jax.measure.traffic import copy_bandwidth
 from moa_jax.measure.turns import in_turns
+from moa_jax.model.sharding import mesh_of
 from moa_jax.pretrained import LoadedDrafter, Target
 
 NO_STOP: list[int] = []
@@ -120,6 +121,8 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     runs = run_in_turns(bench, args.repeats)
     compiled = [session.num_compiled for session in bench.sessions]
     bandwidth = copy_bandwidth()
+    if args.mesh and not args.no_phases:
+        print("--mesh: phases are measured on one device alone, and left out", file=sys.stderr)
     plain = next((r for m, r in zip(bench.modes, runs, strict=True) if m.name == "plain"), None)
     rows = []
     for mode, session, found, programs in zip(
@@ -162,7 +165,8 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     texts = list(batches.answers_of(args.weights_cost, target, args.limit or COST_LIMIT))
     if not texts:
         raise InputError(f"--weights-cost {args.weights_cost}: there is no answer in it")
-    stored = load_target(target.folder, target.params["embed"].dtype)
+    mesh = mesh_of(target.params)
+    stored = load_target(target.folder, target.params["embed"].dtype, mesh=mesh)
     return {"conversations": len(texts), **fidelity(stored, target, texts)._asdict()}
 
 

@@ -21,6 +21,7 @@ import jax
 
 from infer.comparison import bundled_questions, in_figures
 from infer.flags import cluster
+from infer.flags.alike import check_alike
 from infer.flags.auto import fill, fill_meanwhile
 from infer.flags.pair import (
     add_cache_flag,
@@ -60,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int | None:
 
 
 def _generate(args: argparse.Namespace, sampling: Sampling) -> int | None:
+    check_alike(args)
     target, drafter = load_pair(args)
-    cluster.check_alike(args, target=target.folder, draft=drafter and drafter.folder)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(tokenizer_of(target.folder))
     is_chat = not args.json and not _asked(args)
@@ -228,6 +229,7 @@ def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
         "max_new_tokens": args.max_new_tokens,
         "dtype": str(session.weights.target["embed"].dtype),
         "weights": args.weights,
+        "mesh": args.mesh or None,
         "draft_vocabulary": source_of(session.vocabulary),
         **dataclasses.asdict(session.shape),
         **dataclasses.asdict(ask.sampling),

@@ -26,7 +26,7 @@ from typing import Any
 from configs.shapes import SHAPES
 from infer.flags.batches import shapes_of
 from infer.flags.config_file import read_config
-from infer.flags.mesh import add_mesh_flag
+from infer.flags.mesh import add_mesh_flag, as_flag
 from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, shape_of
 from infer.program import Parser, above_zero, local_path, positive, run
 from moa_jax.aot import decoding
@@ -146,7 +146,7 @@ def described(found: Plan) -> str:
     """A plan as a table."""
     rows = found["cache_rows"]
     used = rows if found["rows_used"] is None else found["rows_used"]
-    axes = ",".join(f"{name}={size}" for name, size in found["mesh"].items())
+    axes = as_flag(found["mesh"])
     lines = [
         f"{found['topology']}: {found['device_kind']}, {found['bandwidth'] / 1e12:g} TB/s, "
         f"{found['launch_us']:g} us a launch" + (f", mesh {axes}, figures of a chip" * bool(axes)),

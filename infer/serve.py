@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from infer.flags import cluster
+from infer.flags.alike import check_alike
 from infer.flags.auto import costs_of, ways_of
 from infer.flags.pair import (
     AUTO,
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args, SECRET, has_secret=bool(keys))
     with cluster.joined(args, parser.prog) as ending:
+        check_alike(args)
         if not processes.is_first():
             return _follow(args, parser.prog)
         group = group_of(ending.fail) if processes.count() > 1 else None
@@ -152,7 +154,6 @@ def _parser() -> argparse.ArgumentParser:
 def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine, Target]:
     """The engine that the flags ask for, not started yet."""
     target, drafter = load_pair(args)
-    cluster.check_alike(args, target=target.folder, draft=drafter and drafter.folder)
     shape = shape_of(args, drafter and drafter.depth)
     vocabulary = vocabulary_of(args, target, drafter)
     rest = {}

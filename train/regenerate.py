@@ -33,6 +33,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import moa_jax
+from infer.flags.auto import costs_of
 from infer.flags.mesh import add_mesh_flag, asked_mesh
 from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
@@ -144,11 +145,13 @@ def _local(args: argparse.Namespace, rules: Rules) -> LocalAnswers:
     dtype, mesh = args.dtype and jnp.dtype(args.dtype), asked_mesh(args)
     target = load_target(args.target, dtype, weights=args.weights, mesh=mesh)
     drafter = _drafter(args, target)
+    vocabulary = drafter and default_vocabulary(target, drafter)
     engine = Engine(
         target,
         drafter,
         ways=(PLAIN,),  # where it is faster than the drafter's own chain
-        vocabulary=drafter and default_vocabulary(target, drafter),
+        costs=drafter and costs_of(target, drafter, vocabulary, args.weights),
+        vocabulary=vocabulary,
         num_slots=args.batch or AT_ONCE,
         max_tokens=args.max_prompt + args.max_new_tokens,
     )
@@ -218,7 +221,8 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout",
         type=above_zero,
         metavar="S",
-        help=f"seconds that an answer may take; default: {TIMEOUT_S:g}",
+        help="seconds without a byte from the server, which sends an answer as a whole, after "
+        f"which a request is made again; default: {TIMEOUT_S:g}",
     )
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompts", required=True, metavar="PATH", help="as in a data config")

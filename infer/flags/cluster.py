@@ -7,14 +7,12 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import jax
 
 from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, refusal_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.parts import model_hash
 from moa_jax.model.processes import Ending, check_same, ending_together, is_first
 from moa_jax.version import __version__
 
@@ -62,13 +60,14 @@ def first_speaks() -> Iterator[None]:
         yield
 
 
-def check_alike(args: argparse.Namespace, **folders: Path | None) -> None:
-    """Raises InputError where processes have other flags, models or versions than process 0."""
+def check_alike(args: argparse.Namespace, files: Mapping[str, str]) -> None:
+    """Raises InputError where processes have other flags, files or versions than process 0.
+
+    `files` are hashes by names for people. No device is started.
+    """
     flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
     del flags["--process"]
-    if jax.process_count() > 1:
-        found = {name: path and model_hash(path) for name, path in folders.items()}
-        check_same(flags | found | {"version": __version__, "jax": jax.__version__}, "start")
+    check_same(flags | files | {"version": __version__, "jax": jax.__version__}, "start")
 
 
 def _join(args: argparse.Namespace) -> None:

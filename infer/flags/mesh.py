@@ -36,6 +36,11 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes if math.prod(sizes.values()) > 1 else {}
 
 
+def as_flag(sizes: dict[str, int]) -> str:
+    """Sizes as --mesh takes them."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
 def asked_mesh(args: argparse.Namespace) -> Mesh | None:
     """The mesh that --mesh asks for.
 

@@ -155,9 +155,29 @@ def load_pair(
     mode. Notices go to stderr. Raises InputError for flags that contradict each other, and for
     models that are missing, damaged or not made for each other.
     """
-    _apply_speculative_config(args)
+    target_name, draft_name = named_pair(args, for_client=for_client)
     if args.threads is not None:
         use_cores(args.threads)
+    if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
+        target = describe_target(find_folder(target_name or DEMO / "target"))
+    else:
+        target = open_target(args)
+    if not for_client and getattr(args, "mode", None) == "plain":
+        return target, None
+    options = drafter_options(args) | {"dtype": dtype_of(args), "weights": args.weights}
+    options["for_client"] = for_client
+    return target, open_drafter(draft_name, target, **options)
+
+
+def named_pair(
+    args: argparse.Namespace, *, for_client: bool = False
+) -> tuple[str | None, str | None]:
+    """The folders, hub ids or kinds of target and drafter; None stands for the bundled one.
+
+    vLLM's JSON is spread over its flags first. Raises InputError for flags that contradict each
+    other.
+    """
+    _apply_speculative_config(args)
     if args.draft is None and needs_no_files(args.method):
         args.draft = args.method
     drafts = for_client or getattr(args, "mode", None) != "plain"
@@ -166,15 +186,7 @@ def load_pair(
     if args.target is not None and args.draft is None and drafts:
         rest = "" if for_client else ", or use --mode plain"
         raise InputError(f"--target without --draft: name its drafter{rest}")
-    if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
-        target = describe_target(find_folder(args.target or DEMO / "target"))
-    else:
-        target = open_target(args)
-    if not drafts:
-        return target, None
-    options = drafter_options(args) | {"dtype": dtype_of(args), "weights": args.weights}
-    options["for_client"] = for_client
-    return target, open_drafter(args.draft, target, **options)
+    return args.target, args.draft
 
 
 def open_target(args: argparse.Namespace) -> Target:

@@ -18,7 +18,7 @@ import numpy as np
 
 from moa_jax.config import TargetConfig
 from moa_jax.decode.programs import bucket
-from moa_jax.model import llama, masks
+from moa_jax.model import llama, masks, sharding
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
 
@@ -39,14 +39,16 @@ def fidelity(
 ) -> Fidelity:
     """Compares two targets on texts: token ids, and which of them count as predicted.
 
-    At least one must count, and the first of a text, which has nothing before it, does not.
+    Both lie on one device, or on the same mesh. At least one must count, and the first of a text,
+    which has nothing before it, does not.
     """
     kls: list[np.ndarray] = []
     same: list[np.ndarray] = []
     for tokens, counts in texts:
         padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
         padded_1T[0, : len(tokens)] = tokens
-        with matmul_precision(stored.params["embed"].dtype):
+        mesh = sharding.setting(sharding.mesh_of(stored.params))
+        with matmul_precision(stored.params["embed"].dtype), mesh:
             found = _compare(stored.config, stored.params, quantised.params, padded_1T)
         kept = np.flatnonzero(counts[1:])  # what is predicted stands one place later
         for parts, found_T in zip((kls, same), found, strict=True):

@@ -104,9 +104,10 @@ def gathered(tree: Any) -> Any:
 def check_same(facts: Mapping[str, Any], point: str) -> None:
     """Raises InputError on a process that has other facts than process 0.
 
-    All processes must call this, with a `point` of the program at which they call it once.
+    All processes must call this, with a `point` of the program at which they call it once. It
+    starts no devices.
     """
-    if jax.process_count() == 1:
+    if count() == 1:
         return
     mine = {name: str(value) for name, value in facts.items()}
     if is_first():
@@ -114,10 +115,10 @@ def check_same(facts: Mapping[str, Any], point: str) -> None:
         return
     others = word_left(point)
     for name in [*mine, *others]:
-        if mine.get(name) != others.get(name):
+        here, there = mine.get(name, "absent"), others.get(name, "absent")
+        if here != there:
             raise InputError(
-                f"{name} is {mine.get(name)} here and {others.get(name)} for process 0: start all "
-                "processes alike"
+                f"{name} is {here} here and {there} for process 0: start all processes alike"
             )
 
 

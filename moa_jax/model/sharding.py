@@ -19,6 +19,7 @@ with few heads serves beside a target with many.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -291,6 +292,16 @@ def constrain_state(state: Any) -> Any:
         return state
     specs = specs_of(state, jax.sharding.get_abstract_mesh())
     return jax.tree.map(jax.lax.with_sharding_constraint, state, specs)
+
+
+def notice_copies(rows: int, mesh: Mesh | None) -> None:
+    """Says so where the rows of a batch are not split, and each part of a mesh decodes them all."""
+    data = 1 if mesh is None else mesh.shape["data"]
+    if rows % data:
+        logging.getLogger(__name__).warning(
+            "mesh data=%d does not divide a batch of %d, so all its parts decode the whole batch",
+            *(data, rows),
+        )
 
 
 def mesh_of(params: Any) -> Mesh | None:

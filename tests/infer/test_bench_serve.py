@@ -82,6 +82,8 @@ def test_each_way_has_a_server_with_its_flags():
     last = f"{shared}chain --draft B --target-layer-inference 1 --depth 4"
     assert " ".join(found["B chain"].flags) == last
     assert [way.label for way in ways_of(args_of(""))] == ["plain", "chain", "auto"]
+    on_mesh = ways_of(args_of("--mesh tensor=2,data=4 --modes auto --rates 1"))[0].flags
+    assert "--mesh tensor=2,data=4" in " ".join(on_mesh)
     assert ways_of(args_of(""))[2].flags == ("--slots", "16", "--mode", "auto")
 
 

@@ -6,25 +6,34 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from infer import generate
+from infer import generate, serve
+from infer.flags import cluster
 from infer.flags.mesh import asked_mesh
 from moa_jax.config import Sampling
+from moa_jax.decode.vocabulary import FILE as VOCABULARY
+from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
+from moa_jax.model import processes
+from moa_jax.model.processes import Ending
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
 from tests.serve.test_endurance import Ask, Served, answers_at_once, mixed
 from tests.serve.test_protocol import COMPLETIONS
-from tests.serve.toy_server import wait_for
+from tests.serve.toy_server import DEMO, VOCAB, wait_for
 
 LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
 
@@ -158,6 +167,90 @@ def test_processes_that_were_started_differently_are_refused():
     for process, _, told in together([*command, "8"], [*command, "9"]):
         assert process.returncode == 2
         assert "--max-new-tokens is 9 here and 8 for process 0" in told
+
+
+class Loaded(Exception):
+    """A model was about to be loaded."""
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Runs a program as one of two processes until it would load; each call is the next one.
+
+    The word of process 0 is kept here, and prompts and models lie in a folder that may change.
+    """
+    words: dict[str, Any] = {}
+    for name in ("target", "draft"):
+        shutil.copytree(DEMO / name, tmp_path / name)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [1]}\n')
+    save_vocabulary(tmp_path / "words", DraftVocabulary(np.arange(9), VOCAB))
+    shutil.copy(tmp_path / "words", tmp_path / "draft" / VOCABULARY)
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise Loaded
+
+    def start(program: Any, *flags: str) -> None:
+        is_first = not words
+        monkeypatch.setattr(processes, "is_first", lambda: is_first)
+        with pytest.raises(Loaded):
+            program.main(list(flags))
+
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "leave_word", words.__setitem__)
+    monkeypatch.setattr(processes, "word_left", words.__getitem__)
+    monkeypatch.setattr(cluster, "joined", lambda *_: contextlib.nullcontext(Ending(print)))
+    monkeypatch.setattr(serve, "join_group", loaded)
+    monkeypatch.setattr(serve, "group_of", loaded)
+    monkeypatch.setattr(generate, "load_pair", loaded)
+    return start
+
+
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("\n")
+
+
+def raised(path: Path) -> None:
+    """Another weight, in the last tensor."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+OTHER_FILES = [
+    ("prompts.jsonl", append, [], "prompts.jsonl of --prompts"),
+    ("target/tokenizer.json", append, [], "tokenizer.json of the target"),
+    ("target/generation_config.json", append, [], "generation_config.json of the target"),
+    ("target/config.json", append, [], "the target's model"),
+    ("target/model.safetensors", raised, ["--mode", "plain"], "the target's model"),
+    ("draft/model.safetensors", raised, [], "the drafter's model"),
+    (f"draft/{VOCABULARY}", raised, [], f"{VOCABULARY} of the drafter"),
+    ("words", raised, ["--draft-vocabulary", "words"], "the file of --draft-vocabulary"),
+]
+
+
+@pytest.mark.parametrize("program", [generate, serve], ids=["generate", "serve"])
+@pytest.mark.parametrize("path, change, flags, name", OTHER_FILES, ids=[p for p, *_ in OTHER_FILES])
+def test_files_that_differ_are_named_before_anything_is_loaded(
+    path, change, flags, name, program, started, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--target", "target", *flags]
+    flags += [] if "plain" in flags else ["--draft", "draft"]
+    if program is generate:
+        flags += ["--prompts", "prompts.jsonl"]
+    elif "--prompts" in name:
+        pytest.skip("a server has no prompts")
+    for _ in range(2):
+        started(program, *flags)
+    change(tmp_path / path)
+    line = refusal(started, program, *flags)
+    assert re.fullmatch(rf"{name} is sha256 \w+ here and sha256 \w+ for process 0: .*", line)
+
+
+def test_a_kind_without_files_has_none_to_compare(started):
+    for _ in range(2):
+        started(serve, "--draft", "lookup")
 
 
 @pytest.mark.parametrize(

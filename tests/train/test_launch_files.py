@@ -146,13 +146,28 @@ def test_a_server_of_one_slice_uses_all_of_it():
     assert labels.items() <= SERVICE["spec"]["selector"].items()
 
 
-@pytest.mark.parametrize(("ends", "times", "code"), [([1, 1, 0], 3, 0), ([2], 1, 2), ([0], 1, 0)])
+SERVING_ENDS = [
+    ([1, 1, 0], 3, 0),
+    ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of the one that was killed or aborted
+    ([2], 1, 2),
+    ([130], 1, 130),
+    ([137] * 9, 5, 137),  # it cannot start
+    ([(1, 70)] * 6 + [0], 7, 0),  # seconds between deaths
+]
+
+
+@pytest.mark.parametrize("ends, times, code", SERVING_ENDS)
 def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
+    pairs = [end if isinstance(end, tuple) else (end, 0) for end in ends]
+    (tmp_path / "ends").write_text("".join(f"{code} {lived}\n" for code, lived in pairs))
     body = 'n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n\necho "$@" > seen\n'
-    executable(tools / "srun", body + 'exit "$(sed -n $((n + 1))p ends)"')
+    body += 'read -r code lived <<< "$(sed -n $((n + 1))p ends)"\n'
+    body += "echo $(($(cat clock) + lived)) > clock\nexit $code"
+    executable(tools / "srun", body)
+    executable(tools / "date", "cat clock")
+    (tmp_path / "clock").write_text("0")
     executable(tools / "sleep", "true")
     env = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
     env |= {"SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_NUM_NODES": "2", "TARGET": "t", "DRAFT": "d"}

@@ -178,13 +178,13 @@ class Service:
     [
         ({"rate": 0.1, "rows": 7}, None),
         ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0: start all"),
-        ({"rate": 0.1}, "rows is None here and 7 for process 0"),
-        ({"rate": 0.1, "rows": 7, "more": 1}, "more is 1 here and None for process 0"),
+        ({"rate": 0.1}, "rows is absent here and 7 for process 0"),
+        ({"rate": 0.1, "rows": 7, "more": 1}, "more is 1 here and absent for process 0"),
     ],
 )
 def test_processes_must_agree(theirs, line, monkeypatch):
     monkeypatch.setattr(processes.global_state, "client", Service())
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "is_first", lambda: True)
     processes.check_same({"rate": 0.1, "rows": 7}, "here")
     monkeypatch.setattr(processes, "is_first", lambda: False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infer.evaluation.contenders import BUNDLED, PLAIN, given_of
+from infer.flags.mesh import add_mesh_flag, as_flag
 from infer.flags.pair import AUTO, EXPLICIT, add_model_flags
 from infer.program import Parser, above_zero, local_path, names, positive
 from moa_jax.config import Sampling
@@ -39,7 +40,7 @@ class ServedWay(NamedTuple):
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Grouped flags with their defaults."""
     parser = Parser("infer.bench --serve", description)
-    add_model_flags(parser, several=True)
+    add_mesh_flag(add_model_flags(parser, several=True))
     group = parser.add_argument_group("servers")
     group.add_argument(
         "--modes",
@@ -145,7 +146,8 @@ def ways_of(args: argparse.Namespace) -> list[ServedWay]:
 
 def _common_flags(args: argparse.Namespace) -> list[str]:
     shared = ("target", "dtype", "weights", "threads", "slots", "max_tokens")
-    return _flags_of({name: getattr(args, name) for name in shared})
+    values = {name: getattr(args, name) for name in shared}
+    return _flags_of(values | {"mesh": as_flag(args.mesh) if args.mesh else None})
 
 
 def _flags_of(values: dict[str, object]) -> list[str]:

@@ -291,6 +291,7 @@ def _settings(args: argparse.Namespace, questions: Questions) -> dict[str, Any]:
     shown = ("slots", "max_new_tokens", "ignore_stop", "temperature", "seed", "weights", "threads")
     return {key: getattr(args, key) for key in shown} | {
         "target": str(args.target or "bundled"),
+        "mesh": args.mesh or None,
         "suite": questions.suite,
         "questions": questions.count,
         "left_out": questions.left_out,

@@ -58,6 +58,7 @@ from moa_jax.decode.order import Order, chunks_between
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
+from moa_jax.model import sharding
 from moa_jax.pretrained import LoadedDrafter, Target
 
 
@@ -204,6 +205,7 @@ class Engine:
             )
         if num_slots < 1:
             raise InputError(f"num_slots is {num_slots}: choose at least 1")
+        sharding.notice_copies(num_slots, self.session.mesh)
         self.num_slots, self.max_tokens, self.max_waiting = num_slots, max_tokens, max_waiting
         vocab_size = target.config.vocab_size
         self._nobody = given_of(GREEDY, 0, 0, (), vocab_size)

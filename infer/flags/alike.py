@@ -1,0 +1,53 @@
+"""The files that all processes of one run must share, compared before any of them is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from infer.flags import cluster
+from infer.flags.pair import DEMO, named_pair
+from infer.flags.vocabulary import NONE
+from moa_jax.data import corpora
+from moa_jax.decode.vocabulary import FILE
+from moa_jax.drafters import needs_no_files
+from moa_jax.files.folders import TOKENIZER_PATTERNS, file_hash, find_folder
+from moa_jax.files.parts import model_hash
+from moa_jax.model import processes
+
+SETTINGS = ("generation_config.json", *TOKENIZER_PATTERNS)  # of a target, beside its weights
+SHOWN = 12  # digits of a hash
+
+
+def check_alike(args: argparse.Namespace) -> None:
+    """Raises InputError where processes have other flags, files or versions than process 0.
+
+    Of weights samples are compared, of all other files every byte. Raises InputError besides for
+    flags that contradict each other and for folders that are missing or damaged.
+    """
+    if processes.count() > 1:
+        shown = vars(args).copy()  # before vLLM's JSON is spread over them
+        cluster.check_alike(argparse.Namespace(**shown), files_of(args))
+
+
+def files_of(args: argparse.Namespace) -> dict[str, str]:
+    """Hashes of what the flags name, by names for people."""
+    target, draft = named_pair(args)
+    folder = find_folder(target or DEMO / "target")
+    found = {"the target's model": model_hash(folder)}
+    for path in sorted({path for pattern in SETTINGS for path in folder.glob(pattern)}):
+        found[f"{path.name} of the target"] = file_hash(path)
+    has_no_files = draft is not None and needs_no_files(draft) and not Path(draft).is_dir()
+    if args.mode != "plain" and not has_no_files:
+        folder = find_folder(draft or DEMO / "draft")
+        found["the drafter's model"] = model_hash(folder)
+        if args.draft_vocabulary is None and (folder / FILE).is_file():
+            found[f"{FILE} of the drafter"] = file_hash(folder / FILE)
+    if args.draft_vocabulary not in (None, NONE):
+        path = Path(args.draft_vocabulary).expanduser()
+        found["the file of --draft-vocabulary"] = file_hash(path)
+    if args.paths is not None:
+        found["the file of --paths"] = file_hash(Path(args.paths))
+    for path in corpora.files_of(args.prompts) if getattr(args, "prompts", None) else ():
+        found[f"{path.name} of --prompts"] = file_hash(path)
+    return {name: f"sha256 {each[:SHOWN]}" for name, each in found.items() if each is not None}
