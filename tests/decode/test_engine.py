@@ -27,6 +27,7 @@ from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import wanted_soon
 from moa_jax.decode.order import MOST_CHUNKS
+from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import KINDS, drafter, target
@@ -254,7 +255,8 @@ def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
     """What it saves must be worth the move; nobody moves where more are coming."""
     engine = Engine(target(), num_slots=4, max_tokens=200)
     small, large = Size(1, 256), Size(4, 256)
-    monkeypatch.setattr(engine.shelf, "_ready_sizes", (small, large))
+    for size in (small, large):
+        engine.shelf._sizes.add(size)
     monkeypatch.setattr(engine.shelf, "kind_of_call", lambda size, way, kind: kind)
     monkeypatch.setattr(engine.shelf, "run", lambda name, *arrays: (None, None))
     seats, sizes = engine._seats, []
@@ -342,14 +344,12 @@ def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
     blank = lambda slots, kind: together([given_of(GREEDY, 0, 0, (), 64)] * slots, kind)  # noqa: E731
     shelf, rounds = Shelf(session, 1, 100, blank), []
 
-    class Noted:
+    class Noted(Programs):
         def compile(self, function, *like, **static):
-            def program(weights, *arrays):
-                rounds.append(int(arrays[-1]))
+            return lambda weights, *arrays: rounds.append(int(arrays[-1]))
 
-            return program
-
-    monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): Noted()})
+    noted = Noted((), (session.weights,), np.float32)
+    monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): noted})
     shelf.make_call(shelf.largest, PLAIN, EVERY)
     assert rounds == [1]
 

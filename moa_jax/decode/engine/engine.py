@@ -11,10 +11,9 @@
                                            insert ------->    | nobody                 |
                                                               | prompt . answer . root |
 
-A turn of the thread: take orders; send a chunk of a prompt, and more of them where more could sit
-than do (decode/order.py says whose); send a call, which is some rounds of all who sit; hear the
-call before it; hear first tokens. So the device has its next work before the host looks at the
-last, and whoever ended idles for one call.
+A turn of the thread: take orders; send chunks of prompts, and a call, which is some rounds of all
+who sit (decode/order.py decides on both); hear the call before it; hear first tokens. So the device
+has its next work before the host looks at the last, and whoever ended idles for one call.
 
 Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
 positions, and rows know nothing of each other. A program that is not compiled yet is made in the
@@ -43,6 +42,7 @@ import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs
+from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.group import Group, LeadingShelf
@@ -54,7 +54,7 @@ from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
 from moa_jax.decode.logprobs import Likely, LogProbs
 from moa_jax.decode.mappings import has_room
-from moa_jax.decode.order import Order, chunks_between
+from moa_jax.decode.order import Chunk, Turns
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
@@ -152,8 +152,8 @@ class _Reading:
     left: int  # tokens
 
 
-class _Chunk(NamedTuple):
-    """Log-probabilities of a prompt that were asked for."""
+class _Scored(NamedTuple):
+    """Log-probabilities of a chunk of a prompt that were asked for."""
 
     job: _Job
     found: PromptLogProbs
@@ -230,9 +230,17 @@ class Engine:
         self._num_makings = 0  # makings that were ordered and did not end
         self._has_room = True  # for programs that nobody waits for
         self._readings: dict[int, _Reading] = {}  # by their jobs' ids
-        self._order_of_chunks = Order()
+        self._turns = Turns[_Job](
+            prompts=self._to_read,
+            left=self._left,
+            crowd=self._crowd,
+            answers=self._sitting,
+            begun=self._begun,
+            chunk=self.shelf.chunks[-1],
+            most_rows=num_slots,
+        )
         self._flight: Flight | None = None
-        self._chunks: deque[_Chunk] = deque()
+        self._scored: deque[_Scored] = deque()
         self._firsts: deque[_First] = deque()
         self._heard_at = 0.0  # when a call was last heard
         self._read_since = False  # whether a chunk was sent since the last call
@@ -260,7 +268,7 @@ class Engine:
             if self._num_waiting >= self.max_waiting + self.num_slots - self._num_running():
                 raise Full(f"{self._num_waiting} requests are waiting already: try again later")
             self._num_waiting += 1
-            job = _Job(next(self._ids), request, hear, text)
+            job = _Job(text.id, request, hear, text)
             self._orders.put(functools.partial(self._enter, job))
         return Ticket(job.id)
 
@@ -356,7 +364,8 @@ class Engine:
         if request.prompt_logprobs and request.top_logprobs is None:
             raise InputError("prompt_logprobs without top_logprobs: say how many likeliest tokens")
         kind = kind_of(request.sampling, request.top_logprobs is not None)
-        return Text(list(prompt), total, given, kind, request.top_logprobs, surely=len(prompt))
+        settings = (total, given, kind, request.top_logprobs)
+        return Text(next(self._ids), list(prompt), *settings, surely=len(prompt))
 
     # ---- the engine's thread ----
 
@@ -372,17 +381,21 @@ class Engine:
         self._take_orders()
         if self._stopping:
             return
-        self._read()
-        sent = self._send()
+        sent = None
+        for piece in self._turns.turn():
+            if isinstance(piece, Chunk):
+                self._read(piece.of)
+            else:  # all who sit, since their rows are equally wide
+                sent = self._send()
         heard, self._flight = self._flight, sent
         if heard is not None:
             self._hear(heard)
-        self._hear_chunks()
+        self._hear_scored()
         self._hear_firsts()
 
     def _take_orders(self) -> None:
         """Does what was ordered; waits for an order where there is nothing else to do."""
-        asked = self._flight or self._chunks or self._firsts
+        asked = self._flight or self._scored or self._firsts
         if not (asked or self._seats.texts or self._to_read()):
             self._make_ahead()
             while self._orders.empty() and self._time_next():
@@ -439,16 +452,19 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """A pass has failed: those who sit are lost with the state, and the others go on."""
-        logging.getLogger(__name__).error("a pass failed", exc_info=error)
-        self._counts["failures"] += 1
-        lost = [*self._seats.texts, *(first.job.text for first in self._firsts)]
+        lost = self._turns.lost(with_state=True)
         self._seats.reset()
-        self._prefixes.clear()
         self._flight = None
         self._firsts.clear()
-        for job in list(self._jobs.values()):
-            if any(job.text is text for text in lost):
-                self._end(job, _error(error))
+        self._lose(lost, error)
+
+    def _lose(self, lost: Sequence[_Job], error: Exception) -> None:
+        """Ends those who are lost with what has failed."""
+        logging.getLogger(__name__).error("a pass failed", exc_info=error)
+        self._counts["failures"] += 1
+        self._prefixes.clear()  # the fault may be in what was copied
+        for job in lost:
+            self._end(job, _error(error))
 
     def _end(self, job: _Job, news: News) -> None:
         """Tells the last news of a request, wherever it is."""
@@ -491,26 +507,25 @@ class Engine:
         """How many want a seat."""
         return len(self._waiting) + len(self._readings)
 
-    def _read(self) -> None:
-        """Sends chunks of prompts: one, and a few where more could sit than do."""
+    def _crowd(self) -> tuple[int, int]:
+        """How many more could sit, and how many do."""
         sitting = len(self._seats.texts)
-        chunks = chunks_between(min(self._coming(), self.num_slots - sitting), sitting)
-        budget = chunks * self.shelf.chunks[-1]
-        while budget > 0 and (jobs := self._to_read()):
-            job = self._order_of_chunks.next(jobs, self._left)
-            try:
-                budget -= self._read_on(job)
-            except Exception as error:  # the prompt's row is lost, and no other
-                if job.id not in self._readings:
-                    raise
-                self._lose(job, error)
+        return min(self._coming(), self.num_slots - sitting), sitting
 
-    def _lose(self, job: _Job, error: Exception) -> None:
-        """Reading a prompt has failed."""
-        self._counts["failures"] += 1
-        self._prefixes.clear()  # the fault may be in what was copied
-        logging.getLogger(__name__).error("reading a prompt failed", exc_info=error)
-        self._end(job, _error(error))
+    def _sitting(self) -> list[_Job]:
+        return [self._jobs[text.id] for text in self._seats.texts]
+
+    def _begun(self) -> list[_Job]:
+        """Whose texts are lost with the state."""
+        return [*self._sitting(), *(first.job for first in self._firsts)]
+
+    def _read(self, job: _Job) -> None:
+        try:
+            self._turns.was_read(self._read_on(job))
+        except Exception as error:
+            if job.id not in self._readings:  # it was about to take a seat
+                raise
+            self._lose(self._turns.lost(with_state=False), error)
 
     def _read_on(self, job: _Job) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
@@ -528,7 +543,7 @@ class Engine:
         length_1 = np.array([len(prompt)], np.int32)
         reading.live, hidden_1D, scored = self.shelf.run(name, reading.live, length_1)
         if scored is not None:
-            self._chunks.append(_Chunk(job, scored))
+            self._scored.append(_Scored(job, scored))
         reading.left -= min(chunk, reading.left)
         self._read_since = True
         if reading.left:
@@ -580,10 +595,8 @@ class Engine:
 
     # ---- decoding ----
 
-    def _send(self) -> Flight | None:
+    def _send(self) -> Flight:
         """Sends a call for all who sit, and wishes for the programs that would serve better."""
-        if not self._seats.texts:
-            return None
         programs = self._seats.ready(self._coming())
         self._make_next(wanted_now(self.shelf, self._seats, self._coming()))
         at_rest = not self._num_makings
@@ -607,28 +620,26 @@ class Engine:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._rounds[flight.way] += turned
         accepted = []
-        jobs = {id(job.text): job for job in self._jobs.values()}
         for each in heard:
             self._count(each)
-            rounds = each.rounds[: len(each.rounds) - each.done]
-            accepted += [committed - 1 for committed, _ in rounds]
-            job, news = jobs[id(each.text)], News(each.tokens, each.logprobs)
+            accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
+            job, news = self._jobs[each.text.id], News(each.tokens, each.logprobs)
             if each.done:
                 self._finish(job, news)
             elif each.tokens:
                 self._tell(job, news)
         self._pace.heard(flight.way, accepted, turned)
 
-    def _hear_chunks(self) -> None:
+    def _hear_scored(self) -> None:
         """Tells of prompts; chunks may overlap, and a part is told once."""
-        while self._chunks:
-            job, found = self._chunks.popleft()
+        while self._scored:
+            job, found = self._scored.popleft()
             if job.text.ended:
                 continue
             try:
                 (begin,), found = jax.device_get(found)
             except Exception as error:  # the prompt's row is lost, and no other
-                self._lose(job, error)
+                self._lose([job], error)
                 continue
             length, told = len(job.request.prompt_ids), max(job.num_scored, 1)
             new = slice(told - begin, length - begin)
@@ -649,7 +660,7 @@ class Engine:
                 if job.request.takes_seat:  # its row is among the others, and all are lost
                     raise  # while it is here, where `_fail` looks for it
                 self._firsts.popleft()
-                self._lose(job, error)
+                self._lose([job], error)
                 continue
             self._firsts.popleft()
             if job.text.ended:

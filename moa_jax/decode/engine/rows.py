@@ -160,12 +160,9 @@ def first(
     law = _law(setup, given)
     now = _with_said(setup, law, live, given, given.prompt_length_B)
     limits = Limits(given.total_B, given.stop_ids_BX)
-    now, tokens_BC, root_B = step.begin_answer(
-        weights, now, live.tokens_BC, given.prompt_length_B, hidden_BD, limits, law
+    now, tokens_BC, root_B, found = step.begin_answer(
+        setup, weights, now, live.tokens_BC, given.prompt_length_B, hidden_BD, limits, law
     )
-    found = None
-    if setup.top_logprobs is not None:
-        found = step.logprobs_after(setup, weights, hidden_BD, root_B)
     return Live(now._replace(said=Said()), tokens_BC), root_B, now.done_B, found
 
 
