@@ -614,6 +614,7 @@ def test_who_still_runs_after_a_drain_hears_so(stream):
             while b"the server is stopping" not in data:
                 data += runs.recv(1 << 16)
             assert data.startswith(b"HTTP/1.1 200 " if stream else b"HTTP/1.1 503 ")
+            assert stream or b"retry-after: 1\r\n" in data.lower()
         server.engine.go.set()
         wait_for(lambda: server.engine.ended == {0: "cancelled"})
 

@@ -18,13 +18,11 @@ has its next work before the host looks at the last, and whoever ended idles for
 Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
 positions, and rows know nothing of each other. A program that is not compiled yet is made in the
 background while a larger one serves; the engine's thread itself never compiles. One is made at a
-time, that which is wanted most just then; and while nobody is there, what will be wanted first. Who
-asks for log-probabilities before that waits until there is a program that gives them.
+time, that which is wanted most just then; and while nobody is there, what will be wanted first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -48,10 +46,10 @@ from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.group import Group, LeadingShelf
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
-from moa_jax.decode.engine.rows import EVERY, Live, PromptLogProbs, given_of, kind_of
+from moa_jax.decode.engine.rows import EVERY, LIKELY, Live, PromptLogProbs, given_of, kind_of
 from moa_jax.decode.engine.seats import Flight, Heard, Seats, Text, likely_of
 from moa_jax.decode.engine.shelf import Shelf, Size
-from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
+from moa_jax.decode.engine.wanted import Making, name_of, wanted_now, wanted_soon
 from moa_jax.decode.logprobs import Likely, LogProbs
 from moa_jax.decode.mappings import has_room
 from moa_jax.decode.order import Chunk, Turns
@@ -114,7 +112,8 @@ class Load(NamedTuple):
     running: int  # requests that are read or decoded
     waiting: int
     slots: int
-    rows_used: float  # share of the rows that all slots may have
+    rows_used: float  # share of the rows that all slots may have, by those who are running
+    kept_bytes: int  # of texts for prompts that begin alike; whoever needs it gets their room
     prompt_tokens: int
     generated_tokens: int
     drafts: int  # rounds of a row that drafted
@@ -123,10 +122,11 @@ class Load(NamedTuple):
     accepted_by_position: tuple[int, ...]
     rounds_by_way: dict[DraftShape, int]  # of whole batches
     prefix_lookups: int
+    prefix_lookup_tokens: int  # of prompts that were looked up
     prefix_hits: int
     prefix_tokens: int  # that were not read again
     finished: dict[str, int]  # requests by how they ended
-    failures: int  # of passes, and of programs that somebody waited for
+    failures: int  # of passes
     compiled: int  # programs
 
 
@@ -138,7 +138,6 @@ class _Job:
     request: Request
     hear: Callable[[News], None]
     text: Text
-    lacks: set[Hashable] = dataclasses.field(default_factory=set)  # programs, by name
     num_scored: int = 0  # tokens of the prompt whose log-probabilities were told
 
 
@@ -226,9 +225,8 @@ class Engine:
         self._num_waiting, self._closed = 0, False
         self._jobs: dict[int, _Job] = {}  # all that have not ended
         self._waiting: deque[_Job] = deque()
-        self._hopeless: dict[Hashable, Exception] = {}  # programs that could not be made
         self._num_makings = 0  # makings that were ordered and did not end
-        self._has_room = True  # for programs that nobody waits for
+        self._has_room = True  # for more programs
         self._readings: dict[int, _Reading] = {}  # by their jobs' ids
         self._turns = Turns[_Job](
             prompts=self._to_read,
@@ -288,12 +286,14 @@ class Engine:
         """Compiles what serves every request, so that the engine's thread never has to.
 
         That is all slots with the longest caches and with the shortest, since what stands in until
-        more is there should not be much slower; and a short text alone. All else can wait, and
-        until there is more calls cannot give log-probabilities.
+        more is there should not be much slower; and a short text alone. Log-probabilities come
+        from the largest. All else can wait.
         """
         shelf = self.shelf
         for size in (shelf.largest, Size(shelf.slots[-1], shelf.rows[0]), Size(1, shelf.rows[0])):
             shelf.make_size(size, EVERY)
+        shelf.make_call(shelf.largest, shelf.ways_for(shelf.largest.slots)[0], LIKELY)
+        shelf.make_score(shelf.rows[-1])
 
     def close(self, drain_s: float = 0.0) -> None:
         """Takes no more requests; those that have not ended after `drain_s` hear "cancelled".
@@ -323,12 +323,15 @@ class Engine:
     def load(self) -> Load:
         """A snapshot for people and metrics."""
         counts, texts = self._counts, self._seats.texts
+        readings = list(self._readings.values())
         rows = sum(len(text.tokens) for text in texts)
+        rows += sum(len(each.job.request.prompt_ids) - each.left for each in readings)
         return Load(
             running=self._num_running(),
             waiting=self._num_waiting,
             slots=self.num_slots,
             rows_used=rows / (self.num_slots * self.shelf.largest.rows),
+            kept_bytes=self._prefixes.num_bytes,
             prompt_tokens=counts["prompt_tokens"],
             generated_tokens=counts["generated_tokens"],
             drafts=counts["drafts"],
@@ -337,6 +340,7 @@ class Engine:
             accepted_by_position=tuple(self._accepted),
             rounds_by_way=dict(self._rounds),
             prefix_lookups=counts["prefix_lookups"],
+            prefix_lookup_tokens=counts["prefix_lookup_tokens"],
             prefix_hits=counts["prefix_hits"],
             prefix_tokens=counts["prefix_tokens"],
             finished=dict(self._finished),
@@ -400,39 +404,16 @@ class Engine:
             self._make_ahead()
             while self._orders.empty() and self._time_next():
                 pass
-            self._wait()
+            if self._ends_at == math.inf:
+                self._orders.get()()
         while not self._orders.empty():  # nobody else takes any
             self._orders.get()()
         if self._ends_at < math.inf and (not self._jobs or time.monotonic() >= self._ends_at):
             self._stop()
 
-    def _wait(self) -> None:
-        """Does the next order, unless the end comes first."""
-        if not self._jobs and self._ends_at < math.inf:
-            return
-        left = self._ends_at - time.monotonic()
-        with contextlib.suppress(queue.Empty):
-            self._orders.get(timeout=max(left, 0.0) if left < math.inf else None)()
-
     def _enter(self, job: _Job) -> None:
         self._jobs[job.id] = job
         self._waiting.append(job)
-        for making in self._lacking(job):
-            name = name_of(making)
-            if name in self._hopeless:
-                self._end(job, _error(self._hopeless[name]))
-                return
-            job.lacks.add(name)
-            self._order(making, next=True)
-
-    def _lacking(self, job: _Job) -> Iterator[Making]:
-        """What the request cannot be answered without and is not there."""
-        kind, shelf = job.text.kind, self.shelf
-        if job.request.takes_seat and not shelf.serves(shelf.largest, kind.in_any_company):
-            yield needed(shelf, kind)
-        rows = self._rows_for(job)
-        if job.request.prompt_logprobs and shelf.rows_to_score(rows) is None:
-            yield functools.partial(shelf.make_score, shelf.row_size(rows))
 
     def _rows_for(self, job: _Job) -> int:
         """Rows to read the prompt in, and for a first round."""
@@ -495,7 +476,7 @@ class Engine:
         """Those whose prompts could be read on now, or begun, in the order in which they came."""
         found = [reading.job for reading in self._readings.values()]
         if self._num_running() < self.num_slots and len(found) < MOST_READINGS:
-            found += [job for job in self._waiting if not job.lacks]
+            found += self._waiting
         return sorted(found, key=lambda job: job.id)
 
     def _left(self, job: _Job) -> int:
@@ -533,7 +514,7 @@ class Engine:
         if job.id not in self._readings:
             self._waiting.remove(job)
             self._leaves_waiting()
-            self._readings[job.id] = _Reading(job, None, 0, 0)
+            self._readings[job.id] = _Reading(job, None, 0, len(prompt))
             self._begin(self._readings[job.id])
         reading = self._readings[job.id]
         chunk = self.shelf.chunk(reading.rows, reading.left)
@@ -571,7 +552,9 @@ class Engine:
         else:
             rows = self.shelf.row_size(rows)
             kept, common = self._prefixes.longest(prompt[:-1])  # what its last token says is needed
-            self._counts["prefix_lookups"] += self._prefixes.most_bytes > 0
+            if self._prefixes.most_bytes:
+                self._counts["prefix_lookups"] += 1
+                self._counts["prefix_lookup_tokens"] += len(prompt)
         if kept is not None:
             live = self.shelf.run(("resized", kept.rows, rows), kept.live)
             self._counts["prefix_hits"] += 1
@@ -715,43 +698,28 @@ class Engine:
         if not self._closed:
             self._make_next(wanted_soon(self.shelf))
 
-    def _order(self, making: Making, next: bool = False) -> bool:
+    def _order(self, making: Making) -> bool:
         """Has something made in the background, once; False if it was ordered before."""
-        name = name_of(making)
 
         def do() -> None:
-            failure = None
             try:
                 try:
                     making()
                 except Exception:  # jax fails now and then where two threads trace: once more
                     making()
-            except Exception as error:
-                failure = error
-                raise
             finally:
-                self._orders.put(functools.partial(self._made, name, failure, has_room()))
+                self._orders.put(functools.partial(self._made, has_room()))
 
-        is_new = self.session.background.submit(name, do, next=next)
+        is_new = self.session.background.submit(name_of(making), do)
         self._num_makings += bool(is_new)
         return is_new
 
-    def _made(self, name: Hashable, failure: Exception | None, room: bool) -> None:
-        """Those who wait for a program have it, or end: one that failed is not tried again."""
+    def _made(self, room: bool) -> None:
         self._num_makings -= 1
         if self._has_room and not room:
-            line = "%d programs are compiled and there is room for few more: only what is needed is"
-            logging.getLogger(__name__).warning(f"{line} compiled from now on", len(self.shelf))
+            line = "%d programs are compiled and there is room for few more: no others are made"
+            logging.getLogger(__name__).warning(line, len(self.shelf))
         self._has_room = room
-        waiting = [job for job in self._waiting if name in job.lacks]
-        for job in waiting:
-            job.lacks.discard(name)
-        if failure is None:
-            return
-        self._hopeless[name] = failure
-        self._counts["failures"] += bool(waiting)
-        for job in waiting:
-            self._end(job, _error(failure))
 
 
 def _error(error: Exception) -> News:

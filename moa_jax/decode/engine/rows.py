@@ -236,11 +236,6 @@ class Kind(NamedTuple):
     law: int  # GREEDY, WARM or WHOLE
     likely: bool = False  # with log-probabilities
 
-    @property
-    def in_any_company(self) -> Kind:
-        """The kind that serves this one beside rows of any other settings."""
-        return self._replace(law=WHOLE)
-
     def servers(self) -> list[Kind]:
         """The kinds that serve this one, those first that do least besides."""
         laws = range(self.law, WHOLE + 1)

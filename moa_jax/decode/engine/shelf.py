@@ -157,10 +157,9 @@ class Shelf:
         """The rows of the shortest single text for which programs are there."""
         return at_least(self._ready_rows, rows)
 
-    def rows_to_score(self, rows: int) -> int | None:
-        """The same where the prompt's log-probabilities are wanted; None if none is there."""
-        there = (size for size in self._ready_rows if ("score", size) in self._ready)
-        return next((size for size in there if size >= rows), None)
+    def rows_to_score(self, rows: int) -> int:
+        """The same where the prompt's log-probabilities are wanted."""
+        return at_least([size for size in self._ready_rows if self.has(("score", size))], rows)
 
     def chunk(self, rows: int, count: int) -> int:
         """The chunk to read `count` tokens in, the largest one if it takes several."""
