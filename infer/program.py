@@ -62,6 +62,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Type of a flag that takes a whole number of at least 0."""
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def above_zero(text: str) -> float:
     """Type of a flag that takes a finite number above 0."""
     try:

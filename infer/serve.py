@@ -44,7 +44,7 @@ from infer.listening.address import (
 from infer.listening.credentials import read_keys
 from infer.listening.events import EventLog, Log, WarningsTo
 from infer.listening.until import serve_until_signal
-from infer.program import Parser, positive, run
+from infer.program import Parser, positive, run, whole
 from infer.serving.app import OpenAIServer, ServingLimits
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     limits = ServingLimits()
     group = parser.add_argument_group("limits")
-    whole = [
+    numbers = [
         ("--slots", 16, "answers that are decoded at once"),
         (
             "--max-tokens",
@@ -144,9 +144,16 @@ def _parser() -> argparse.ArgumentParser:
         ("--send-seconds", limits.send_seconds, "that a client may take to accept what is sent"),
         ("--drain-seconds", DRAIN_SECONDS, "that running answers have left after SIGTERM"),
     ]
-    add_limits(group, whole, seconds)
+    add_limits(group, numbers, seconds)
     group.add_argument(
         "--max-prompt", type=positive, metavar="N", help="tokens of a prompt; default: what fits"
+    )
+    group.add_argument(
+        "--prefix-bytes",
+        type=whole,
+        metavar="N",
+        help="bytes of texts that are kept for prompts that begin alike; 0 keeps none; "
+        "default: half of what all slots take",
     )
     return parser
 
@@ -168,6 +175,7 @@ def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine,
         num_slots=args.slots,
         max_tokens=min(args.max_tokens, target.config.max_position_embeddings),
         max_waiting=args.max_queue,
+        prefix_bytes=args.prefix_bytes,
         group=group,
         **rest,
     )

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-from infer.serving.errors import FAULT, STOPPING, TOO_MANY, UNAVAILABLE, Refusal, bad
+from infer.serving.errors import FAULT, TOO_MANY, Refusal, bad, stopping
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
 from infer.serving.wanted import Wanted
@@ -193,7 +193,7 @@ class Answering:
             ) from error
         except Closed as error:
             self.cancel()
-            raise Refusal(UNAVAILABLE, STOPPING) from error
+            raise stopping() from error
         except InputError as error:
             self.cancel()
             raise bad("messages" if wanted.chat else "prompt", str(error)) from error
@@ -245,7 +245,7 @@ class Answering:
 
     def stop(self) -> None:
         """Ends the request because the server ends."""
-        self._failure = Refusal(UNAVAILABLE, STOPPING)
+        self._failure = stopping()
         self.changed.set()
 
     def fail(self, news: News) -> None:

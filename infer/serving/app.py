@@ -26,7 +26,6 @@ from infer.serving.errors import (
     FAULT,
     NO_SUCH,
     SLOW_BODY,
-    STOPPING,
     TOO_LARGE,
     TOO_LONG,
     UNAUTHORIZED,
@@ -34,6 +33,7 @@ from infer.serving.errors import (
     Refusal,
     as_json,
     bad,
+    stopping,
 )
 from infer.serving.fields import Fields, object_of
 from infer.serving.metrics import CONTENT_TYPE, ServingMetrics
@@ -295,7 +295,7 @@ class OpenAIServer:
 
     def _check_open(self) -> None:
         if self.draining:
-            raise Refusal(UNAVAILABLE, STOPPING, headers={"Retry-After": "1"})
+            raise stopping()
 
     def _check_key(self, request: Request) -> None:
         if not self._keys or request.url.path in OPEN_PATHS:

@@ -9,7 +9,6 @@ from typing import Any
 BAD, UNAUTHORIZED, NO_SUCH, BAD_METHOD, SLOW_BODY = 400, 401, 404, 405, 408
 TOO_LARGE, BAD_TYPE, TOO_MANY = 413, 415, 429
 FAULT, UNAVAILABLE, TOO_LONG = 500, 503, 504
-STOPPING = "the server is stopping: ask another one, or later"
 
 
 class Refusal(Exception):
@@ -43,6 +42,12 @@ class Refusal(Exception):
 def bad(param: str | None, message: str, code: str | None = None) -> Refusal:
     """A request with a field that is wrong."""
     return Refusal(BAD, message, param=param, code=code)
+
+
+def stopping() -> Refusal:
+    """What a server that ends says; one that takes its place may be there soon."""
+    message = "the server is stopping: ask another one, or later"
+    return Refusal(UNAVAILABLE, message, headers={"Retry-After": "1"})
 
 
 def as_json(content: Any) -> bytes:

@@ -15,13 +15,13 @@ def object_of(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
-        raise bad(None, f"the body is no UTF-8 (byte {error.start}): send JSON in UTF-8") from error
+        raise bad("body", f"the body is no UTF-8 at byte {error.start}: send JSON") from error
     except RecursionError as error:
-        raise bad(None, "the body is nested too deeply: send flat JSON") from error
+        raise bad("body", "the body is nested too deeply: send flat JSON") from error
     except ValueError as error:
-        raise bad(None, f"the body is no JSON: {error}") from error
+        raise bad("body", f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise bad(None, "the body is no JSON object: send {...} with the fields of the request")
+        raise bad("body", "the body is no JSON object: send {...} with the fields of the request")
     return found
 
 

@@ -41,13 +41,13 @@ class Background:
         """Whether a job is done or waits."""
         return self._thread is not None
 
-    def submit(self, name: Hashable, job: Job, next: bool = False) -> bool:
-        """Does a job, `next` before all that wait; False if one of this name was ever given."""
+    def submit(self, name: Hashable, job: Job) -> bool:
+        """Does a job behind all that wait; False if one of this name was ever given."""
         with self._lock:
             if name in self._known:
                 return False
             self._known.add(name)
-            (self._jobs.appendleft if next else self._jobs.append)(job)
+            self._jobs.append(job)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="background", daemon=True)
                 thread.start()

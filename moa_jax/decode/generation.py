@@ -19,6 +19,7 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
+from moa_jax.decode.calls import Backlog, that_tell
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.sample import Law
 from moa_jax.decode.step import NEVER, DecodeState, Limits
@@ -95,7 +96,7 @@ class Generation:
         self._levels: list[int] = []  # below the root, of each round's draft
         self._ready: set[DraftShape] = set()  # ways that are compiled
         self._round_s: dict[DraftShape, float] = {}  # of each way's last call
-        self._behind = 0  # rounds of plain decoding that the drafter has not read
+        self._backlog = Backlog(session.most_behind)
 
     @property
     def done(self) -> bool:
@@ -123,11 +124,9 @@ class Generation:
     def take(self, shape: DraftShape, rounds: int) -> Call:
         """Decodes on in a given way; plain rounds stop where no more tokens may wait."""
         session = self._session
-        if self._behind and (shape.num_drafted or self._behind == session.most_behind):
+        if self._backlog.is_due(shape):
             self.catch_up()
-        if session.most_behind and not shape.num_drafted:
-            rounds = min(rounds, session.most_behind - self._behind)
-            self._behind += rounds
+        rounds = self._backlog.add(shape, rounds)
         pause = NEVER if rounds >= NEVER else int(self._rounds_B.max()) + rounds
         limits = self.limits._replace(pause=jnp.int32(pause))
         decode = session.loop(self.state, limits, self.law, shape)
@@ -143,7 +142,7 @@ class Generation:
 
     def catch_up(self) -> float:
         """The drafter reads what plain rounds have left; returns the seconds that this took."""
-        if not self._behind:
+        if not self._backlog.rounds:
             return 0.0
         program = self._session.catching_up(self.state)
         with self._session.alone:
@@ -151,7 +150,7 @@ class Generation:
             self.state = jax.block_until_ready(program(self._session.weights, self.state))
             seconds = time.perf_counter() - begin
         self.decode_s += seconds
-        self._behind = 0
+        self._backlog.clear()
         return seconds
 
     @property
@@ -206,21 +205,17 @@ class Generation:
         return results
 
     def _hear(self, shape: DraftShape) -> int:
-        """Waits for a call and reads its news; returns how many rounds there were.
-
-        The chooser does not hear of the last round of a row, which a stop or the limit may have
-        cut.
-        """
+        """Waits for a call and reads its news; returns how many rounds there were."""
         state, before_B = self.state, self._rounds_B
         news = (state.rounds_B, state.now.done_B, state.counts_B2R)
         self._rounds_B, self._done_B, counts_B2R = gathered(news)
         turned = int(self._rounds_B.max() - before_B.max())
         self._levels += [shape.levels - 1] * turned
         if self._chooser is not None:
-            ends = np.maximum(self._rounds_B - self._done_B, before_B)
+            rows = (counts_B2R[:, 0], before_B, self._rounds_B, self._done_B)
             accepted = [
-                counts_R[first:end] - 1
-                for counts_R, first, end in zip(counts_B2R[:, 0], before_B, ends, strict=True)
+                that_tell(counts_R[first:end], done) - 1
+                for counts_R, first, end, done in zip(*rows, strict=True)
             ]
             self._chooser.heard(shape, np.concatenate(accepted), turned)
         return turned

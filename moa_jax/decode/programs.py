@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -25,6 +26,7 @@ ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
+Size = TypeVar("Size")
 
 
 class Programs:
@@ -69,6 +71,22 @@ class Programs:
                 program = functools.partial(_placed, program, self._mesh, len(self.weights))
             self._compiled[key] = program
         return self._compiled[key]
+
+    def prepare(
+        self, function: Program, *arrays: Any, donate: bool = True, **static: Any
+    ) -> Program:
+        """The compiled program, which on a CPU has run once on zeros.
+
+        XLA's library for CPUs prepares a program's calls at its first run. That takes as long as
+        thirty rounds, which belong to compiling and to no one's answer. Numbers are 1, because a
+        loop of no rounds would prepare nothing.
+        """
+        is_new = not self.is_compiled(function, *arrays, donate=donate, **static)
+        program = self.compile(function, *arrays, donate=donate, **static)
+        if is_new and jax.default_backend() == "cpu" and self._mesh is None:
+            blank = lambda leaf: (jnp.zeros if leaf.shape else jnp.ones)(leaf.shape, leaf.dtype)  # noqa: E731
+            jax.block_until_ready(program(*self.weights, *jax.tree.map(blank, arrays)))
+        return program
 
     def is_compiled(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
@@ -115,6 +133,35 @@ def split(function: Program) -> Program:
 def compiler_options(platform: str) -> dict[str, Any]:
     """How programs that decode are compiled for such devices."""
     return COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {})
+
+
+class Ready(Generic[Size]):
+    """Sizes whose programs are there; one thread may add to them while another one asks."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[Size, ...] = ()
+
+    def add(self, size: Size) -> None:
+        if size not in self._sizes:
+            self._sizes = (*self._sizes, size)
+
+    def cheapest(self, holds: Callable[[Size], bool], cost: Callable[[Size], Any]) -> Size | None:
+        """The size that costs least of those that hold some work; None if none does."""
+        return min(filter(holds, self._sizes), key=cost, default=None)
+
+
+def powers(first: int, last: int) -> tuple[int, ...]:
+    """`first`, doubled again and again, up to `last`, which is the end in any case."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+def at_least(sizes: Sequence[int], count: int) -> int:
+    """The first of these sizes, the smallest first, that holds `count`."""
+    return next(size for size in sizes if size >= count)
 
 
 def bucket(count: int) -> int:

@@ -236,12 +236,7 @@ class Session:
 
         `shape` is one of the session's ways, by default the session's own.
         """
-        programs, arrays = self._programs[shape or self.shape], (state, limits, law)
-        is_new = not programs.is_compiled(step.decode, *arrays)
-        program = programs.compile(step.decode, *arrays)
-        if is_new and jax.default_backend() == "cpu" and self.mesh is None:
-            _first_round(program, self.weights, arrays)
-        return program
+        return self._programs[shape or self.shape].prepare(step.decode, state, limits, law)
 
     def catching_up(self, state: DecodeState) -> jax.stages.Compiled:
         """The compiled `step.catch_up`: (weights, state) -> state, which it donates."""
@@ -395,18 +390,6 @@ def for_decoding(weights: Weights) -> Weights:
         vocabulary=head and head._replace(head_DU=panels.cut(head.head_DU)),
         shared=_with_head(weights.shared),
     )
-
-
-def _first_round(
-    program: jax.stages.Compiled, weights: Weights, like: tuple[DecodeState, Limits, Law]
-) -> None:
-    """Runs a round on zeros: at its first run XLA's library for CPUs prepares each of its calls.
-
-    That takes as long as thirty rounds, which belong to compiling and to no one's answer.
-    """
-    state, limits, law = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-    limits = limits._replace(pause=jnp.int32(1))
-    jax.block_until_ready(program(weights, state, limits, law))
 
 
 def _with_head(params: Any) -> Any:

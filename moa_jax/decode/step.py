@@ -11,8 +11,10 @@ Every shape is fixed, and each row of a batch advances by its own count. Row b o
     index    0 ........ length-1 | length | length+1 ...
              verified, in caches | root   | left-overs
 
-Three drivers call these functions: the loop of rounds here, the split server's slots, whose
-passes have no draft cache, and its clients, which have no target.
+These drivers call the functions: the loop of rounds here, which sessions run to the end and an
+engine's calls for a few rounds; an engine's programs that read prompts; the split server's slots,
+whose passes have no draft cache, and its clients, which have no target; and `measure.phases`, which
+times each function alone.
 
 Rounds of plain decoding between drafted ones leave out `extend`. What they leave is `Behind`, and
 `catch_up` makes up for it in one call.
@@ -184,14 +186,13 @@ def prefill(
                 )[:2],
                 (now, hidden_BD),
             )
-        now, tokens_BC, root_B = begin_answer(
-            weights, now, tokens_BC, prompt_length_B, hidden_BD, limits, law
+        now, tokens_BC, root_B, found = begin_answer(
+            setup, weights, now, tokens_BC, prompt_length_B, hidden_BD, limits, law
         )
     now = all_known(now)
     zero_B, zero_B2R = jnp.zeros(B, jnp.int32), jnp.zeros((B, 2, capacity), jnp.int32)
     state = DecodeState(now, tokens_BC, zero_B, zero_B2R)
-    if setup.top_logprobs is not None:
-        found = logprobs_after(setup, weights, hidden_BD, root_B)
+    if found is not None:
         rows = logprobs.blank(*tokens_BC.shape, setup.top_logprobs)
         state = state._replace(logprobs=logprobs.placed(rows, found, prompt_length_B))
     return state
@@ -338,6 +339,7 @@ def choose_after(
 
 
 def begin_answer(
+    setup: Setup,
     weights: Weights,
     now: RoundState,
     tokens_BC: Array,
@@ -345,18 +347,19 @@ def begin_answer(
     hidden_BD: Array,
     limits: Limits,
     law: Law,
-) -> tuple[RoundState, Array, Array]:
-    """Commits the token (B,) that follows each prompt: the state, the texts with it, and it."""
+) -> tuple[RoundState, Array, Array, LogProbs | None]:
+    """Commits the token (B,) that follows each prompt: the state, the texts with it, and it.
+
+    Its log-probabilities (B, 1) come with it where the setup asks for them.
+    """
     now, root_B = choose_after(weights, now, hidden_BD, law)
     tokens_BC = tokens_BC.at[jnp.arange(len(root_B)), prompt_length_B].set(root_B)
     done_B = _is_stop(root_B[:, None], limits)[:, 0] | (prompt_length_B + 1 >= limits.total_B)
-    return now._replace(done_B=done_B), tokens_BC, root_B
-
-
-def logprobs_after(setup: Setup, weights: Weights, hidden_BD: Array, tokens_B: Array) -> LogProbs:
-    """Of the tokens that `choose_after` chose: D is 1."""
-    logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
-    return logprobs.logprobs_of(logits_B1V, tokens_B[:, None], setup.top_logprobs)
+    found = None
+    if setup.top_logprobs is not None:
+        logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
+        found = logprobs.logprobs_of(logits_B1V, root_B[:, None], setup.top_logprobs)
+    return now._replace(done_B=done_B), tokens_BC, root_B, found
 
 
 def target_pass(

@@ -25,7 +25,7 @@ import numpy as np
 
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.programs import Programs, bucket, cache_rows_for
+from moa_jax.decode.programs import Programs, Ready, at_least, bucket, cache_rows_for
 from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.step import Limits, RoundState, Setup, Weights
@@ -52,6 +52,14 @@ class PassSize(NamedTuple):
     rows: int  # sessions
     width: int  # tokens or nodes of each
     sampled: bool  # serves any settings; if not, greedy ones alone (a read always serves any)
+
+    @property
+    def cost(self) -> tuple[int, bool]:
+        """What a pass costs, roughly."""
+        return self.rows * self.width, self.sampled
+
+    def holds(self, rows: int, width: int, sampled: bool) -> bool:
+        return self.rows >= rows and self.width >= width and self.sampled >= sampled
 
 
 class Request(NamedTuple):
@@ -111,7 +119,7 @@ class Slots:
         self.target, self.functions = target, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
         self.weights = for_decoding(Weights(target.params, drafter and drafter.params))
-        num_rows = cache_rows_for(max_tokens + max(_padded(max_nodes, NODES), bucket(chunk)))
+        num_rows = cache_rows_for(max_tokens + max(at_least(NODES, max_nodes), bucket(chunk)))
         dtype = target.params["embed"].dtype
         self._empty = functools.partial(
             llama.init_caches, target.config, num_slots + 1, num_rows, dtype
@@ -120,7 +128,7 @@ class Slots:
         self._slots: list[Slot | None] = [None] * num_slots
         setup = Setup(target.config, functions, DraftShape(1))
         self._programs = Programs((setup,), (self.weights,), dtype)
-        self._ready: frozenset[PassSize] = frozenset()
+        self._ready = Ready[PassSize]()
         self._renew()
 
     @property
@@ -245,10 +253,10 @@ class Slots:
         `short` adds those that fit short prompts closely. The first two passes hold all work, so a
         server can start as soon as these are compiled.
         """
-        most = _padded(self.max_nodes, NODES)
+        most = at_least(NODES, self.max_nodes)
         reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
         rows = sorted({self._num_rows(count) for count in range(1, len(self._slots) + 1)})
-        widths = sorted({min(_padded(number, NODES), most) for number in nodes})
+        widths = sorted({min(at_least(NODES, number), most) for number in nodes})
         found = [PassSize(_read, 1, reads[-1], True), PassSize(_verify, rows[-1], most, True)]
         found += [PassSize(_read, 1, T, True) for T in reads if short]
         for law in (False, True) if sampled else (False,):
@@ -264,7 +272,7 @@ class Slots:
             given = (_stacked([], A, T),)
         form = jax.eval_shape(self._empty)
         self._programs.compile(size.function, form, self._served(size, [], [], []), *given)
-        self._ready |= {size}
+        self._ready.add(size)
 
     def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
         """The pass for some work: of exactly its size, or the smallest compiled one that fits."""
@@ -273,20 +281,13 @@ class Slots:
         if function is _read:
             own = PassSize(function, 1, bucket(width), True)
         else:
-            own = PassSize(function, self._num_rows(count), _padded(width, NODES), sampled)
-        holds = [
-            size
-            for size in self._ready
-            if size.function is function
-            and (size.rows >= count and size.width >= width and size.sampled >= sampled)
-        ]
-        if own in holds or not holds:
-            return own
-        return min(holds, key=lambda size: (size.rows * size.width, size.sampled))
+            own = PassSize(function, self._num_rows(count), at_least(NODES, width), sampled)
+        holds = lambda size: size.function is function and size.holds(count, width, sampled)  # noqa: E731
+        return self._ready.cheapest(holds, lambda size: (size != own, *size.cost)) or own
 
     def _num_rows(self, count: int) -> int:
         """Rows of a pass over so many sessions: never more than there are slots."""
-        return min(_padded(count, SESSIONS), len(self._slots))
+        return min(at_least(SESSIONS, count), len(self._slots))
 
     def _session(self, slot: int) -> Slot:
         session = self._slots[slot]
@@ -351,11 +352,6 @@ class Slots:
 
 
 # ---- on the host --------------------------------------------------------------------------
-
-
-def _padded(count: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sizes that holds `count`."""
-    return next(size for size in sizes if size >= count)
 
 
 def _tree_of(root: int, request: Request, size: int) -> Tree:

@@ -11,7 +11,8 @@ import pytest
 from moa_jax import Session
 from moa_jax.aot.hlo import Move, large_moves
 from moa_jax.config import DraftShape
-from moa_jax.decode import session as session_module
+from moa_jax.decode import step
+from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
 from moa_jax.model import panels, quantise
 from moa_jax.model.panels import Panels
@@ -88,14 +89,18 @@ def test_weights_that_take_the_place_of_others_are_cut_too(pair):
 
 
 def test_a_new_loop_runs_once_before_an_answer_does(pair, monkeypatch):
-    turned = []
-    run = session_module._first_round
+    turned, compile = [], Programs.compile
 
-    def first_round(program, weights, like):
-        run(program, weights, like)
-        turned.append(program)
+    def noted(self, function, *arrays, **static):
+        program = compile(self, function, *arrays, **static)
 
-    monkeypatch.setattr(session_module, "_first_round", first_round)
+        def run(*given):
+            turned.append(bool(given[1].now.length_B.any()))
+            return program(*given)
+
+        return run if function is step.decode else program
+
+    monkeypatch.setattr(Programs, "compile", noted)
     session = Session(pair.target)
     one, two = (session.generate([prompt], 8, NO_STOP)[0] for prompt in PROMPTS[:1] * 2)
-    assert len(turned) == 1 and one.token_ids == two.token_ids
+    assert turned == [False, True, True] and one.token_ids == two.token_ids

@@ -22,11 +22,12 @@ from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.engine.engine import MOST_REHEARSALS
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
-from moa_jax.decode.engine.rows import EVERY, LIKELY, WARM, Kind, given_of, kind_of, together
+from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import wanted_soon
 from moa_jax.decode.order import MOST_CHUNKS
+from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import KINDS, drafter, target
@@ -254,7 +255,8 @@ def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
     """What it saves must be worth the move; nobody moves where more are coming."""
     engine = Engine(target(), num_slots=4, max_tokens=200)
     small, large = Size(1, 256), Size(4, 256)
-    monkeypatch.setattr(engine.shelf, "_ready_sizes", (small, large))
+    for size in (small, large):
+        engine.shelf._sizes.add(size)
     monkeypatch.setattr(engine.shelf, "kind_of_call", lambda size, way, kind: kind)
     monkeypatch.setattr(engine.shelf, "run", lambda name, *arrays: (None, None))
     seats, sizes = engine._seats, []
@@ -315,7 +317,7 @@ def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, starte
 
 
 @pytest.mark.slow
-def test_without_room_only_what_is_needed_is_compiled(monkeypatch, started, caplog):
+def test_without_room_nothing_more_is_compiled(monkeypatch, started, caplog):
     """Texts are the same, and who asks for log-probabilities has them."""
     monkeypatch.setattr("moa_jax.decode.engine.engine.has_room", lambda: False)
     engine = engine_of(None, num_slots=3)
@@ -325,7 +327,7 @@ def test_without_room_only_what_is_needed_is_compiled(monkeypatch, started, capl
     assert "programs are compiled and there is room for few more" in line
     prepared = len(engine.shelf)
     (listener,) = answers(engine, [Request((1, 2, 3), 4, NO_STOP, top_logprobs=1)])
-    assert len(listener.all[-1].logprobs) and len(engine.shelf) > prepared
+    assert len(listener.all[-1].logprobs) and len(engine.shelf) == prepared
     listeners = answers(engine, requests)
     assert_as_alone(requests, listeners)
     engine.session.background.wait()
@@ -342,14 +344,12 @@ def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
     blank = lambda slots, kind: together([given_of(GREEDY, 0, 0, (), 64)] * slots, kind)  # noqa: E731
     shelf, rounds = Shelf(session, 1, 100, blank), []
 
-    class Noted:
+    class Noted(Programs):
         def compile(self, function, *like, **static):
-            def program(weights, *arrays):
-                rounds.append(int(arrays[-1]))
+            return lambda weights, *arrays: rounds.append(int(arrays[-1]))
 
-            return program
-
-    monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): Noted()})
+    noted = Noted((), (session.weights,), np.float32)
+    monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): noted})
     shelf.make_call(shelf.largest, PLAIN, EVERY)
     assert rounds == [1]
 
@@ -368,7 +368,7 @@ def test_programs_are_wanted_in_the_order_of_use(monkeypatch):
         (Size(1, 256), PLAIN, greedy),
         (Size(8, 256), greedy),
         (Size(8, 256), CHAIN, greedy),
-        (Size(8, 512), PLAIN, LIKELY),
+        (Size(1, 256), CHAIN, kind_of(GREEDY, likely=True)),
         (Size(2, 256), greedy),
     ]
     assert engine.shelf.ways_for(1) == [CHAIN, PLAIN, LONG]
@@ -390,7 +390,8 @@ def test_what_will_be_wanted_is_made_while_nobody_is_there(monkeypatch):
         if name == "make_state":
             raise RuntimeError("the device is on fire")
 
-    for name in ("make_rows", "make_state", "make_size", "make_call", "make_read", "make_first"):
+    for each in ("rows", "state", "size", "call", "read", "first", "score"):
+        name = f"make_{each}"
         instead = functools.partial(make, name)
         instead.__name__ = name
         monkeypatch.setattr(engine.shelf, name, instead)
@@ -751,14 +752,17 @@ def test_an_engine_starts_once_and_a_listener_may_close_it():
     assert names() == before
 
 
-def test_an_answer_that_takes_too_long_to_drain_is_cut(started):
-    """Also one that waits for a program, while nothing else is to be done."""
+def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
     engine = engine_of(None, num_slots=1)
-    engine.session.background.submit = lambda *job, **rest: None
+    run = engine.shelf.run
+    slowly = lambda name, *arrays: (time.sleep(0.1), run(name, *arrays))[1]  # noqa: E731
+    monkeypatch.setattr(engine.shelf, "run", slowly)
     engine.start()
-    engine.submit(Request((5,), 5, NO_STOP, top_logprobs=1), never := Listener())
+    engine.submit(Request((5,), 190, NO_STOP), cut := Listener())
+    while not cut.all:
+        time.sleep(0.01)
     engine.close(drain_s=0.2)
-    assert never.wait().finish == "cancelled"
+    assert cut.wait().finish == "cancelled" and 1 < len(cut.token_ids) < 190
 
 
 # ---- failures -----------------------------------------------------------------------------
@@ -841,24 +845,18 @@ def test_a_first_token_that_cannot_be_read_harms_nobody_where_no_more_follow(mon
     assert_as_alone([sitting], found[:1])
 
 
-def test_nobody_waits_for_a_program_that_cannot_be_made(started, monkeypatch):
-    """Such requests fail, the later ones at once, and others are answered."""
-    engine = engine_of(None, num_slots=2)
-    make = engine.shelf.make_call
-
-    def broken(size, way, kind):
-        if kind.likely:
-            raise RuntimeError("the device is on fire")
-        make(size, way, kind)
-
-    monkeypatch.setattr(engine.shelf, "make_call", broken)
-    started(engine)
-    plain, asking = Request((5, 9), 20, NO_STOP), Request((5, 9), 20, NO_STOP, top_logprobs=2)
-    for _ in range(2):
-        lost, fine = split(found := answers(engine, [asking, plain]))
-        assert (lost, fine) == ([0], [1])
-        assert_as_alone([plain], found[1:])
-    assert engine.load().failures == 1 and engine.load().waiting == 0
+def test_nobody_waits_for_a_program():
+    """What is there at the start serves all kinds of requests."""
+    engine = serving("moa-1")
+    before = len(engine.shelf)
+    own = {"stop_ids": NO_STOP, "top_logprobs": 2}
+    requests = [Request((5, 9), 20, NO_STOP, law) for law in LAWS]
+    requests += [Request((5, 9), 20, **own), Request((7, 8) * 40, 1, **own, prompt_logprobs=True)]
+    requests += [replace(requests[-1], max_new_tokens=0), Request((7,) * 180, 5, **own)]
+    found = answers(engine, requests)
+    assert [len(each.token_ids) for each in found] == [20] * (len(LAWS) + 1) + [1, 0, 5]
+    assert {each.all[-1].finish for each in found} == {"length"}
+    assert len(engine.shelf) == before
 
 
 def test_a_listener_that_fails_harms_nobody():
@@ -899,11 +897,15 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
         drafted[most_bytes] = (new(lambda x: x.drafted_tokens), new(lambda x: x.accepted_tokens))
         if most_bytes:
             assert (new(lambda x: x.prefix_lookups), new(lambda x: x.prefix_hits)) == (6, 5)
+            tokens = sum(len(request.prompt_ids) for request in requests)
+            assert new(lambda x: x.prefix_lookup_tokens) == new(lambda x: x.prompt_tokens) == tokens
+            assert engine.load().kept_bytes == engine._prefixes.num_bytes > 0
             # The beginning; two tokens more; the beginning; all but the last of a prompt that
             # was read; and a whole answer but its last token, which no cache holds.
             assert new(lambda x: x.prefix_tokens) == 40 + 42 + 40 + 42 + (43 + 19)
         else:
             assert new(lambda x: x.prefix_lookups) == new(lambda x: x.prefix_hits) == 0
+            assert new(lambda x: x.prefix_lookup_tokens) == engine.load().kept_bytes == 0
             assert len(engine._prefixes) == 0
     assert drafted[1 << 30] == drafted[0]
 

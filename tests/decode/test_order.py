@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moa_jax.decode.order import MOST_CHUNKS, Order, chunks_between
+from moa_jax.decode.order import MOST_CHUNKS, Chunk, Order, Pass, Turns, chunks_between
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,67 @@ def test_the_oldest_has_its_turn_though_others_are_read_to_their_end_between(bef
         for _ in range(left.pop(name) - 1):
             assert order.next([name], lambda _: 1) == name
     assert "A" in begun[:2]
+
+
+# ---- turns --------------------------------------------------------------------------------
+
+
+class Driver:
+    """Prompts that are left to be read, and answers with the widths of their rows."""
+
+    def __init__(self, left: dict[str, int], widths: dict[str, int]) -> None:
+        self.left, self.widths = left, widths
+        self.turns = Turns[str](
+            prompts=lambda: list(self.left),
+            left=lambda one: self.left[one],
+            crowd=lambda: (len(self.left), len(self.widths)),
+            answers=lambda: list(self.widths),
+            begun=lambda: list(self.widths),
+            chunk=16,
+            most_rows=3,
+            width=lambda one: self.widths[one],
+        )
+
+    def turn(self) -> list[str]:
+        """Whose chunks were read, then who took part in the pass."""
+        found = []
+        for piece in self.turns.turn():
+            found.append("".join(piece.rows) if isinstance(piece, Pass) else piece.of)
+            if isinstance(piece, Chunk):
+                size = min(self.left[piece.of], 16)
+                self.turns.was_read(size)
+                self.left[piece.of] -= size
+                if not self.left[piece.of]:
+                    del self.left[piece.of]
+        return found
+
+
+def test_a_turn_is_a_chunk_and_then_a_pass():
+    driver = Driver({"A": 40}, {"x": 1, "y": 1})
+    assert [driver.turn() for _ in range(4)] == [["A", "xy"]] * 3 + [["xy"]]
+    assert Driver({}, {}).turn() == [] and Driver({"A": 40}, {}).turn() == ["A"]
+
+
+def test_short_chunks_take_the_place_of_a_long_one():
+    """But not more than four: a device that waits for weights needs as long for each of them."""
+    many = {name: 2 for name in "ABCDEF"}
+    assert Driver(many, {name: 1 for name in "uvwxyz"}).turn() == [*"ABCD", "uvw"]
+
+
+def test_a_wide_row_has_a_pass_of_its_own():
+    """The oldest goes first, with those that fit to it."""
+    driver = Driver({}, {"a": 1, "b": 8, "c": 4, "d": 2, "e": 4})
+    assert driver.turn() == ["acd"]
+    driver.widths = {"b": 8, "e": 1, "f": 32}
+    assert driver.turn() == ["bf"]
+
+
+def test_what_fails_takes_those_at_work_and_with_the_state_all():
+    driver = Driver({"A": 40, "B": 40}, {"x": 1, "y": 9})
+    pieces = driver.turns.turn()
+    assert next(pieces) == Chunk("A") and driver.turns.lost(with_state=False) == ["A"]
+    driver.left, pieces = {"B": 40}, driver.turns.turn()
+    assert next(pieces) == Chunk("B") and driver.turns.lost(with_state=True) == ["B", "x", "y"]
+    driver.left, pieces = {}, driver.turns.turn()
+    assert next(pieces) == Pass(["x"]) and driver.turns.lost(with_state=False) == ["x"]
+    assert not driver.turns.lost(with_state=False), "they are lost once"

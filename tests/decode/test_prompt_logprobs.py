@@ -16,8 +16,6 @@ from moa_jax.config import Sampling
 from moa_jax.decode import logprobs
 from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.engine.prefixes import Prefixes
-from moa_jax.decode.engine.rows import LIKELY
-from moa_jax.decode.engine.wanted import needed
 from moa_jax.errors import InputError
 from moa_jax.model import llama, masks
 from tests.decode.test_engine import (
@@ -40,7 +38,6 @@ TEXT = tuple(RANDOM.integers(0, 61, 90).tolist())
 def engine(request) -> Iterator[Engine]:
     """One whose background is at rest, so that what is compiled does not depend on the time."""
     made = engine_of(request.param, num_slots=2, chunk=CHUNK)
-    needed(made.shelf, LIKELY)()
     for rows in made.shelf.rows:
         made.shelf.make_score(rows)
     made.session.background.submit = lambda *job, **rest: None
@@ -122,7 +119,7 @@ def test_what_was_read_is_told_though_a_call_failed_meanwhile(engine, monkeypatc
     run = engine.shelf.run
 
     def broken(name, *arrays):
-        if name[0] == "call" and engine._chunks and not engine._readings:
+        if name[0] == "call" and engine._scored and not engine._readings:
             raise RuntimeError("the device is on fire")
         return run(name, *arrays)
 
@@ -164,40 +161,6 @@ def test_what_the_device_cannot_tell_ends_its_own_request(engine, monkeypatch):
     assert lost == [1]
     for index in fine:
         assert_as_one_pass(requests[index], found[index])
-
-
-def test_others_do_not_wait_for_the_program(monkeypatch):
-    """It is made when it is first asked for; where it cannot be made, nobody waits for ever."""
-    engine = engine_of(None, num_slots=2, chunk=CHUNK)
-    orders = []
-    monkeypatch.setattr(engine, "_make_next", lambda wanted: None)
-    submit = engine.session.background.submit
-    later = lambda name, job, next: bool(orders.append((name, job)) or True)  # noqa: E731
-    monkeypatch.setattr(engine.session.background, "submit", later)
-    engine.start()
-    try:
-        request, plain = asking(TEXT[:40], 1), Request(TEXT[:40], 5, ())
-        engine.submit(request, listener := Listener())
-        (other,) = answers(engine, [plain])
-        assert other.token_ids == alone(plain)[0] and not listener.all
-        ((name, job),) = orders
-        submit(name, job)
-        listener.wait()
-        assert_as_one_pass(request, listener)
-
-        def broken(rows: int) -> None:
-            raise RuntimeError("the device is on fire")
-
-        monkeypatch.setattr(engine.shelf, "rows_to_score", lambda rows: None)
-        broken.__name__ = "another"
-        monkeypatch.setattr(engine.shelf, "make_score", broken)
-        monkeypatch.setattr(engine.session.background, "submit", submit)
-        for _ in range(2):
-            lost, _ = split(answers(engine, [request, plain]))
-            assert lost == [0]
-        assert engine.load().failures == 1
-    finally:
-        engine.close()
 
 
 def test_what_cannot_be_asked_is_refused(engine):

@@ -219,7 +219,7 @@ def test_the_worst_of_all_rates():
 class ToyEngine:
     """What metrics ask an engine for."""
 
-    now = Load(0, 0, 4, 0.0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, {}, 0, 3)
+    now = Load(0, 0, 4, 0.0, 0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, 0, {}, 0, 3)
 
     def load(self) -> Load:
         return self.now

@@ -191,18 +191,26 @@ def test_a_full_queue_and_a_failing_engine():
 
 @pytest.mark.slow
 def test_a_server_speaks_tls_and_starts_again_on_its_port_when_it_was_killed(tmp_path):
-    """To those who trust its certificate; others are turned away, and it goes on."""
-    cert, key = certificate(tmp_path)
-    flags = ["--mode", "plain", "--tls-cert", str(cert), "--tls-key", str(key)]
-    program, ready = start_program(tmp_path, "--port", "0", *flags)
-    trusted = httpx.Client(verify=ssl.create_default_context(cafile=cert))
+    """To those who trust its certificate; others are turned away, and it goes on.
 
-    def text() -> str:
+    It drafts, and who is being answered when it is killed hears of it.
+    """
+    cert, key = certificate(tmp_path)
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    program, ready = start_program(tmp_path, "--port", "0", *flags)
+
+    def text(kill: bool = False) -> str:
+        trusted = httpx.Client(verify=ssl.create_default_context(cafile=cert))
         with openai.OpenAI(base_url=ready["url"], api_key=KEY, http_client=trusted) as client:
-            stream = client.chat.completions.create(
-                model="moa-jax-demo", messages=HELLO, max_tokens=12, temperature=0, stream=True
-            )
-            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            found, settings = "", {"model": "moa-jax-demo", "temperature": 0, "stream": True}
+            new = 150 if kill else 12
+            for chunk in client.chat.completions.create(
+                **settings, messages=HELLO, max_tokens=new, extra_body={"ignore_eos": kill}
+            ):
+                if kill:
+                    os.kill(program.pid, signal.SIGKILL)
+                found += chunk.choices[0].delta.content or ""
+            return found
 
     session = Session(load_target(DEMO / "target"))
     (wanted,) = session.generate([HELLO_IDS], 12)
@@ -216,11 +224,11 @@ def test_a_server_speaks_tls_and_starts_again_on_its_port_when_it_was_killed(tmp
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
         assert text() == wanted
-        os.kill(program.pid, signal.SIGKILL)
-        program.wait(30)
+        with pytest.raises((httpx.TransportError, openai.APIError)):
+            text(kill=True)
+        assert program.wait(30) == -signal.SIGKILL
         program, again = start_program(tmp_path, "--port", str(ready["port"]), *flags)
         assert again["url"] == ready["url"]
-        trusted = httpx.Client(verify=ssl.create_default_context(cafile=cert))
         assert text() == wanted
         program.send_signal(signal.SIGTERM)
         assert program.wait(60) == 0

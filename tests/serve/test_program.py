@@ -38,6 +38,7 @@ REFUSED = {  # flags, and what the one line says
     "--tls-key {keys}": "--tls-key without --tls-cert",
     "--port 70000": "not a port from 0 to 65535",
     "--slots 0": "at least 1",
+    "--prefix-bytes -1": "not a whole number of at least 0",
     "--request-seconds 0": "not a number above 0",
     "--ready-file {absent}/x.json": "no file can be written there: choose another path",
     "--port 0 --target {absent} --draft {absent}": "absent is not a folder",

@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -613,6 +614,7 @@ def test_who_still_runs_after_a_drain_hears_so(stream):
             while b"the server is stopping" not in data:
                 data += runs.recv(1 << 16)
             assert data.startswith(b"HTTP/1.1 200 " if stream else b"HTTP/1.1 503 ")
+            assert stream or b"retry-after: 1\r\n" in data.lower()
         server.engine.go.set()
         wait_for(lambda: server.engine.ended == {0: "cancelled"})
 
@@ -649,19 +651,24 @@ def malformed(draw: random.Random) -> bytes:
     return data
 
 
+def send_malformed(client: httpx.Client, draw: random.Random, count: int) -> Counter[int]:
+    """Sends so many such bodies; how often each status came."""
+    statuses: Counter[int] = Counter()
+    headers = {"content-type": "application/json"}
+    for index in range(count):
+        path = draw.choice((COMPLETIONS, CHATS, "/tokenize", "/detokenize"))
+        response = client.post(path, content=malformed(draw), headers=headers)
+        assert response.status_code in (200, 400, 404), (index, response.text)
+        statuses[response.status_code] += 1
+        if response.status_code != 200:
+            error_of(response, response.status_code)
+    return statuses
+
+
 def test_a_thousand_malformed_bodies_leave_the_server_as_it_was():
-    draw = random.Random(5)
     with running() as server, httpx.Client(base_url=server.url, timeout=30) as client:
         good = server.post(COMPLETIONS, LONG).json()["choices"]
-        statuses = dict.fromkeys((200, 400, 404), 0)
-        headers = {"content-type": "application/json"}
-        for index in range(1000):
-            path = draw.choice((COMPLETIONS, CHATS, "/tokenize", "/detokenize"))
-            response = client.post(path, content=malformed(draw), headers=headers)
-            assert response.status_code in statuses, (index, response.text)
-            statuses[response.status_code] += 1
-            if response.status_code != 200:
-                error_of(response, response.status_code)
+        statuses = send_malformed(client, random.Random(5), 1000)
         assert statuses[400] > 500 and statuses[200] > 50 and statuses[404] > 10
         assert server.post(COMPLETIONS, LONG).json()["choices"] == good
         assert not server.named("error") and not server.server.answering

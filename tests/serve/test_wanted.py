@@ -297,7 +297,7 @@ BODIES = {
 def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(Refusal, match=BODIES[body]) as found:
         object_of(body)
-    assert found.value.status == 400
+    assert (found.value.status, found.value.param) == (400, "body")
 
 
 def test_a_body_of_unicode_is_read():

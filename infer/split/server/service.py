@@ -5,9 +5,8 @@
         +----- parts of the reply, encoded <---- encoder thread ----+
 
 Everything here runs in the event loop, with two exceptions: one worker thread calls `Slots`, and
-one encoder thread encodes replies. A batch holds waiting drafts of about one size, the oldest
-first; a big draft has a pass of its own. Between two batches the target reads chunks of prompts,
-as many and whose `moa_jax.decode.order` says, as in the engine.
+one encoder thread encodes replies. What the target does next, which drafts are a batch and which
+chunks of prompts are read between two of them, `moa_jax.decode.order` says, as in the engine.
 
 Replies stay encoded until the next request, so a client that lost its connection or asks twice
 gets the same bytes. A client that reads slowly never holds up the worker.
@@ -18,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,13 +36,12 @@ from infer.split.server.sessions import (
     without_known,
 )
 from moa_jax.config import Sampling
-from moa_jax.decode.order import Order, chunks_between
+from moa_jax.decode.order import Chunk, Turns
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.slots import Reply, Request, Slots
 
 MOST_UNREAD = 64  # parts of a stream that wait to be sent, before the target pauses it
-MOST_PADDING = 4  # a batch pads a draft to at most so many times its own nodes
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
 
 
@@ -68,12 +65,20 @@ class Service:
         self._slots, self._log, self._clock, self._text_of = slots, log, clock, text_of
         self._sessions: dict[str, SplitSession] = {}
         self._queue = SlotQueue(limits, metrics, self._evict)
-        self._drafts: deque[SplitSession] = deque()
+        self._drafts: list[SplitSession] = []  # the oldest first
         self._readers: list[SplitSession] = []  # the oldest first
-        self._order = Order()
+        self._turns = Turns[SplitSession](
+            prompts=self._to_read,
+            left=lambda session: session.reading.left,
+            crowd=lambda: (len(self._to_read()), len(self._sessions) - len(self._to_read())),
+            answers=self._to_verify,
+            begun=lambda: [s for s in self._sessions.values() if s.slot is not None],
+            chunk=limits.chunk,
+            most_rows=limits.num_slots,
+            width=lambda session: slots.padded(1 + len(session.draft.tokens)),
+        )
         self._wake = asyncio.Event()
         self._failures = 0
-        self._at_work: list[SplitSession] = []  # whose batch or chunk is under way
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Service:
@@ -250,38 +255,42 @@ class Service:
     # ---- the work -------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Verifies a batch and reads chunks, again and again; no exception ends it."""
+        """Reads chunks and verifies a batch, again and again; no exception ends it."""
         while True:
             self._wake.clear()
+            busy = False
             try:
-                busy = await self._verify() | await self._read()
+                for piece in self._turns.turn():
+                    busy = True
+                    if isinstance(piece, Chunk):
+                        await self._read_chunk(piece.of)
+                    else:
+                        await self._verify(piece.rows)
             except Exception as error:
                 busy = True
-                self._fail(await self._spoilt(), error)
+                self._fail(self._turns.lost(await self._caches_are_lost()), error)
             if not busy:
                 await self._wake.wait()
 
-    async def _spoilt(self) -> list[SplitSession]:
-        """The sessions that an exception of `Slots` ended.
-
-        These are all that have rows if the caches are lost, otherwise those at work.
-        """
+    async def _caches_are_lost(self) -> bool:
+        """Whether an exception of `Slots` took all sessions' rows; there are new caches then."""
         try:
-            lost = await self._on_worker(self._slots.recover)
+            return await self._on_worker(self._slots.recover)
         except Exception as error:  # no memory for new caches, perhaps: the next pass tries again
-            lost = True
             self._fail([], error)
-        if not lost:
-            return self._at_work
-        begun = [session for session in self._sessions.values() if session.slot is not None]
-        return [*self._at_work, *begun]
+            return True
 
-    async def _verify(self) -> bool:
-        """Verifies one batch of the waiting drafts; False if there are none."""
-        batch = self._next_batch()
-        if not batch:
-            return False
-        self._at_work = [session for session, _ in batch]
+    def _to_verify(self) -> list[SplitSession]:
+        """Sessions with a draft; some may have been closed since it came."""
+        self._drafts = [session for session in self._drafts if session.draft is not None]
+        return self._drafts
+
+    async def _verify(self, sessions: list[SplitSession]) -> None:
+        """Verifies the drafts of some sessions in one pass."""
+        batch = [(session, session.draft) for session in sessions]
+        for session in sessions:
+            session.draft = None
+        self._to_verify()  # leaves them out, for the next ones may come before the pass has ended
         began = time.perf_counter()
         results = await self._on_worker(self._verify_slots, batch)
         self._failures = 0
@@ -300,22 +309,6 @@ class Service:
             self._publish(session, result._replace(count=0, rows=[]), last=bool(result.done))
             session.paused = not result.done
             self._stream_on(session)
-        return True
-
-    def _next_batch(self) -> list[tuple[SplitSession, wire.Verify]]:
-        """The oldest draft and those of about its size: a pass pads all to the widest one."""
-        self._at_work = waiting = [session for session in self._drafts if session.draft is not None]
-        batch: list[tuple[SplitSession, wire.Verify]] = []
-        least = most = 0
-        for session in waiting:
-            width = self._slots.padded(1 + len(session.draft.tokens))
-            low, high = min(least or width, width), max(most, width)
-            if high <= MOST_PADDING * low and len(batch) < self.limits.num_slots:
-                least, most = low, high
-                batch.append((session, session.draft))
-                session.draft = None
-        self._drafts = deque(session for session in waiting if session.draft is not None)
-        return batch
 
     def _stream_on(self, session: SplitSession) -> None:
         """Queues the next token of a stream, unless its reader is too far behind."""
@@ -325,25 +318,16 @@ class Service:
             self._drafts.append(session)
             self._wake.set()
 
-    async def _read(self) -> bool:
-        """Reads chunks of prompts, whose turn it is; False if there is none to read."""
-        answers = len(self._sessions) - self._num_readers()
-        for chunk in range(chunks_between(self._num_readers(), answers)):
-            if not self._num_readers():
-                return chunk > 0
-            await self._read_chunk(self._order.next(self._readers, lambda s: s.reading.left))
-        return True
-
-    def _num_readers(self) -> int:
+    def _to_read(self) -> list[SplitSession]:
         """Sessions with something to read; some may have been closed since they came."""
         self._readers = [session for session in self._readers if session.reading is not None]
-        return len(self._readers)
+        return self._readers
 
     async def _read_chunk(self, session: SplitSession) -> None:
         """Reads the next chunk of what a session has to read."""
-        self._at_work = [session]
         reading = session.reading
         chunk = reading.chunk(self.limits.chunk)
+        self._turns.was_read(reading.has_root + len(chunk))
         seen = reading.seen + len(chunk)
         last = seen == len(reading.tokens)
         began = time.perf_counter()

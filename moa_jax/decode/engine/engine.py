@@ -11,21 +11,18 @@
                                            insert ------->    | nobody                 |
                                                               | prompt . answer . root |
 
-A turn of the thread: take orders; send a chunk of a prompt, and more of them where more could sit
-than do (decode/order.py says whose); send a call, which is some rounds of all who sit; hear the
-call before it; hear first tokens. So the device has its next work before the host looks at the
-last, and whoever ended idles for one call.
+A turn of the thread: take orders; send chunks of prompts, and a call, which is some rounds of all
+who sit (decode/order.py decides on both); hear the call before it; hear first tokens. So the device
+has its next work before the host looks at the last, and whoever ended idles for one call.
 
 Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
 positions, and rows know nothing of each other. A program that is not compiled yet is made in the
 background while a larger one serves; the engine's thread itself never compiles. One is made at a
-time, that which is wanted most just then; and while nobody is there, what will be wanted first. Who
-asks for log-probabilities before that waits until there is a program that gives them.
+time, that which is wanted most just then; and while nobody is there, what will be wanted first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -43,18 +40,19 @@ import numpy as np
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs
+from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.group import Group, LeadingShelf
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
-from moa_jax.decode.engine.rows import EVERY, Live, PromptLogProbs, given_of, kind_of
+from moa_jax.decode.engine.rows import EVERY, LIKELY, Live, PromptLogProbs, given_of, kind_of
 from moa_jax.decode.engine.seats import Flight, Heard, Seats, Text, likely_of
 from moa_jax.decode.engine.shelf import Shelf, Size
-from moa_jax.decode.engine.wanted import Making, name_of, needed, wanted_now, wanted_soon
+from moa_jax.decode.engine.wanted import Making, name_of, wanted_now, wanted_soon
 from moa_jax.decode.logprobs import Likely, LogProbs
 from moa_jax.decode.mappings import has_room
-from moa_jax.decode.order import Order, chunks_between
+from moa_jax.decode.order import Chunk, Turns
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
@@ -115,7 +113,8 @@ class Load(NamedTuple):
     running: int  # requests that are read or decoded
     waiting: int
     slots: int
-    rows_used: float  # share of the rows that all slots may have
+    rows_used: float  # share of the rows that all slots may have, by those who are running
+    kept_bytes: int  # of texts for prompts that begin alike; whoever needs it gets their room
     prompt_tokens: int
     generated_tokens: int
     drafts: int  # rounds of a row that drafted
@@ -124,10 +123,11 @@ class Load(NamedTuple):
     accepted_by_position: tuple[int, ...]
     rounds_by_way: dict[DraftShape, int]  # of whole batches
     prefix_lookups: int
+    prefix_lookup_tokens: int  # of prompts that were looked up
     prefix_hits: int
     prefix_tokens: int  # that were not read again
     finished: dict[str, int]  # requests by how they ended
-    failures: int  # of passes, and of programs that somebody waited for
+    failures: int  # of passes
     compiled: int  # programs
 
 
@@ -139,7 +139,6 @@ class _Job:
     request: Request
     hear: Callable[[News], None]
     text: Text
-    lacks: set[Hashable] = dataclasses.field(default_factory=set)  # programs, by name
     num_scored: int = 0  # tokens of the prompt whose log-probabilities were told
 
 
@@ -153,8 +152,8 @@ class _Reading:
     left: int  # tokens
 
 
-class _Chunk(NamedTuple):
-    """Log-probabilities of a prompt that were asked for."""
+class _Scored(NamedTuple):
+    """Log-probabilities of a chunk of a prompt that were asked for."""
 
     job: _Job
     found: PromptLogProbs
@@ -228,13 +227,20 @@ class Engine:
         self._num_waiting, self._closed = 0, False
         self._jobs: dict[int, _Job] = {}  # all that have not ended
         self._waiting: deque[_Job] = deque()
-        self._hopeless: dict[Hashable, Exception] = {}  # programs that could not be made
         self._num_makings = 0  # makings that were ordered and did not end
-        self._has_room = True  # for programs that nobody waits for
+        self._has_room = True  # for more programs
         self._readings: dict[int, _Reading] = {}  # by their jobs' ids
-        self._order_of_chunks = Order()
+        self._turns = Turns[_Job](
+            prompts=self._to_read,
+            left=self._left,
+            crowd=self._crowd,
+            answers=self._sitting,
+            begun=self._begun,
+            chunk=self.shelf.chunks[-1],
+            most_rows=num_slots,
+        )
         self._flight: Flight | None = None
-        self._chunks: deque[_Chunk] = deque()
+        self._scored: deque[_Scored] = deque()
         self._firsts: deque[_First] = deque()
         self._heard_at = 0.0  # when a call was last heard
         self._read_since = False  # whether a chunk was sent since the last call
@@ -262,7 +268,7 @@ class Engine:
             if self._num_waiting >= self.max_waiting + self.num_slots - self._num_running():
                 raise Full(f"{self._num_waiting} requests are waiting already: try again later")
             self._num_waiting += 1
-            job = _Job(next(self._ids), request, hear, text)
+            job = _Job(text.id, request, hear, text)
             self._orders.put(functools.partial(self._enter, job))
         return Ticket(job.id)
 
@@ -282,12 +288,14 @@ class Engine:
         """Compiles what serves every request, so that the engine's thread never has to.
 
         That is all slots with the longest caches and with the shortest, since what stands in until
-        more is there should not be much slower; and a short text alone. All else can wait, and
-        until there is more calls cannot give log-probabilities.
+        more is there should not be much slower; and a short text alone. Log-probabilities come
+        from the largest. All else can wait.
         """
         shelf = self.shelf
         for size in (shelf.largest, Size(shelf.slots[-1], shelf.rows[0]), Size(1, shelf.rows[0])):
             shelf.make_size(size, EVERY)
+        shelf.make_call(shelf.largest, shelf.ways_for(shelf.largest.slots)[0], LIKELY)
+        shelf.make_score(shelf.rows[-1])
 
     def close(self, drain_s: float = 0.0) -> None:
         """Takes no more requests; those that have not ended after `drain_s` hear "cancelled".
@@ -317,12 +325,15 @@ class Engine:
     def load(self) -> Load:
         """A snapshot for people and metrics."""
         counts, texts = self._counts, self._seats.texts
+        readings = list(self._readings.values())
         rows = sum(len(text.tokens) for text in texts)
+        rows += sum(len(each.job.request.prompt_ids) - each.left for each in readings)
         return Load(
             running=self._num_running(),
             waiting=self._num_waiting,
             slots=self.num_slots,
             rows_used=rows / (self.num_slots * self.shelf.largest.rows),
+            kept_bytes=self._prefixes.num_bytes,
             prompt_tokens=counts["prompt_tokens"],
             generated_tokens=counts["generated_tokens"],
             drafts=counts["drafts"],
@@ -331,6 +342,7 @@ class Engine:
             accepted_by_position=tuple(self._accepted),
             rounds_by_way=dict(self._rounds),
             prefix_lookups=counts["prefix_lookups"],
+            prefix_lookup_tokens=counts["prefix_lookup_tokens"],
             prefix_hits=counts["prefix_hits"],
             prefix_tokens=counts["prefix_tokens"],
             finished=dict(self._finished),
@@ -358,7 +370,8 @@ class Engine:
         if request.prompt_logprobs and request.top_logprobs is None:
             raise InputError("prompt_logprobs without top_logprobs: say how many likeliest tokens")
         kind = kind_of(request.sampling, request.top_logprobs is not None)
-        return Text(list(prompt), total, given, kind, request.top_logprobs, surely=len(prompt))
+        settings = (total, given, kind, request.top_logprobs)
+        return Text(next(self._ids), list(prompt), *settings, surely=len(prompt))
 
     # ---- the engine's thread ----
 
@@ -374,54 +387,35 @@ class Engine:
         self._take_orders()
         if self._stopping:
             return
-        self._read()
-        sent = self._send()
+        sent = None
+        for piece in self._turns.turn():
+            if isinstance(piece, Chunk):
+                self._read(piece.of)
+            else:  # all who sit, since their rows are equally wide
+                sent = self._send()
         heard, self._flight = self._flight, sent
         if heard is not None:
             self._hear(heard)
-        self._hear_chunks()
+        self._hear_scored()
         self._hear_firsts()
 
     def _take_orders(self) -> None:
         """Does what was ordered; waits for an order where there is nothing else to do."""
-        asked = self._flight or self._chunks or self._firsts
+        asked = self._flight or self._scored or self._firsts
         if not (asked or self._seats.texts or self._to_read()):
             self._make_ahead()
             while self._orders.empty() and self._time_next():
                 pass
-            self._wait()
+            if self._ends_at == math.inf:
+                self._orders.get()()
         while not self._orders.empty():  # nobody else takes any
             self._orders.get()()
         if self._ends_at < math.inf and (not self._jobs or time.monotonic() >= self._ends_at):
             self._stop()
 
-    def _wait(self) -> None:
-        """Does the next order, unless the end comes first."""
-        if not self._jobs and self._ends_at < math.inf:
-            return
-        left = self._ends_at - time.monotonic()
-        with contextlib.suppress(queue.Empty):
-            self._orders.get(timeout=max(left, 0.0) if left < math.inf else None)()
-
     def _enter(self, job: _Job) -> None:
         self._jobs[job.id] = job
         self._waiting.append(job)
-        for making in self._lacking(job):
-            name = name_of(making)
-            if name in self._hopeless:
-                self._end(job, _error(self._hopeless[name]))
-                return
-            job.lacks.add(name)
-            self._order(making, next=True)
-
-    def _lacking(self, job: _Job) -> Iterator[Making]:
-        """What the request cannot be answered without and is not there."""
-        kind, shelf = job.text.kind, self.shelf
-        if job.request.takes_seat and not shelf.serves(shelf.largest, kind.in_any_company):
-            yield needed(shelf, kind)
-        rows = self._rows_for(job)
-        if job.request.prompt_logprobs and shelf.rows_to_score(rows) is None:
-            yield functools.partial(shelf.make_score, shelf.row_size(rows))
 
     def _rows_for(self, job: _Job) -> int:
         """Rows to read the prompt in, and for a first round."""
@@ -441,16 +435,19 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """A pass has failed: those who sit are lost with the state, and the others go on."""
-        logging.getLogger(__name__).error("a pass failed", exc_info=error)
-        self._counts["failures"] += 1
-        lost = [*self._seats.texts, *(first.job.text for first in self._firsts)]
+        lost = self._turns.lost(with_state=True)
         self._seats.reset()
-        self._prefixes.clear()
         self._flight = None
         self._firsts.clear()
-        for job in list(self._jobs.values()):
-            if any(job.text is text for text in lost):
-                self._end(job, _error(error))
+        self._lose(lost, error)
+
+    def _lose(self, lost: Sequence[_Job], error: Exception) -> None:
+        """Ends those who are lost with what has failed."""
+        logging.getLogger(__name__).error("a pass failed", exc_info=error)
+        self._counts["failures"] += 1
+        self._prefixes.clear()  # the fault may be in what was copied
+        for job in lost:
+            self._end(job, _error(error))
 
     def _end(self, job: _Job, news: News) -> None:
         """Tells the last news of a request, wherever it is."""
@@ -481,7 +478,7 @@ class Engine:
         """Those whose prompts could be read on now, or begun, in the order in which they came."""
         found = [reading.job for reading in self._readings.values()]
         if self._num_running() < self.num_slots and len(found) < MOST_READINGS:
-            found += [job for job in self._waiting if not job.lacks]
+            found += self._waiting
         return sorted(found, key=lambda job: job.id)
 
     def _left(self, job: _Job) -> int:
@@ -493,26 +490,25 @@ class Engine:
         """How many want a seat."""
         return len(self._waiting) + len(self._readings)
 
-    def _read(self) -> None:
-        """Sends chunks of prompts: one, and a few where more could sit than do."""
+    def _crowd(self) -> tuple[int, int]:
+        """How many more could sit, and how many do."""
         sitting = len(self._seats.texts)
-        chunks = chunks_between(min(self._coming(), self.num_slots - sitting), sitting)
-        budget = chunks * self.shelf.chunks[-1]
-        while budget > 0 and (jobs := self._to_read()):
-            job = self._order_of_chunks.next(jobs, self._left)
-            try:
-                budget -= self._read_on(job)
-            except Exception as error:  # the prompt's row is lost, and no other
-                if job.id not in self._readings:
-                    raise
-                self._lose(job, error)
+        return min(self._coming(), self.num_slots - sitting), sitting
 
-    def _lose(self, job: _Job, error: Exception) -> None:
-        """Reading a prompt has failed."""
-        self._counts["failures"] += 1
-        self._prefixes.clear()  # the fault may be in what was copied
-        logging.getLogger(__name__).error("reading a prompt failed", exc_info=error)
-        self._end(job, _error(error))
+    def _sitting(self) -> list[_Job]:
+        return [self._jobs[text.id] for text in self._seats.texts]
+
+    def _begun(self) -> list[_Job]:
+        """Whose texts are lost with the state."""
+        return [*self._sitting(), *(first.job for first in self._firsts)]
+
+    def _read(self, job: _Job) -> None:
+        try:
+            self._turns.was_read(self._read_on(job))
+        except Exception as error:
+            if job.id not in self._readings:  # it was about to take a seat
+                raise
+            self._lose(self._turns.lost(with_state=False), error)
 
     def _read_on(self, job: _Job) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
@@ -520,7 +516,7 @@ class Engine:
         if job.id not in self._readings:
             self._waiting.remove(job)
             self._leaves_waiting()
-            self._readings[job.id] = _Reading(job, None, 0, 0)
+            self._readings[job.id] = _Reading(job, None, 0, len(prompt))
             self._begin(self._readings[job.id])
         reading = self._readings[job.id]
         chunk = self.shelf.chunk(reading.rows, reading.left)
@@ -530,7 +526,7 @@ class Engine:
         length_1 = np.array([len(prompt)], np.int32)
         reading.live, hidden_1D, scored = self.shelf.run(name, reading.live, length_1)
         if scored is not None:
-            self._chunks.append(_Chunk(job, scored))
+            self._scored.append(_Scored(job, scored))
         reading.left -= min(chunk, reading.left)
         self._read_since = True
         if reading.left:
@@ -558,7 +554,9 @@ class Engine:
         else:
             rows = self.shelf.row_size(rows)
             kept, common = self._prefixes.longest(prompt[:-1])  # what its last token says is needed
-            self._counts["prefix_lookups"] += self._prefixes.most_bytes > 0
+            if self._prefixes.most_bytes:
+                self._counts["prefix_lookups"] += 1
+                self._counts["prefix_lookup_tokens"] += len(prompt)
         if kept is not None:
             live = self.shelf.run(("resized", kept.rows, rows), kept.live)
             self._counts["prefix_hits"] += 1
@@ -582,10 +580,8 @@ class Engine:
 
     # ---- decoding ----
 
-    def _send(self) -> Flight | None:
+    def _send(self) -> Flight:
         """Sends a call for all who sit, and wishes for the programs that would serve better."""
-        if not self._seats.texts:
-            return None
         programs = self._seats.ready(self._coming())
         self._make_next(wanted_now(self.shelf, self._seats, self._coming()))
         at_rest = not self._num_makings
@@ -609,28 +605,26 @@ class Engine:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._rounds[flight.way] += turned
         accepted = []
-        jobs = {id(job.text): job for job in self._jobs.values()}
         for each in heard:
             self._count(each)
-            rounds = each.rounds[: len(each.rounds) - each.done]
-            accepted += [committed - 1 for committed, _ in rounds]
-            job, news = jobs[id(each.text)], News(each.tokens, each.logprobs)
+            accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
+            job, news = self._jobs[each.text.id], News(each.tokens, each.logprobs)
             if each.done:
                 self._finish(job, news)
             elif each.tokens:
                 self._tell(job, news)
         self._pace.heard(flight.way, accepted, turned)
 
-    def _hear_chunks(self) -> None:
+    def _hear_scored(self) -> None:
         """Tells of prompts; chunks may overlap, and a part is told once."""
-        while self._chunks:
-            job, found = self._chunks.popleft()
+        while self._scored:
+            job, found = self._scored.popleft()
             if job.text.ended:
                 continue
             try:
                 (begin,), found = jax.device_get(found)
             except Exception as error:  # the prompt's row is lost, and no other
-                self._lose(job, error)
+                self._lose([job], error)
                 continue
             length, told = len(job.request.prompt_ids), max(job.num_scored, 1)
             new = slice(told - begin, length - begin)
@@ -651,7 +645,7 @@ class Engine:
                 if job.request.takes_seat:  # its row is among the others, and all are lost
                     raise  # while it is here, where `_fail` looks for it
                 self._firsts.popleft()
-                self._lose(job, error)
+                self._lose([job], error)
                 continue
             self._firsts.popleft()
             if job.text.ended:
@@ -706,43 +700,28 @@ class Engine:
         if not self._closed:
             self._make_next(wanted_soon(self.shelf))
 
-    def _order(self, making: Making, next: bool = False) -> bool:
+    def _order(self, making: Making) -> bool:
         """Has something made in the background, once; False if it was ordered before."""
-        name = name_of(making)
 
         def do() -> None:
-            failure = None
             try:
                 try:
                     making()
                 except Exception:  # jax fails now and then where two threads trace: once more
                     making()
-            except Exception as error:
-                failure = error
-                raise
             finally:
-                self._orders.put(functools.partial(self._made, name, failure, has_room()))
+                self._orders.put(functools.partial(self._made, has_room()))
 
-        is_new = self.session.background.submit(name, do, next=next)
+        is_new = self.session.background.submit(name_of(making), do)
         self._num_makings += bool(is_new)
         return is_new
 
-    def _made(self, name: Hashable, failure: Exception | None, room: bool) -> None:
-        """Those who wait for a program have it, or end: one that failed is not tried again."""
+    def _made(self, room: bool) -> None:
         self._num_makings -= 1
         if self._has_room and not room:
-            line = "%d programs are compiled and there is room for few more: only what is needed is"
-            logging.getLogger(__name__).warning(f"{line} compiled from now on", len(self.shelf))
+            line = "%d programs are compiled and there is room for few more: no others are made"
+            logging.getLogger(__name__).warning(line, len(self.shelf))
         self._has_room = room
-        waiting = [job for job in self._waiting if name in job.lacks]
-        for job in waiting:
-            job.lacks.discard(name)
-        if failure is None:
-            return
-        self._hopeless[name] = failure
-        self._counts["failures"] += bool(waiting)
-        for job in waiting:
-            self._end(job, _error(failure))
 
 
 def _error(error: Exception) -> News:

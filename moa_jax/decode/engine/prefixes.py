@@ -47,7 +47,7 @@ class Prefixes:
 
     @property
     def num_bytes(self) -> int:
-        return sum(kept.num_bytes for kept in self._kept)
+        return sum(kept.num_bytes for kept in list(self._kept))  # any thread may ask
 
     def longest(self, prompt: Sequence[int]) -> tuple[Kept | None, int]:
         """The text with the longest common beginning, and its length; that text counts as used.

@@ -160,12 +160,9 @@ def first(
     law = _law(setup, given)
     now = _with_said(setup, law, live, given, given.prompt_length_B)
     limits = Limits(given.total_B, given.stop_ids_BX)
-    now, tokens_BC, root_B = step.begin_answer(
-        weights, now, live.tokens_BC, given.prompt_length_B, hidden_BD, limits, law
+    now, tokens_BC, root_B, found = step.begin_answer(
+        setup, weights, now, live.tokens_BC, given.prompt_length_B, hidden_BD, limits, law
     )
-    found = None
-    if setup.top_logprobs is not None:
-        found = step.logprobs_after(setup, weights, hidden_BD, root_B)
     return Live(now._replace(said=Said()), tokens_BC), root_B, now.done_B, found
 
 
@@ -238,11 +235,6 @@ class Kind(NamedTuple):
 
     law: int  # GREEDY, WARM or WHOLE
     likely: bool = False  # with log-probabilities
-
-    @property
-    def in_any_company(self) -> Kind:
-        """The kind that serves this one beside rows of any other settings."""
-        return self._replace(law=WHOLE)
 
     def servers(self) -> list[Kind]:
         """The kinds that serve this one, those first that do least besides."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
+from moa_jax.decode.calls import Backlog
 from moa_jax.decode.engine.rows import GREEDY, MOST_ROUNDS, Given, Kind, Live, Report, together
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
@@ -32,6 +33,7 @@ ROUNDS_OF_A_MOVE = 16  # of the smaller state: what there and back costs, and fi
 class Text:
     """One text under way, as the host knows it."""
 
+    id: int  # of its request
     tokens: list[int]  # prompt and answer, as far as they were heard of
     total: int  # tokens that it may hold
     given: Given  # its one row of settings
@@ -81,7 +83,7 @@ class Seats:
     def __init__(self, shelf: Shelf, nobody: Given, draft_rows: int, most_behind: int) -> None:
         """`nobody` is what a call is given for a row in which nobody sits."""
         self._shelf, self._nobody = shelf, nobody
-        self._draft_rows, self._most_behind = draft_rows, most_behind
+        self._draft_rows, self._backlog = draft_rows, Backlog(most_behind)
         self._most_new = MOST_ROUNDS * max(way.levels for way in shelf.ways)
         self.reset()
 
@@ -91,7 +93,7 @@ class Seats:
         self._size: Size | None = None
         self._texts: list[Text | None] = []
         self._ended: set[int] = set()  # rows that the device may think of as under way
-        self._behind = 0  # rounds of plain decoding that the drafter has not read
+        self._backlog.clear()
         self._given: dict[Kind, Given] = {}  # on the device
         self._wasted = 0  # what a smaller state would have saved, in costs of rounds
         self._best: Size | None = None  # for those who sit and come, of what is there
@@ -179,9 +181,9 @@ class Seats:
         moving = [(i, text) for i, text in sitting if text is not None]
         if not moving:
             old = self._state = None  # its memory is free before more is taken
-        behind = self._behind if moving else 0
+        behind = self._backlog.rounds if moving else 0
         self.reset()
-        self._size, self._texts, self._behind = size, [None] * size.slots, behind
+        self._size, self._texts, self._backlog.rounds = size, [None] * size.slots, behind
         self._state = self._shelf.run(("empty", size))
         for index, text in moving:
             row = self._shelf.run(("take", before), old, np.int32(index))
@@ -214,12 +216,11 @@ class Seats:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
         self._wasted += rounds * max(0, size.cost - self._best.cost)
-        if self._behind and (way.num_drafted or self._behind == self._most_behind):
+        if self._backlog.is_due(way):
             self._state = self._shelf.run(("catch_up", size), self._state)
-            self._behind, self._disturbed = 0, True
-        if self._most_behind and not way.num_drafted:
-            rounds = min(rounds, self._most_behind - self._behind)
-            self._behind += rounds
+            self._backlog.clear()
+            self._disturbed = True
+        rounds = self._backlog.add(way, rounds)
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
             self._given[kind] = self._shelf.put(together(rows, kind))

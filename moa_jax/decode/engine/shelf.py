@@ -25,9 +25,8 @@ from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.rows import EVERY, LIKELY, Given, Kind, Live
-from moa_jax.decode.programs import Program, Programs, cache_rows_for
+from moa_jax.decode.programs import Programs, Ready, at_least, cache_rows_for, powers
 from moa_jax.decode.session import Session
-from moa_jax.decode.step import Weights
 from moa_jax.model import sharding
 
 Name = tuple[Any, ...]  # of a program: what it does, and for which sizes
@@ -73,9 +72,9 @@ class Shelf:
     ) -> None:
         """`blank` gives what a call of so many slots is given for nobody, on the host; `is_priced`
         says whether it is known what the ways of so many cost."""
-        self.slots = _powers(1, num_slots)
-        self.rows = _powers(LEAST_ROWS, cache_rows_for(num_rows))
-        self.chunks = _powers(LEAST_CHUNK, session.chunks(1)[0])
+        self.slots = powers(1, num_slots)
+        self.rows = powers(LEAST_ROWS, cache_rows_for(num_rows))
+        self.chunks = powers(LEAST_CHUNK, session.chunks(1)[0])
         self.ways, self.own = session.ways, session.shape
         self._few = max(1, num_slots // 4)
         self._session, self._blank, self._is_priced = session, blank, is_priced
@@ -89,7 +88,7 @@ class Shelf:
         }
         self._ready: dict[Name, Callable[..., Any]] = {}
         self._ready_rows: tuple[int, ...] = ()
-        self._ready_sizes: tuple[Size, ...] = ()
+        self._sizes = Ready[Size]()
 
     @property
     def largest(self) -> Size:
@@ -124,12 +123,12 @@ class Shelf:
 
     def wanted(self, slots: int, rows: int) -> Size:
         """The smallest size for so much, whether its programs are there or not."""
-        return Size(_at_least(self.slots, slots), _at_least(self.rows, rows))
+        return Size(at_least(self.slots, slots), at_least(self.rows, rows))
 
     def best(self, slots: int, rows: int, kind: Kind) -> Size | None:
         """The size that is there, holds so much, serves the kind, and costs least."""
-        found = [s for s in self._ready_sizes if self.fits(s, slots, rows) and self.serves(s, kind)]
-        return min(found, key=lambda size: size.cost, default=None)
+        holds = lambda size: self.fits(size, slots, rows) and self.serves(size, kind)  # noqa: E731
+        return self._sizes.cheapest(holds, lambda size: size.cost)
 
     def serves(self, size: Size, kind: Kind) -> bool:
         """Whether a state of this size can decode this kind."""
@@ -156,12 +155,11 @@ class Shelf:
 
     def row_size(self, rows: int) -> int:
         """The rows of the shortest single text for which programs are there."""
-        return _at_least(self._ready_rows, rows)
+        return at_least(self._ready_rows, rows)
 
-    def rows_to_score(self, rows: int) -> int | None:
-        """The same where the prompt's log-probabilities are wanted; None if none is there."""
-        there = (size for size in self._ready_rows if ("score", size) in self._ready)
-        return next((size for size in there if size >= rows), None)
+    def rows_to_score(self, rows: int) -> int:
+        """The same where the prompt's log-probabilities are wanted."""
+        return at_least([size for size in self._ready_rows if self.has(("score", size))], rows)
 
     def chunk(self, rows: int, count: int) -> int:
         """The chunk to read `count` tokens in, the largest one if it takes several."""
@@ -194,8 +192,7 @@ class Shelf:
         self.make_rows(size.rows)
         self.make_state(size)
         self.make_call(size, self.ways_for(size.slots)[0], kind)
-        if size not in self._ready_sizes:
-            self._ready_sizes = (*self._ready_sizes, size)
+        self._sizes.add(size)
 
     def make_state(self, size: Size) -> None:
         """What a state of this size needs beside calls."""
@@ -237,12 +234,9 @@ class Shelf:
         if self.has(name):
             return
         recipe = self._recipe(name)
-        program = self._programs[recipe.way or self.own, recipe.likely].compile(
+        self._ready[name] = self._programs[recipe.way or self.own, recipe.likely].prepare(
             recipe.function, *recipe.like, donate=recipe.donate, **recipe.static
         )
-        if jax.default_backend() == "cpu" and self._session.mesh is None:
-            _run_once(program, self._session.weights, recipe.like)
-        self._ready[name] = program
 
     def _recipe(self, name: Name) -> Recipe:
         """How the program of a name is made."""
@@ -288,25 +282,3 @@ class Shelf:
     def _form(self, size: Size) -> Live:
         empty = lambda weights: device.empty(self._session.setup, weights, **size._asdict())  # noqa: E731
         return jax.eval_shape(empty, self._session.weights)
-
-
-def _run_once(program: Program, weights: Weights, like: tuple[Any, ...]) -> None:
-    """Runs a program on zeros: at its first run XLA's library for CPUs prepares its calls.
-
-    Numbers are 1, because a call of no rounds would prepare nothing.
-    """
-    blank = lambda leaf: (jnp.zeros if leaf.shape else jnp.ones)(leaf.shape, leaf.dtype)  # noqa: E731
-    jax.block_until_ready(program(weights, *jax.tree.map(blank, like)))
-
-
-def _powers(first: int, last: int) -> tuple[int, ...]:
-    """`first`, doubled again and again, up to `last`, which is the end in any case."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 2
-    return (*sizes, last)
-
-
-def _at_least(sizes: tuple[int, ...], count: int) -> int:
-    return next(size for size in sizes if size >= count)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Hashable, Iterator, Sequence
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.engine.rows import LIKELY, Kind, kind_of
+from moa_jax.decode.engine.rows import Kind, kind_of
 from moa_jax.decode.engine.seats import Seats
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.session import GREEDY
@@ -21,12 +21,6 @@ Making = functools.partial[None]  # of a program, or of a few
 def name_of(making: Making) -> Hashable:
     """The same for the same programs."""
     return (making.func.__name__, *making.args)
-
-
-def needed(shelf: Shelf, kind: Kind) -> Making:
-    """What nobody of this kind can be answered without."""
-    way = shelf.ways_for(shelf.largest.slots)[0]
-    return functools.partial(shelf.make_call, shelf.largest, way, kind.in_any_company)
 
 
 def wanted_now(shelf: Shelf, seats: Seats, coming: int) -> Iterator[Making]:
@@ -49,7 +43,8 @@ def wanted_soon(shelf: Shelf) -> Iterator[Making]:
         yield from _size(shelf, size, greedy)
         yield from _calls(shelf, size, shelf.ways_for(size.slots)[1:2], greedy)
         if size == sizes[:2][-1]:
-            yield needed(shelf, LIKELY)
+            yield from _calls(shelf, alone, shelf.ways_for(1)[:1], kind_of(GREEDY, likely=True))
+            yield functools.partial(shelf.make_score, rows)
     yield from _reading(shelf, rows, greedy)
     yield from _calls(shelf, alone, shelf.ways_for(1), greedy)
     for size in (size._replace(rows=next) for next in longer[:1] for size in sizes):
