@@ -48,10 +48,10 @@ from moa_jax.errors import InputError
 from moa_jax.model.quantise import FORMATS
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 from train.run.answers import Answers, LocalAnswers
-from train.run.completions import Wanted
+from train.run.completions import AnswerFields
 from train.run.connection import address_of
-from train.run.conversations import Conversation, Rules, answer_all
-from train.run.endpoint import EndpointAnswers, Server
+from train.run.conversations import AnswerRules, Conversation, answer_all
+from train.run.endpoint import Endpoint, EndpointAnswers
 from train.run.partial import Partial
 
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
@@ -77,7 +77,7 @@ def regenerate(args: argparse.Namespace) -> None:
     target = describe_target(args.target)
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
-    rules = Rules(tokenizer, args.max_prompt, args.max_new_tokens, args.ignore_stop, law)
+    rules = AnswerRules(tokenizer, args.max_prompt, args.max_new_tokens, args.ignore_stop, law)
     records = dict(_records(args))
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
@@ -92,7 +92,9 @@ def regenerate(args: argparse.Namespace) -> None:
         print(f"{count} of {len(records)} conversations left out: {fault}", file=sys.stderr)
 
 
-def _answer(records: dict[int, Record], answers: Answers, rules: Rules, partial: Partial) -> None:
+def _answer(
+    records: dict[int, Record], answers: Answers, rules: AnswerRules, partial: Partial
+) -> None:
     """Answers what is not over; what was answered before a fault is kept, as its line says."""
     if not records.keys() >= set(partial.over):
         done = len(partial.over)
@@ -139,7 +141,7 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 # ---- sources of answers ----
 
 
-def _local(args: argparse.Namespace, rules: Rules) -> LocalAnswers:
+def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
     """This machine, with the weights of the target and of a drafter if one is named."""
     dtype, mesh = args.dtype and jnp.dtype(args.dtype), asked_mesh(args)
     target = load_target(args.target, dtype, weights=args.weights, mesh=mesh)
@@ -167,12 +169,12 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter | None:
     return drafter
 
 
-def _endpoint(args: argparse.Namespace, target: Target, rules: Rules) -> EndpointAnswers:
+def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
     """A server, which was asked what it has and speaks."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
     notice = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    server = Server(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
-    wanted = Wanted(
+    server = Endpoint(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
+    wanted = AnswerFields(
         rules.tokenizer,
         target.config.vocab_size,
         args.max_new_tokens,

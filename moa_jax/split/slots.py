@@ -41,7 +41,7 @@ SESSIONS = tuple(4**k for k in range(8))  # of a pass
 MOST_STOPS = 64  # stop ids of a session
 
 
-class Full(InputError):
+class NoSlot(InputError):
     """No slot is free."""
 
 
@@ -54,7 +54,7 @@ class PassSize(NamedTuple):
     sampled: bool  # serves any settings; if not, greedy ones alone (a read always serves any)
 
 
-class Request(NamedTuple):
+class DraftRequest(NamedTuple):
     """A draft to verify: its nodes without the root, parents first; 0 is the root's index."""
 
     slot: int
@@ -131,7 +131,7 @@ class Slots:
     def open(
         self, sampling: Sampling, stop_ids: Sequence[int], total: int, prompt_length: int
     ) -> int:
-        """Takes a slot for a session of at most `total` tokens; Full if none is free.
+        """Takes a slot for a session of at most `total` tokens; NoSlot if none is free.
 
         All tokens after the first `prompt_length` are the answer's, even if they are given.
         Raises InputError for settings that no pass serves.
@@ -146,7 +146,7 @@ class Slots:
             if slot is None:
                 self._slots[index] = Slot(sampling, frozenset(stop_ids), total, prompt_length)
                 return index
-        raise Full(f"all {len(self._slots)} slots are taken: try again later")
+        raise NoSlot(f"all {len(self._slots)} slots are taken: try again later")
 
     def close(self, slot: int) -> None:
         """Frees a slot; what its caches hold is never seen again."""
@@ -199,7 +199,7 @@ class Slots:
         session.done = _done(session, news[-1:])
         return Reply(start, len(todo), news, session.done, rows)
 
-    def verify(self, requests: Sequence[Request]) -> list[Reply]:
+    def verify(self, requests: Sequence[DraftRequest]) -> list[Reply]:
         """Verifies a draft for each of several slots in one pass of the target.
 
         Raises InputError, and changes nothing, for a slot twice, one that has no root or is
@@ -299,7 +299,7 @@ class Slots:
         if not all(0 <= token < vocab_size for token in tokens):
             raise InputError(f"a token is outside the vocabulary of {vocab_size}")
 
-    def _check_draft(self, request: Request) -> None:
+    def _check_draft(self, request: DraftRequest) -> None:
         self._check_ids(request.tokens)
         if len(request.tokens) >= self.max_nodes:
             raise InputError(f"{len(request.tokens)} nodes: at most {self.max_nodes - 1} a draft")
@@ -358,7 +358,7 @@ def _padded(count: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= count)
 
 
-def _tree_of(root: int, request: Request, size: int) -> Tree:
+def _tree_of(root: int, request: DraftRequest, size: int) -> Tree:
     """One row of a pass: the draft behind its root, then nodes that are not there."""
     tokens_N = np.full(size, NOTHING, np.int32)
     parent_N, depth_N = np.zeros(size, np.int32), np.zeros(size, np.int32)
@@ -373,7 +373,7 @@ def _tree_of(root: int, request: Request, size: int) -> Tree:
 
 def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
     """The trees as the first rows of a pass, with a root alone in each of the others."""
-    blank = _tree_of(0, Request(0, (), ()), size)
+    blank = _tree_of(0, DraftRequest(0, (), ()), size)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
 
 

@@ -2,7 +2,7 @@
 
 One round passes through these files from top to bottom, and its reply comes back up:
 
-    answering.py   Answering: one answer, with and without a link
+    answering.py   SplitClient: one answer, with and without a link
     drafter.py     ClientDrafter: drafts, writes alone, counts the rows in the caches of
                    moa_jax/split/half.py
     session.py     RemoteSession: one session over as many links as that takes

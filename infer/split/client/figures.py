@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
 
 
 def figures_of(
-    answering: Answering, prompt: list[int], prefill_s: float, decode_s: float
+    answering: SplitClient, prompt: list[int], prefill_s: float, decode_s: float
 ) -> dict[str, Any]:
     """The keys of infer.generate's results, and those that a link adds; times in seconds or ms."""
     counts, tokens = answering.counts, answering.text.answer

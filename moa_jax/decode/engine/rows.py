@@ -9,8 +9,8 @@
 `insert` puts it among the others; `take` is the way back. `resized` copies a row into longer or
 shorter caches, which may be done as no row of a cache depends on those behind it.
 
-What a program needs to know of a row comes with each call, as `Given`: no setting is part of the
-state, so one state serves all of them.
+What a program needs to know of a row comes with each call, as `RowSettings`. No setting is part of
+the state, so one state serves all of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Biases(NamedTuple):
     values_BX: Array
 
 
-class Given(NamedTuple):
+class RowSettings(NamedTuple):
     """What the host says of each row."""
 
     total_B: Array  # tokens that the row may hold, prompt included
@@ -151,7 +151,7 @@ def read(
 
 
 def first(
-    setup: Setup, weights: Weights, live: Live, hidden_BD: Array, given: Given
+    setup: Setup, weights: Weights, live: Live, hidden_BD: Array, given: RowSettings
 ) -> tuple[Live, Array, Array, LogProbs | None]:
     """The first token of each answer behind its prompt; also these (B,), and who is done.
 
@@ -173,7 +173,7 @@ def first(
 
 
 def call(
-    setup: Setup, weights: Weights, live: Live, given: Given, ended_B: Array, rounds: Array
+    setup: Setup, weights: Weights, live: Live, given: RowSettings, ended_B: Array, rounds: Array
 ) -> tuple[Live, Report]:
     """Decodes at most `rounds` rounds, at most MOST_ROUNDS, of the rows that are not done.
 
@@ -214,7 +214,7 @@ def _picked(rows_BC: Array, index_BW: Array) -> Array:
     return jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(rows_BC, index_BW)
 
 
-def _law(setup: Setup, given: Given) -> Law:
+def _law(setup: Setup, given: RowSettings) -> Law:
     law = sample.with_keys(given.law)
     if given.biases is None:
         return law
@@ -224,7 +224,9 @@ def _law(setup: Setup, given: Given) -> Law:
     return law._replace(bias_BV=bias_BV)
 
 
-def _with_said(setup: Setup, law: Law, live: Live, given: Given, count_B: Array) -> RoundState:
+def _with_said(
+    setup: Setup, law: Law, live: Live, given: RowSettings, count_B: Array
+) -> RoundState:
     """What a round reads, with what a law wants to know of the first `count` tokens."""
     of_text = (live.tokens_BC, given.prompt_length_B, setup.target.vocab_size, count_B)
     return live.now._replace(said=sample.said_in(law, *of_text))
@@ -267,7 +269,7 @@ def kind_of(sampling: Sampling, likely: bool = False) -> Kind:
 
 def given_of(
     sampling: Sampling, prompt_length: int, total: int, stop_ids: Sequence[int], vocab_size: int
-) -> Given:
+) -> RowSettings:
     """One row's settings, as a call of every kind is given them; the device is not asked.
 
     A stop id that the vocabulary does not have stops nothing.
@@ -286,17 +288,17 @@ def given_of(
         biases.ids_BX[0, place], biases.values_BX[0, place] = token, bias
     law = settings_of([dataclasses.replace(sampling, logit_bias=())], vocab_size, whole=True)
     biases = biases._replace(values_BX=biases.values_BX.astype(np.float32))
-    return Given(one(total), one(prompt_length), stops_1X, law, biases)
+    return RowSettings(one(total), one(prompt_length), stops_1X, law, biases)
 
 
-def together(rows: Sequence[Given], kind: Kind) -> Given:
+def together(rows: Sequence[RowSettings], kind: Kind) -> RowSettings:
     """The settings of several rows side by side, as calls of this kind are given them."""
     return jax.tree.map(
         lambda *leaves: np.concatenate(leaves), *(_narrowed(row, kind) for row in rows)
     )
 
 
-def _narrowed(given: Given, kind: Kind) -> Given:
+def _narrowed(given: RowSettings, kind: Kind) -> RowSettings:
     if kind.law == WHOLE:
         return given
     warm = Law(given.law.key_B, given.law.temperature_B)
