@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from infer.flags.config_file import read_config
+from infer.flags.pair import open_drafter, open_target
 from infer.program import Parser, names, run
 from moa_jax.config import DistillConfig, DraftShape, GridConfig
 from moa_jax.data import batches, corpora
@@ -43,7 +44,7 @@ from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import file_hash, read_json, write_json, write_whole
-from moa_jax.pretrained import Target, describe_target, load_drafter, load_target
+from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records
@@ -256,10 +257,10 @@ def decode(grid: GridConfig, todo: Sequence[GridRun]) -> None:
     """Decode with the runs that have no real tau yet, and store it beside them."""
     if not todo:
         return
-    target = load_target(grid.cells[0][1].target)
+    target = open_target(grid.cells[0][1].target)
     prompts = _prompts(grid, target)
     for each in todo:
-        drafter = load_drafter(each.config.output, target)
+        drafter = open_drafter(each.config.output, target)
         found = {"prompts": len(prompts), "settings": _settings(grid, each), "shapes": []}
         for shape in grid.shapes:
             session = Session(target, drafter, shape)

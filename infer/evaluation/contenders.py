@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.flags.pair import (
+    BUNDLED,
     DEMO,
     EXPLICIT,
     drafter_options,
@@ -26,7 +27,6 @@ from moa_jax.errors import InputError
 from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
-BUNDLED = "bundled"  # a name for the bundled drafter's folder
 PLAIN = "plain"  # the name of the decoding that all others are measured beside
 OPTIONS = {"method": "method", "n": "target_layer_inference"}  # of one --draft: flag
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")

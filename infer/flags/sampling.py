@@ -17,9 +17,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add temperature, cuts of the distribution, penalties, stops and the longest answer."""
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+    add_law_flags(group)
     group.add_argument(
         "--min-p",
         type=float,
@@ -49,6 +47,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop-ids", metavar='"1,2"', type=ids, help="end after these; default: the target's own"
     )
+
+
+def add_law_flags(group: Any) -> None:
+    """Add temperature, and the cuts that all servers know."""
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:

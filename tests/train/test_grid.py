@@ -574,7 +574,7 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     grids.main(["--config", "given"])
     assert decoded.read_bytes() == whole and capsys.readouterr().out == text
     monkeypatch.setattr(grids, "distill", None)
-    monkeypatch.setattr(grids, "load_target", None)
+    monkeypatch.setattr(grids, "open_target", None)
     grids.main(["--config", "given"])
     assert capsys.readouterr().out == text
     assert (tmp_path / "grid" / "report.json").read_bytes() == report
