@@ -27,7 +27,7 @@ from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
 from infer.listening.credentials import read_token
 from infer.program import Parser, above_zero, names, positive, run
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
 from infer.split.client.figures import figures_of
 from infer.split.client.screen import Screen
 from infer.split.client.state import AnswerEvent, ClientOptions, Policy
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
     job = ClientJob(args, writer, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        answering = Answering(half, server, options, worker)
+        answering = SplitClient(half, server, options, worker)
         try:
             return asyncio.run(_answer_all(answering, job))
         except Lost as error:
@@ -246,7 +246,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-async def _answer_all(answering: Answering, job: ClientJob) -> None:
+async def _answer_all(answering: SplitClient, job: ClientJob) -> None:
     show = _JsonOutput() if job.args.json else _TextOutput(job.writer, job.args.stop)
     try:
         await answering.connect()  # before programs are compiled, which takes a while
@@ -280,7 +280,7 @@ def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
 
 
 async def _answer(
-    answering: Answering,
+    answering: SplitClient,
     job: ClientJob,
     index: int,
     prompt: list[int],
@@ -313,7 +313,7 @@ class _JsonOutput:
     def start(self) -> None:
         """Shows nothing: an answer is shown as a whole."""
 
-    def take(self, event: AnswerEvent, answering: Answering) -> None:
+    def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows only news of the link."""
         self._bytes = (answering.traffic.bytes_up, answering.traffic.bytes_down)
         _notice(event)
@@ -355,7 +355,7 @@ class _TextOutput:
         if self._screen is not None:
             self._screen.begin()
 
-    def take(self, event: AnswerEvent, answering: Answering) -> None:
+    def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows what is new; without a terminal only verified text, which is never taken back."""
         verified = self._text(answering.text.answer[: event.verified])
         if self._screen is not None:
