@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.program import positive
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.decode.session import StopWhen
 from moa_jax.decode.text import stop_finder
 from moa_jax.errors import InputError
@@ -74,7 +75,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
     """Raise InputError for an id that no answer can hold."""
     for token in stop_ids or ():
-        if not 0 <= token < vocab_size:
+        if not is_id(token, vocab_size):
             raise InputError(
                 f"--stop-ids names the id {token}, outside the target's vocabulary of "
                 f"{vocab_size}: leave it out"

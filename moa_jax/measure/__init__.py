@@ -10,5 +10,5 @@ pricing.py      what a round of each way costs, which mode auto chooses by
 arrivals.py     clients who come by a Poisson law
 fidelity.py     what quantised weights cost in accuracy
 tables.py       tables in Markdown        report.py    the results of infer.bench
-plot.py         speedup as a picture
+plot.py         pictures
 """

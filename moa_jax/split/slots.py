@@ -24,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.decode import sample, step
 from moa_jax.decode.programs import Programs, bucket, cache_rows_for
+from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.step import Limits, RoundState, Setup, Weights
@@ -38,7 +40,6 @@ Array = jax.Array
 
 NODES = (1, 4, 8, 16, MAX_DEPTH)  # of a pass, the root included
 SESSIONS = tuple(4**k for k in range(8))  # of a pass
-MOST_STOPS = 64  # stop ids of a session
 
 
 class NoSlot(InputError):
@@ -140,8 +141,7 @@ class Slots:
             raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
         if sampling.logit_bias:
             raise InputError("logit_bias does not travel: leave it out")
-        if len(stop_ids) > MOST_STOPS:
-            raise InputError(f"{len(stop_ids)} stop ids: a session has at most {MOST_STOPS}")
+        check_stops(stop_ids)
         for index, slot in enumerate(self._slots):
             if slot is None:
                 self._slots[index] = Slot(sampling, frozenset(stop_ids), total, prompt_length)
@@ -296,7 +296,7 @@ class Slots:
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         vocab_size = self.target.config.vocab_size
-        if not all(0 <= token < vocab_size for token in tokens):
+        if not all(is_id(token, vocab_size) for token in tokens):
             raise InputError(f"a token is outside the vocabulary of {vocab_size}")
 
     def _check_draft(self, request: DraftRequest) -> None:

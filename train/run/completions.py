@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.data import chat
 from moa_jax.errors import InputError
 from train.run.answers import TargetAnswer, TargetQuestion, text_of
@@ -138,4 +139,4 @@ def _usage(reply: dict[str, Any], name: str) -> int | None:
 
 
 def _are_ids(found: Any, vocab_size: int) -> bool:
-    return isinstance(found, list) and all(type(i) is int and 0 <= i < vocab_size for i in found)
+    return isinstance(found, list) and all(is_id(each, vocab_size) for each in found)

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +35,7 @@ from infer.split.bench.flags import check, parser_of
 from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, options_of, own_answers
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import SplitClient
-from infer.split.client.figures import figures_of
+from infer.split.client.figures import figures_of, timed
 from infer.split.client.state import ClientOptions
 from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
@@ -151,10 +150,8 @@ async def _answer(
     """One answer with its times and costs."""
     prompt = bench.prompts[index]
     total = len(prompt) + (new or bench.args.max_new_tokens)
-    begin, first = time.perf_counter(), 0.0
-    async for _ in answering.answer(prompt, total, bench.stop_ids, Sampling()):
-        first = first or time.perf_counter()
-    found = figures_of(answering, prompt, first - begin, time.perf_counter() - first)
+    events = answering.answer(prompt, total, bench.stop_ids, Sampling())
+    found = figures_of(answering, prompt, await timed(answering, events))
     tokens, calls = len(found["token_ids"]), found["server_calls"]
     if answering.options.stream:
         found |= {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}

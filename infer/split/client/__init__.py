@@ -15,5 +15,6 @@ Beside them:
     state.py       what they share: options, the text of an answer, what it cost
     pace.py        how many tokens to draft, from what was measured
     figures.py     what infer.client and infer.bench report about an answer
+    flags.py       what the command lines of infer.client and infer.bench share
     screen.py      verified text and a dim tail on a terminal
 """

@@ -26,9 +26,11 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.decode import logprobs, sample, step
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.programs import one
+from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, settings_of
 from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.errors import InputError
@@ -37,7 +39,6 @@ from moa_jax.model import llama
 Array = jax.Array
 
 MOST_ROUNDS = 8  # of a call
-MOST_STOPS = 64  # stop ids of a row
 MOST_BIASES = 1024  # ids that a row's settings name
 GREEDY, WARM, WHOLE = range(3)  # laws: none, a temperature and nothing else, every setting
 
@@ -275,15 +276,14 @@ def given_of(
     A stop id that the vocabulary does not have stops nothing.
     Raises InputError for too many stop ids or biases, and for a bias outside the vocabulary.
     """
-    if len(stop_ids) > MOST_STOPS:
-        raise InputError(f"{len(stop_ids)} stop ids: at most {MOST_STOPS} for one answer")
+    check_stops(stop_ids)
     if len(sampling.logit_bias) > MOST_BIASES:
         raise InputError(f"logit_bias names {len(sampling.logit_bias)} ids: at most {MOST_BIASES}")
     stops_1X = np.full((1, MOST_STOPS), -1, np.int32)
-    stops_1X[0, : len(stop_ids)] = [id if sample.is_id(id, vocab_size) else -1 for id in stop_ids]
+    stops_1X[0, : len(stop_ids)] = [id if is_id(id, vocab_size) else -1 for id in stop_ids]
     biases = Biases(np.full((1, MOST_BIASES), vocab_size, np.int32), np.zeros((1, MOST_BIASES)))
     for place, (token, bias) in enumerate(dict(sampling.logit_bias).items()):
-        if not sample.is_id(token, vocab_size):
+        if not is_id(token, vocab_size):
             raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
         biases.ids_BX[0, place], biases.values_BX[0, place] = token, bias
     law = settings_of([dataclasses.replace(sampling, logit_bias=())], vocab_size, whole=True)
