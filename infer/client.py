@@ -17,7 +17,6 @@ import contextlib
 import json
 import ssl
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -26,22 +25,23 @@ from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
 from infer.listening.credentials import read_token
-from infer.program import Parser, above_zero, names, positive, run
-from infer.split.client.answering import Answering
-from infer.split.client.figures import figures_of
+from infer.program import Parser, above_zero, positive, run
+from infer.split.client.answering import SplitClient
+from infer.split.client.figures import figures_of, timed
+from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.client.screen import Screen
 from infer.split.client.state import AnswerEvent, ClientOptions, Policy
 from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
-from moa_jax.decode.room import Room
+from moa_jax.decode.room import Room, check_prompt
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
-from moa_jax.split.half import MOST_STEPS, DraftHalf
+from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.wire import Codec, Welcome, sampling_fields
+from moa_jax.split.wire import Welcome, sampling_fields
 
 MODES = ("plain", "chain", "tree", "stream")
 
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
     job = ClientJob(args, writer, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        answering = Answering(half, server, options, worker)
+        answering = SplitClient(half, server, options, worker)
         try:
             return asyncio.run(_answer_all(answering, job))
         except Lost as error:
@@ -109,13 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("connection")
     group.add_argument("--token-file", metavar="FILE", help="with the server's token")
     group.add_argument("--tls-ca", metavar="FILE.pem", help="certificates to trust for wss://")
-    group.add_argument(
-        "--codec",
-        choices=get_args(Codec),
-        default="bfloat16",
-        help="how rows of verified tokens are sent; it changes what is accepted, never the text",
-    )
-    group.add_argument("--compress", action="store_true", help="also compress rows with zlib")
+    add_row_flags(group)
     group.add_argument(
         "--timeout",
         type=above_zero,
@@ -138,15 +132,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     add_prompt_flags(parser)
-    add_drafting_flags(parser)
+    _add_drafting_flags(parser)
     add_sampling_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 
-def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that say how a client drafts."""
+def _add_drafting_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     group.add_argument(
         "--mode",
@@ -154,27 +147,11 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
         default="chain",
         help="plain drafts nothing; stream has the target write alone, as an API does",
     )
-    group.add_argument(
-        "--lengths",
-        type=_lengths,
-        default=ClientOptions().lengths,
-        metavar="K,K",
-        help="lengths of a chain to choose from by measured speed; one number fixes it",
-    )
+    add_pace_flags(group)
     tree = DEFAULT_TREE
     group.add_argument("--depth", type=positive, help=f"levels of a tree; default: {tree.depth}")
     group.add_argument("--breadth", type=positive, help=f"default: {tree.breadth}")
     group.add_argument("--total-tokens", type=positive, help=f"default: {tree.total_tokens}")
-    group.add_argument(
-        "--no-ahead", action="store_true", help="do not draft while a reply is under way"
-    )
-    group.add_argument(
-        "--client-slowdown",
-        type=above_zero,
-        default=1.0,
-        metavar="X",
-        help="make drafting take this many times as long, to play a slower device",
-    )
 
 
 def options_of(args: argparse.Namespace) -> ClientOptions:
@@ -188,8 +165,6 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
         shape = DraftShape(*(own or other for own, other in zip(tree, given, strict=True)))
         if shape.depth < 2:
             raise InputError("--depth 1 drafts nothing: use --mode plain")
-    if args.client_slowdown < 1:
-        raise InputError(f"--client-slowdown {args.client_slowdown}: choose 1 or more")
     return ClientOptions(
         shape,
         args.lengths if args.mode in ("chain", "tree") else (),
@@ -204,10 +179,7 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
 def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
     """Raise InputError for a prompt that no session can hold."""
     positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
-    if not prompt:
-        raise InputError(f"prompt {index} is empty: give it at least one token")
-    if not all(0 <= token < vocab_size for token in prompt):
-        raise InputError(f"prompt {index} has an id outside the vocabulary of {vocab_size}")
+    check_prompt(index, prompt, vocab_size)
     Room(positions).check(index, len(prompt), new)
 
 
@@ -239,14 +211,7 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    lengths = tuple(sorted(set(map(positive, names(text)))))
-    if not lengths or lengths[-1] > MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 to {MOST_STEPS}")
-    return lengths
-
-
-async def _answer_all(answering: Answering, job: ClientJob) -> None:
+async def _answer_all(answering: SplitClient, job: ClientJob) -> None:
     show = _JsonOutput() if job.args.json else _TextOutput(job.writer, job.args.stop)
     try:
         await answering.connect()  # before programs are compiled, which takes a while
@@ -280,7 +245,7 @@ def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
 
 
 async def _answer(
-    answering: Answering,
+    answering: SplitClient,
     job: ClientJob,
     index: int,
     prompt: list[int],
@@ -288,19 +253,15 @@ async def _answer(
 ) -> dict[str, Any]:
     """Answers one prompt, up to the end or the first stop text; returns its figures."""
     stop_when = stopper(job.writer.tokenizer, job.args.stop)
-    begin, first = time.perf_counter(), 0.0
     total = len(prompt) + job.args.max_new_tokens
+
+    def see(event: AnswerEvent) -> int | None:
+        show.take(event, answering)
+        whole = len(answering.text.answer) if answering.done else event.verified
+        return stop_when(answering.text.answer[:whole]) if stop_when else None
+
     events = answering.answer(prompt, total, job.stop_ids, row_of(job.sampling, index))
-    async with contextlib.aclosing(events):
-        async for event in events:
-            first = first or time.perf_counter()
-            show.take(event, answering)
-            whole = len(answering.text.answer) if answering.done else event.verified
-            cut = stop_when(answering.text.answer[:whole]) if stop_when else None
-            if cut is not None:
-                await answering.stop(cut)
-                break
-    return figures_of(answering, prompt, first - begin, time.perf_counter() - first)
+    return figures_of(answering, prompt, await timed(answering, events, see))
 
 
 class _JsonOutput:
@@ -313,7 +274,7 @@ class _JsonOutput:
     def start(self) -> None:
         """Shows nothing: an answer is shown as a whole."""
 
-    def take(self, event: AnswerEvent, answering: Answering) -> None:
+    def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows only news of the link."""
         self._bytes = (answering.traffic.bytes_up, answering.traffic.bytes_down)
         _notice(event)
@@ -355,7 +316,7 @@ class _TextOutput:
         if self._screen is not None:
             self._screen.begin()
 
-    def take(self, event: AnswerEvent, answering: Answering) -> None:
+    def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows what is new; without a terminal only verified text, which is never taken back."""
         verified = self._text(answering.text.answer[: event.verified])
         if self._screen is not None:

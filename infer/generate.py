@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from infer.comparison import bundled_questions, in_figures
+from infer.evaluation.comparison import bundled_questions, in_figures
 from infer.flags import cluster
 from infer.flags.alike import check_alike
 from infer.flags.auto import fill, fill_meanwhile

@@ -31,7 +31,7 @@ from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, shape_of
 from infer.program import Parser, above_zero, local_path, positive, run
 from moa_jax.aot import decoding
 from moa_jax.aot.child import CompilerCrash
-from moa_jax.aot.decoding import FORMATS, Plan, Request
+from moa_jax.aot.decoding import FORMATS, Plan, PlanRequest
 from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.decode.programs import cache_rows_for
@@ -40,7 +40,7 @@ from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.kinds import check_pairing, target_sizes
-from moa_jax.pretrained import Generation, LoadedDrafter, Target, describe_target, load_drafter
+from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target, load_drafter
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 ASSUMED_TAU = {"plain": 1.0, "chain": 3.2, "tree": 4.98}  # Llama-3-8B's, the paper's for a tree
@@ -70,12 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
     return FITS if found["fits"] else DOES_NOT_FIT
 
 
-def request_of(args: argparse.Namespace) -> Request:
+def request_of(args: argparse.Namespace) -> PlanRequest:
     """What the flags ask for; raises InputError for what does not go together."""
     target = _target(args.shape)
     drafter = _drafter(args, target)
     shape = shape_of(args, drafter.depth) if drafter else DraftShape(1)
-    request = Request(
+    request = PlanRequest(
         machine=_machine(args),
         target=target.config,
         drafter=drafter if shape.num_drafted else None,
@@ -113,7 +113,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 def _target(name: str) -> Target:
     """The sizes of a target: known ones by their hub id, else those of its folder."""
     if name in SHAPES:
-        return Target(SHAPES[name], None, Path(name), Generation())
+        return Target(SHAPES[name], None, Path(name), SpecialIds())
     if not Path(name).is_dir():
         known = ", ".join(SHAPES)
         raise InputError(f"--shape {name} is no folder, and no known shape: these are {known}")

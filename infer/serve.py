@@ -50,7 +50,7 @@ from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
 from moa_jax.decode.background import leave
 from moa_jax.decode.engine import Engine
-from moa_jax.decode.engine.group import Gone, Group, follow
+from moa_jax.decode.engine.group import Group, LeaderDied, follow
 from moa_jax.decode.engine.group import gather as group_of
 from moa_jax.decode.engine.group import join as join_group
 from moa_jax.errors import InputError
@@ -101,7 +101,7 @@ def _follow(args: argparse.Namespace, program: str) -> NoReturn:
         engine, _ = _load(args)
     try:
         follow(engine.shelf, first)
-    except Gone as error:
+    except LeaderDied as error:
         print(f"{program}: {error}", file=sys.stderr, flush=True)
         leave(1)
     leave(0)

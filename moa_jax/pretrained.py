@@ -32,7 +32,7 @@ from moa_jax.model.sharding import for_decoding, mesh_of
 FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
 
 
-class Generation(NamedTuple):
+class SpecialIds(NamedTuple):
     """Token ids that decoding needs from a model's files."""
 
     eos_ids: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Target(NamedTuple):
     config: TargetConfig
     params: Any
     folder: Path
-    generation: Generation
+    generation: SpecialIds
 
 
 class LoadedDrafter(NamedTuple):
@@ -198,7 +198,7 @@ def save_target(
     tokenizer_folder: str | os.PathLike[str] | None = None,
     dtype: Any = jnp.bfloat16,
     *,
-    generation: Generation | None = None,
+    generation: SpecialIds | None = None,
 ) -> Path:
     """Write a target, in either layout of its layers, as a Hugging Face folder.
 
@@ -208,7 +208,7 @@ def save_target(
     """
     folder = Path(folder)
     source = None if tokenizer_folder is None else Path(tokenizer_folder)
-    ids = generation or (_special_ids(source) if source else Generation())
+    ids = generation or (_special_ids(source) if source else SpecialIds())
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
     with folders.replacing(folder) as fresh:
         folders.write_json(fresh / "config.json", stored | _generation_to_hf(ids))
@@ -372,7 +372,7 @@ def _describe(folder: Path) -> Target:
     own = folder / "generation_config.json"
     sources = {own: folders.read_json(own) if own.is_file() else {}, path: config}
     eos, pad = (_ids_of(sources, key) for key in ("eos_token_id", "pad_token_id"))
-    return Target(cfg, None, folder, Generation(eos, pad[0] if pad else None))
+    return Target(cfg, None, folder, SpecialIds(eos, pad[0] if pad else None))
 
 
 @contextlib.contextmanager
@@ -398,13 +398,13 @@ def _ids_of(sources: dict[Path, dict[str, Any]], key: str) -> tuple[int, ...]:
     return ()
 
 
-def _generation_to_hf(generation: Generation) -> dict[str, Any]:
+def _generation_to_hf(generation: SpecialIds) -> dict[str, Any]:
     eos = list(generation.eos_ids)
     ids = {"eos_token_id": eos[0] if len(eos) == 1 else eos, "pad_token_id": generation.pad_id}
     return {key: value for key, value in ids.items() if value not in (None, [])}
 
 
-def _special_ids(folder: Path) -> Generation:
+def _special_ids(folder: Path) -> SpecialIds:
     """End and padding ids of a tokenizer's files."""
     settings = folders.read_json(folder / "tokenizer_config.json")
     added = folders.read_json(folder / "tokenizer.json").get("added_tokens", [])
@@ -413,7 +413,7 @@ def _special_ids(folder: Path) -> Generation:
         id_of.get(token["content"] if isinstance(token, dict) else token)
         for token in (settings.get("eos_token"), settings.get("pad_token"))
     )
-    return Generation(() if eos is None else (eos,), pad)
+    return SpecialIds(() if eos is None else (eos,), pad)
 
 
 def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folder: Path) -> str:

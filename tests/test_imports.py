@@ -24,13 +24,14 @@ DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
 LIBRARY = LOADER | DECODE | {"training", "split", "measure", "moa_jax", "version"}
-SHARED = {
+PAIR = {"infer.flags.pair", "infer.flags.auto", "infer.flags.vocabulary"}
+SHARED = PAIR | {
     "infer.program",
     "infer.compile_cache",
     "infer.flags.config_file",
-    "infer.flags.auto",
     "infer.flags.cluster",
     "infer.flags.mesh",
+    "infer.flags.sampling",
     "infer.listening.credentials",
 }
 
@@ -54,9 +55,14 @@ TABLE: dict[str, set[str]] = {
     "infer.compile_cache": set(),
     "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
-    "infer.flags.auto": LOADER - {"data", "drafters"} | {"decode", "measure"},
     "infer.flags.cluster": {"errors", "version", "files", "model", "infer.program"},
     "infer.flags.mesh": {"errors", "model", "infer.program"},
+    "infer.flags.sampling": DECODE | {"infer.program"},
+    "infer.flags.auto": DECODE | {"measure"},
+    "infer.flags.vocabulary": DECODE,
+    "infer.flags.pair": LIBRARY - {"training", "split"}
+    | PAIR
+    | {"infer.program", "infer.flags.mesh"},
     "infer.listening.credentials": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
     "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},

@@ -27,17 +27,14 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-import moa_jax
 from infer.flags.auto import costs_of
-from infer.flags.mesh import add_mesh_flag, asked_mesh
+from infer.flags.mesh import add_mesh_flag
+from infer.flags.pair import BUNDLED, add_weights_flag, open_drafter, open_target, target_options
+from infer.flags.sampling import add_law_flags
 from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
-from moa_jax import load_drafter, load_target
 from moa_jax.config import Sampling
 from moa_jax.data import corpora
 from moa_jax.data.tokenizer import load_tokenizer
@@ -46,18 +43,16 @@ from moa_jax.decode.engine import Engine
 from moa_jax.decode.room import Room
 from moa_jax.decode.vocabulary import default_vocabulary
 from moa_jax.errors import InputError
-from moa_jax.model.quantise import FORMATS
-from moa_jax.pretrained import LoadedDrafter, Target, describe_target
+from moa_jax.pretrained import Target, describe_target
 from train.run.answers import Answers, LocalAnswers
-from train.run.completions import Wanted
+from train.run.completions import AnswerFields
 from train.run.connection import address_of
-from train.run.conversations import Conversation, Rules, answer_all
-from train.run.endpoint import EndpointAnswers, Server
+from train.run.conversations import AnswerRules, Conversation, answer_all
+from train.run.endpoint import Endpoint, EndpointAnswers
 from train.run.partial import Partial
 
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
 DRAWING = ("temperature", "top_k", "top_p", "seed")
-BUNDLED = "bundled"  # the drafter that comes with this package
 LOCAL = ("dtype", "weights", "mesh", "draft", "batch")  # flags without a meaning for an endpoint
 REMOTE = ("model", "api_key_file", "concurrency", "timeout")  # without one for this machine
 AT_ONCE, TIMEOUT_S = 32, 600.0
@@ -78,7 +73,7 @@ def regenerate(args: argparse.Namespace) -> None:
     target = describe_target(args.target)
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
-    rules = Rules(tokenizer, args.max_prompt, args.max_new_tokens, args.ignore_stop, law)
+    rules = AnswerRules(tokenizer, args.max_prompt, args.max_new_tokens, args.ignore_stop, law)
     records = dict(_records(args))
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
@@ -93,7 +88,9 @@ def regenerate(args: argparse.Namespace) -> None:
         print(f"{count} of {len(records)} conversations left out: {fault}", file=sys.stderr)
 
 
-def _answer(records: dict[int, Record], answers: Answers, rules: Rules, partial: Partial) -> None:
+def _answer(
+    records: dict[int, Record], answers: Answers, rules: AnswerRules, partial: Partial
+) -> None:
     """Answers what is not over; what was answered before a fault is kept, as its line says."""
     if not records.keys() >= set(partial.over):
         done = len(partial.over)
@@ -140,11 +137,12 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 # ---- sources of answers ----
 
 
-def _local(args: argparse.Namespace, rules: Rules) -> LocalAnswers:
+def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
     """This machine, with the weights of the target and of a drafter if one is named."""
-    dtype, mesh = args.dtype and jnp.dtype(args.dtype), asked_mesh(args)
-    target = load_target(args.target, dtype, weights=args.weights, mesh=mesh)
-    drafter = _drafter(args, target)
+    target, drafter = open_target(args.target, **target_options(args)), None
+    if args.draft is not None:
+        folder = None if args.draft == BUNDLED else args.draft
+        drafter = open_drafter(folder, target, weights=args.weights)
     vocabulary = drafter and default_vocabulary(target, drafter)
     engine = Engine(
         target,
@@ -159,23 +157,12 @@ def _local(args: argparse.Namespace, rules: Rules) -> LocalAnswers:
     return LocalAnswers(engine, rules.tokenizer, args.max_new_tokens, stop_ids)
 
 
-def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter | None:
-    if args.draft is None:
-        return None
-    bundled = Path(moa_jax.__file__).parent / "demo" / "draft"
-    folder = bundled if args.draft == BUNDLED else args.draft
-    drafter = load_drafter(folder, target, weights=args.weights)
-    for notice in drafter.notices:
-        print(notice, file=sys.stderr)
-    return drafter
-
-
-def _endpoint(args: argparse.Namespace, target: Target, rules: Rules) -> EndpointAnswers:
+def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
     """A server, which was asked what it has and speaks."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
     notice = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    server = Server(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
-    wanted = Wanted(
+    server = Endpoint(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
+    wanted = AnswerFields(
         rules.tokenizer,
         target.config.vocab_size,
         args.max_new_tokens,
@@ -201,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
-    group.add_argument("--weights", choices=FORMATS, help="quantise matrices; default: as --dtype")
+    add_weights_flag(group)
     add_mesh_flag(group)
     group.add_argument(
         "--draft",
@@ -236,9 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     group.add_argument("--ignore-stop", action="store_true", help="go on past the answer's end")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+    add_law_flags(group)
     group.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     group.add_argument("--shard", type=_shard, metavar="I/N", help="every N-th record, from I on")
     return parser

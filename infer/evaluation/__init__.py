@@ -8,4 +8,6 @@ From questions to reports:
     answers.py        their answers on disk, in Spec-Bench's format, resumable
     report.py         tables and JSON;  plots.py  pictures;  paper.py  the paper's figures
     conversations.py  questions from chat records, by source
+
+comparison.py is what `infer.generate --compare` shows: plain and drafted decoding in turns.
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.flags.pair import (
+    BUNDLED,
     DEMO,
     EXPLICIT,
     drafter_options,
@@ -26,14 +27,13 @@ from moa_jax.errors import InputError
 from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
-BUNDLED = "bundled"  # a name for the bundled drafter's folder
 PLAIN = "plain"  # the name of the decoding that all others are measured beside
 OPTIONS = {"method": "method", "n": "target_layer_inference"}  # of one --draft: flag
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _OPTIONS = re.compile(r"(.*?)((?:,\w+=[^,/]*)*)", re.DOTALL)
 
 
-class Given(NamedTuple):
+class DraftFlag(NamedTuple):
     """What one --draft says."""
 
     label: str | None
@@ -120,7 +120,7 @@ def describe(
     }
 
 
-def _load(args: argparse.Namespace, given: list[Given]) -> tuple[Target, list[LoadedDrafter]]:
+def _load(args: argparse.Namespace, given: list[DraftFlag]) -> tuple[Target, list[LoadedDrafter]]:
     """The target and all drafters; the options within one --draft override the flags."""
     common = drafter_options(args) | {"weights": args.weights}
     args.draft = None if given[0].path == BUNDLED else given[0].path
@@ -167,22 +167,22 @@ def _flags_of(
     return flags
 
 
-def given_of(text: str) -> Given:
+def given_of(text: str) -> DraftFlag:
     """Split [NAME=]DIR[,method=KIND][,n=N]; the name becomes part of a file's name.
 
     A text that is a folder as it stands has neither name nor options.
     """
     if Path(text).is_dir():
-        return Given(None, text, {})
+        return DraftFlag(None, text, {})
     path, options = text, ""
     if not Path(text.partition("=")[2]).is_dir():
         path, options = _OPTIONS.fullmatch(text).groups()
     name, equals, rest = path.partition("=")
     if not equals:
-        return Given(None, path, _options(text, options))
+        return DraftFlag(None, path, _options(text, options))
     if not _NAME.fullmatch(name) or not rest:
         raise InputError(f"--draft {text}: write NAME=DIR, the name of letters, digits, . _ + -")
-    return Given(name, rest, _options(text, options))
+    return DraftFlag(name, rest, _options(text, options))
 
 
 def _options(text: str, options: str) -> dict[str, Any]:

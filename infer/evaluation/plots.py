@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from infer.evaluation import paper
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.report import ALL
+from moa_jax.measure.plot import colour, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHADES = "tab10"
 PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}
 PAPERS = f"paper, {paper.MAIN} (Llama-3-8B)"
 MOST_SETS = 12  # names of sets side by side that have room; more are written upright
@@ -34,7 +34,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
     for index, model in enumerate(models):
         own = [row for row in rows if row["model"] == model and row["tau"] is not None]
         x = [sets.index(row["set"]) + (index - (len(models) - 1) / 2) * width for row in own]
-        look = {"width": 0.92 * width, "color": _colour(index), "label": model}
+        look = {"width": 0.92 * width, "color": colour(index), "label": model}
         speedups = [row["speedup"] for row in own]
         spread = [
             [row["speedup"] - row["speedup_quartiles"][0] for row in own],
@@ -49,7 +49,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
     for panel, label in ((top, "speedup over plain decoding"), (bottom, "tau")):
         panel.axhline(1, color="0.35", linewidth=1)
         panel.set_ylabel(label)
-        _tidy(panel)
+        tidy(panel, "y")
     bottom.set_xticks(range(len(sets)), sets, rotation=90 if crowded else 0)
     _legend(figure, bottom)
     return figure
@@ -71,13 +71,13 @@ def acceptance_figure(document: Mapping[str, Any]) -> Figure:
         for index, row in enumerate(rows):
             found = [(i, value) for i, value in enumerate(row[key], 1) if value is not None]
             if found:
-                look = {"color": _colour(index), "marker": "o", "markersize": 5}
+                look = {"color": colour(index), "marker": "o", "markersize": 5}
                 panel.plot(*zip(*found, strict=True), label=row["model"], **look)
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("position in the draft")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_ylim(0, 1)
-        _tidy(panel)
+        tidy(panel, "y")
     panels[0].set_ylabel("share accepted")
     _legend(figure, panels[0])
     return figure
@@ -93,22 +93,9 @@ def _mark_paper(top: Any, bottom: Any, sets: list[str]) -> None:
         bottom.plot(x, [known[name].tau for name in names], **PAPER_STYLE, label=PAPERS)
 
 
-def _colour(index: int) -> Any:
-    from matplotlib import colormaps
-
-    shades = colormaps[SHADES].colors
-    return shades[index % len(shades)]
-
-
 def _legend(figure: Any, panel: Any) -> None:
     """The names of one panel above all of them, the paper's last."""
     found = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
     labels = sorted(found, key=lambda label: label == PAPERS)
     handles = [found[label] for label in labels]
     figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
-
-
-def _tidy(panel: Any) -> None:
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", color="0.9")
-    panel.set_axisbelow(True)

@@ -27,6 +27,7 @@ from moa_jax.files.folders import find_folder
 from moa_jax.model.quantise import FORMATS
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
+BUNDLED = "bundled"  # names the drafter that comes with this package
 DEMO = Path(moa_jax.__file__).parent / "demo"
 EXPLICIT = ("plain", "chain", "tree")
 AUTO = "auto"
@@ -161,7 +162,7 @@ def load_pair(
     if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
         target = describe_target(find_folder(target_name or DEMO / "target"))
     else:
-        target = open_target(args)
+        target = open_target(target_name, **target_options(args))
     if not for_client and getattr(args, "mode", None) == "plain":
         return target, None
     options = drafter_options(args) | {"dtype": dtype_of(args), "weights": args.weights}
@@ -189,10 +190,12 @@ def named_pair(
     return args.target, args.draft
 
 
-def open_target(args: argparse.Namespace) -> Target:
-    """The target that --target, --dtype, --weights and --mesh name, by default the bundled one."""
-    folder = args.target or DEMO / "target"
-    target = load_target(folder, dtype_of(args), weights=args.weights, mesh=asked_mesh(args))
+def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target:
+    """A target that decodes, the bundled one for None.
+
+    `options` are those of `load_target`, which raises InputError.
+    """
+    target = load_target(folder or DEMO / "target", **options)
     # Here rather than in each session: those find it done, and no weight is held twice.
     return target._replace(params=for_decoding(Weights(target.params, None)).target)
 
@@ -208,6 +211,11 @@ def open_drafter(
     for notice in drafter.notices:
         print(notice, file=sys.stderr)
     return drafter
+
+
+def target_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What --dtype, --weights and --mesh say, as `load_target` takes it; raises InputError."""
+    return {"dtype": dtype_of(args), "weights": args.weights, "mesh": asked_mesh(args)}
 
 
 def drafter_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.program import positive
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.decode.session import StopWhen
 from moa_jax.decode.text import stop_finder
 from moa_jax.errors import InputError
@@ -17,9 +18,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add temperature, cuts of the distribution, penalties, stops and the longest answer."""
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+    add_law_flags(group)
     group.add_argument(
         "--min-p",
         type=float,
@@ -51,6 +50,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_law_flags(group: Any) -> None:
+    """Add temperature, and the cuts that all servers know."""
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+
+
 def sampling_of(args: argparse.Namespace) -> Sampling:
     """The settings of the first prompt; raises InputError for values out of range."""
     return Sampling(
@@ -69,7 +75,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
     """Raise InputError for an id that no answer can hold."""
     for token in stop_ids or ():
-        if not 0 <= token < vocab_size:
+        if not is_id(token, vocab_size):
             raise InputError(
                 f"--stop-ids names the id {token}, outside the target's vocabulary of "
                 f"{vocab_size}: leave it out"

@@ -1,8 +1,11 @@
 """Other software on the same weights and prompts, each in a process of its own.
 
 A peer is a program beside this file that nothing imports: it reads a JSON document from stdin,
-writes one to stdout, and may use what the project itself does without. `locustfile.py` is for
-Locust, which asks a running `infer.serve`.
+writes one to stdout, and may use what the project itself does without.
+
+transformers_generate.py  greedy decoding by transformers, plain and with prompt lookup
+unpickle.py               rewrites pickled weights as safetensors; a command of its own
+locustfile.py             for Locust, which asks a running `infer.serve`
 """
 
 from __future__ import annotations

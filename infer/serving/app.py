@@ -61,7 +61,7 @@ class ServingLimits:
     send_seconds: float = 30.0  # that a client may take to accept what was written
 
 
-class Gone(Exception):
+class ClientLeft(Exception):
     """The client has left."""
 
 
@@ -283,7 +283,7 @@ class OpenAIServer:
                 response = await do(request)
             except Refusal as refusal:
                 response = self.refused(refusal)
-            except Gone:
+            except ClientLeft:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:
                 self.log("error", what=place_of(error))
@@ -343,7 +343,7 @@ class EventStream(Response):
             await send(start)
             await unless_gone(receive, self._write(send))
             await self._send(send, b"", more=False)
-        except (Gone, OSError, TimeoutError):  # nobody is there who could be told
+        except (ClientLeft, OSError, TimeoutError):  # nobody is there who could be told
             pass
         finally:
             self._server.ended(self._answering, self._replies.id)
@@ -383,13 +383,13 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of work that ends when the client leaves; raises Gone then."""
+    """The result of work that ends when the client leaves; raises ClientLeft then."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_leave(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise Gone
+        raise ClientLeft
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -402,10 +402,10 @@ async def _leave(receive: Receive) -> None:
 
 
 async def _next_part(request: Request) -> tuple[bytes, bool]:
-    """The next part of a body, and whether more will come; raises Gone if the client left."""
+    """The next part of a body, and whether more will come; raises ClientLeft if the client left."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
-        raise Gone
+        raise ClientLeft
     return message.get("body", b""), message.get("more_body", False)
 
 

@@ -5,4 +5,5 @@ hlo.py       compiled programs, as text   products.py  the matrix products in th
 accesses.py  what they read and write     declared.py  what Pallas kernels say they cost
 kernels.py   what runs in a round         decoding.py  what decoding costs, does it fit?
 lowering.py  decode and prefill programs  planning.py  the training step: does it fit?
+schedule.py  how long a program takes
 """

@@ -19,7 +19,7 @@ from moa_jax.aot.hlo import FOLLOWED, FREE, Array, Computation, Instruction
 
 KINDS = WEIGHTS, CACHES, ACTIVATIONS = "weights", "caches", "activations"
 ON_CHIP = "on chip"  # activations that never reach the chip's memory
-Kind = str | tuple["Kind", ...]  # of an array, or of each element of a tuple
+ArrayKind = str | tuple["ArrayKind", ...]  # of an array, or of each element of a tuple
 
 _SLICES = {"slice", "dynamic-slice", "gather", "slice-start"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand holds what is new
@@ -36,7 +36,7 @@ class Written(NamedTuple):
     """An array that a kernel gives."""
 
     array: Array
-    kind: Kind
+    kind: ArrayKind
     share: float  # that is new
 
     @property
@@ -55,14 +55,16 @@ class Accesses:
         every = [each for computation in computations.values() for each in computation.values()]
         self._fused = {name for e in every if e.opcode == "fusion" for name in e.called}
 
-    def kinds(self, at: str, given: list[Kind]) -> dict[str, Kind]:
+    def kinds(self, at: str, given: list[ArrayKind]) -> dict[str, ArrayKind]:
         """The kind of everything in a computation, from those of its parameters."""
-        found: dict[str, Kind] = {}
+        found: dict[str, ArrayKind] = {}
         for each in self.computations[at].values():
             found[each.name] = self._kind(each, found, given)
         return found
 
-    def _kind(self, each: Instruction, found: dict[str, Kind], given: list[Kind]) -> Kind:
+    def _kind(
+        self, each: Instruction, found: dict[str, ArrayKind], given: list[ArrayKind]
+    ) -> ArrayKind:
         of = [found.get(name, ACTIVATIONS) for name in each.operands]
         if each.opcode == "parameter":
             return given[int(each.arguments)]
@@ -87,13 +89,13 @@ class Accesses:
             return kinds[hlo.result_of(self.computations[inner]).name]
         return ACTIVATIONS
 
-    def place(self, array: Array, kind: Kind) -> str:
+    def place(self, array: Array, kind: ArrayKind) -> str:
         """What an access to an array counts as."""
         kind = ACTIVATIONS if isinstance(kind, tuple) else kind
         stays = kind == ACTIVATIONS and array.size <= self.stays
         return ON_CHIP if array.on_chip or stays else kind
 
-    def read(self, at: str, each: Instruction, kinds: dict[str, Kind]) -> Counter[str]:
+    def read(self, at: str, each: Instruction, kinds: dict[str, ArrayKind]) -> Counter[str]:
         """Bytes that an instruction reads, by where they come from."""
         moved: Counter[str] = Counter()
         for index, name in enumerate(each.operands):
@@ -131,13 +133,15 @@ class Accesses:
                 total += self._share(at, user, index)
         return min(1.0, total)
 
-    def written(self, at: str, each: Instruction, kinds: dict[str, Kind]) -> Iterator[Written]:
+    def written(self, at: str, each: Instruction, kinds: dict[str, ArrayKind]) -> Iterator[Written]:
         """The arrays that an instruction gives, and how much of each is new."""
         found = self._given(at, each.name, kinds)
         for array, (share, kind) in zip(results_of(each), found, strict=False):
             yield Written(array, kind, share)
 
-    def _given(self, at: str, name: str, kinds: dict[str, Kind]) -> list[tuple[float, Kind]]:
+    def _given(
+        self, at: str, name: str, kinds: dict[str, ArrayKind]
+    ) -> list[tuple[float, ArrayKind]]:
         """How much of each array of a value is new, and its kind."""
         each = self.computations[at][name]
         if each.opcode == "tuple":

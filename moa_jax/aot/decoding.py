@@ -47,7 +47,7 @@ FORMATS = ("bfloat16", "float32", *quantise.FORMATS)  # of weights
 ADVICE = "try fewer --cache-rows or a smaller --batch"
 
 
-class Request(NamedTuple):
+class PlanRequest(NamedTuple):
     """What is planned; everything in it can be pickled."""
 
     machine: Machine
@@ -116,7 +116,7 @@ class Request(NamedTuple):
         return 1.0 if self.rows_used is None else self.rows_used / self.cache_rows
 
 
-def plan(request: Request) -> Plan:
+def plan(request: PlanRequest) -> Plan:
     """What decoding costs on a machine; a dictionary fit for JSON.
 
     Raises InputError for what cannot be planned and CompilerCrash where the compiler dies.
@@ -128,7 +128,7 @@ def plan(request: Request) -> Plan:
 # ---- in the child -------------------------------------------------------------------------
 
 
-def compile_plan(request: Request) -> Plan:
+def compile_plan(request: PlanRequest) -> Plan:
     """`plan`, in this process; the text of the decode program comes with it."""
     setup = _setup(request)
     where, *others = machines.devices(request.machine)
@@ -162,7 +162,7 @@ def weights_of(setup: Setup, name: str) -> Weights:
     return lowering.abstract_weights(setup, jnp.dtype(name))
 
 
-def _spread(request: Request, weights: Weights, mesh: Mesh) -> Weights:
+def _spread(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
     """The shapes of weights, with where they lie on a mesh."""
     check_mesh(request.target, mesh)
 
@@ -185,12 +185,12 @@ def kind_of(argument: str) -> str:
     return CACHES if "_cache" in argument else ACTIVATIONS
 
 
-def _setup(request: Request) -> Setup:
+def _setup(request: PlanRequest) -> Setup:
     drafter = request.drafter and functions_of(request.drafter, request.target)
     return Setup(request.target, drafter, request.shape)
 
 
-def _asked(request: Request) -> Plan:
+def _asked(request: PlanRequest) -> Plan:
     shape = request.shape
     return {
         "topology": request.machine.name,
@@ -213,7 +213,7 @@ def _asked(request: Request) -> Plan:
 
 
 def _memory(
-    request: Request, weights: Weights, state: DecodeState, programs: Sequence[HloModule]
+    request: PlanRequest, weights: Weights, state: DecodeState, programs: Sequence[HloModule]
 ) -> Plan:
     """Bytes that are held while the hungrier of the programs runs, and whether there is room."""
     refused = [program for program in programs if program.hlo is None]
@@ -230,7 +230,7 @@ def _memory(
 
 
 def _costs(
-    request: Request,
+    request: PlanRequest,
     decode: HloModule,
     prefill: HloModule,
     caches: frozenset[tuple[int, ...]] = frozenset(),
@@ -261,12 +261,12 @@ def _costs(
     }
 
 
-def _chunk(request: Request) -> int:
+def _chunk(request: PlanRequest) -> int:
     """Tokens of a prompt that are read at a time."""
     return min(chunks_for(request.machine.chip.compiler, request.batch)[0], request.cache_rows)
 
 
-def _phase(request: Request, name: str, found: list[Kernel]) -> Plan:
+def _phase(request: PlanRequest, name: str, found: list[Kernel]) -> Plan:
     """One line of the table; bytes are those that reach the memory."""
     moved: Counter[str] = Counter()
     for kernel in found:
@@ -283,13 +283,13 @@ def _phase(request: Request, name: str, found: list[Kernel]) -> Plan:
     }
 
 
-def _seconds(request: Request, kernel: Kernel) -> float:
+def _seconds(request: PlanRequest, kernel: Kernel) -> float:
     chip = request.machine.chip
     rate = chip.flops("float32" if kernel.is_float32 else "bfloat16")
     return max(kernel.in_memory / chip.bandwidth, kernel.flops / rate) + chip.launch
 
 
-def _links(request: Request, found: dict[str, Traffic]) -> Plan:
+def _links(request: PlanRequest, found: dict[str, Traffic]) -> Plan:
     """What the chips of a mesh send each other in a round, and how long that takes."""
     machine, received = request.machine, sum(traffic.received for traffic in found.values())
     seconds = machine.chip.latency * sum(traffic.count for traffic in found.values())
@@ -322,7 +322,7 @@ def _moves(found: list[Kernel]) -> list[Plan]:
 # ---- the roofline -------------------------------------------------------------------------
 
 
-def _roofline(request: Request, setup: Setup, weights: Weights, state: DecodeState) -> Plan:
+def _roofline(request: PlanRequest, setup: Setup, weights: Weights, state: DecodeState) -> Plan:
     """Tokens/s that programs can come close to on this chip.
 
     A round is one pass of the target over all nodes, one of the drafter for each drafted level,
@@ -362,7 +362,7 @@ def _products_of(params: Any) -> Any:
 
 
 def _pass_s(
-    request: Request, weights: Any, cache_bytes: float, tokens: int, attended: float = 0.0
+    request: PlanRequest, weights: Any, cache_bytes: float, tokens: int, attended: float = 0.0
 ) -> float:
     """Seconds of one pass: each weight and used row read once, or the products with them."""
     chip = request.machine.chip

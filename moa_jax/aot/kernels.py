@@ -24,7 +24,7 @@ from moa_jax.aot.accesses import (
     ON_CHIP,
     WEIGHTS,
     Accesses,
-    Kind,
+    ArrayKind,
     is_free,
     results_of,
     target,
@@ -123,7 +123,7 @@ def of_program(text: str, kind_of: Callable[[str], str], rules: Rules) -> list[K
     return list(reader.kernels(at, given, 1, rules.rest))
 
 
-def _arguments(entry: Computation, kind_of: Callable[[str], str]) -> list[Kind]:
+def _arguments(entry: Computation, kind_of: Callable[[str], str]) -> list[ArrayKind]:
     parameters = {int(e.arguments): e for e in entry.values() if e.opcode == "parameter"}
     return [kind_of(parameters[index].label) for index in sorted(parameters)]
 
@@ -137,7 +137,7 @@ class _Reader:
 
     # ---- what runs, and how often -----------------------------------------------------------
 
-    def kernels(self, at: str, given: list[Kind], times: int, rest: str) -> Iterator[Kernel]:
+    def kernels(self, at: str, given: list[ArrayKind], times: int, rest: str) -> Iterator[Kernel]:
         """The kernels of a computation; `rest` is the phase of those that show none."""
         kinds, phases = self.accesses.kinds(at, given), self._phases(at)
         for each in self.computations[at].values():
@@ -156,7 +156,7 @@ class _Reader:
                 yield self._kernel(at, each, kinds)._replace(phase=phase, times=times)
 
     def _loop(
-        self, at: str, loop: Instruction, state: list[Kind], times: int, phase: str
+        self, at: str, loop: Instruction, state: list[ArrayKind], times: int, phase: str
     ) -> Iterator[Kernel]:
         turns = hlo.trips_of(self.computations, self.computations[at], loop)
         turns = self.rules.turns if turns is None else turns
@@ -169,7 +169,7 @@ class _Reader:
         for name in [hlo.body_of(loop)] if hlo.has_known_trips(loop) else loop.called:
             yield from self.kernels(name, state, times * turns, phase)
 
-    def _kernel(self, at: str, each: Instruction, kinds: dict[str, Kind]) -> Kernel:
+    def _kernel(self, at: str, each: Instruction, kinds: dict[str, ArrayKind]) -> Kernel:
         label = each.label or next(filter(None, self._labels(each)), "")
         if target(each) in _PALLAS:
             moved, flops = self._declared(at, each, label, kinds)
@@ -202,7 +202,7 @@ class _Reader:
     # ---- Pallas -----------------------------------------------------------------------------
 
     def _declared(
-        self, at: str, call: Instruction, label: str, kinds: dict[str, Kind]
+        self, at: str, call: Instruction, label: str, kinds: dict[str, ArrayKind]
     ) -> tuple[Counter[str], int]:
         """Bytes by kind and FLOPs of a Pallas kernel, as it declares them.
 

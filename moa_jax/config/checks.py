@@ -1,8 +1,10 @@
-"""Checks that several configs share."""
+"""Checks of settings and token ids."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from moa_jax.errors import InputError
 
@@ -13,3 +15,9 @@ def at_least(low: int, config: Any, *names: str) -> None:
         value = getattr(config, name)
         if type(value) is not int or value < low:
             raise InputError(f"{name} is {value!r}: choose a whole number of at least {low}")
+
+
+def is_id(token: Any, vocab_size: int) -> bool:
+    """Whether this is a number that the vocabulary has."""
+    is_number = isinstance(token, int | np.integer) and not isinstance(token, bool)
+    return is_number and 0 <= token < vocab_size

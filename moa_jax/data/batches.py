@@ -20,14 +20,14 @@ from moa_jax.data import chat, corpora, reference, shards
 from moa_jax.data.batch import Batch
 from moa_jax.data.encode import Coder, Outcome, outcomes
 from moa_jax.data.mixture import Mixture
-from moa_jax.data.report import Report, Tally, refusal, total
+from moa_jax.data.report import DataReport, Tally, refusal, total
 from moa_jax.data.rows import blocks, empty, pack, pad
 from moa_jax.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Mixture", "Report", "load", "pack", "pad"]
+__all__ = ["Batches", "Mixture", "DataReport", "load", "pack", "pad"]
 
 # (records if known, label) -> a context with step(count), such as a progress bar
 Watch = Callable[[int | None, str], Any]
@@ -81,7 +81,7 @@ def load(
     vocab_size: int,
     split: Literal["train", "validation"],
     watch: Watch | None = None,
-) -> tuple[Batches | Mixture, Report]:
+) -> tuple[Batches | Mixture, DataReport]:
     """Read, encode and lay out one split, or find it in the cache; `watch` shows the progress.
 
     Records that cannot be used are counted, or refused by `config.bad_records`. Raises
@@ -107,10 +107,10 @@ def load(
     return Batches(rows, config.rows_per_batch, config.seed, pad_id), report
 
 
-def _rows(paths: Sequence[str], coder: Coder, watch: Watch) -> tuple[Batch, Report]:
+def _rows(paths: Sequence[str], coder: Coder, watch: Watch) -> tuple[Batch, DataReport]:
     """The rows of some paths, in memory or on disk."""
 
-    def build() -> tuple[Iterator[Batch], Callable[[], Report]]:
+    def build() -> tuple[Iterator[Batch], Callable[[], DataReport]]:
         tally = Tally(paths, coder)
         examples = tally.examples(_watched(paths, coder, watch))
         config, pad_id = coder.config, chat.pad_id(coder.tokenizer, coder.vocab_size)

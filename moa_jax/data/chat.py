@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from moa_jax.config.checks import is_id
 from moa_jax.errors import InputError, first_line
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ def encode_ids(record: dict, vocab_size: int, max_length: int) -> Example | None
     """
     prompt, answer = record.get("prompt_ids") or [], record["token_ids"]
     for ids in (prompt, answer):
-        known = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-        if not known:
+        if not isinstance(ids, list) or not all(is_id(each, vocab_size) for each in ids):
             raise InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
     tokens_T = np.array((prompt + answer)[:max_length], np.int32)
     response_T = np.arange(len(tokens_T)) >= len(prompt)

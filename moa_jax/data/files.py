@@ -20,14 +20,14 @@ from moa_jax.files.places import files_below, is_stored, place
 Found = Iterator[tuple[str, dict | InputError]]  # a place, `FILE line N`, and what is there
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """How files with one ending are read, and how their records are counted."""
 
     read: Callable[[Path], Found]
     count: Callable[[Path], int]
 
 
-def kind_of(file: Path) -> Kind:
+def kind_of(file: Path) -> FileKind:
     """The reader for a file's ending; InputError for one that no reader knows."""
     kind = next((kind for end, kind in KINDS.items() if file.name.endswith(end)), None)
     if kind is None:
@@ -166,12 +166,12 @@ def _rows(part: Any) -> list[dict | InputError]:
         return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
 
 
-LINES = Kind(_read_jsonl, lambda file: sum(1 for _ in _lines(file)))
-VALUES = Kind(_read_json, lambda file: len(_values(file)))
-KINDS: dict[str, Kind] = {
+LINES = FileKind(_read_jsonl, lambda file: sum(1 for _ in _lines(file)))
+VALUES = FileKind(_read_json, lambda file: len(_values(file)))
+KINDS: dict[str, FileKind] = {
     ".jsonl": LINES,
     ".jsonl.gz": LINES,
     ".json": VALUES,
     ".json.gz": VALUES,
-    ".parquet": Kind(_read_parquet, _count_parquet),
+    ".parquet": FileKind(_read_parquet, _count_parquet),
 }

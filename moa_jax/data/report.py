@@ -16,7 +16,7 @@ SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows")
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class DataReport:
     """What became of the records of one split, and what its rows hold."""
 
     kept: int  # records
@@ -48,12 +48,12 @@ class Report:
         return self.tokens / (self.rows * self.row_length)
 
 
-def total(reports: Sequence[Report]) -> Report:
+def total(reports: Sequence[DataReport]) -> DataReport:
     """One report for several paths with rows of one length."""
     dropped = sum((Counter(report.dropped) for report in reports), Counter())
     first = {why: place for report in reversed(reports) for why, place in report.first.items()}
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
-    return Report(
+    return DataReport(
         dropped=dict(dropped.most_common()), row_length=reports[0].row_length, first=first, **sums
     )
 
@@ -103,11 +103,11 @@ class Tally:
             )
             yield rows
 
-    def report(self) -> Report:
+    def report(self) -> DataReport:
         """What has passed."""
         dropped = dict(self._dropped.most_common())
         counts = {name: self._counts[name] for name in SUMS}
-        return Report(
+        return DataReport(
             dropped=dropped, row_length=self._coder.config.row_length, first=self._first, **counts
         )
 

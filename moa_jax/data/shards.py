@@ -29,7 +29,7 @@ import numpy as np
 from moa_jax.data import corpora
 from moa_jax.data.batch import Batch
 from moa_jax.data.encode import Coder
-from moa_jax.data.report import Report
+from moa_jax.data.report import DataReport
 from moa_jax.data.rows import BLOCK
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.places import is_stored
@@ -42,7 +42,7 @@ MANIFEST = "manifest.json"
 ABANDONED_S = 3600.0  # a build at work writes more often than this
 OPEN_FILES = 256  # mapped at a time; each costs a file descriptor
 
-Build = Callable[[], tuple[Iterable[Batch], Callable[[], Report]]]
+Build = Callable[[], tuple[Iterable[Batch], Callable[[], DataReport]]]
 
 
 class Column:
@@ -100,7 +100,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, Report]:
+def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, DataReport]:
     """The rows that `made_from` decides, as columns on disk; built if no run has done so.
 
     One process builds; others that want the same rows wait. Raises InputError for a folder that
@@ -175,7 +175,7 @@ def _write(folder: Path, number: int, rows: Batch) -> dict[str, Any]:
     return {"file": file.name, "rows": len(stored_RT), "bytes": file.stat().st_size}
 
 
-def _open(folder: Path) -> tuple[Batch, Report]:
+def _open(folder: Path) -> tuple[Batch, DataReport]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         for shard in manifest["shards"]:
@@ -187,7 +187,7 @@ def _open(folder: Path) -> tuple[Batch, Report]:
         ) from error
     files = [folder / shard["file"] for shard in manifest["shards"]]
     ends = np.cumsum([shard["rows"] for shard in manifest["shards"]])
-    report = Report(**manifest["report"])
+    report = DataReport(**manifest["report"])
     types = (np.int32, np.int32, np.int32, np.bool_)
     columns = (
         Column(files, ends, field, report.row_length, dtype)

@@ -7,6 +7,7 @@ programs.py     compiled programs            background.py  work that nobody wai
 sample.py       laws, noise, rejection       vocabulary.py  which tokens may be drafted
 text.py         tokens as text, stop texts   room.py        what fits a cache and a target
 exactness.py    where two answers differ     logprobs.py    what the target thought of them
+order.py        answers and prompts in turn  mappings.py    how many programs a process may have
 
 engine/         many answers at once
 """

@@ -62,7 +62,7 @@ RESCUED = 1.5  # a tree misses a level as often as a chain misses its token, to 
 DEVIATIONS = 1.5  # from a share to the highest that is likely
 
 
-class Choice(NamedTuple):
+class ShapeChoice(NamedTuple):
     """What to draft next, and for how many rounds until `Chooser.next` is asked again."""
 
     shape: DraftShape
@@ -139,7 +139,7 @@ class Chooser:
         else:
             self._since += rounds
 
-    def next(self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]) -> Choice:
+    def next(self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]) -> ShapeChoice:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
         A way without a cost is left out. Where no way has one it is `own`, else plain decoding,
@@ -151,19 +151,19 @@ class Chooser:
             if way in ready and priced in costs
         }
         if not known:
-            return Choice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
+            return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens = self._tokens(known)
         rates = {way: tokens[way].expected / ms for way, ms in known.items()}
         best = max(known, key=rates.__getitem__)
         if self._probe in known and self._left > 0:
-            return Choice(self._probe, self._left)
+            return ShapeChoice(self._probe, self._left)
         self._judge(best, rates[best])
         if self._since >= self._wait and (probe := _probe(best, known, tokens)):
             self._probe, self._left = probe
-            return Choice(*probe)
+            return ShapeChoice(*probe)
         rounds = min(max(self._heard, 1), ROUNDS_BETWEEN_CHOICES)
         left = self._wait - self._since
-        return Choice(best, min(left, rounds) if left > 0 else rounds)
+        return ShapeChoice(best, min(left, rounds) if left > 0 else rounds)
 
     def _heard_of(self, way: DraftShape) -> list[_Position]:
         if way.is_chain:
@@ -207,7 +207,7 @@ def _probe(
     best: DraftShape,
     costs: Mapping[DraftShape, float],
     tokens: Mapping[DraftShape, _Tokens],
-) -> Choice | None:
+) -> ShapeChoice | None:
     """The probe that may gain most before it has lost what it may; None if none can gain."""
     rate = tokens[best].expected / costs[best]
     found, largest = None, 0.0
@@ -217,7 +217,7 @@ def _probe(
         rounds = TOKENS_OF_A_PROBE / lost
         gain = rounds * (tokens[way].most / ms - rate)
         if gain > largest and _tells_more(way, best):
-            found, largest = Choice(way, max(LEAST_PROBE, round(rounds))), gain
+            found, largest = ShapeChoice(way, max(LEAST_PROBE, round(rounds))), gain
     return found
 
 

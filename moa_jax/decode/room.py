@@ -9,10 +9,14 @@ double each time: a chat soon stops compiling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from moa_jax.config.checks import is_id
 from moa_jax.decode.programs import ROWS_OF_A_TILE, bucket, cache_rows_for
 from moa_jax.errors import InputError
+
+MOST_STOPS = 64  # stop ids of an answer
 
 
 class Room(NamedTuple):
@@ -50,3 +54,21 @@ class Room(NamedTuple):
                 f"a cache of {self.cache_rows} rows is too small: prompt {index} needs {needed}, "
                 f"{self.draft_rows} of them for drafts: make it larger, or draft less at a time"
             )
+
+
+def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError unless the prompt of this index is tokens of the vocabulary."""
+    if not len(prompt):
+        raise InputError(f"prompt {index} is empty: give it at least one token")
+    for token in prompt:
+        if not is_id(token, vocab_size):
+            raise InputError(
+                f"prompt {index} has the id {token}, outside the vocabulary of {vocab_size}: use "
+                "the target's own tokenizer"
+            )
+
+
+def check_stops(stop_ids: Sequence[int]) -> None:
+    """Raise InputError for more stop ids than an answer may have."""
+    if len(stop_ids) > MOST_STOPS:
+        raise InputError(f"{len(stop_ids)} stop ids: at most {MOST_STOPS} for one answer")

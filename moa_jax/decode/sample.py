@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.drafters.api import NOTHING, Tree
 from moa_jax.errors import InputError
 from moa_jax.model.pieces import in_pieces
@@ -118,11 +119,6 @@ def with_keys(law: Law) -> Law:
     if law.key_B is None:
         return law
     return law._replace(key_B=jax.random.wrap_key_data(law.key_B, impl="threefry2x32"))
-
-
-def is_id(token: Any, vocab_size: int) -> bool:
-    """Whether this is a number that the vocabulary has."""
-    return isinstance(token, int | np.integer) and 0 <= token < vocab_size
 
 
 def adjust(law: Law, logits_BNV: Array, said: Said, bias_BV: Array | None) -> Array:

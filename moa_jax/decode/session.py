@@ -25,8 +25,8 @@ from moa_jax.decode.background import Background
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
-from moa_jax.decode.room import Room
-from moa_jax.decode.sample import Law, is_id, law_of
+from moa_jax.decode.room import Room, check_prompt
+from moa_jax.decode.sample import Law, law_of
 from moa_jax.decode.step import NEVER, DecodeState, Limits, Setup, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
@@ -314,14 +314,7 @@ class Session:
         for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B, strict=True)):
             if wanted < 1:
                 raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
-            if not len(prompt):
-                raise InputError(f"prompt {index} is empty: give it at least one token")
-            wrong = [token for token in prompt if not is_id(token, vocab_size)]
-            if wrong:
-                raise InputError(
-                    f"prompt {index} has the id {wrong[0]}, outside the vocabulary of "
-                    f"{vocab_size}: use the target's own tokenizer"
-                )
+            check_prompt(index, prompt, vocab_size)
             self.room.check(index, len(prompt), wanted)
         return wanted_B
 

@@ -3,5 +3,5 @@
 folders.py    found, read, written whole   hf_config.py    the config.json of a target
 placement.py  tensors <-> devices          kinds.py        what a kind of drafter says of itself
 packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
-parts.py      a model's hash, its parts
+parts.py      a model's hash, its parts    places.py      paths, also in object stores
 """

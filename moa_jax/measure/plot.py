@@ -1,4 +1,4 @@
-"""Speedup against the depth of chains and the size of trees, as a picture."""
+"""Pictures: what all of them share, and speedup against the size of drafts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ def check_plots(path: Path, flag: str = "--plot") -> None:
         raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
         raise InputError(f"{flag} {path}: name a {', '.join(FORMATS)} file in a folder that exists")
+
+
+def colour(index: int) -> Any:
+    """The colour of a series."""
+    from matplotlib import colormaps
+
+    return colormaps["tab10"](index % 10)
+
+
+def tidy(panel: Any, axis: str = "both") -> None:
+    """A pale grid behind the figures, and no frame above and to the right."""
+    panel.grid(axis=axis, color="0.9", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def plot_speedups(modes: list[dict[str, Any]], device: str, path: Path) -> None:

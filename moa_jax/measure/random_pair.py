@@ -16,7 +16,7 @@ from moa_jax.model import convert
 from moa_jax.model.layers import INIT_STDDEV
 from moa_jax.model.quantise import Format, Matrix, placed_as, stored_as
 from moa_jax.model.sharding import ShardingOf, mesh_of
-from moa_jax.pretrained import Generation, LoadedDrafter, Target, check_mesh, cut_for_decoding
+from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, check_mesh, cut_for_decoding
 
 
 def random_target(
@@ -36,7 +36,7 @@ def random_target(
         check_mesh(config, mesh)
         sharding = cut_for_decoding(table, mesh, "target")
     params = random_params(table, dtype, jax.random.key(seed), weights, sharding)
-    return Target(config, params, folder, Generation())
+    return Target(config, params, folder, SpecialIds())
 
 
 def random_drafter(

@@ -5,7 +5,9 @@ layers.py     the parts of a layer         masks.py      who may attend to whom,
 cache.py      keys and values, by rows     chunks.py     work along the token axis in pieces
 sharding.py   arrays on a mesh             convert.py    stored names <-> parameter trees
 precision.py  what float32 means           panels.py     weights as CPUs multiply them fast
-attention.py  over caches and passes; _gpu, _tpu and _intervals are kernels
+attention.py  over caches and passes; its kernels are attention_gpu.py, attention_tpu.py, and
+              attention_intervals.py for training
 rotary.py     heads turned by positions    quantise.py   weights in eight bits
 processes.py  what several agree on        devices.py    what a program is traced for
+pieces.py     vocabularies in pieces
 """

@@ -58,7 +58,7 @@ class How(NamedTuple):
         return cls(platform, size, size)
 
 
-class Given(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What is attended to, and by whom; query head h reads key-value head h // (H // K)."""
 
     q_BHTE: Array
@@ -104,9 +104,9 @@ def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
     whole = len(parts) - len(seen.behind)
     q_BHTE = q_BKGTE.reshape(B, K * G, T, E)
     dtype = q_BKGTE.dtype if len(parts) == 1 else jnp.float32
-    found = [attend_blocks(Given(q_BHTE, *part), how, dtype) for part in parts[:whole]]
+    found = [attend_blocks(AttentionInputs(q_BHTE, *part), how, dtype) for part in parts[:whole]]
     for far, part in zip(seen.behind, parts[whole:], strict=True):
-        found.append(_attend_one(Given(q_BHTE, *part), far))
+        found.append(_attend_one(AttentionInputs(q_BHTE, *part), far))
     mixed_BHTE, _ = found[0]
     if len(found) > 1:
         mixed_PBHTE, lse_PBHT = (jnp.stack(each) for each in zip(*found, strict=True))
@@ -115,7 +115,7 @@ def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
     return jnp.moveaxis(mixed_BHTE.reshape(q_BKGTE.shape), 3, 1)
 
 
-def _attend_one(given: Given, far: int) -> tuple[Array, Array]:
+def _attend_one(given: AttentionInputs, far: int) -> tuple[Array, Array]:
     """What `attend_blocks` gives where a token sees one row, `far` rows before its own, or none.
 
     One score a token needs no kernel.
@@ -129,7 +129,7 @@ def _attend_one(given: Given, far: int) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def attend_blocks(given: Given, how: How, dtype: Any) -> tuple[Array, Array]:
+def attend_blocks(given: AttentionInputs, how: How, dtype: Any) -> tuple[Array, Array]:
     """Each query's attention to its keys from first to last, and the log-sum-exps of its scores.
 
     Returns (B, H, T, E) of `dtype` and (B, H, T) in float32. A query whose last key stands before
@@ -148,12 +148,16 @@ def attend_blocks(given: Given, how: How, dtype: Any) -> tuple[Array, Array]:
     return mixed_BHTE, lse_BH1T[:, :, 0]
 
 
-def _attend_forward(given: Given, how: How, dtype: Any) -> tuple[tuple[Array, Array], Any]:
+def _attend_forward(
+    given: AttentionInputs, how: How, dtype: Any
+) -> tuple[tuple[Array, Array], Any]:
     found = attend_blocks(given, how, dtype)
     return found, (given, found)
 
 
-def _attend_backward(how: How, _: Any, kept: Any, towards: tuple[Array, Array]) -> tuple[Given]:
+def _attend_backward(
+    how: How, _: Any, kept: Any, towards: tuple[Array, Array]
+) -> tuple[AttentionInputs]:
     """Gradients of queries, and of keys and values, which are summed over a group's queries."""
     given, (mixed_BHTE, lse_BHT) = kept
     (B, H, T, E), K = given.q_BHTE.shape, given.k_BKTE.shape[1]
@@ -188,7 +192,7 @@ def _attend_backward(how: How, _: Any, kept: Any, towards: tuple[Array, Array]) 
         products=4,
     )
     dk_BKTE, dv_BKTE = (x.reshape(B, K, G, T, E).sum(axis=2).astype(dtype) for x in gradients)
-    return (Given(dq_BHTE, dk_BKTE, dv_BKTE, None, None),)  # type: ignore[arg-type]
+    return (AttentionInputs(dq_BHTE, dk_BKTE, dv_BKTE, None, None),)  # type: ignore[arg-type]
 
 
 attend_blocks.defvjp(_attend_forward, _attend_backward)
@@ -197,7 +201,7 @@ attend_blocks.defvjp(_attend_forward, _attend_backward)
 # ---- which blocks -------------------------------------------------------------------------
 
 
-def _of_queries(given: Given, how: How) -> Bounds:
+def _of_queries(given: AttentionInputs, how: How) -> Bounds:
     """For each block of queries the blocks of keys, from the first to the last that one sees."""
     B, T = given.first_BT.shape
     first_BNQ, last_BNQ = (x.reshape(B, -1, how.queries) for x in given[3:])
@@ -206,7 +210,7 @@ def _of_queries(given: Given, how: How) -> Bounds:
     return Bounds(begin_BN, jnp.where(there_BNQ, last_BNQ // how.keys + 1, 0).max(axis=-1))
 
 
-def _of_keys(given: Given, how: How) -> Bounds:
+def _of_keys(given: AttentionInputs, how: How) -> Bounds:
     """For each block of keys the blocks of queries, from the first to the last that sees it."""
     begin_BN, end_BN = _of_queries(given, how)
     block_N, block_M1 = jnp.arange(begin_BN.shape[1]), jnp.arange(given.k_BKTE.shape[2] // how.keys)
@@ -225,7 +229,7 @@ Result = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, block
 class _Specs:
     """What a program of a grid (B, H, blocks) gets: `queries` of a head, and all of its keys."""
 
-    def __init__(self, queries: int, G: int, given: Given) -> None:
+    def __init__(self, queries: int, G: int, given: AttentionInputs) -> None:
         T, E = given.q_BHTE.shape[2:]
         at = lambda shape, index: pl.BlockSpec((None, None, *shape), index)  # noqa: E731
         self.block = at((queries, E), lambda b, h, i, *_: (b, h, i, 0))

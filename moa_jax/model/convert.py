@@ -74,7 +74,7 @@ def embedding(name: str, rows: int, width: int) -> Packing:
     return Packing(("table", None), (name,), (shape,), (shape,), turned=False)
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows of a stored tensor that stay side by side when it is packed."""
 
     first: int
@@ -82,7 +82,7 @@ class Run(NamedTuple):
     place: int  # of the first among all outputs of the packed array
 
 
-def runs(packing: Packing) -> Iterator[tuple[int, Run]]:
+def runs(packing: Packing) -> Iterator[tuple[int, RowRun]]:
     """All rows of all stored tensors in runs, each with the index of its tensor.
 
     A row (in,) makes one output of the packed array (in, *outputs). What does not turn has rows
@@ -90,12 +90,12 @@ def runs(packing: Packing) -> Iterator[tuple[int, Run]]:
     """
     outputs = [part[1:] if packing.turns else part for part in packing.parts]
     if len(outputs) == 1:
-        yield 0, Run(0, math.prod(outputs[0]), 0)
+        yield 0, RowRun(0, math.prod(outputs[0]), 0)
         return
     sizes = [part[-2] * part[-1] for part in outputs]
     for i, (size, part) in enumerate(zip(sizes, outputs, strict=True)):
         for row in range(math.prod(part[:-2])):
-            yield i, Run(row * size, size, row * sum(sizes) + sum(sizes[:i]))
+            yield i, RowRun(row * size, size, row * sum(sizes) + sum(sizes[:i]))
 
 
 def pack(packing: Packing, tensors: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

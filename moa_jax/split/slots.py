@@ -24,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.decode import sample, step
 from moa_jax.decode.programs import Programs, Ready, at_least, bucket, cache_rows_for
+from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.step import Limits, RoundState, Setup, Weights
@@ -38,10 +40,9 @@ Array = jax.Array
 
 NODES = (1, 4, 8, 16, MAX_DEPTH)  # of a pass, the root included
 SESSIONS = tuple(4**k for k in range(8))  # of a pass
-MOST_STOPS = 64  # stop ids of a session
 
 
-class Full(InputError):
+class NoSlot(InputError):
     """No slot is free."""
 
 
@@ -62,7 +63,7 @@ class PassSize(NamedTuple):
         return self.rows >= rows and self.width >= width and self.sampled >= sampled
 
 
-class Request(NamedTuple):
+class DraftRequest(NamedTuple):
     """A draft to verify: its nodes without the root, parents first; 0 is the root's index."""
 
     slot: int
@@ -139,7 +140,7 @@ class Slots:
     def open(
         self, sampling: Sampling, stop_ids: Sequence[int], total: int, prompt_length: int
     ) -> int:
-        """Takes a slot for a session of at most `total` tokens; Full if none is free.
+        """Takes a slot for a session of at most `total` tokens; NoSlot if none is free.
 
         All tokens after the first `prompt_length` are the answer's, even if they are given.
         Raises InputError for settings that no pass serves.
@@ -148,13 +149,12 @@ class Slots:
             raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
         if sampling.logit_bias:
             raise InputError("logit_bias does not travel: leave it out")
-        if len(stop_ids) > MOST_STOPS:
-            raise InputError(f"{len(stop_ids)} stop ids: a session has at most {MOST_STOPS}")
+        check_stops(stop_ids)
         for index, slot in enumerate(self._slots):
             if slot is None:
                 self._slots[index] = Slot(sampling, frozenset(stop_ids), total, prompt_length)
                 return index
-        raise Full(f"all {len(self._slots)} slots are taken: try again later")
+        raise NoSlot(f"all {len(self._slots)} slots are taken: try again later")
 
     def close(self, slot: int) -> None:
         """Frees a slot; what its caches hold is never seen again."""
@@ -207,7 +207,7 @@ class Slots:
         session.done = _done(session, news[-1:])
         return Reply(start, len(todo), news, session.done, rows)
 
-    def verify(self, requests: Sequence[Request]) -> list[Reply]:
+    def verify(self, requests: Sequence[DraftRequest]) -> list[Reply]:
         """Verifies a draft for each of several slots in one pass of the target.
 
         Raises InputError, and changes nothing, for a slot twice, one that has no root or is
@@ -297,10 +297,10 @@ class Slots:
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         vocab_size = self.target.config.vocab_size
-        if not all(0 <= token < vocab_size for token in tokens):
+        if not all(is_id(token, vocab_size) for token in tokens):
             raise InputError(f"a token is outside the vocabulary of {vocab_size}")
 
-    def _check_draft(self, request: Request) -> None:
+    def _check_draft(self, request: DraftRequest) -> None:
         self._check_ids(request.tokens)
         if len(request.tokens) >= self.max_nodes:
             raise InputError(f"{len(request.tokens)} nodes: at most {self.max_nodes - 1} a draft")
@@ -354,7 +354,7 @@ class Slots:
 # ---- on the host --------------------------------------------------------------------------
 
 
-def _tree_of(root: int, request: Request, size: int) -> Tree:
+def _tree_of(root: int, request: DraftRequest, size: int) -> Tree:
     """One row of a pass: the draft behind its root, then nodes that are not there."""
     tokens_N = np.full(size, NOTHING, np.int32)
     parent_N, depth_N = np.zeros(size, np.int32), np.zeros(size, np.int32)
@@ -369,7 +369,7 @@ def _tree_of(root: int, request: Request, size: int) -> Tree:
 
 def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
     """The trees as the first rows of a pass, with a root alone in each of the others."""
-    blank = _tree_of(0, Request(0, (), ()), size)
+    blank = _tree_of(0, DraftRequest(0, (), ()), size)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
 
 

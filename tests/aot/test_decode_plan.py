@@ -428,11 +428,11 @@ def test_declared_costs_are_found_wherever_a_kernel_is_called():
 H200 = machine("h200:1")
 
 
-def request_for(*flags: str) -> decoding.Request:
+def request_for(*flags: str) -> decoding.PlanRequest:
     return plan.request_of(plan._parser().parse_args(["--shape", MODEL, *flags]))
 
 
-def priced(text: str, request: decoding.Request) -> dict[str, Any]:
+def priced(text: str, request: decoding.PlanRequest) -> dict[str, Any]:
     program = HloModule(text, temp_bytes=1000)
     return decoding._costs(request, program, program._replace(hlo=text.replace("while(", "call(")))
 
@@ -495,7 +495,7 @@ def test_the_roofline_reads_what_a_round_needs_once(flags, tau, passes):
 # ---- the program --------------------------------------------------------------------------
 
 
-def a_plan(request: decoding.Request, **rest: Any) -> dict[str, Any]:
+def a_plan(request: decoding.PlanRequest, **rest: Any) -> dict[str, Any]:
     phase = {"launches": 10, "products": 3, "bytes": 9, "weights": 5, "caches": 3, "activations": 1}
     names = (*decoding.PHASES, decoding.REST, decoding.PREFILL)
     return (
@@ -522,7 +522,7 @@ def a_plan(request: decoding.Request, **rest: Any) -> dict[str, Any]:
 @pytest.fixture
 def planned(monkeypatch):
     """Replaces the compiler by `a_plan`; gives the list of requests, and what to answer beside."""
-    asked: list[decoding.Request] = []
+    asked: list[decoding.PlanRequest] = []
     answer: dict[str, Any] = {}
 
     def fake(request):
@@ -749,7 +749,7 @@ def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
     config = dataclasses.replace(SHAPES["meta-llama/Meta-Llama-3-70B-Instruct"], num_layers=2)
     shape = (config, None, DraftShape(1), 4096)
     rest = {"weights": weights, "prompt_length": 32, "mesh": {"tensor": 8}}
-    found = decoding.plan(decoding.Request(machine(topology), *shape, **rest))
+    found = decoding.plan(decoding.PlanRequest(machine(topology), *shape, **rest))
     links = found["links"]["collectives"]
     assert links["all-reduce"]["count"] == 2 * 2 + reduces
     assert sum(each["count"] for each in links.values()) <= 2 * 2 + reduces + others

@@ -116,6 +116,6 @@ def test_no_row_is_without_answer(tokenizer, tmp_path, pack):
 
 def test_many_reasons_are_told_in_part():
     dropped = {f"reason {i}": 9 - i for i in range(8)}
-    told = str(batches.Report(7, dropped, 7, 0, 90, 40, 5, 20))
+    told = str(batches.DataReport(7, dropped, 7, 0, 90, 40, 5, 20))
     assert f"{sum(dropped.values())} dropped" in told
     assert "5 x reason 4; 3 other reasons)" in told and "reason 5" not in told

@@ -251,7 +251,7 @@ def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
 
 
 def test_the_report_is_one_line():
-    report = batches.Report(7, {"too long": 2, "no answer": 1}, 7, 0, 90, 40, 5, 20)
+    report = batches.DataReport(7, {"too long": 2, "no answer": 1}, 7, 0, 90, 40, 5, 20)
     assert str(report) == (
         "7 conversations, 3 dropped (2 x too long; 1 x no answer), 90 tokens, "
         "40 of them answers, in 5 rows, 90% full"

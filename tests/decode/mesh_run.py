@@ -38,8 +38,7 @@ from moa_jax.decode.engine import Engine, Request
 from moa_jax.measure.random_pair import random_drafter, random_target
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import LoadedDrafter, Target
-from moa_jax.split.slots import Request as SlotRequest
-from moa_jax.split.slots import Slots
+from moa_jax.split.slots import DraftRequest, Slots
 from tests.conftest import arrays_of
 from tests.pairs import prompts_of
 
@@ -145,7 +144,7 @@ def verified(name: str, mesh: Mesh | None) -> list[dict[str, Any]]:
         while len(tokens) < NEW:
             right = text["tokens"][len(tokens) :][:2]
             draft = [*right, (right[-1] + 1) % CONFIG.vocab_size]
-            (reply,) = slots.verify([SlotRequest(slot, draft, range(len(draft)))])
+            (reply,) = slots.verify([DraftRequest(slot, draft, range(len(draft)))])
             tokens += reply.tokens
         slots.close(slot)
         rows.append({"tokens": tokens})

@@ -11,7 +11,7 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import auto
-from moa_jax.decode.auto import PLAIN, Choice, Chooser
+from moa_jax.decode.auto import PLAIN, Chooser, ShapeChoice
 
 TREE, OWN = DraftShape(7, 8, 62), DraftShape(5)
 CPU = {PLAIN: 1.0, TREE: 4.0} | {
@@ -68,7 +68,7 @@ def lengths_of(answers: tuple[int, int] | None, seed: int) -> Iterator[float]:
 
 
 def speed(
-    next_choice: Callable[[], Choice],
+    next_choice: Callable[[], ShapeChoice],
     heard: Callable[[DraftShape, list[int], int], None],
     costs: dict[DraftShape, float],
     text: list[Stretch],
@@ -115,7 +115,7 @@ def fixed(costs: dict[DraftShape, float], text: list[Stretch], **how) -> float:
     total = sum(tokens for tokens, _ in text)
     if how.get("answers"):
         seeds = range(max(2, 2000 // total))
-        ways = (lambda way=way: Choice(way, 8) for way in costs)
+        ways = (lambda way=way: ShapeChoice(way, 8) for way in costs)
         return max(
             np.mean([speed(way, lambda *_: None, costs, text, seed, **how) for seed in seeds])
             for way in ways
@@ -208,7 +208,7 @@ def test_without_probes_or_forgetting_changes_are_missed(text, without, monkeypa
 
 def choices(
     chooser: Chooser, costs: dict[DraftShape, float], accepted: int, looks: int
-) -> list[Choice]:
+) -> list[ShapeChoice]:
     """What is chosen if every round accepts the same, or all that it drafts if that is less."""
     found = []
     for _ in range(looks):
@@ -263,7 +263,7 @@ def test_a_probe_that_an_answer_ends_is_taken_up_again():
     while (choice := chooser.next(CPU, set(CPU))).shape == PLAIN:
         chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
     chooser.heard(choice.shape, [0], 1)
-    assert chooser.next(CPU, set(CPU)) == Choice(choice.shape, choice.rounds - 1)
+    assert chooser.next(CPU, set(CPU)) == ShapeChoice(choice.shape, choice.rounds - 1)
     assert chooser.next(CPU, {PLAIN}).shape == PLAIN  # it is not ready any more
 
 

@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 import pytest
 
 from moa_jax.decode.engine import Engine
-from moa_jax.decode.engine.group import Gone, Group, Make, Run, follow
+from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow
 from tests.decode.test_chunks import drafter, target
 from tests.decode.test_engine import CHAIN, answers, assert_as_alone, mixed
 
@@ -58,7 +58,7 @@ def test_another_process_runs_what_the_first_one_runs(name):
     group.close()
     assert faults.get(timeout=60) is None
     thread.join()
-    told = [each for each in heard.messages if isinstance(each, Run)]
+    told = [each for each in heard.messages if isinstance(each, RunCall)]
     assert runs == [each.name for each in told] and {name[0] for name in runs} >= {
         "empty",
         "restart",
@@ -86,7 +86,7 @@ def test_both_sides_notice_that_the_other_has_died():
     group.tell(None)  # nobody hears it
     ours, theirs = Pipe()
     ours.close()
-    with pytest.raises(Gone, match="process 0 has died"):
+    with pytest.raises(LeaderDied, match="process 0 has died"):
         follow(None, theirs)
 
 
@@ -98,4 +98,4 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
     with pytest.raises(KeyError):
         engine.shelf.run(("call", "that is not there"))
     assert ends == ["KeyError: ('call', 'that is not there')"]
-    assert isinstance(theirs.recv(), Run)
+    assert isinstance(theirs.recv(), RunCall)

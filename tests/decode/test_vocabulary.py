@@ -30,7 +30,7 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.errors import InputError
 from moa_jax.files.folders import file_hash
-from moa_jax.pretrained import Generation, Target, describe_target
+from moa_jax.pretrained import SpecialIds, Target, describe_target
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config
 from train import vocabulary as program
@@ -53,7 +53,7 @@ def target(tmp_path) -> Target:
     (folder / "tokenizer.json").write_text("{}")
     block = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
     config = TargetConfig("llama", 8, 2, block, False, 512)
-    return Target(config, None, folder, Generation((4,)))
+    return Target(config, None, folder, SpecialIds((4,)))
 
 
 @pytest.fixture

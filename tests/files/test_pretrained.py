@@ -23,7 +23,7 @@ from moa_jax.files import folders, placement
 from moa_jax.model import convert
 from moa_jax.model.quantise import quantise_params
 from moa_jax.pretrained import (
-    Generation,
+    SpecialIds,
     describe_target,
     formats_of,
     load_borrowed,
@@ -194,7 +194,7 @@ def test_several_files_with_an_index_are_read_and_written(saved, tmp_path, monke
     assert torch.equal(back.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("written", [Generation((7,), None), Generation((7, 8), 0), Generation()])
+@pytest.mark.parametrize("written", [SpecialIds((7,), None), SpecialIds((7, 8), 0), SpecialIds()])
 def test_special_ids_survive(pair, tmp_path, written):
     target = load_target(pair / "target")
     save_target(tmp_path / "new", target.config, target.params, generation=written)
@@ -211,14 +211,14 @@ def test_special_ids_come_from_the_tokenizer_unless_given(pair, tmp_path):
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     target = load_target(pair / "target")
     new = save_target(tmp_path / "new", target.config, target.params, tokenizer)
-    assert describe_target(new).generation == Generation((4,), 5)
+    assert describe_target(new).generation == SpecialIds((4,), 5)
     assert (new / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
 
 
 def test_generation_config_goes_before_config(pair):
     edit_json(pair / "target" / "generation_config.json", eos_token_id=[9, 10])
     edit_json(pair / "target" / "config.json", eos_token_id=3, pad_token_id=0)
-    assert load_target(pair / "target").generation == Generation((9, 10), 0)
+    assert load_target(pair / "target").generation == SpecialIds((9, 10), 0)
 
 
 def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):

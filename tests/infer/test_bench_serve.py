@@ -16,7 +16,7 @@ from infer import bench, program
 from infer.evaluation.suites import DEMO, PAPER
 from infer.listening.child import Child, ended_by_sigterm
 from infer.serving.bench import clients, counts, figures, picture, questions, run, tables
-from infer.serving.bench.clients import Answer
+from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import check, parser_of, ways_of
 from infer.serving.bench.questions import Asked, Questions
@@ -131,7 +131,9 @@ def test_the_bundled_questions_stand_in_for_the_papers(monkeypatch, tmp_path):
 
 def answer(index: int, due: float, first: float | None, end: float, tokens: int = 5, **more):
     more = {"text": "t", "error": "", "sent": due} | more
-    return Answer(Asked(index, "qa", {}), due=due, first=first, end=end, tokens=tokens, **more)
+    return RequestOutcome(
+        Asked(index, "qa", {}), due=due, first=first, end=end, tokens=tokens, **more
+    )
 
 
 PLAIN = [answer(0, 10.0, 10.5, 12.5), answer(1, 11.0, 12.0, 15.0, 7), answer(2, 12.0, 13.0, 20.0)]
@@ -374,7 +376,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
     toy = ToyServer({1: "refuse", 2: "cut", 3: "error", 4: "odd"})
     times = [0.0, 0.02, 0.05, 0.05, 0.06, 0.2]
 
-    async def play(url: str) -> list[Answer]:
+    async def play(url: str) -> list[RequestOutcome]:
         async with clients.client_of(url) as client:
             return await clients.come(client, [asked(i) for i in range(6)], times)
 
@@ -399,7 +401,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
 def test_clients_that_keep_asking_leave_no_slot_empty():
     toy = ToyServer(seconds=0.01)
 
-    async def play(url: str) -> list[Answer]:
+    async def play(url: str) -> list[RequestOutcome]:
         async with clients.client_of(url) as client:
             return await clients.keep_asking(client, map(asked, range(20)), 3)
 
@@ -413,7 +415,7 @@ def test_a_server_that_is_gone_is_an_error_of_each_request():
     with listening(ToyServer()) as url:
         pass
 
-    async def play() -> Answer:
+    async def play() -> RequestOutcome:
         async with clients.client_of(url) as client:
             return await clients.ask(client, asked(0), 0.0)
 

@@ -21,7 +21,7 @@ import websockets
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
 from infer.split.client.state import AnswerEvent, ClientOptions, Counts
 from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES, Profile
@@ -170,12 +170,12 @@ def _held() -> tuple[int, int]:
 
 
 async def answered(
-    answering: Answering,
+    answering: SplitClient,
     prompt: Sequence[int],
     new: int,
     stop_ids: Sequence[int] = (),
     sampling: Sampling | None = None,
-    act: Callable[[int, Answering], Any] = lambda index, answering: None,
+    act: Callable[[int, SplitClient], Any] = lambda index, answering: None,
     seconds: float = SECONDS,
 ) -> Found:
     """One answer; `act` is called after each event."""
@@ -200,12 +200,12 @@ async def left_alone() -> None:
         await asyncio.sleep(0.02)
 
 
-def is_linked(answering: Answering) -> bool:
+def is_linked(answering: SplitClient) -> bool:
     """Whether an answer goes through a link just now."""
     return answering.is_linked
 
 
-def rest_until_linked(half: ToyHalf, answering: Answering, most: int = 24) -> None:
+def rest_until_linked(half: ToyHalf, answering: SplitClient, most: int = 24) -> None:
     """A drafter that has written so many tokens alone waits for a link: the toy writes faster
     than anybody can dial."""
     half.may_draft = lambda: is_linked(answering) or len(answering.text.tail) < most
@@ -223,14 +223,14 @@ def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -
 def run_client(
     server: ServerAddress | None,
     options: ClientOptions,
-    work: Callable[[Answering], Any],
+    work: Callable[[SplitClient], Any],
     half: Any = None,
 ) -> Any:
     """What `work` finds with a client of its own, of which nothing is left in the end."""
 
     async def working() -> Any:
         with ThreadPoolExecutor(1) as worker:
-            answering = Answering(half or ToyHalf(), server, options, worker)
+            answering = SplitClient(half or ToyHalf(), server, options, worker)
             try:
                 found = await work(answering)
             finally:
@@ -266,7 +266,7 @@ def ask_in_haste(
     server, options = dataclasses.replace(server), dataclasses.replace(options)  # its own to change
     act = given.pop("act", lambda index, answering: None)
 
-    def acting(index: int, answering: Answering) -> None:
+    def acting(index: int, answering: SplitClient) -> None:
         hurry(server, options, seconds)
         act(index, answering)
 

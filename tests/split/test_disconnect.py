@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
 from infer.split.client.state import ClientOptions
 from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy
@@ -567,7 +567,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     """A padded reply hides the drafter's rows behind it: they are written again."""
     half = ToyHalf()
     monkeypatch.setattr("tests.split.split_client.guess", lambda text: next_token(list(text)))
-    verify, calls = Answering._verify_tail, []
+    verify, calls = SplitClient._verify_tail, []
 
     async def failing(self):
         calls.append(len(self.text.tail))
@@ -575,7 +575,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
             raise Lost("again")
         await verify(self)
 
-    monkeypatch.setattr(Answering, "_verify_tail", failing)
+    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
     with linked(server.port) as proxy:
         act = refuses_until(proxy, 100)
         found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
@@ -660,7 +660,7 @@ def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
 
 def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
     """The drafter's own rows of the tail stand until a reply comes."""
-    half, verify, calls, fed, between = ToyHalf(), Answering._verify_tail, [], [], []
+    half, verify, calls, fed, between = ToyHalf(), SplitClient._verify_tail, [], [], []
     chain = half.chain
 
     def counting(text, known, steps):
@@ -678,7 +678,7 @@ def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
         await verify(self)
 
     half.chain = counting
-    monkeypatch.setattr(Answering, "_verify_tail", failing)
+    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
     with linked(server.port) as proxy:
         act = refuses_until(proxy, 60)
         found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)

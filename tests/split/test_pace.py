@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from infer.split.client.pace import PRIOR, Choice, Pace
+from infer.split.client.pace import PRIOR, DraftPace, NextDraft
 
 LENGTHS = [1, 2, 3, 4, 6, 8]
 
 
 def seen(
     reply_s: float, token_s: float, rate: float, rounds: int = 200, seed: int = 0, **options
-) -> Pace:
+) -> DraftPace:
     """A pace that saw rounds of 8 drafts, each right with this probability."""
-    chance, pace = random.Random(seed), Pace(LENGTHS)
+    chance, pace = random.Random(seed), DraftPace(LENGTHS)
     for _ in range(rounds):
         accepted = next((k for k in range(8) if chance.random() >= rate), 8)
         pace.saw_draft(8 * token_s, 8)
@@ -24,8 +24,8 @@ def seen(
 
 
 def test_pace_starts_with_the_longest_and_asks_for_nothing_else():
-    assert Pace([3, 1, 2]).choose() == Choice(3, False)
-    assert Pace([4]).choose(2) == Choice(4, False)
+    assert DraftPace([3, 1, 2]).choose() == NextDraft(3, False)
+    assert DraftPace([4]).choose(2) == NextDraft(4, False)
 
 
 def test_pace_drafts_more_where_the_network_is_slow_and_less_where_drafting_is():
@@ -46,7 +46,7 @@ def test_pace_learns_how_often_drafts_are_right():
         pace = seen(0.05, 0.001, rate, rounds=2000)
         truth = sum(rate**k for k in range(5))
         assert pace.committed(4) == pytest.approx(truth, rel=0.35)
-    assert Pace(LENGTHS).committed(2) == pytest.approx(1 + PRIOR + PRIOR**2)
+    assert DraftPace(LENGTHS).committed(2) == pytest.approx(1 + PRIOR + PRIOR**2)
 
 
 def test_pace_forgets_what_was():
@@ -62,7 +62,7 @@ def test_pace_forgets_what_was():
 
 def test_pace_is_not_impressed_by_one_delay():
     """The first draft compiles its program; a machine pauses now and then."""
-    steady, jolted = seen(0.03, 0.005, 0.8), Pace(LENGTHS)
+    steady, jolted = seen(0.03, 0.005, 0.8), DraftPace(LENGTHS)
     jolted.saw_draft(20.0, 1)
     jolted.saw_reply(30.0, 8, 4, ahead=False)
     chance = random.Random(0)
@@ -75,8 +75,8 @@ def test_pace_is_not_impressed_by_one_delay():
 
 def test_pace_takes_what_was_drafted_ahead_as_long_as_that_is_worth_it():
     pace = seen(0.05, 0.02, 0.8)
-    assert pace.choose(4) == Choice(4, True)
-    assert pace.choose(50) == Choice(8, True)
+    assert pace.choose(4) == NextDraft(4, True)
+    assert pace.choose(50) == NextDraft(8, True)
     assert not pace.choose(0).ahead
     for _ in range(100):
         pace.saw_reply(0.05, 4, 0, ahead=True)
@@ -85,7 +85,7 @@ def test_pace_takes_what_was_drafted_ahead_as_long_as_that_is_worth_it():
 
 
 def test_pace_drafts_ahead_where_that_is_done_before_the_reply():
-    assert Pace(LENGTHS).has_time(50)  # nothing is known yet
+    assert DraftPace(LENGTHS).has_time(50)  # nothing is known yet
     pace = seen(0.05, 0.02, 0.8)
     assert [pace.has_time(tokens) for tokens in (1, 2, 3)] == [True, True, False]
 
@@ -93,7 +93,7 @@ def test_pace_drafts_ahead_where_that_is_done_before_the_reply():
 @pytest.mark.parametrize("seed", range(30))
 def test_pace_choice_is_the_best_by_its_own_law(seed):
     chance = random.Random(seed)
-    pace = Pace(sorted(chance.sample(range(1, 20), chance.randrange(1, 7))))
+    pace = DraftPace(sorted(chance.sample(range(1, 20), chance.randrange(1, 7))))
     for _ in range(chance.randrange(60)):
         drafted = chance.randrange(25)
         pace.saw_draft(chance.expovariate(100), chance.randrange(9))

@@ -16,7 +16,7 @@ from moa_jax.pretrained import describe_target
 from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.rows import pack, unpack
-from moa_jax.split.slots import Full, Request, Slots
+from moa_jax.split.slots import DraftRequest, NoSlot, Slots
 from tests.pairs import NO_STOP, Pair, random_pair_of
 
 NUM_NEW = 24
@@ -58,11 +58,11 @@ class Split:
             self.half.absorb(reply.start, self.text[reply.start : reply.start + reply.count], rows)
         self.known = reply.start + reply.count
 
-    def draft(self, shape: DraftShape | int) -> Request:
+    def draft(self, shape: DraftShape | int) -> DraftRequest:
         if isinstance(shape, DraftShape):
-            return Request(self.slot, *self.half.tree(self.text, shape))
+            return DraftRequest(self.slot, *self.half.tree(self.text, shape))
         tokens = self.half.chain(self.text, self.known, shape)
-        return Request(self.slot, tokens, list(range(len(tokens))))
+        return DraftRequest(self.slot, tokens, list(range(len(tokens))))
 
 
 @pytest.fixture(
@@ -169,7 +169,7 @@ def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):
         alone += half.chain([*split.text, *alone], split.known, 3)
     whole = half.chain(split.text, split.known, 12)
     assert alone == whole
-    (reply,) = slots.verify([Request(split.slot, alone, list(range(12)))])
+    (reply,) = slots.verify([DraftRequest(split.slot, alone, list(range(12)))])
     split.take(reply)
     while not split.done:
         split.take(slots.verify([split.draft(3)])[0])
@@ -217,7 +217,7 @@ def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, half):
     hits = 0
     ahead = half.chain(split.text, split.known, 3)
     while not split.done:
-        request = Request(split.slot, ahead[:3], list(range(len(ahead[:3]))))
+        request = DraftRequest(split.slot, ahead[:3], list(range(len(ahead[:3]))))
         text = [*split.text, *ahead]
         ahead += half.chain(text, split.known, 4)
         (reply,) = slots.verify([request])
@@ -272,11 +272,11 @@ def test_split_client_holds_less_than_the_pair(pair, half):
 
 
 BROKEN = {
-    "ids": lambda slot: Request(slot, [10_000], [0]),
-    "too many": lambda slot: Request(slot, [3] * 16, list(range(16))),
-    "no tree": lambda slot: Request(slot, [3, 4], [0, 2]),
-    "a parent short": lambda slot: Request(slot, [3, 4], [0]),
-    "twins": lambda slot: Request(slot, [3, 3], [0, 0]),
+    "ids": lambda slot: DraftRequest(slot, [10_000], [0]),
+    "too many": lambda slot: DraftRequest(slot, [3] * 16, list(range(16))),
+    "no tree": lambda slot: DraftRequest(slot, [3, 4], [0, 2]),
+    "a parent short": lambda slot: DraftRequest(slot, [3, 4], [0]),
+    "twins": lambda slot: DraftRequest(slot, [3, 3], [0, 0]),
 }
 
 
@@ -293,7 +293,7 @@ def test_split_drafts_that_are_no_trees_are_refused(slots, name):
 
 def test_split_slots_run_out_and_sessions_are_bounded(slots):
     taken = [slots.open(Sampling(), NO_STOP, 20, 2) for _ in range(4)]
-    with pytest.raises(Full):
+    with pytest.raises(NoSlot):
         slots.open(Sampling(), NO_STOP, 20, 2)
     for slot in taken:
         slots.close(slot)
@@ -313,7 +313,7 @@ def test_split_needs_no_drafter_on_the_server(pair):
     slot = slots.open(Sampling(), NO_STOP, 15, 2)
     text = slots.read(slot, PROMPTS[0], pick_root=True).tokens
     while len(text) < 15:
-        (reply,) = slots.verify([Request(slot, (), ())])
+        (reply,) = slots.verify([DraftRequest(slot, (), ())])
         assert (reply.count, reply.rows) == (1, [])
         text += reply.tokens
     (plain,) = pair.plain.generate([PROMPTS[0]], 10, NO_STOP)

@@ -17,7 +17,7 @@ from infer.split.bench import outage, run, tables
 from infer.split.bench.flags import parser_of
 from infer.split.bench.pairs import Pair, SplitBench, Way, options_of
 from infer.split.bench.stage import Stage, kind_of, staged
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
 from infer.split.client.state import ClientOptions
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
@@ -140,7 +140,7 @@ def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(serv
 
     async def cut(proxy: Proxy, after: int) -> list[int]:
         with ThreadPoolExecutor(1) as worker:
-            answering = Answering(ToyHalf(), server_at(proxy.port), ways, worker)
+            answering = SplitClient(ToyHalf(), server_at(proxy.port), ways, worker)
             found = await outage.cut_after(answering, proxy, PROMPTS[0], after, 3 + NEW)
             await answering.close()
             return found

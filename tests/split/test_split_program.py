@@ -30,7 +30,7 @@ from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import Request, Slots
+from moa_jax.split.slots import DraftRequest, Slots
 from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.split.split_server import LIMITS
@@ -221,7 +221,7 @@ def test_split_serves_everything_padded_before_the_rest_is_compiled(pair, monkey
         ]
         while not all(len(text) == 5 for text in texts):
             asked = [(slot, text) for slot, text in zip(opened, texts, strict=True)]
-            asked = [Request(slot, [7], [0]) for slot, text in asked if len(text) < 5]
+            asked = [DraftRequest(slot, [7], [0]) for slot, text in asked if len(text) < 5]
             for request, reply in zip(asked, slots.verify(asked), strict=True):
                 texts[opened.index(request.slot)] += reply.tokens
         assert texts == plain

@@ -22,7 +22,7 @@ from moa_jax.decode.vocabulary import (
     vocabulary_of,
 )
 from moa_jax.drafters import DRAFTERS
-from moa_jax.pretrained import Generation, Target, describe_target, load_drafter
+from moa_jax.pretrained import SpecialIds, Target, describe_target, load_drafter
 from moa_jax.training.fingerprint import changes, fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config
@@ -37,7 +37,7 @@ CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 def target(tmp_path) -> Target:
     """A target of 10 tokens that ends text with 9, without weights."""
     config = TargetConfig("llama", 10, 2, None, False, 64)
-    return Target(config, None, tmp_path, Generation((9,)))
+    return Target(config, None, tmp_path, SpecialIds((9,)))
 
 
 def rows_of(*rows: str) -> Batch:

@@ -24,6 +24,7 @@ from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
+from train.run import grid_decoding, grid_document, grid_files
 from train.run.grid_report import (
     DRAWS,
     Tau,
@@ -56,6 +57,12 @@ def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
         max_new_tokens=8,
     )
     return GridConfig(cells, **settings | changes)
+
+
+def document_of(grid: GridConfig, rows: list, config_file: str) -> dict:
+    return grid_document.document_of(
+        grid, rows, TARGET, grids.check_sizes(grid, TARGET), config_file
+    )
 
 
 def finish(run: grids.GridRun, tau: float) -> None:
@@ -200,7 +207,7 @@ def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
         finish(run, tau)
     rows = grids.rows_of(grid, runs, TARGET)
     assert [(row.best.learning_rate, row.simulated_tau) for row in rows] == [(1e-4, 1.7)]
-    text = grids.render(grids.document_of(grid, rows, TARGET, "given.py"))
+    text = grids.render(document_of(grid, rows, "given.py"))
     size = f"{grids.check_sizes(grid, TARGET)['moa']:,}"
     assert f"| moa | 0 | {size} | 0.0001 | 1.70 | 0.001: 1.50, 0.0001: 1.70 |" in text
     assert "Not trained yet: eagle (seed 0)." in text
@@ -265,7 +272,7 @@ def decoded_by(grid: GridConfig, run: grids.GridRun, rounds: list[int] | None) -
     counts = {"tokens": [8] * len(rounds), "rounds": rounds} if rounds else {}
     shape = {"tau": tau, "tau_past_end": tau}
     stored = {"counts": {key: counts for key in shape}} if rounds else {}
-    settings = json.loads(json.dumps(grids._settings(grid, run)))
+    settings = json.loads(json.dumps(grid_decoding.settings_of(grid, run)))
     return {"prompts": 2, "settings": settings, "shapes": [shape | stored] * len(grid.shapes)}
 
 
@@ -313,7 +320,7 @@ def earlier(tmp_path) -> tuple[GridConfig, Path, dict]:
         if rounds:
             decoded = Path(run.config.run.directory) / "decoded.json"
             write_json(decoded, decoded_by(grid, run, rounds))
-    document = grids.document_of(grid, grids.rows_of(grid, runs, TARGET), TARGET, "given.py")
+    document = document_of(grid, grids.rows_of(grid, runs, TARGET), "given.py")
     path = tmp_path / "report.json"
     write_json(path, document)
     return dataclasses.replace(grid, directory=str(tmp_path / "elsewhere")), path, document
@@ -340,7 +347,7 @@ def test_rows_of_an_earlier_report_count_as_done(earlier, monkeypatch):
         f"{cell}-lr{rate}-seed1" for cell in ("moa", "eagle") for rate in ("0.001", "0.0001")
     ]
     rows = grids.rows_of(grid, grids.runs_of(grid), TARGET, done)
-    grown = grids.document_of(grid, rows, TARGET, "given.py")
+    grown = document_of(grid, rows, "given.py")
     told = [row | {"report": None} for row in grown["rows"]]
     assert json.loads(json.dumps(told)) == json.loads(json.dumps(document["rows"]))
     assert grown["missing"] == ["moa (seed 1)", "eagle (seed 1)"]
@@ -406,7 +413,7 @@ def test_a_committed_report_counts_as_done(monkeypatch):
     """It was made before counts of each prompt were stored, and still says its taus."""
     monkeypatch.chdir(ROOT)
     grid = read_config("configs/matched.py", GridConfig)
-    monkeypatch.setattr(grids, "files_of", lambda config: {})
+    monkeypatch.setattr(grid_files, "files_of", lambda config: {})
     path = Path("reports/matched.json")
     document = json.loads(path.read_text())
     done = done_for(grid, path)
@@ -474,7 +481,7 @@ def test_the_report_has_the_means_of_seeds(tmp_path):
     for run, rounds in zip(runs, ([2, 2], [4, 4], [4, 4], [4, 4]), strict=True):
         finish(run, 1.5)
         write_json(Path(run.config.run.directory) / "decoded.json", decoded_by(grid, run, rounds))
-    document = grids.document_of(grid, grids.rows_of(grid, runs, TARGET), TARGET, "given.py")
+    document = document_of(grid, grids.rows_of(grid, runs, TARGET), "given.py")
     text = grids.render(json.loads(json.dumps(document)))
     mean = "3.00 (2.00 to 4.00) | 1.50 (1.00 to 2.00)"
     assert text.count(f"\n| moa | 0, 1 | {mean} | {mean} |\n") == 2
@@ -492,7 +499,7 @@ def test_the_report_tells_what_the_first_positions_accept(tmp_path):
     counts["tau"] = counts["tau"] | {"reached": [4, 2, 0], "accepted": [2, 1, 0]}
     write_json(Path(runs[0].config.run.directory) / "decoded.json", found)
     rows = grids.rows_of(grid, runs, TARGET)
-    document = json.loads(json.dumps(grids.document_of(grid, rows, TARGET, "given.py")))
+    document = json.loads(json.dumps(document_of(grid, rows, "given.py")))
     assert "\n| moa | 0 | 0.50 0.50 - |  | " in grids.render(document)
     told = document["rows"][0]["decoded"][0]["tau"]
     assert told["accepted/reached_by_position"] == "2/4 1/2 0/0"
@@ -507,7 +514,7 @@ def test_the_report_says_what_its_figures_rest_on(tmp_path):
         write_json(Path(run.config.run.directory) / "decoded.json", decoded_by(grid, run, rounds))
     given = tmp_path / "given.py"
     given.write_text("config = ...\n")
-    document = grids.document_of(grid, grids.rows_of(grid, runs, TARGET), TARGET, str(given))
+    document = document_of(grid, grids.rows_of(grid, runs, TARGET), str(given))
     text = grids.render(json.loads(json.dumps(document)))
     moa = "2.67 (2.0 to 4.0) | 16 / 6 | 1.33 (1.00 to 2.00)"
     eagle = "2.00 (2.0 to 2.0) | 16 / 8 | 1.00"
@@ -530,7 +537,7 @@ def test_counts_that_were_not_stored_are_a_dash(tmp_path):
         finish(run, 1.5)
         write_json(Path(run.config.run.directory) / "decoded.json", decoded_by(grid, run, rounds))
     rows = grids.rows_of(grid, runs, TARGET)
-    text = grids.render(grids.document_of(grid, rows, TARGET, "given.py"))
+    text = grids.render(document_of(grid, rows, "given.py"))
     assert "\n| moa | 0 | 2.00 | - | 1.00 | 2.00 | - | 1.00 |\n" in text
 
 
@@ -574,7 +581,7 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     grids.main(["--config", "given"])
     assert decoded.read_bytes() == whole and capsys.readouterr().out == text
     monkeypatch.setattr(grids, "distill", None)
-    monkeypatch.setattr(grids, "load_target", None)
+    monkeypatch.setattr(grid_decoding, "open_target", None)
     grids.main(["--config", "given"])
     assert capsys.readouterr().out == text
     assert (tmp_path / "grid" / "report.json").read_bytes() == report
@@ -598,7 +605,7 @@ def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:
     """Tokens and rounds of the first shape, each prompt decoded by itself."""
     target = load_target(run.config.target)
     session = Session(target, load_drafter(run.config.output, target), grid.shapes[0])
-    prompts = grids._prompts(grid, target)
+    prompts = grid_decoding.prompts_of(grid, target)
     found = [session.generate([prompt], grid.max_new_tokens)[0] for prompt in prompts]
     tokens = sum(len(result.token_ids) - 1 for result in found)
     return tokens, sum(result.rounds for result in found)

@@ -17,9 +17,9 @@ from moa_jax.data import batches, chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.model import llama as llama
 from moa_jax.model import masks
-from moa_jax.pretrained import Generation, save_target
+from moa_jax.pretrained import SpecialIds, save_target
 from train import regenerate
-from train.run.answers import Answer, Question
+from train.run.answers import TargetAnswer, TargetQuestion
 from train.run.conversations import Conversation
 from train.run.partial import Partial
 
@@ -37,7 +37,7 @@ def save_talkative_target(folder: Path) -> Path:
         "llama", 320, 2, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 512
     )
     params = jax.jit(functools.partial(llama.init, config))(jax.random.key(0))
-    ends = Generation(tuple(range(4, 320, 5)))
+    ends = SpecialIds(tuple(range(4, 320, 5)))
     return save_target(folder / "target", config, params, folder / "tokenizer", generation=ends)
 
 
@@ -59,7 +59,7 @@ class Scripted:
 
     def __init__(self, args, rules) -> None:
         self.most_asked, self.rules = args.batch or 32, rules
-        self.asked: list[Question] = []
+        self.asked: list[TargetQuestion] = []
 
     def __enter__(self):
         return self
@@ -67,19 +67,19 @@ class Scripted:
     def __exit__(self, *exception) -> None:
         assert not self.asked or exception[0] is not None
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: TargetQuestion) -> None:
         assert question.number not in {other.number for other in self.asked}
         self.asked.append(question)
         assert len(self.asked) <= self.most_asked
 
-    def next(self) -> Answer:
+    def next(self) -> TargetAnswer:
         question = self.asked.pop(len(self.asked) // 2)
         number, tokenizer = sum(question.prompt_ids) % 97, self.rules.tokenizer
         text = f" I heard {number}. "
         ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         if self.rules.ignore_stop:
             ids = (ids * self.rules.max_new_tokens)[: self.rules.max_new_tokens]
-        return Answer(question.number, ids, text.strip(), number % 7 != 0)
+        return TargetAnswer(question.number, ids, text.strip(), number % 7 != 0)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Where answers come from: questions go in, and answers come out as they are ready.
 
-ask(Question) -->  an engine on this machine (here)     --> next() -> Answer
-              -->  a server somewhere (endpoint.py)     -->
+ask(TargetQuestion) -->  an engine on this machine (here)     --> next() -> TargetAnswer
+                    -->  a server somewhere (endpoint.py)     -->
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moa_jax.data.chat import Message
 from moa_jax.decode.engine import Engine, News, Request
 
 
-class Question(NamedTuple):
+class TargetQuestion(NamedTuple):
     """A prompt that wants an answer."""
 
     number: int  # of its conversation, which has one question at a time
@@ -23,7 +23,7 @@ class Question(NamedTuple):
     sampling: Sampling  # with its own seed
 
 
-class Answer(NamedTuple):
+class TargetAnswer(NamedTuple):
     """What the target said."""
 
     number: int  # of the question
@@ -42,10 +42,10 @@ class Answers(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: TargetQuestion) -> None:
         """Takes a question and returns at once."""
 
-    def next(self) -> Answer:
+    def next(self) -> TargetAnswer:
         """The next answer to any question; raises InputError where none will come."""
 
 
@@ -67,7 +67,7 @@ class LocalAnswers:
     def __exit__(self, *exception: object) -> None:
         self._engine.close()
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: TargetQuestion) -> None:
         """Takes a question; raises InputError for one that the target cannot be asked."""
         tokens: list[int] = []
 
@@ -79,12 +79,12 @@ class LocalAnswers:
         prompt, new = tuple(question.prompt_ids), self._max_new_tokens
         self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
 
-    def next(self) -> Answer:
+    def next(self) -> TargetAnswer:
         """The next answer; a fault of the engine is raised."""
         number, tokens, news = self._ended.get()
         if news.finish not in ("stop", "length"):
             raise RuntimeError(news.error or f"an answer was {news.finish}")
-        return Answer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")
+        return TargetAnswer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")
 
 
 def text_of(tokenizer: Any, token_ids: list[int]) -> str:

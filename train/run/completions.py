@@ -1,8 +1,8 @@
 """Questions as requests for /v1/completions, and its replies as answers.
 
-Prompts go as token ids, and answers come as token ids with `return_token_ids`, as vLLM, SGLang and
-infer.serve have it. A server that takes no ids gets the text of the chat template, and of one that
-gives none the text is tokenised here.
+Prompts go as token ids. Answers come as token ids with `return_token_ids`, which vLLM, SGLang and
+infer.serve know. A server that takes no ids gets the text of the chat template. An answer without
+ids is tokenised here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.data import chat
 from moa_jax.errors import InputError
-from train.run.answers import Answer, Question, text_of
-from train.run.connection import Trouble
+from train.run.answers import TargetAnswer, TargetQuestion, text_of
+from train.run.connection import RetryableError
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class AnswerFields:
     """What every answer is asked for."""
 
     tokenizer: Any
@@ -41,7 +42,7 @@ class Wanted:
         return fields | drawn | {"top_k": law.top_k or -1, "seed": law.seed}
 
 
-class Speech(NamedTuple):
+class Capabilities(NamedTuple):
     """What a server speaks beside text."""
 
     takes_ids: bool
@@ -54,10 +55,10 @@ class Completions:
 
     place: str  # the server's, for people
     model: str
-    wanted: Wanted
-    speech: Speech = Speech(True, True)
+    wanted: AnswerFields
+    speech: Capabilities = Capabilities(True, True)
 
-    def request(self, question: Question) -> dict[str, Any]:
+    def request(self, question: TargetQuestion) -> dict[str, Any]:
         """The object to post."""
         fields: dict[str, Any] = self.wanted.fields(question.sampling) | {"model": self.model}
         if self.speech.takes_ids:
@@ -72,8 +73,8 @@ class Completions:
             fields["skip_special_tokens"] = False  # else they could not be tokenised again
         return fields
 
-    def answer(self, reply: dict[str, Any], question: Question) -> Answer:
-        """The answer in a reply; raises Trouble for half of one, InputError for a wrong one."""
+    def answer(self, reply: dict[str, Any], question: TargetQuestion) -> TargetAnswer:
+        """The answer in a reply; raises RetryableError for half of one, or InputError."""
         choice = self.choice(reply, question)
         finish, stopped = choice["finish_reason"], choice["finish_reason"] == "stop"
         if not self.speech.gives_ids:
@@ -82,12 +83,12 @@ class Completions:
             return self._tokenised(question.number, choice["text"], stopped, count)
         token_ids = choice.get("token_ids")
         if not _are_ids(token_ids, self.wanted.vocab_size):
-            raise Trouble("an answer without its token ids")
+            raise RetryableError("an answer without its token ids")
         self._check_end(finish, len(token_ids))
         text = text_of(self.wanted.tokenizer, token_ids)
-        return Answer(question.number, token_ids, text, stopped)
+        return TargetAnswer(question.number, token_ids, text, stopped)
 
-    def choice(self, reply: dict[str, Any], question: Question) -> dict[str, Any]:
+    def choice(self, reply: dict[str, Any], question: TargetQuestion) -> dict[str, Any]:
         """The one choice of a reply that answers this question with this model; raises as above."""
         if reply.get("model", self.model) != self.model:
             raise InputError(
@@ -103,12 +104,12 @@ class Completions:
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-            raise Trouble("a reply without an answer")
+            raise RetryableError("a reply without an answer")
         if choice.get("finish_reason") not in ("stop", "length"):
-            raise Trouble(f"an answer that ended with {choice.get('finish_reason')!r}")
+            raise RetryableError(f"an answer that ended with {choice.get('finish_reason')!r}")
         return choice
 
-    def _tokenised(self, number: int, text: str, stopped: bool, count: int | None) -> Answer:
+    def _tokenised(self, number: int, text: str, stopped: bool, count: int | None) -> TargetAnswer:
         """An answer of `count` tokens, where the server says how many, that came as a text."""
         tokenizer = self.wanted.tokenizer
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -116,7 +117,7 @@ class Completions:
         if count is not None:  # the token that ends an answer is not in its text
             same &= len(token_ids) in (count, count - stopped)
         is_kept = stopped or self.wanted.ignore_stop
-        return Answer(number, token_ids, text.strip(), stopped, drifted=is_kept and not same)
+        return TargetAnswer(number, token_ids, text.strip(), stopped, drifted=is_kept and not same)
 
     def _check_end(self, finish: str, count: int | None) -> None:
         """Raises InputError for an answer that ended where it should not."""
@@ -138,4 +139,4 @@ def _usage(reply: dict[str, Any], name: str) -> int | None:
 
 
 def _are_ids(found: Any, vocab_size: int) -> bool:
-    return isinstance(found, list) and all(type(i) is int and 0 <= i < vocab_size for i in found)
+    return isinstance(found, list) and all(is_id(each, vocab_size) for each in found)

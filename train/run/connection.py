@@ -1,6 +1,6 @@
 """One HTTP connection to a server that speaks JSON, and what may go wrong with it.
 
-What may pass is a Trouble, and can be tried again; what will not is an InputError.
+What may pass is a RetryableError, and can be tried again; what will not is an InputError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOO_MANY = 429
 NO_KEY = (401, 403)
 
 
-class Trouble(Exception):
+class RetryableError(Exception):
     """What went wrong and may go well the next time."""
 
     def __init__(self, what: str, *, wait_s: float = 0.0, busy: bool = False) -> None:
@@ -31,7 +31,7 @@ class Trouble(Exception):
         self.wait_s, self.busy = wait_s, busy
 
 
-class Refused(InputError):
+class RefusedByServer(InputError):
     """The server will not answer such a request."""
 
 
@@ -64,7 +64,7 @@ def address_of(url: str) -> Address:
     return Address(parts.scheme == "https", parts.hostname, port, path)
 
 
-class Connection:
+class EndpointConnection:
     """A connection that stays open, and is opened anew where it broke; for one thread."""
 
     def __init__(self, address: Address, key: str | None, timeout_s: float) -> None:
@@ -84,17 +84,17 @@ class Connection:
         self._http.close()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The object at a path; raises Trouble, Refused, and InputError."""
+        """The object at a path; raises RetryableError, RefusedByServer, and InputError."""
         return self._object("GET", path, None)
 
     def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to an object; raises Trouble, Refused, and InputError."""
+        """The reply to an object; raises RetryableError, RefusedByServer, and InputError."""
         return self._object("POST", path, json.dumps(content).encode())
 
     def _object(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         try:
             response, data = self._reply(method, self._address.path + path, body)
-        except Trouble:
+        except RetryableError:
             self.close()
             raise
         if response.status != http.client.OK:
@@ -104,7 +104,7 @@ class Connection:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise Trouble("a reply that is no JSON object")
+            raise RetryableError("a reply that is no JSON object")
         return found
 
     def _reply(
@@ -120,7 +120,7 @@ class Connection:
                 begun = True
                 return response, response.read()
             except TimeoutError as error:
-                raise Trouble(f"nothing came for {self._timeout_s:g} s") from error
+                raise RetryableError(f"nothing came for {self._timeout_s:g} s") from error
             except ssl.SSLCertVerificationError as error:
                 reason = error.verify_message
                 raise InputError(f"{self._address}: its certificate is wrong: {reason}") from error
@@ -129,7 +129,7 @@ class Connection:
                 idle = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
                 if kept_open and not begun and isinstance(error, idle):
                     continue  # servers close what was idle for long
-                raise Trouble(_what_broke(error, begun)) from error
+                raise RetryableError(_what_broke(error, begun)) from error
 
     def _error(self, response: http.client.HTTPResponse, data: bytes) -> Exception:
         """What to raise for a reply with another status than 200."""
@@ -137,14 +137,14 @@ class Connection:
         said = f"status {status}{_message(data)}"
         if status in MAY_PASS or status >= http.client.INTERNAL_SERVER_ERROR:
             wait_s = _seconds(response.headers.get("Retry-After"))
-            return Trouble(said, wait_s=wait_s, busy=status == TOO_MANY)
+            return RetryableError(said, wait_s=wait_s, busy=status == TOO_MANY)
         if status in NO_KEY:
             has_key = "Authorization" in self._headers
             other = "it refuses the key: give another" if has_key else "it wants a key: give one"
             return InputError(f"{at}: {other} with --api-key-file ({said})")
         if location := response.headers.get("Location"):
             return InputError(f"{at} has moved: give --endpoint the URL behind {location}")
-        return Refused(f"{at} refuses a request: {said}")
+        return RefusedByServer(f"{at} refuses a request: {said}")
 
 
 def _what_broke(error: Exception, begun: bool) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.errors import InputError
-from train.run.answers import Answer, Answers, Question
+from train.run.answers import Answers, TargetAnswer, TargetQuestion
 from train.run.partial import Partial
 
 
-class Rules(NamedTuple):
+class AnswerRules(NamedTuple):
     """What is asked of every answer, and which prompts are asked at all."""
 
     tokenizer: Any
@@ -46,14 +46,14 @@ class Conversation:
         except InputError as error:
             self.end(str(error))
 
-    def question(self, law: Sampling) -> Question:
+    def question(self, law: Sampling) -> TargetQuestion:
         """The prompt that waits for an answer; what is drawn is the same in every shard."""
         if law.temperature:
             key = np.random.SeedSequence((law.seed, self.number, len(self.said)))
             law = dataclasses.replace(law, seed=int(key.generate_state(1)[0]))
-        return Question(self.number, self.prompt, self._asked, law)
+        return TargetQuestion(self.number, self.prompt, self._asked, law)
 
-    def take(self, answer: Answer, rules: Rules) -> None:
+    def take(self, answer: TargetAnswer, rules: AnswerRules) -> None:
         """Takes the target's answer, or ends before it."""
         if rules.ignore_stop:
             self.keep(answer.token_ids)
@@ -106,7 +106,7 @@ class Conversation:
 def answer_all(
     talks: Iterable[Conversation],
     answers: Answers,
-    rules: Rules,
+    rules: AnswerRules,
     partial: Partial,
     is_over: Callable[[], None],
 ) -> None:
@@ -117,7 +117,7 @@ def answer_all(
     under_way: dict[int, Conversation] = {}
     to_come = iter(talks)
 
-    def go_on(talk: Conversation, answer: Answer | None = None) -> None:
+    def go_on(talk: Conversation, answer: TargetAnswer | None = None) -> None:
         """Asks on; the answer to the last question is written first."""
         drifted = answer is not None and answer.drifted
         talk.ask(rules.tokenizer, rules.max_prompt)

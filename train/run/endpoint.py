@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.errors import InputError
-from train.run.answers import Answer, Question
-from train.run.completions import Completions, Speech, Wanted
-from train.run.connection import Address, Connection, Refused, Trouble
+from train.run.answers import TargetAnswer, TargetQuestion
+from train.run.completions import AnswerFields, Capabilities, Completions
+from train.run.connection import Address, EndpointConnection, RefusedByServer, RetryableError
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 TRIES = 5  # of one request
@@ -31,7 +31,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between them double
 P, T = ParamSpec("P"), TypeVar("T")
 
 
-class Server(NamedTuple):
+class Endpoint(NamedTuple):
     """How to reach a server."""
 
     address: Address
@@ -39,15 +39,15 @@ class Server(NamedTuple):
     timeout_s: float  # for its next bytes
     notice: Callable[[str], None]  # tells people of troubles
 
-    def connect(self) -> Connection:
+    def connect(self) -> EndpointConnection:
         """A connection of its own for a thread."""
-        return Connection(self.address, self.key, self.timeout_s)
+        return EndpointConnection(self.address, self.key, self.timeout_s)
 
 
 class Patience:
     """Tries again what may pass, for all threads that ask one server."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Endpoint) -> None:
         self.stopping = threading.Event()  # nobody waits any more
         self._server = server
         self._num_replies = 0
@@ -63,7 +63,7 @@ class Patience:
             before = self._num_replies
             try:
                 found = request(*args, **options)
-            except Trouble as trouble:
+            except RetryableError as trouble:
                 if tries == TRIES or self.stopping.is_set():
                     where = self._server.address
                     raise InputError(f"{where}: {trouble}, {tries} times in a row") from trouble
@@ -74,7 +74,7 @@ class Patience:
                 self._num_replies += 1
                 return found
 
-    def _wait(self, trouble: Trouble, seconds: float) -> None:
+    def _wait(self, trouble: RetryableError, seconds: float) -> None:
         if str(trouble) not in self._told:
             self._told.add(str(trouble))
             self._server.notice(f"{self._server.address}: {trouble}; again in {seconds:g} s")
@@ -85,7 +85,12 @@ class EndpointAnswers:
     """Answers of a server, which as many workers ask at once."""
 
     def __init__(
-        self, server: Server, model: str | None, wanted: Wanted, max_prompt: int, workers: int
+        self,
+        server: Endpoint,
+        model: str | None,
+        wanted: AnswerFields,
+        max_prompt: int,
+        workers: int,
     ) -> None:
         """Finds out what the server has and speaks; `model` None is the only one that it has.
 
@@ -93,8 +98,9 @@ class EndpointAnswers:
         """
         self.most_asked = self._num_workers = workers
         self._server, self._patience = server, Patience(server)
-        self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: a worker left
+        self._questions: queue.SimpleQueue[TargetQuestion | None] = queue.SimpleQueue()
+        # None says that a worker has left.
+        self._answers: queue.SimpleQueue[TargetAnswer | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         with contextlib.closing(server.connect()) as connection:
             card = _card_of(self._patience.ask(_models, connection), model, server.address)
@@ -111,11 +117,11 @@ class EndpointAnswers:
     def __exit__(self, *exception: object) -> None:
         self._stop()
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: TargetQuestion) -> None:
         """Takes a question, which nobody answers once a worker has given up."""
         self._questions.put(question)
 
-    def next(self) -> Answer:
+    def next(self) -> TargetAnswer:
         """The next answer; raises what a worker gave up for when the others have ended, too."""
         while self._num_workers:
             if (answer := self._answers.get()) is not None:
@@ -141,22 +147,22 @@ class EndpointAnswers:
         for _ in range(self.most_asked):
             self._questions.put(None)
 
-    def _answer(self, connection: Connection, question: Question) -> Answer:
+    def _answer(self, connection: EndpointConnection, question: TargetQuestion) -> TargetAnswer:
         reply = connection.post(COMPLETIONS, self._completions.request(question))
         return self._completions.answer(reply, question)
 
-    def _speech(self, completions: Completions, connection: Connection) -> Speech:
+    def _speech(self, completions: Completions, connection: EndpointConnection) -> Capabilities:
         """The most that the server speaks, as a request of one token shows."""
         hello = [{"role": "user", "content": "Hello"}]
         prompt_ids = chat.prompt_ids(completions.wanted.tokenizer, hello)
-        question = Question(0, prompt_ids, hello, Sampling())
+        question = TargetQuestion(0, prompt_ids, hello, Sampling())
         one = dataclasses.replace(completions.wanted, max_new_tokens=1)
-        refused: Refused | None = None
-        for speech in itertools.starmap(Speech, itertools.product((True, False), repeat=2)):
+        refused: RefusedByServer | None = None
+        for speech in itertools.starmap(Capabilities, itertools.product((True, False), repeat=2)):
             asking = dataclasses.replace(completions, wanted=one, speech=speech)
             try:
                 choice = self._patience.ask(_first_choice, asking, connection, question)
-            except Refused as error:
+            except RefusedByServer as error:
                 refused = error
             else:
                 return speech._replace(gives_ids=isinstance(choice.get("token_ids"), list))
@@ -164,17 +170,17 @@ class EndpointAnswers:
 
 
 def _first_choice(
-    completions: Completions, connection: Connection, question: Question
+    completions: Completions, connection: EndpointConnection, question: TargetQuestion
 ) -> dict[str, Any]:
     reply = connection.post(COMPLETIONS, completions.request(question))
     return completions.choice(reply, question)
 
 
-def _models(connection: Connection) -> list[dict[str, Any]]:
-    """The models that a server has; raises Trouble where its list is none."""
+def _models(connection: EndpointConnection) -> list[dict[str, Any]]:
+    """The models that a server has; raises RetryableError where its list is none."""
     cards = connection.get(MODELS).get("data")
     if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
-        raise Trouble("a list of models that is none")
+        raise RetryableError("a list of models that is none")
     return [card for card in cards if isinstance(card.get("id"), str)]
 
 

@@ -17,7 +17,7 @@ TIMES = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; an answer may wai
 NO_BOUND = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
-class Answer(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What became of one request; times are seconds on one clock."""
 
     asked: Asked
@@ -42,18 +42,20 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 async def come(
     client: httpx.AsyncClient, asks: Sequence[Asked], times: Sequence[float]
-) -> list[Answer]:
+) -> list[RequestOutcome]:
     """The answers to requests that are sent at these times, counted in seconds from now."""
     began = time.perf_counter()
 
-    async def one(asked: Asked, after: float) -> Answer:
+    async def one(asked: Asked, after: float) -> RequestOutcome:
         await asyncio.sleep(began + after - time.perf_counter())
         return await ask(client, asked, began + after)
 
     return await asyncio.gather(*map(one, asks, times))
 
 
-async def keep_asking(client: httpx.AsyncClient, asks: Iterable[Asked], count: int) -> list[Answer]:
+async def keep_asking(
+    client: httpx.AsyncClient, asks: Iterable[Asked], count: int
+) -> list[RequestOutcome]:
     """The answers to requests of `count` clients, each of whom asks again once it has an answer."""
     left, found = iter(asks), []
 
@@ -73,7 +75,7 @@ def until(end: float, asks: Iterable[Asked]) -> Iterable[Asked]:
         yield asked
 
 
-async def ask(client: httpx.AsyncClient, asked: Asked, due: float) -> Answer:
+async def ask(client: httpx.AsyncClient, asked: Asked, due: float) -> RequestOutcome:
     """Sends one request and reads its stream to the end; it never raises for a server's fault."""
     sent, first, tokens, texts, error = time.perf_counter(), None, 0, [], ""
     finish = None
@@ -95,7 +97,9 @@ async def ask(client: httpx.AsyncClient, asked: Asked, due: float) -> Answer:
         error = str(refused)
     except (ValueError, KeyError, TypeError, AttributeError):
         error = "an event is not as OpenAI has it"
-    return Answer(asked, due, sent, first, time.perf_counter(), tokens, "".join(texts), error)
+    return RequestOutcome(
+        asked, due, sent, first, time.perf_counter(), tokens, "".join(texts), error
+    )
 
 
 class _Refused(Exception):

@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from infer.serving.bench.clients import Answer
+from infer.serving.bench.clients import RequestOutcome
 from moa_jax.measure.arrivals import percentiles
 from moa_jax.measure.figures import median
 
+Runs = Sequence[Sequence[RequestOutcome]]
 RATIOS = ("speedup", "throughput_over_plain", "p95_over_plain")
 
 
@@ -30,7 +31,7 @@ class Capacity(NamedTuple):
     tokens_per_s: float
 
 
-def capacity_of(answers: Sequence[Answer], begin: float, end: float) -> Capacity:
+def capacity_of(answers: Sequence[RequestOutcome], begin: float, end: float) -> Capacity:
     """Requests and tokens between two times; an answer counts by its share that lies there.
 
     Raises ZeroDivisionError for an empty time.
@@ -44,7 +45,7 @@ def capacity_of(answers: Sequence[Answer], begin: float, end: float) -> Capacity
     return Capacity(requests / (end - begin), tokens / (end - begin))
 
 
-def summarise(runs: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+def summarise(runs: Runs) -> dict[str, Any]:
     """What clients saw of one server at one rate, which was played so often."""
     answers = list(itertools.chain(*runs))
     whole = [answer for answer in answers if not answer.error]
@@ -72,7 +73,7 @@ def summarise(runs: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     }
 
 
-def beside(runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+def beside(runs: Runs, plain: Runs) -> dict[str, Any]:
     """How a server compares with plain decoding of the same requests; above 1 it is better.
 
     Requests count where both answered. Each run alone is in `runs`, to show how sure a figure is.
@@ -82,7 +83,7 @@ def beside(runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) 
     return found | {"runs": [{key: one[key] for key in RATIOS} for one in each]}
 
 
-def _beside(runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+def _beside(runs: Runs, plain: Runs) -> dict[str, Any]:
     known = {answer.asked.index: answer for answer in itertools.chain(*plain) if not answer.error}
     pairs = [
         (answer, known[answer.asked.index])
@@ -102,9 +103,7 @@ def _beside(runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]])
     }
 
 
-def differences(
-    runs: Sequence[Sequence[Answer]], others: Sequence[Sequence[Answer]], facts: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def differences(runs: Runs, others: Runs, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The requests whose text is another one than another way's, where both have answered."""
     known = {answer.asked.index: answer for answer in itertools.chain(*others) if not answer.error}
     return [
@@ -136,7 +135,7 @@ def _of_all_and_each(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {"rate": row["rate"], "value": row[key], "runs": each}
 
 
-def _said(answer: Answer) -> tuple[str, int]:
+def _said(answer: RequestOutcome) -> tuple[str, int]:
     return answer.text, answer.tokens
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from infer.evaluation.contenders import BUNDLED, PLAIN, given_of
+from infer.evaluation.contenders import PLAIN, given_of
 from infer.flags.mesh import add_mesh_flag, as_flag
-from infer.flags.pair import AUTO, EXPLICIT, add_model_flags
+from infer.flags.pair import AUTO, BUNDLED, EXPLICIT, add_model_flags
 from infer.program import Parser, above_zero, local_path, names, positive
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError

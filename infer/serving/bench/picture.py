@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_jax.files.folders import write_whole
-
-COLOURS = "tab10"
+from moa_jax.measure.plot import colour, tidy
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
@@ -20,7 +19,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     latency, throughput, speedup = figure.subplots(1, 3)
     for index, way in enumerate(server["way"] for server in document["servers"]):
         rows = [row for rate in document["rates"] for row in rate["ways"] if row["way"] == way]
-        look = {"color": _hue(index), "marker": "o", "markersize": 4}
+        look = {"color": colour(index), "marker": "o", "markersize": 4}
         at = lambda key, name=None, rows=rows: _series(rows, key, name)  # noqa: E731
         latency.plot(*at("latency_s", "p50"), label=way, **look)
         latency.plot(*at("latency_s", "p95"), linestyle=":", **look)
@@ -33,9 +32,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     speedup.axhline(1.0, color="0.4", linewidth=1)
     for panel in (latency, throughput, speedup):
         panel.set_xlabel("requests/s")
-        panel.grid(color="0.9", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
+        tidy(panel)
     handles, labels = latency.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     drawn = io.BytesIO()
@@ -50,9 +47,3 @@ def _series(
     values = [(row["rate"], row[key] if name is None else row[key][name]) for row in rows]
     known = [(rate, value) for rate, value in values if value is not None]
     return [rate for rate, _ in known], [value for _, value in known]
-
-
-def _hue(index: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps[COLOURS](index % 10)

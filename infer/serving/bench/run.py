@@ -33,7 +33,7 @@ from infer.evaluation.contenders import PLAIN
 from infer.listening.child import ended_by_sigterm
 from infer.program import progress
 from infer.serving.bench import clients, counts, figures, picture, tables
-from infer.serving.bench.clients import Answer
+from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.counts import Counts
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import SECONDS, Rate, check, parser_of, ways_of
@@ -62,7 +62,7 @@ class Cell(NamedTuple):
 class Found(NamedTuple):
     """What became of it with one server."""
 
-    answers: list[Answer]
+    answers: list[RequestOutcome]
     grown: Counts  # what the server has counted
     seen: list[Counts]  # what it did until the last request came
 
@@ -159,7 +159,7 @@ async def _prepare(server: Server, questions: Questions, slots: int) -> float | 
     return share
 
 
-def _check(server: Server, answers: Sequence[Answer]) -> None:
+def _check(server: Server, answers: Sequence[RequestOutcome]) -> None:
     server.check()
     if errors := [answer.error for answer in answers if answer.error]:
         raise InputError(f"the server of {server.way.label} does not answer: {errors[0]}")

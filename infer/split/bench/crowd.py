@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
+from infer.split.client.figures import timed
 from infer.split.link import Gone, Lost
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
@@ -32,7 +32,7 @@ class CrowdQuestion(NamedTuple):
 
 
 async def gather(
-    clients: Sequence[Callable[[], Answering]],
+    clients: Sequence[Callable[[], SplitClient]],
     times: Sequence[float],
     questions: Sequence[CrowdQuestion],
     asks: int,
@@ -60,12 +60,10 @@ async def gather(
 
 
 async def _ask(
-    answering: Answering, question: CrowdQuestion, number: int, stop_ids: Sequence[int]
+    answering: SplitClient, question: CrowdQuestion, number: int, stop_ids: Sequence[int]
 ) -> CrowdAnswer:
-    begin, first = time.perf_counter(), 0.0
-    async for _ in answering.answer(question.prompt, question.total, stop_ids, Sampling()):
-        first = first or time.perf_counter()
-    return CrowdAnswer(begin, first, time.perf_counter(), number, answering.text.answer)
+    events = answering.answer(question.prompt, question.total, stop_ids, Sampling())
+    return CrowdAnswer(*await timed(answering, events), number, answering.text.answer)
 
 
 def summary(found: Sequence[CrowdAnswer], failed: int) -> dict[str, Any]:

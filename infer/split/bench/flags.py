@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
 
 from infer.flags.pair import DEFAULT_TREE, DEMO, add_weights_flag
 from infer.program import Parser, names, positive
-from infer.split.client.state import ClientOptions
+from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.network.profiles import PROFILES
 from moa_jax.errors import InputError
 from moa_jax.measure.plot import check_plots
-from moa_jax.split.wire import Codec
 
 MODES = ("stream", "plain", "chain", "tree", "offline")
 DRAFTING = ("chain", "tree")
@@ -47,29 +45,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         default="stream,plain,chain,offline",
         help=f"of {', '.join(MODES)}; {' and '.join(DRAFTING)} with each drafter",
     )
-    group.add_argument(
-        "--lengths",
-        type=_numbers,
-        default=ClientOptions().lengths,
-        metavar="K,K",
-        help="tokens of a chain to choose from, by what is measured",
-    )
     tree = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
     group.add_argument(
         "--tree", type=_numbers, default=tree, metavar="D,B,T", help="depth, breadth, total tokens"
     )
-    group.add_argument(
-        "--no-ahead", action="store_true", help="do not draft while a reply is under way"
-    )
-    group.add_argument(
-        "--client-slowdown",
-        type=float,
-        default=3.0,
-        metavar="X",
-        help="drafting takes this many times as long; the paper's client is 3 times slower",
-    )
-    group.add_argument("--codec", choices=get_args(Codec), default="bfloat16", help="of rows")
-    group.add_argument("--compress", action="store_true", help="also compress rows with zlib")
+    add_pace_flags(group, slowdown=3.0)  # the paper's client is 3 times slower
+    add_row_flags(group)
     group = parser.add_argument_group("networks")
     group.add_argument(
         "--profiles", type=names, default=",".join(PROFILES), help=f"of {', '.join(PROFILES)}"
@@ -109,8 +90,6 @@ def check(args: argparse.Namespace) -> None:
             raise InputError(f"--{flag} {','.join(given)}: choose from {', '.join(known)}")
     if len(args.tree) != 3 or args.tree[0] < 2:
         raise InputError("--tree takes depth (2 or more), breadth and total tokens: 7,8,62")
-    if args.client_slowdown < 1:
-        raise InputError(f"--client-slowdown {args.client_slowdown}: choose 1 or more")
     if not 0 < args.rate < float("inf"):
         raise InputError(f"--rate {args.rate}: choose a number above 0")
     if args.target is not None and args.draft is None:

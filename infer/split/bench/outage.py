@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
 from infer.split.network.proxy import Proxy
 from moa_jax.config import Sampling
 from moa_jax.decode.programs import bucket
@@ -58,7 +58,7 @@ def _view(cfg: Any, params: Any, tokens_1T: jax.Array) -> tuple[jax.Array, jax.A
 
 
 async def cut_after(
-    answering: Answering, proxy: Proxy, prompt: Sequence[int], after: int, total: int
+    answering: SplitClient, proxy: Proxy, prompt: Sequence[int], after: int, total: int
 ) -> list[int]:
     """The answer of a client that asks token by token until its link is cut for good."""
     is_cut = False

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from infer.evaluation.suites import load_suite
-from infer.flags.pair import open_drafter, open_target
+from infer.flags.pair import open_drafter, open_target, target_options
 from infer.flags.prompts import asking, tokenizer_of
 from infer.split.bench.flags import DRAFTING, named
 from infer.split.client.state import ClientOptions
@@ -77,7 +77,7 @@ def load(args: argparse.Namespace) -> SplitBench:
     """Load target, drafters and prompts, compile the clients' halves, and decode plainly."""
     for _, path in named(args):  # a wrong path is refused before the target is loaded
         find_folder(path)
-    target = open_target(args)
+    target = open_target(args.target, **target_options(args))
     prompts = _prompts(args, target)
     longest, new = max(map(len, prompts)), max(args.outages, default=0) + args.max_new_tokens
     most, positions = longest + new, target.config.max_position_embeddings

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +34,8 @@ from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
 from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, options_of, own_answers
 from infer.split.bench.stage import Stage, kind_of, staged
-from infer.split.client.answering import Answering
-from infer.split.client.figures import figures_of
+from infer.split.client.answering import SplitClient
+from infer.split.client.figures import figures_of, timed
 from infer.split.client.state import ClientOptions
 from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
@@ -129,7 +128,7 @@ async def _answers_of(
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
     with ThreadPoolExecutor(1, "drafter") as worker:
         answerings = [
-            Answering(way.pair.half, _server(bench, stage, way.pair), way.options, worker)
+            SplitClient(way.pair.half, _server(bench, stage, way.pair), way.options, worker)
             for way in ways
         ]
         try:
@@ -146,15 +145,13 @@ async def _answers_of(
 
 
 async def _answer(
-    bench: SplitBench, answering: Answering, index: int, new: int | None = None
+    bench: SplitBench, answering: SplitClient, index: int, new: int | None = None
 ) -> dict[str, Any]:
     """One answer with its times and costs."""
     prompt = bench.prompts[index]
     total = len(prompt) + (new or bench.args.max_new_tokens)
-    begin, first = time.perf_counter(), 0.0
-    async for _ in answering.answer(prompt, total, bench.stop_ids, Sampling()):
-        first = first or time.perf_counter()
-    found = figures_of(answering, prompt, first - begin, time.perf_counter() - first)
+    events = answering.answer(prompt, total, bench.stop_ids, Sampling())
+    found = figures_of(answering, prompt, await timed(answering, events))
     tokens, calls = len(found["token_ids"]), found["server_calls"]
     if answering.options.stream:
         found |= {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}
@@ -221,7 +218,7 @@ def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
 
     async def answers() -> list[dict[str, Any]]:
         with ThreadPoolExecutor(1, "drafter") as worker:
-            answering = Answering(way.pair.half, None, way.options, worker)
+            answering = SplitClient(way.pair.half, None, way.options, worker)
             await _answer(bench, answering, 0, 8)
             return [await _answer(bench, answering, i) for i in range(len(bench.prompts))]
 
@@ -284,12 +281,12 @@ def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def _clients(
     pair: Pair, server: ServerAddress, ways: ClientOptions, count: int
-) -> Iterator[list[Callable[[], Answering]]]:
+) -> Iterator[list[Callable[[], SplitClient]]]:
     """Functions that make clients, each with caches and a thread of its own."""
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(ThreadPoolExecutor(1, "drafter")) for _ in range(count)]
         yield [
-            lambda worker=worker: Answering(pair.half.twin(), server, ways, worker)
+            lambda worker=worker: SplitClient(pair.half.twin(), server, ways, worker)
             for worker in workers
         ]
 
@@ -330,7 +327,7 @@ async def _cut_all(
     found = []
     with ThreadPoolExecutor(1, "drafter") as worker:
         for prompt in bench.prompts:
-            answering = Answering(pair.half, server, ways, worker)
+            answering = SplitClient(pair.half, server, ways, worker)
             total = len(prompt) + after + bench.args.max_new_tokens
             found.append(await outage.cut_after(answering, proxy, prompt, after, total))
             await answering.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moa_jax.measure.plot import colour, tidy
 from moa_jax.measure.report import precision
 from moa_jax.measure.tables import percent, short, table_of
 
@@ -14,7 +15,6 @@ LINKS = {
     "namespaces": "network namespaces: the kernel's TCP over a link that delays and loses packets",
     "proxy": "a TCP proxy, too kind to what is sent in bulk and gets lost",
 }
-COLOURS = "tab10"
 LEGEND = {"stream": "stream (as an API)", "plain": "plain (a round trip each token)"}
 
 
@@ -149,7 +149,7 @@ def _speeds(panel: Any, profiles: Sequence[dict[str, Any]]) -> None:
         ]
         whiskers = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
         x = [place + shift for place in range(len(rows))]
-        look = {"error_kw": whiskers, "label": LEGEND.get(label, label), "color": _hue(index)}
+        look = {"error_kw": whiskers, "label": LEGEND.get(label, label), "color": colour(index)}
         bars = panel.bar(x, heights, 0.92 * width, yerr=spread, **look)
         panel.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     names = [
@@ -158,7 +158,7 @@ def _speeds(panel: Any, profiles: Sequence[dict[str, Any]]) -> None:
     ]
     panel.set_xticks(range(len(profiles)), names)
     panel.set_ylabel("tokens/s")
-    _tidy(panel)
+    tidy(panel, "y")
 
 
 def _costs(panels: Sequence[Any], profiles: Sequence[dict[str, Any]]) -> None:
@@ -167,16 +167,16 @@ def _costs(panels: Sequence[Any], profiles: Sequence[dict[str, Any]]) -> None:
     labels = [label for label, _ in found]
     mean = lambda rows, key: sum(row[key] for row in rows) / len(rows)  # noqa: E731
     for index, (_, rows) in enumerate(found):
-        panels[0].barh(index, mean(rows, "target_passes"), color=_hue(index))
+        panels[0].barh(index, mean(rows, "target_passes"), color=colour(index))
         up, down = mean(rows, "bytes_up") / 1024, mean(rows, "bytes_down") / 1024
-        panels[1].barh(index, down, color=_hue(index))
-        panels[1].barh(index, up, left=down, color=_hue(index), alpha=0.45)
+        panels[1].barh(index, down, color=colour(index))
+        panels[1].barh(index, up, left=down, color=colour(index), alpha=0.45)
     panels[0].set_xlabel("target passes an answer")
     panels[1].set_xlabel("KiB an answer: down, and up (pale)")
     for panel in panels[:2]:
         panel.set_yticks(range(len(labels)), labels if panel is panels[0] else [""] * len(labels))
         panel.invert_yaxis()
-        _tidy(panel, axis="x")
+        tidy(panel, "x")
 
 
 def _decline(panel: Any, outages: Sequence[dict[str, Any]], hues: dict[str, int]) -> None:
@@ -186,14 +186,14 @@ def _decline(panel: Any, outages: Sequence[dict[str, Any]], hues: dict[str, int]
         rows = [row for row in outages if row["draft"] == draft and row["answers"]]
         x = [row["after"] for row in rows]
         y, hue = [row["log_likelihood"] for row in rows], hues.get(draft, index + 2)
-        panel.plot(x, y, "o-", color=_hue(hue), label=draft)
+        panel.plot(x, y, "o-", color=colour(hue), label=draft)
         if not index:
             own = [row["own_log_likelihood"] for row in rows]
             panel.plot(x, own, "--", color="0.4", label="the target itself")
     panel.set_xlabel("tokens before the link died")
     panel.set_ylabel("log-likelihood a token alone")
     panel.legend(fontsize=8, frameon=False)
-    _tidy(panel)
+    tidy(panel, "y")
 
 
 def _by_way(
@@ -202,16 +202,3 @@ def _by_way(
     """Each way with its row of every network."""
     for index, row in enumerate(profiles[0]["ways"] if profiles else []):
         yield row["way"], [profile["ways"][index] for profile in profiles]
-
-
-def _hue(index: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps[COLOURS](index % 10)
-
-
-def _tidy(panel: Any, axis: str = "y") -> None:
-    panel.grid(axis=axis, color="0.9", linewidth=0.8)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)

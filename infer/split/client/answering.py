@@ -33,7 +33,7 @@ from moa_jax.split import wire
 from moa_jax.split.half import DraftHalf
 
 
-class Answering:
+class SplitClient:
     """Answers one prompt after the other."""
 
     def __init__(

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from infer.split.client.pace import Pace
+from infer.split.client.pace import DraftPace
 from infer.split.client.replies import TokenRows
 from infer.split.client.state import AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
@@ -51,7 +51,7 @@ class ClientDrafter:
     def __init__(self, half: DraftHalf, worker: ThreadPoolExecutor, options: ClientOptions) -> None:
         """`half` belongs to the one thread of `worker`."""
         self._half, self._worker, self._options = half, worker, options
-        self._pace = Pace(options.levels) if options.levels else None
+        self._pace = DraftPace(options.levels) if options.levels else None
 
     async def warm(self, prompts: Iterable[int]) -> None:
         """Compiles the programs that answers to prompts of these lengths need."""

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
 
-from infer.split.client.answering import Answering
+from infer.split.client.answering import SplitClient
+from infer.split.client.state import AnswerEvent
 
 
-def figures_of(
-    answering: Answering, prompt: list[int], prefill_s: float, decode_s: float
-) -> dict[str, Any]:
+class AnswerTimes(NamedTuple):
+    """When an answer was asked for, its first token came, and it had ended, on one clock."""
+
+    begin: float
+    first: float
+    end: float
+
+
+async def timed(
+    answering: SplitClient,
+    events: AsyncIterator[AnswerEvent],
+    see: Callable[[AnswerEvent], int | None] = lambda event: None,
+) -> AnswerTimes:
+    """Reads the events of `answering.answer` to their end, or until `see` says where to cut."""
+    begin, first = time.perf_counter(), 0.0
+    async with contextlib.aclosing(events):
+        async for event in events:
+            first = first or time.perf_counter()
+            if (cut := see(event)) is not None:
+                await answering.stop(cut)
+                break
+    return AnswerTimes(begin, first, time.perf_counter())
+
+
+def figures_of(answering: SplitClient, prompt: list[int], times: AnswerTimes) -> dict[str, Any]:
     """The keys of infer.generate's results, and those that a link adds; times in seconds or ms."""
+    prefill_s, decode_s = times.first - times.begin, times.end - times.first
     counts, tokens = answering.counts, answering.text.answer
     rounds = len(counts.accept_lengths)
     trips = [1000 * seconds for seconds in counts.round_trips_s]

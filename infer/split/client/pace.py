@@ -49,14 +49,14 @@ class RecentMedian:
         return statistics.median(self._values) if self._values else None
 
 
-class Choice(NamedTuple):
+class NextDraft(NamedTuple):
     """The draft to send in the next round."""
 
     steps: int
     ahead: bool  # use the tokens that were drafted ahead
 
 
-class Pace:
+class DraftPace:
     """The measurements so far, and the choice that follows from them."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -92,12 +92,12 @@ class Pace:
         reply, token = self.reply_s.value, self.token_s.value
         return reply is None or token is None or tokens * token <= reply
 
-    def choose(self, ahead: int = 0) -> Choice:
+    def choose(self, ahead: int = 0) -> NextDraft:
         """The fastest choice, when `ahead` tokens have been drafted ahead."""
         reply, token = self.reply_s.value or 0.0, self.token_s.value or 0.0
         speed = lambda steps: self.committed(steps) / max(reply + steps * token, 1e-9)  # noqa: E731
         best = max(self.lengths, key=speed)
         kept = min(ahead, self.lengths[-1])
         if kept and self.committed(kept, ahead=True) / max(reply, 1e-9) >= speed(best):
-            return Choice(kept, True)
-        return Choice(best, False)
+            return NextDraft(kept, True)
+        return NextDraft(best, False)

@@ -39,7 +39,7 @@ from moa_jax.config import Sampling
 from moa_jax.decode.order import Chunk, Turns
 from moa_jax.errors import InputError
 from moa_jax.split import wire
-from moa_jax.split.slots import Reply, Request, Slots
+from moa_jax.split.slots import DraftRequest, Reply, Slots
 
 MOST_UNREAD = 64  # parts of a stream that wait to be sent, before the target pauses it
 MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
@@ -361,7 +361,7 @@ class Service:
 
     def _verify_slots(self, batch: list[tuple[SplitSession, wire.Verify]]) -> list[Reply]:
         return self._slots.verify(
-            [Request(session.slot, draft.tokens, draft.parents) for session, draft in batch]
+            [DraftRequest(session.slot, draft.tokens, draft.parents) for session, draft in batch]
         )
 
     def _read_slot(self, session: SplitSession, chunk: list[int], pick_root: bool) -> Reply:

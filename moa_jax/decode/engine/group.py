@@ -2,7 +2,7 @@
 
     clients -> process 0   engine's thread --- LeadingShelf.run --> its devices
                                                   |                     |
-                                                Run, Make          collectives
+                                                RunCall, Make      collectives
                                                   v                     |
                process 1   follow() ----------- Shelf.run ------> its devices
 
@@ -55,7 +55,7 @@ class Make(NamedTuple):
     name: Name
 
 
-class Run(NamedTuple):
+class RunCall(NamedTuple):
     """A program is run now, on arrays of the host and on some that are held."""
 
     number: int
@@ -64,7 +64,7 @@ class Run(NamedTuple):
     dead: list[Held]  # that nobody asks for any more
 
 
-class Gone(ConnectionError):
+class LeaderDied(ConnectionError):
     """Process 0 has died."""
 
 
@@ -83,7 +83,7 @@ class Group:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, message: Make | Run | None) -> None:
+    def tell(self, message: Make | RunCall | None) -> None:
         """Tells all of them; whoever is gone is noticed elsewhere."""
         data = ForkingPickler.dumps(message)
         with self._lock:
@@ -136,7 +136,7 @@ class LeadingShelf(Shelf):
         told = [self._held[id(leaf)][1] if array is None else array for leaf, array in pairs]
         own = [leaf if array is None else array for leaf, array in pairs]
         dead = [self._dead.popleft() for _ in range(len(self._dead))]
-        self._group.tell(Run(number, name, structure.unflatten(told), dead))
+        self._group.tell(RunCall(number, name, structure.unflatten(told), dead))
         try:
             found = super().run(name, *structure.unflatten(own))
         except Exception as error:  # the others wait for this process now
@@ -157,7 +157,7 @@ class LeadingShelf(Shelf):
 def follow(shelf: Shelf, first: Connection) -> None:
     """Makes and runs what process 0 says, until there is nothing more to do.
 
-    Raises Gone where process 0 has died, and what a program raises.
+    Raises LeaderDied where process 0 has died, and what a program raises.
     """
     held: dict[Held, jax.Array] = {}
     made: dict[Name, Future[None]] = {}
@@ -178,11 +178,11 @@ def follow(shelf: Shelf, first: Connection) -> None:
         maker.shutdown(wait=False, cancel_futures=True)
 
 
-def _heard(first: Connection) -> Make | Run | None:
+def _heard(first: Connection) -> Make | RunCall | None:
     try:
         return first.recv()
     except (EOFError, OSError) as error:
-        raise Gone("process 0 has died") from error
+        raise LeaderDied("process 0 has died") from error
 
 
 # ---- how they meet ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ OLD = 256  # calls after which a figure is tried again: the machine may have bee
 NEW_SHARE, LARGE_SHARE = 0.2, 0.5  # of the last call in a figure
 
 
-class Measured:
+class MeanSeconds:
     """Seconds, of which the first are left out, for a device prepares then.
 
     Whatever else a machine does only adds to them, so that short ones tell more than long ones.
@@ -60,8 +60,8 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
-        self._round_s: dict[Any, Measured] = {}  # by program
-        self._chunk_s = Measured()
+        self._round_s: dict[Any, MeanSeconds] = {}  # by program
+        self._chunk_s = MeanSeconds()
         self._calls, self._last_trial = 0, 0
 
     def choose(
@@ -92,7 +92,7 @@ class Pace:
     def took(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""
         if rounds:
-            self._round_s.setdefault(program, Measured()).add(seconds / rounds, self._calls)
+            self._round_s.setdefault(program, MeanSeconds()).add(seconds / rounds, self._calls)
 
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call and a chunk took together."""

@@ -9,8 +9,8 @@
 `insert` puts it among the others; `take` is the way back. `resized` copies a row into longer or
 shorter caches, which may be done as no row of a cache depends on those behind it.
 
-What a program needs to know of a row comes with each call, as `Given`: no setting is part of the
-state, so one state serves all of them.
+What a program needs to know of a row comes with each call, as `RowSettings`. No setting is part of
+the state, so one state serves all of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
 from moa_jax.decode import logprobs, sample, step
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.programs import one
+from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, settings_of
 from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.errors import InputError
@@ -37,7 +39,6 @@ from moa_jax.model import llama
 Array = jax.Array
 
 MOST_ROUNDS = 8  # of a call
-MOST_STOPS = 64  # stop ids of a row
 MOST_BIASES = 1024  # ids that a row's settings name
 GREEDY, WARM, WHOLE = range(3)  # laws: none, a temperature and nothing else, every setting
 
@@ -56,7 +57,7 @@ class Biases(NamedTuple):
     values_BX: Array
 
 
-class Given(NamedTuple):
+class RowSettings(NamedTuple):
     """What the host says of each row."""
 
     total_B: Array  # tokens that the row may hold, prompt included
@@ -151,7 +152,7 @@ def read(
 
 
 def first(
-    setup: Setup, weights: Weights, live: Live, hidden_BD: Array, given: Given
+    setup: Setup, weights: Weights, live: Live, hidden_BD: Array, given: RowSettings
 ) -> tuple[Live, Array, Array, LogProbs | None]:
     """The first token of each answer behind its prompt; also these (B,), and who is done.
 
@@ -170,7 +171,7 @@ def first(
 
 
 def call(
-    setup: Setup, weights: Weights, live: Live, given: Given, ended_B: Array, rounds: Array
+    setup: Setup, weights: Weights, live: Live, given: RowSettings, ended_B: Array, rounds: Array
 ) -> tuple[Live, Report]:
     """Decodes at most `rounds` rounds, at most MOST_ROUNDS, of the rows that are not done.
 
@@ -211,7 +212,7 @@ def _picked(rows_BC: Array, index_BW: Array) -> Array:
     return jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(rows_BC, index_BW)
 
 
-def _law(setup: Setup, given: Given) -> Law:
+def _law(setup: Setup, given: RowSettings) -> Law:
     law = sample.with_keys(given.law)
     if given.biases is None:
         return law
@@ -221,7 +222,9 @@ def _law(setup: Setup, given: Given) -> Law:
     return law._replace(bias_BV=bias_BV)
 
 
-def _with_said(setup: Setup, law: Law, live: Live, given: Given, count_B: Array) -> RoundState:
+def _with_said(
+    setup: Setup, law: Law, live: Live, given: RowSettings, count_B: Array
+) -> RoundState:
     """What a round reads, with what a law wants to know of the first `count` tokens."""
     of_text = (live.tokens_BC, given.prompt_length_B, setup.target.vocab_size, count_B)
     return live.now._replace(said=sample.said_in(law, *of_text))
@@ -259,36 +262,35 @@ def kind_of(sampling: Sampling, likely: bool = False) -> Kind:
 
 def given_of(
     sampling: Sampling, prompt_length: int, total: int, stop_ids: Sequence[int], vocab_size: int
-) -> Given:
+) -> RowSettings:
     """One row's settings, as a call of every kind is given them; the device is not asked.
 
     A stop id that the vocabulary does not have stops nothing.
     Raises InputError for too many stop ids or biases, and for a bias outside the vocabulary.
     """
-    if len(stop_ids) > MOST_STOPS:
-        raise InputError(f"{len(stop_ids)} stop ids: at most {MOST_STOPS} for one answer")
+    check_stops(stop_ids)
     if len(sampling.logit_bias) > MOST_BIASES:
         raise InputError(f"logit_bias names {len(sampling.logit_bias)} ids: at most {MOST_BIASES}")
     stops_1X = np.full((1, MOST_STOPS), -1, np.int32)
-    stops_1X[0, : len(stop_ids)] = [id if sample.is_id(id, vocab_size) else -1 for id in stop_ids]
+    stops_1X[0, : len(stop_ids)] = [id if is_id(id, vocab_size) else -1 for id in stop_ids]
     biases = Biases(np.full((1, MOST_BIASES), vocab_size, np.int32), np.zeros((1, MOST_BIASES)))
     for place, (token, bias) in enumerate(dict(sampling.logit_bias).items()):
-        if not sample.is_id(token, vocab_size):
+        if not is_id(token, vocab_size):
             raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
         biases.ids_BX[0, place], biases.values_BX[0, place] = token, bias
     law = settings_of([dataclasses.replace(sampling, logit_bias=())], vocab_size, whole=True)
     biases = biases._replace(values_BX=biases.values_BX.astype(np.float32))
-    return Given(one(total), one(prompt_length), stops_1X, law, biases)
+    return RowSettings(one(total), one(prompt_length), stops_1X, law, biases)
 
 
-def together(rows: Sequence[Given], kind: Kind) -> Given:
+def together(rows: Sequence[RowSettings], kind: Kind) -> RowSettings:
     """The settings of several rows side by side, as calls of this kind are given them."""
     return jax.tree.map(
         lambda *leaves: np.concatenate(leaves), *(_narrowed(row, kind) for row in rows)
     )
 
 
-def _narrowed(given: Given, kind: Kind) -> Given:
+def _narrowed(given: RowSettings, kind: Kind) -> RowSettings:
     if kind.law == WHOLE:
         return given
     warm = Law(given.law.key_B, given.law.temperature_B)

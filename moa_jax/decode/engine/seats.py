@@ -22,7 +22,15 @@ import numpy as np
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
 from moa_jax.decode.calls import Backlog
-from moa_jax.decode.engine.rows import GREEDY, MOST_ROUNDS, Given, Kind, Live, Report, together
+from moa_jax.decode.engine.rows import (
+    GREEDY,
+    MOST_ROUNDS,
+    Kind,
+    Live,
+    Report,
+    RowSettings,
+    together,
+)
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
 
@@ -36,7 +44,7 @@ class Text:
     id: int  # of its request
     tokens: list[int]  # prompt and answer, as far as they were heard of
     total: int  # tokens that it may hold
-    given: Given  # its one row of settings
+    given: RowSettings  # its one row of settings
     kind: Kind
     top_logprobs: int | None = None  # likeliest tokens that it wants to know beside each
     known: int = 0  # tokens that all caches hold for certain
@@ -80,7 +88,9 @@ class Seats:
     While they move from one state to another, both are in memory.
     """
 
-    def __init__(self, shelf: Shelf, nobody: Given, draft_rows: int, most_behind: int) -> None:
+    def __init__(
+        self, shelf: Shelf, nobody: RowSettings, draft_rows: int, most_behind: int
+    ) -> None:
         """`nobody` is what a call is given for a row in which nobody sits."""
         self._shelf, self._nobody = shelf, nobody
         self._draft_rows, self._backlog = draft_rows, Backlog(most_behind)
@@ -94,7 +104,7 @@ class Seats:
         self._texts: list[Text | None] = []
         self._ended: set[int] = set()  # rows that the device may think of as under way
         self._backlog.clear()
-        self._given: dict[Kind, Given] = {}  # on the device
+        self._given: dict[Kind, RowSettings] = {}  # on the device
         self._wasted = 0  # what a smaller state would have saved, in costs of rounds
         self._best: Size | None = None  # for those who sit and come, of what is there
         self._disturbed = True  # something else than a call was sent

@@ -24,7 +24,7 @@ import numpy as np
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.engine import rows as device
-from moa_jax.decode.engine.rows import EVERY, LIKELY, Given, Kind, Live
+from moa_jax.decode.engine.rows import EVERY, LIKELY, Kind, Live, RowSettings
 from moa_jax.decode.programs import Programs, Ready, at_least, cache_rows_for, powers
 from moa_jax.decode.session import Session
 from moa_jax.model import sharding
@@ -67,7 +67,7 @@ class Shelf:
         session: Session,
         num_slots: int,
         num_rows: int,
-        blank: Callable[[int, Kind], Given],
+        blank: Callable[[int, Kind], RowSettings],
         is_priced: Callable[[int], bool] = lambda slots: False,
     ) -> None:
         """`blank` gives what a call of so many slots is given for nobody, on the host; `is_priced`

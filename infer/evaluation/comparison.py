@@ -1,4 +1,4 @@
-"""Plain and drafted decoding of the same prompts in turns, until it says something: --compare."""
+"""Plain and drafted decoding of the same prompts in turns, until it says something."""
 
 from __future__ import annotations
 

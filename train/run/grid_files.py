@@ -1,0 +1,57 @@
+"""Facts of the files that a grid's drafters come from: their bytes and hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from moa_jax.config import DistillConfig, GridConfig
+from moa_jax.data import corpora
+from moa_jax.decode.vocabulary import FILE as VOCABULARY
+from moa_jax.errors import InputError
+from moa_jax.files.folders import file_hash
+from moa_jax.pretrained import Target
+
+HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
+
+
+def files_of(config: DistillConfig) -> dict[str, Any]:
+    """Facts of the local data files that a run reads, where they are at hand."""
+    found = {}
+    for path in (*config.data.train, *config.data.validation):
+        with contextlib.suppress(InputError):  # a report needs no data
+            if files := corpora.files_of(path):
+                found[path] = facts(*files)
+    if config.vocabulary:
+        files = Path(config.vocabulary), Path(config.vocabulary, VOCABULARY)
+        found |= {str(file): facts(file) for file in files if file.is_file()}
+    return found
+
+
+def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
+    """Facts of the files that all drafters come from: the target's and the data's."""
+    name = grid.cells[0][1].target
+    model = sorted([*target.folder.glob("*.json"), *target.folder.glob("*.safetensors")])
+    found = {f"{name}: {file.name}": facts(file) for file in model}
+    return functools.reduce(dict.__or__, (files_of(config) for _, config in grid.cells), found)
+
+
+def facts(*files: Path) -> dict[str, Any]:
+    """Bytes and shortened hash of a file; of several the sum, and the hash of their hashes."""
+    stats = [file.stat() for file in files]
+    pairs = zip(files, stats, strict=True)
+    hashes = [_hash(file, stat.st_size, stat.st_mtime_ns) for file, stat in pairs]
+    many = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return {
+        "bytes": sum(stat.st_size for stat in stats),
+        "sha256": (hashes[0] if len(hashes) == 1 else many)[:HASH_LENGTH],
+    }
+
+
+@functools.cache
+def _hash(file: Path, size: int, changed_ns: int) -> str:
+    """The hash of a file, read once unless it changes, though every run of the grid asks."""
+    return file_hash(file) or ""
