@@ -37,7 +37,7 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 Array = jax.Array
 
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
-INTERVALS = "scores_of_intervals_"  # and their parts: what operations are named, see `flops.py`
+INTERVALS = "scores_of_intervals_"  # names operations, before a number of parts, for `flops.py`
 
 
 # Within a pass intervals or a mask (B, T, S), a sight where there is a cache.
