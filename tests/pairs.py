@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, EagleConfig
+from moa_jax.pretrained import LoadedDrafter
 from tests.conftest import arrays_of
 from tests.model_folders import save_random_pair
 from tests.oracle import random_pair
@@ -83,16 +85,26 @@ def method_of_case(folder: Path) -> str:
     return METHODS.get(method, method)
 
 
+def options_of_case(folder: Path) -> dict[str, Any]:
+    """What the files of a recorded case's drafter need not say, as `load_drafter` takes it."""
+    settings = json.loads((folder / "moa.json").read_text())
+    reused = settings["train_args"].get("target_layer_inference")
+    return {"method": method_of_case(folder), "target_layer_inference": reused}
+
+
+def as_recorded(drafter: LoadedDrafter) -> LoadedDrafter:
+    """The drafter as the authors' code ran it: EAGLE with a mask one column off."""
+    if not isinstance(drafter.config, EagleConfig):
+        return drafter
+    return drafter._replace(config=dataclasses.replace(drafter.config, shifted_mask=True))
+
+
 @functools.cache
 def recorded(folder: Path) -> tuple[Pair, dict[str, np.ndarray]]:
-    settings = json.loads((folder / "moa.json").read_text())
-    arrays = arrays_of(folder / "generate.npz")
-    num_reused = settings["train_args"].get("target_layer_inference")
-    pair = Pair(folder, num_reused, method=method_of_case(folder))
-    if isinstance(pair.drafter.config, EagleConfig):  # recorded with a mask one column off
-        shifted = dataclasses.replace(pair.drafter.config, shifted_mask=True)
-        pair.drafter = pair.drafter._replace(config=shifted)
-    return pair, arrays
+    options = options_of_case(folder)
+    pair = Pair(folder, options["target_layer_inference"], method=options["method"])
+    pair.drafter = as_recorded(pair.drafter)
+    return pair, arrays_of(folder / "generate.npz")
 
 
 def prompts_of(arrays):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.sharding import AbstractMesh
 
 from configs.shapes import SHAPES
 from infer import plan
@@ -24,8 +26,9 @@ from moa_jax.aot.hlo import LARGE
 from moa_jax.aot.kernels import Kernel, Rules
 from moa_jax.aot.lowering import HloModule
 from moa_jax.aot.machines import machine
-from moa_jax.config import DraftShape
+from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.errors import InputError
+from moa_jax.model import convert, sharding
 from tests.aot.compiling import needs, run_plan
 
 MODEL = "meta-llama/Meta-Llama-3-8B-Instruct"
@@ -546,6 +549,16 @@ def test_the_last_line_is_the_verdict(planned, capsys, fits, code, verdict):
     assert "nothing of 2 MiB or more is moved" in out and "(50%)" in out and "paper" not in out
 
 
+def test_what_goes_over_links_is_told(planned, capsys):
+    counts = {"all-reduce": {"count": 161, "received": 2_500_000}}
+    counts["all-gather"] = {"count": 1, "received": 140_000}
+    planned[1]["links"] = {"collectives": counts, "bytes": 2_640_000, "ms": 1.3}
+    assert plan.main([*COMMAND, "--topology", "h200:8", "--mesh", "tensor=4,data=2"]) == 0
+    out = capsys.readouterr().out
+    line = "over links a round: 161 all-reduce, 1 all-gather, 2.64 MB received, 1.300 ms"
+    assert line in out.splitlines() and "mesh tensor=4,data=2, figures of a chip" in out
+
+
 def test_a_refused_program_has_no_table_but_a_verdict(planned, capsys):
     nothing = {"phases": [], "moves": [], "round_ms": None, "tokens_per_s": None, "hlo": None}
     memory = {"weights": 5, "state": 3, "temporary": None, "peak": None, "limit": 100}
@@ -738,15 +751,18 @@ def test_a_round_of_the_8b_pair_on_an_h200(mode):
     "topology, weights, reduces, others",
     [
         pytest.param("h200:8", "bfloat16", 1, 1, marks=needs["cuda"]),
+        pytest.param("v5p:2x2x2", "bfloat16", 3, 0, marks=needs["tpu"]),
         pytest.param("v5e:2x4", "int8", 3, 0, marks=needs["tpu"]),
     ],
 )
 def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
     """Layers of a 70B target: two all-reduces each, one more for the embedding, and the choice.
 
-    No weight and no cache is moved, an eight-bit table in the tiles of a TPU included.
+    No weight and no cache is moved, an eight-bit table in the tiles of a TPU included. All 80
+    layers fit beside what the programs need for themselves.
     """
-    config = dataclasses.replace(SHAPES["meta-llama/Meta-Llama-3-70B-Instruct"], num_layers=2)
+    whole = SHAPES["meta-llama/Meta-Llama-3-70B-Instruct"]
+    config = dataclasses.replace(whole, num_layers=2)
     shape = (config, None, DraftShape(1), 4096)
     rest = {"weights": weights, "prompt_length": 32, "mesh": {"tensor": 8}}
     found = decoding.plan(decoding.PlanRequest(machine(topology), *shape, **rest))
@@ -754,6 +770,48 @@ def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
     assert links["all-reduce"]["count"] == 2 * 2 + reduces
     assert sum(each["count"] for each in links.values()) <= 2 * 2 + reduces + others
     assert found["fits"] and found["moves"] == [] and 0 < found["links"]["bytes"] < 1e6
+    memory = found["memory"]
+    size = {"bfloat16": 2, "int8": 1}[weights]
+    expected = size * weights_of_a_chip(config)
+    assert expected <= memory["weights"] < 1.01 * expected
+    caches = 4096 * whole.num_layers * 2 * whole.block.head_dim * 2  # one of eight heads
+    held = 1.01 * size * weights_of_a_chip(whole) + caches + memory["temporary"]
+    assert held + memory["state"] < memory["limit"]
+
+
+def weights_of_a_chip(config: TargetConfig) -> int:
+    """Numbers of a target that each of eight chips holds."""
+    mesh = AbstractMesh((1, 8), sharding.DECODE_AXES)
+    sizes = 0
+    for packing in convert.target_table(config).values():
+        is_cut = any(sharding.dividing(packing.axes, packing.shape, mesh))
+        sizes += math.prod(packing.shape) // (8 if is_cut else 1)
+    return sizes
+
+
+# Draft, machine, and all-reduces of a round; each level of a draft has those of a pass of its own.
+DRAFTS = [
+    pytest.param(DraftShape(5), "h200:8", id="chain", marks=needs["cuda"]),
+    pytest.param(DraftShape(5, sampled=True), "h200:8", id="drawn", marks=needs["cuda"]),
+    pytest.param(DraftShape(7, 8, 62), "v5p:2x2x2", id="tree", marks=needs["tpu"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, topology", DRAFTS)
+def test_a_round_that_drafts_sends_no_logits(shape, topology):
+    """Two layers of an 8B target with the paper's drafter: sums of states, and small choices.
+
+    Logits of all nodes (B, N, V) stay where they are: less than those of one node is gathered.
+    """
+    drafter = request_for("--drafter", PAPER, "--mode", "chain").drafter
+    config = dataclasses.replace(SHAPES[MODEL], num_layers=2)
+    rest = {"prompt_length": 32, "mesh": {"tensor": 8}}
+    found = decoding.plan(decoding.Request(machine(topology), config, drafter, shape, 256, **rest))
+    links = found["links"]["collectives"]
+    print(links)
+    gathered = sum(each["received"] for kind, each in links.items() if kind != "all-reduce")
+    assert gathered < 4 * config.vocab_size and found["moves"] == []
 
 
 @pytest.mark.slow

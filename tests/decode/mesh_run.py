@@ -1,10 +1,12 @@
 """Decodes on meshes of virtual devices and on one: run by tests in processes of their own.
 
-python -m tests.decode.mesh_run CASE ...     with CASE = DRAFTER:SHAPE:MESH, as moa-3:tree:tensor=4
+python -m tests.decode.mesh_run CASE ...     with CASE = DRAFTER:SHAPE:MESH, as moa-1:tree:tensor=4
 
-A DRAFTER with a slash is the folder of a recorded pair, whose texts are compared with it.
+A DRAFTER with a slash is the folder of a recorded pair, whose texts are compared with it; one with
++int8 has weights of eight bits, read from a file; one with +words drafts from half of the tokens.
 
-Prints a line of JSON for each case: the texts on both, and how many tokens rounds committed.
+Prints a line of JSON for each case: the texts on both, and how many tokens rounds committed. The
+text alone is plain decoding's, but for LIKE_ALONE, whose drafter decodes alone, too.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import functools
 import json
 import queue
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from infer.flags.mesh import mesh_sizes
 from moa_jax import Session, load_drafter, load_target
@@ -34,23 +39,35 @@ from moa_jax.config import (
     Sampling,
     TargetConfig,
 )
+from moa_jax.decode.costs import Costs, Place
 from moa_jax.decode.engine import Engine, Request
+from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.files import placement
 from moa_jax.measure.random_pair import random_drafter, random_target
+from moa_jax.model import convert, quantise, sharding
+from moa_jax.model.cache import KV
 from moa_jax.model.sharding import decoding_mesh
-from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.pretrained import (
+    LoadedDrafter,
+    Target,
+    describe_target,
+    save_drafter,
+    save_target,
+    table_of,
+)
 from moa_jax.split.slots import DraftRequest, Slots
 from tests.conftest import arrays_of
-from tests.pairs import prompts_of
+from tests.pairs import as_recorded, options_of_case, prompts_of
 
 BLOCK = BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None)  # 4 kv heads: 8 devices hold copies
-CONFIG = TargetConfig("llama", 64, 4, BLOCK, False, 256)
+CONFIG = TargetConfig("llama", 64, 2, BLOCK, False, 256)  # layers are most of a program's time
 SMALL = TargetConfig("llama", 64, 1, BLOCK, True, 256)
 MOA = (2, 24, 4, 24, 4, 16)
 KINDS: dict[str, Any] = {
     "moa-0": ("moa", MoaConfig(*MOA)),
-    "moa-3": ("moa", MoaConfig(*MOA, target_layer_inference=3)),
+    "moa-1": ("moa", MoaConfig(*MOA, target_layer_inference=1)),
     "eagle": ("eagle", EagleConfig(2, 24)),
-    "eagle3": ("eagle3", Eagle3Config(4, 24, draft_ids=tuple(range(0, 64, 2)))),
+    "eagle3": ("eagle3", Eagle3Config(4, 24, None, tuple(range(0, 64, 2)), (0, 1, 1))),
     "glide": ("glide", GlideConfig(2, 24, 3)),
     "independent": ("independent", IndependentConfig(SMALL)),
     "lookup": ("lookup", LookupConfig()),
@@ -60,7 +77,10 @@ SHAPES = {
     "chain": DraftShape(4),
     "tree": DraftShape(4, 3, 8),
     "wide": DraftShape(2, 16, 40),  # of 64 tokens: some are accepted whatever a drafter thinks
+    "drawn": DraftShape(4, sampled=True),
+    "auto": DraftShape(4),  # or plain, by what is accepted
 }
+LIKE_ALONE = {("moa-0", "drawn")}
 PROMPTS = [[5, 17, 60, 33, 9, 5, 17], [50, 3, 44], [7], [2, 4, 8, 16, 32]]
 LAWS = (
     Sampling(),
@@ -68,7 +88,7 @@ LAWS = (
     Sampling(0.9, repetition_penalty=1.2, seed=4),
     Sampling(),
 )
-NEW, NO_STOP = 16, []
+NEW, NO_STOP = 32, []
 
 
 def calm(found: Any) -> Any:
@@ -80,6 +100,29 @@ def calm(found: Any) -> Any:
         return leaf if leaf.ndim == 1 else grown * leaf
 
     return found._replace(params=jax.tree.map_with_path(of, found.params))
+
+
+class Asked(NamedTuple):
+    """What decodes: a drafter of KINDS, or anything else for none, and where."""
+
+    name: str
+    mesh: Mesh | None
+
+    @property
+    def weights(self) -> str | None:
+        return "int8" if "+int8" in self.name else None
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """Every other token."""
+        ids_U = np.arange(0, CONFIG.vocab_size, 2)
+        return DraftVocabulary(ids_U, CONFIG.vocab_size) if "+words" in self.name else None
+
+    @property
+    def pair(self) -> tuple[Target, LoadedDrafter | None]:
+        if self.weights:
+            return stored(self.name.partition("+")[0], self.mesh, self.weights)
+        return target(self.mesh), drafter(self.name.partition("+")[0], self.mesh)
 
 
 @functools.cache
@@ -96,27 +139,84 @@ def drafter(name: str, mesh: Mesh | None) -> LoadedDrafter | None:
 
 
 @functools.cache
-def decoded(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
+def folder_of(name: str) -> Path:
+    """The pair in files."""
+    folder, draft = Path(tempfile.mkdtemp()), drafter(name, None)
+    save_target(folder / "target", CONFIG, target(None).params, dtype=jnp.float32)
+    where = describe_target(folder / "target")
+    save_drafter(folder / "draft", draft.method, draft.config, draft.params, where)
+    return folder
+
+
+@functools.cache
+def stored(name: str, mesh: Mesh | None, weights: str | None) -> tuple[Target, LoadedDrafter]:
+    folder = folder_of(name)
+    loaded = load_target(folder / "target", jnp.float32, weights=weights, mesh=mesh)
+    return loaded, load_drafter(folder / "draft", loaded, weights=weights)
+
+
+def costs_of(batches: Sequence[int]) -> Costs:
+    """A chain costs little more than plain decoding, so it is worth it now and then."""
+    costs = Costs(Place("none", "float32", None, "none", 1))
+    for batch in batches:
+        costs.put(batch, SHAPES["plain"], 1.0)
+        costs.put(batch, SHAPES["chain"], 1.35)
+    return costs
+
+
+@functools.cache
+def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> list[dict[str, Any]]:
     """Uneven prompts side by side, two greedy and two sampled."""
-    session = Session(target(mesh), drafter(name, mesh), SHAPES[shape], top_logprobs=2)
+    asked = Asked(name, mesh)
+    loaded, draft = asked.pair
+    rest: dict[str, Any] = {"vocabulary": asked.vocabulary if draft else None, "chunk": 16}
+    if shape == "auto":
+        rest |= {"ways": (SHAPES["plain"],), "costs": costs_of([len(PROMPTS)])}
+    session = Session(loaded, draft, SHAPES[shape], top_logprobs=likely, **rest)
     assert session.mesh == mesh
     found = session.generate(PROMPTS, NEW, NO_STOP, LAWS)
+    if shape == "auto":  # the second time every way is compiled
+        session.background.wait()
+        found = session.generate(PROMPTS, NEW, NO_STOP, LAWS)
+    if mesh is not None:
+        assert_is_split(session.start(PROMPTS, NEW, NO_STOP, LAWS)[0], len(PROMPTS), mesh)
     return [
         {
             "tokens": row.token_ids,
             "accepted": row.accept_lengths,
+            "drafted": row.drafted_levels,
             "logprobs": [likely.logprob for likely in row.logprobs],
         }
         for row in found
     ]
 
 
+def assert_is_split(state: Any, rows: int, mesh: Mesh) -> None:
+    """Every cache is cut by its heads and rows where they divide, and no device holds a whole."""
+    caches = [part for part in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(part)]
+    assert len(caches) >= CONFIG.num_layers
+    data, tensor = mesh.shape["data"], mesh.shape["tensor"]
+    for leaf in jax.tree.leaves(caches):
+        B, K, *rest = leaf.shape
+        assert B == rows
+        part = (B // data if B % data == 0 else B, K // tensor if K % tensor == 0 else K, *rest)
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {part}, leaf.shape
+
+
+def is_cache(part: Any) -> bool:
+    return isinstance(part, KV)
+
+
 def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     """The same requests by an engine, which has fewer seats than there are requests."""
-    engine = Engine(
-        target(mesh), drafter(name, mesh), SHAPES[shape], num_slots=2, max_tokens=64, chunk=16
-    )
+    rest: dict[str, Any] = {"num_slots": 2, "max_tokens": 64, "chunk": 16}
+    if shape == "auto":
+        shape = "tree"
+        rest |= {"ways": (SHAPES["plain"], SHAPES["chain"]), "costs": costs_of([1, 2])}
+    engine = Engine(*Asked(name, mesh).pair, SHAPES[shape], **rest)
     engine.start()
+    empty, *_ = engine.shelf.run(("empty", engine.shelf.largest))
+    assert_is_split(empty, 2, mesh)
     heard: list[queue.SimpleQueue] = []
     for prompt, law in zip(PROMPTS, LAWS, strict=True):
         heard.append(queue.SimpleQueue())
@@ -138,7 +238,8 @@ def verified(name: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     (where,) = {leaf.sharding.spec for leaf in jax.tree.leaves(slots._caches)}
     assert where[1] == "tensor", where
     rows = []
-    for text, prompt, law in zip(decoded(name, "plain", None), PROMPTS, LAWS, strict=True):
+    texts = decoded("none", "plain", None, 2)
+    for text, prompt, law in zip(texts, PROMPTS, LAWS, strict=True):
         slot = slots.open(law, NO_STOP, len(prompt) + NEW, len(prompt))
         tokens = slots.read(slot, prompt, pick_root=True).tokens[len(prompt) :]
         while len(tokens) < NEW:
@@ -151,32 +252,81 @@ def verified(name: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     return rows
 
 
+def streamed(name: str, weights: str | None, mesh: Mesh) -> dict[str, Any]:
+    """What devices got while a pair was read from its files: arrays by how they were cut.
+
+    Whatever is put on devices is in parts, so at no time does one of them hold a whole.
+    """
+    put, parts = placement._put, []
+
+    def watched(array: np.ndarray, where: Any) -> jax.Array:
+        placed = put(array, where)
+        parts.append(placed)
+        return placed
+
+    folder_of(name)  # which needs whole weights
+    placement._put = watched
+    try:
+        loaded, draft = stored.__wrapped__(name, mesh, weights)
+    finally:
+        placement._put = put
+    tables = (
+        (loaded.params, convert.target_table(CONFIG)),
+        (draft.params, table_of(draft, CONFIG)),
+    )
+    wrong = []
+    for params, table in tables:
+        for path, packing in table.items():
+            leaf = convert.leaf_at(params, path)
+            spec = sharding.dividing(packing.axes, packing.shape, mesh)
+            where = quantise.sharding_as(path[-1:], leaf, NamedSharding(mesh, spec))
+            for one, at in zip(jax.tree.leaves(leaf), jax.tree.leaves(where), strict=True):
+                held = {shard.data.shape for shard in one.addressable_shards}
+                if held != {at.shard_shape(one.shape)}:
+                    wrong.append([*map(str, path)])
+    whole = sum(part.nbytes for part in parts)
+    on_device = sum(shard.data.nbytes for part in parts for shard in part.addressable_shards[:1])
+    return {"wrong": wrong, "put": len(parts), "share": on_device / whole}
+
+
 def recorded_on(folder: str, shape: str, mesh: Mesh) -> list[dict[str, Any]]:
     """The recorded texts of the authors' code, told to be right or not, and what was accepted."""
     place = Path(folder)
     loaded = load_target(place / "target", jnp.float32, mesh=mesh)
-    reused = json.loads((place / "moa.json").read_text())["train_args"]["target_layer_inference"]
-    draft = load_drafter(place / "draft", loaded, dtype=jnp.float32, target_layer_inference=reused)
-    session, rows = Session(loaded, draft, SHAPES[shape]), []
-    for _, prompt, answer in prompts_of(arrays_of(place / "generate.npz")):
-        (row,) = session.generate([prompt], len(answer), NO_STOP)
-        rows.append({"tokens": row.token_ids, "wanted": answer, "accepted": row.accept_lengths})
+    draft = load_drafter(place / "draft", loaded, dtype=jnp.float32, **options_of_case(place))
+    session, rows = Session(loaded, as_recorded(draft), SHAPES[shape]), []
+    prompts = list(prompts_of(arrays_of(place / "generate.npz")))
+    longest = max(len(answer) for _, _, answer in prompts)
+    found = session.generate([prompt for _, prompt, _ in prompts], longest, NO_STOP)
+    for row, (_, _, answer) in zip(found, prompts, strict=True):
+        told = row.token_ids[: len(answer)]
+        rows.append({"tokens": told, "wanted": answer, "accepted": row.accept_lengths})
     return rows
+
+
+def outcome(case: str) -> dict[str, Any]:
+    name, shape, sizes = case.split(":")
+    mesh = decoding_mesh(**mesh_sizes(sizes))
+    if "/" in name:
+        return {"mesh": recorded_on(name, shape, mesh)}
+    weights = Asked(name, mesh).weights
+    if shape == "files":
+        return streamed(name.partition("+")[0], weights, mesh)
+    if shape == "split":
+        return {"mesh": verified(name, mesh), "alone": decoded("none", "plain", None, 2)}
+    if shape.startswith("engine-"):
+        on_mesh = served(name, shape.removeprefix("engine-"), mesh)
+        return {"mesh": on_mesh, "alone": decoded("none", "plain", None, 2)}
+    if (name, shape) in LIKE_ALONE:
+        return {"mesh": decoded(name, shape, mesh, 2), "alone": decoded(name, shape, None, 2)}
+    plain = decoded(f"{name.partition('+')[0]}+int8" if weights else "none", "plain", None, 2)
+    return {"mesh": decoded(name, shape, mesh, 2 if shape == "plain" else None), "alone": plain}
 
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     for case in sys.argv[1:]:
-        name, shape, sizes = case.split(":")
-        mesh = decoding_mesh(**mesh_sizes(sizes))
-        if "/" in name:
-            found = {"mesh": recorded_on(name, shape, mesh)}
-        elif shape == "split":
-            found = {"mesh": verified(name, mesh), "alone": decoded(name, "plain", None)}
-        else:
-            how, shape = (served, shape[7:]) if shape.startswith("engine-") else (decoded, shape)
-            found = {"mesh": how(name, shape, mesh), "alone": decoded(name, shape, None)}
-        print(json.dumps({"case": case} | found), flush=True)
+        print(json.dumps({"case": case} | outcome(case)), flush=True)
 
 
 if __name__ == "__main__":

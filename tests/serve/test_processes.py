@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -31,7 +32,14 @@ from moa_jax.model import processes
 from moa_jax.model.processes import Ending
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
-from tests.serve.test_endurance import Ask, Served, answers_at_once, mixed
+from tests.serve.test_endurance import (
+    SLOTS,
+    Ask,
+    Served,
+    answers_at_once,
+    assert_nothing_is_held,
+    mixed,
+)
 from tests.serve.test_protocol import COMPLETIONS
 from tests.serve.toy_server import DEMO, VOCAB, wait_for
 
@@ -64,15 +72,13 @@ def other_process(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
 
 
 @contextlib.contextmanager
-def two_serving(folder: Path) -> Iterator[tuple[Served, subprocess.Popen]]:
-    """The bundled pair on two devices, each of a process of its own."""
+def two_serving(folder: Path, mesh: str) -> Iterator[tuple[Served, subprocess.Popen]]:
+    """The bundled pair on two devices, each of a process of its own, in the default mode."""
     port = free_port()
-    flags = ["--mesh", "tensor=2", "--slots", "4", "--max-tokens", "192", "--mode", "chain"]
+    flags = ["--mesh", mesh, "--slots", str(SLOTS), "--max-tokens", "192", "--port", "0"]
     key = ["--api-key-file", str(folder / "keys"), "--ready-file", str(folder / "ready.json")]
-    with other_process(
-        folder, "infer.serve", *flags, *key, "--port", "0", *place(1, port)
-    ) as other:
-        process, ready = start_program(folder, *flags, "--port", "0", *place(0, port))
+    with other_process(folder, "infer.serve", *flags, *key, *place(1, port)) as other:
+        process, ready = start_program(folder, *flags, *place(0, port))
         try:
             yield Served(process, ready, folder / "log"), other
         finally:
@@ -82,41 +88,63 @@ def two_serving(folder: Path) -> Iterator[tuple[Served, subprocess.Popen]]:
 
 @pytest.mark.slow
 def test_two_processes_serve_as_one(tmp_path):
-    """Texts of plain decoding, whoever comes and leaves; SIGTERM ends both."""
-    with two_serving(tmp_path) as (served, other):
-        answers_at_once(served, mixed(16, 2), clients=8)
-        wait_for(served.is_idle, 60)
-        assert served.metric("moa:engine_failures_total") == 0
+    """Texts of plain decoding, whoever comes and leaves, and nothing is held; SIGTERM ends both."""
+    with two_serving(tmp_path, "tensor=2") as (served, other):
+        asks = mixed(60, 2)
+        found = answers_at_once(served, asks, clients=20)
+        left = [ask.leaves_after is not None for ask in asks]
+        assert [not all(end for _, end in each) for each in found] == left
+        assert_nothing_is_held(served)
         for process in (other, served.process):  # as launchers do
             process.send_signal(signal.SIGTERM)
         assert (served.process.wait(60), other.wait(60)) == (0, 0)
 
 
+def heard(served: Served, stream: bool) -> str:
+    """How a long answer ends: the message of an error, or the end of the connection."""
+    try:
+        with (
+            served.client() as client,
+            client.stream("POST", COMPLETIONS, json=LONG.body | {"stream": stream}) as said,
+        ):
+            *_, last = (line for line in said.iter_lines() if line)
+    except httpx.TransportError as error:
+        return type(error).__name__
+    return json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+@contextlib.contextmanager
+def asked_at_once(served: Served) -> Iterator[list[Future[str]]]:
+    """Ten clients, every other one reads a stream; some sit and some wait."""
+    with ThreadPoolExecutor(10) as pool:
+        asking = [pool.submit(heard, served, number % 2 == 0) for number in range(10)]
+        wait_for(lambda: served.metric("vllm:num_requests_running") == SLOTS)
+        assert served.metric("vllm:num_requests_waiting") >= 10 - SLOTS
+        yield asking
+
+
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_group_and_nobody_waits(tmp_path):
-    with two_serving(tmp_path) as (served, other), ThreadPoolExecutor(6) as pool:
-
-        def status_of(number: int) -> tuple[int, str]:
-            with served.client() as client:
-                said = client.post(COMPLETIONS, json=LONG.body)
-                return said.status_code, said.json().get("error", {}).get("message", "")
-
-        asking = [pool.submit(status_of, number) for number in range(6)]
-        wait_for(lambda: served.metric("vllm:num_requests_running") >= 2)
-        other.kill()
-        # Whichever is noticed first: the end of the process, or a collective that breaks.
-        lines = {"process 1 has died", "the engine failed at this request"}
-        for status, said in (each.result() for each in asking):
-            assert status == 500 and said.partition(":")[0] in lines, said
+    """Rows are split between the two, so that one device alone has the others' answers."""
+    with two_serving(tmp_path, "data=2") as (served, other):
+        with asked_at_once(served) as asking:
+            other.kill()
+            # Whichever is noticed first: the end of the process, or a collective that breaks.
+            lines = {"process 1 has died", "the engine failed at this request"}
+            for each in asking:
+                assert each.result(30).partition(":")[0] in lines
         assert served.process.wait(30) == 1
     assert "infer.serve: process 1 has died" in served.log.read_text().splitlines()
 
 
 @pytest.mark.slow
-def test_without_process_0_the_others_end(tmp_path):
-    with two_serving(tmp_path) as (served, other):
+def test_without_process_0_the_others_end_with_1(tmp_path):
+    """jax or we notice it first; clients hear that their connection has ended."""
+    with two_serving(tmp_path, "tensor=2") as (served, other), asked_at_once(served) as asking:
         served.process.kill()
-        assert other.wait(30) not in (0, 2)
+        assert other.wait(30) == 1
+        ends = {each.result(30) for each in asking}
+        assert ends <= {"RemoteProtocolError", "ReadError"}, ends
 
 
 @pytest.mark.slow

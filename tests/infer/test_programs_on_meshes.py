@@ -1,0 +1,115 @@
+"""Every program that decodes takes --mesh: what it says is what one device says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from infer import bench, evaluate, generate, serve, server
+from infer.info import ROOT
+from infer.program import BAD_INPUT, run
+from moa_jax import Session, load_target
+from moa_jax.config import MoaConfig
+from moa_jax.drafters import DRAFTERS
+from moa_jax.pretrained import save_drafter
+from tests.infer.mesh_run import PROMPT
+from tests.train.test_regenerate import save_talkative_target
+from train import regenerate
+
+NEW = 9
+TALK = {"question_id": 1, "category": "a", "turns": ["1234567 " * 3]}
+CHAT = {"messages": [{"role": r, "content": "12345"} for r in ("user", "assistant")]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A small random pair, a question and a conversation."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = load_target(save_talkative_target(folder), jnp.float32)
+    config = MoaConfig(2, 24, 2, 24, 2, 16)
+    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
+    save_drafter(folder / "draft", "moa", config, params, target)
+    (folder / "talk.jsonl").write_text(json.dumps(TALK) + "\n")
+    (folder / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(folder) -> dict[str, tuple[int, str, str]]:
+    """Exit codes, stdout and stderr of the programs, in one process of two devices."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.infer.mesh_run", str(folder)],
+        **dict(cwd=ROOT, env=os.environ, text=True, capture_output=True, timeout=900),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def plain(folder: Path, prompt: list[int]) -> list[int]:
+    (row,) = Session(load_target(folder / "target", jnp.float32)).generate([prompt], NEW, [])
+    return row.token_ids
+
+
+@pytest.mark.slow
+def test_bench(told):
+    code, out, err = told["bench"]
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["settings"]["mesh"] == {"tensor": 2}
+    assert [row["same_as_plain"] for row in found["modes"]] == [1, 1]
+    assert found["weights_cost"]["tokens"] > 2 and 0 < found["weights_cost"]["mean_kl"] < 0.1
+    assert not any("phases" in row for row in found["modes"])
+    assert "--mesh: phases are measured on one device alone, and left out" in err.splitlines()
+
+
+@pytest.mark.slow
+def test_evaluate_mixes_no_meshes(told):
+    code, out, err = told["evaluate"]
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["differences"] == [] and found["settings"]["mesh"] == {"tensor": 2}
+    code, out, err = told["evaluate on one device"]
+    assert code == BAD_INPUT and "another run, with other mesh" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_regenerate(told, folder):
+    code, _, err = told["regenerate"]
+    assert code == 0, err
+    (row,) = map(json.loads, (folder / "new.jsonl").read_text().splitlines())
+    assert row["token_ids"] == plain(folder, row["prompt_ids"])
+
+
+@pytest.mark.slow
+def test_server(told, folder):
+    code, out, err = told["server"]
+    assert code == 0, err
+    (row,) = json.loads(out)["results"]
+    prompt = [int(part) for part in PROMPT.split(",")]
+    assert row["token_ids"] == plain(folder, prompt)
+
+
+@pytest.mark.parametrize(
+    "program, flags",
+    [
+        (generate, ["--prompt", "x"]),
+        (bench, []),
+        (evaluate, []),
+        (serve, ["--port", "0"]),
+        (server, ["--port", "0"]),
+        (regenerate, ["--prompts", "chats.jsonl", "--output", "new", "--target", "target"]),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_a_mesh_that_cannot_be_is_bad_input(program, flags, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end:
+        run(program.main, [*flags, "--mesh", "tensor=64"])
+    said = capsys.readouterr()
+    assert end.value.code == BAD_INPUT and not said.out
+    assert "mesh tensor=64,data=1 needs 64 devices" in said.err.splitlines()[-1]
