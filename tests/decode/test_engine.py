@@ -17,10 +17,11 @@ import pytest
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.auto import PLAIN, Chooser
+from moa_jax.decode.calls import Backlog
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.engine.engine import MOST_REHEARSALS
-from moa_jax.decode.engine.pace import Pace
+from moa_jax.decode.engine.pace import Measured, Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
@@ -484,6 +485,47 @@ def test_what_the_table_does_not_know_is_measured():
         pace.heard(way, [0] * rounds, rounds)
     assert taken[PLAIN] > 300 and 0 < taken[TREE] < 10
     assert pace.choose(2, programs, hurry=False) == (programs[PLAIN], 8)
+
+
+class Decoded:
+    """Calls that a pace chooses, for a drafter that catches up before it drafts again."""
+
+    def __init__(self, pace: Pace, seconds: dict[DraftShape, float]) -> None:
+        self.pace, self.seconds, self.backlog = pace, seconds, Backlog(32)
+        self.programs = {way: ("program", way) for way in seconds}
+
+    def calls(self, count: int) -> list[DraftShape]:
+        """The ways of so many calls; one beside a catch-up has no time of its own."""
+        ways = []
+        for _ in range(count):
+            program, rounds = self.pace.choose(8, self.programs, hurry=False)
+            ways.append(way := program[1])
+            if due := self.backlog.is_due(way):
+                self.backlog.clear()
+            rounds = self.backlog.add(way, rounds)
+            if not due:
+                self.pace.took(program, rounds, rounds * self.seconds[way])
+            self.pace.heard(way, [way.levels - 1] * rounds, rounds)
+        return ways
+
+
+@pytest.mark.parametrize("busy", [1, 20])
+def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy):
+    """Also one that was measured while the machine was busy; a slow one seldom takes a call."""
+    for chain, wanted in ((0.002, CHAIN), (0.1, PLAIN)):
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+        decoded = Decoded(pace, {PLAIN: 0.001, CHAIN: chain})
+        for _ in range(3 * (busy > 1)):
+            pace.took(decoded.programs[CHAIN], 1, busy * chain)
+        decoded.calls(300)
+        assert decoded.calls(100).count(wanted) >= 95
+
+
+def test_one_slow_call_does_not_make_a_figure():
+    measured = Measured()
+    for seconds in (5.0, 0.9, 0.1, 0.1):
+        measured.add(seconds)
+    assert measured.mean == 0.1
 
 
 def test_nothing_is_tried_beside_a_chunk():

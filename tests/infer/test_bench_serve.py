@@ -245,6 +245,7 @@ def test_counts_are_what_the_servers_own_metrics_say():
         accepted_tokens=5,
         accepted_by_position=(3, 2),
         rounds_by_way={chain: 3, plain: 1},
+        prefix_lookup_tokens=40,
         prefix_tokens=10,
         compiled=5,
     )

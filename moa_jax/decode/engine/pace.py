@@ -21,10 +21,14 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
+CALLS_OF_A_TRIAL = 2  # since the first has no time of its own where the drafter catches up before
 ROUNDS_OF_A_TRIAL = 2
 LEAST_MEASURED = 2  # calls, before a figure counts
-OLD = 256  # calls after which a figure is tried again: the machine may have been busy
+FEW_MEASURED = 4  # calls of which a figure is the least: one may have come beside something else
+# Calls after which a figure is tried again, for the machine may have been busy: first and most
+FIRST_OLD, OLD = 32, 256
 NEW_SHARE, LARGE_SHARE = 0.2, 0.5  # of the last call in a figure
+MOST_TIMES = 2.0  # a figure that a call counts as at most: one slow call must not change a choice
 
 
 class MeanSeconds:
@@ -43,9 +47,15 @@ class MeanSeconds:
         share = LARGE_SHARE if tells_much else NEW_SHARE
         if self.count == 1:
             self.mean = seconds
-        elif self.count > 1:
-            self.mean += share * (seconds - self.mean)
+        elif 1 < self.count <= FEW_MEASURED:
+            self.mean = min(self.mean, seconds)
+        elif self.count > FEW_MEASURED:
+            self.mean += share * (min(seconds, MOST_TIMES * self.mean) - self.mean)
         self.last = now
+
+    def is_old(self, now: int) -> bool:
+        """Whether it should be measured again: the sooner, the fewer calls it rests on."""
+        return now - self.last > min(FIRST_OLD * max(self.count, 1), OLD)
 
 
 class Pace:
@@ -63,6 +73,7 @@ class Pace:
         self._round_s: dict[Any, MeanSeconds] = {}  # by program
         self._chunk_s = MeanSeconds()
         self._calls, self._last_trial = 0, 0
+        self._tried: DraftShape | None = None  # the way of a trial
 
     def choose(
         self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool, at_rest: bool = True
@@ -97,8 +108,10 @@ class Pace:
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call and a chunk took together."""
         measured = self._round_s.get(program)
-        if measured is not None and measured.count > 0:
-            self._chunk_s.add(max(seconds - rounds * measured.mean, 0.0))
+        if measured is None or measured.count < 1:
+            return
+        if (left := seconds - rounds * measured.mean) > 0:
+            self._chunk_s.add(left)
 
     def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
         """Hears how many drafted tokens each row's rounds accepted, but for those that were cut."""
@@ -118,10 +131,11 @@ class Pace:
         untried = [way for way, shape in priced.items() if shape not in own]
         # A call beside a chunk has no time of its own.
         if alone and not table.keys() >= set(priced.values()):
-            due = untried or [way for way in priced if self._is_old(programs[way])]
-            if due and self._calls - self._last_trial > CALLS_BETWEEN_TRIALS:
-                self._last_trial = self._calls
-                return due[0], ROUNDS_OF_A_TRIAL
+            due = untried or [
+                way for way in priced if self._round_s[programs[way]].is_old(self._calls)
+            ]
+            if (way := self._on_trial(due, programs)) is not None:
+                return way, ROUNDS_OF_A_TRIAL
         if not untried:
             table = own
         elif not table.keys() & set(priced.values()):
@@ -129,6 +143,18 @@ class Pace:
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
         return self._chooser.next(table, programs)
+
+    def _on_trial(
+        self, due: list[DraftShape], programs: Mapping[DraftShape, Any]
+    ) -> DraftShape | None:
+        """The way of a trial that goes on or begins; None if this call is none."""
+        since = self._calls - self._last_trial
+        if since < CALLS_OF_A_TRIAL and self._tried in programs:
+            return self._tried
+        if not due or since <= CALLS_BETWEEN_TRIALS:
+            return None
+        self._tried, self._last_trial = due[0], self._calls
+        return self._tried
 
     def _nearest(self, batch: int, shapes: Set[DraftShape]) -> Mapping[DraftShape, float]:
         """The figures of the nearest batch that has them of all these shapes."""
@@ -140,6 +166,3 @@ class Pace:
         measured = self._round_s.get(program)
         known = measured is not None and measured.count >= LEAST_MEASURED
         return 1e3 * measured.mean if known else None
-
-    def _is_old(self, program: Any) -> bool:
-        return self._calls - self._round_s[program].last > OLD
