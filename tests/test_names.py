@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("moa_jax", "infer", "train", "configs")
+PACKAGES = ("moa_jax", "infer", "train", "configs", "tests")
 LISTED = re.compile(r"\b(\w+)\.py\b")
 
 

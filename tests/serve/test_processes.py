@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ import pytest
 from infer import generate
 from infer.flags.mesh import asked_mesh
 from moa_jax.config import Sampling
+from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
-from tests.serve.test_endurance import Ask, Served, answers_at_once, mixed
+from tests.serve.test_endurance import Ask, ServedProgram, answers_at_once, mixed
 from tests.serve.test_protocol import COMPLETIONS
-from tests.serve.toy_server import wait_for
 
 LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
 
@@ -32,12 +31,6 @@ LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream
 def place(process: int, port: int) -> list[str]:
     where = f"127.0.0.1:{port}"
     return ["--coordinator", where, "--processes", "2", "--process", str(process)]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -55,7 +48,7 @@ def other_process(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
 
 
 @contextlib.contextmanager
-def two_serving(folder: Path) -> Iterator[tuple[Served, subprocess.Popen]]:
+def two_serving(folder: Path) -> Iterator[tuple[ServedProgram, subprocess.Popen]]:
     """The bundled pair on two devices, each of a process of its own."""
     port = free_port()
     flags = ["--mesh", "tensor=2", "--slots", "4", "--max-tokens", "192", "--mode", "chain"]
@@ -65,7 +58,7 @@ def two_serving(folder: Path) -> Iterator[tuple[Served, subprocess.Popen]]:
     ) as other:
         process, ready = start_program(folder, *flags, "--port", "0", *place(0, port))
         try:
-            yield Served(process, ready, folder / "log"), other
+            yield ServedProgram(process, ready, folder / "log"), other
         finally:
             process.kill()
             process.wait()

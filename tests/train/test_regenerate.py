@@ -211,13 +211,13 @@ def test_no_answer_is_asked_for_twice(ask, tmp_path, monkeypatch):
     """Not even one of a conversation that was cut between two of its questions."""
     asked: list[tuple[int, ...]] = []
 
-    class Noting(Scripted):
+    class NotingNumbers(Scripted):
         def next(self):
             answer = super().next()
             asked.append(answer.number)
             return answer
 
-    monkeypatch.setattr(regenerate, "_local", Noting)
+    monkeypatch.setattr(regenerate, "_local", NotingNumbers)
     ask(tmp_path / "whole.jsonl", "--limit", "15")
     whole, asked[:] = sorted(asked), []
     assert len(whole) > 20
