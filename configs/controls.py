@@ -15,7 +15,7 @@ data are its own answers, natural ones and 128 tokens that go on past the answer
     $R $T --limit 6144 $P --output runs/past.jsonl
     $R $V --output runs/answers_validation.jsonl
     $R $V $P --output runs/past_validation.jsonl
-    python -m train.vocabulary --target runs/demo_target/final --corpus runs/past.jsonl \
+    python -m train.vocabulary --target runs/demo_target/final --corpus runs/past.jsonl \\
         --size 512 --output runs/vocabulary_of_answers
 """
 

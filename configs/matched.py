@@ -16,7 +16,7 @@ the report names by their hashes (moa_jax/demo/README.md has more under the same
     $R $T --limit 1536 $P --output runs/demo_past.jsonl
     $R $V --output runs/demo_answers_validation.jsonl
     $R $V $P --output runs/demo_past_validation.jsonl
-    python -m train.vocabulary --target moa_jax/demo/target --corpus runs/demo_past.jsonl \
+    python -m train.vocabulary --target moa_jax/demo/target --corpus runs/demo_past.jsonl \\
         --size 512 --output runs/vocabulary
 """
 

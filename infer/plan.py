@@ -40,6 +40,7 @@ from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.kinds import check_pairing, target_sizes
+from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target, load_drafter
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
@@ -161,14 +162,12 @@ def described(found: Plan) -> str:
 
 
 def _phases(found: Plan) -> list[str]:
-    lines = [f"{'':<9}" + "".join(f"{name:>12}" for name in _COLUMNS)]
+    lines = [["", *_COLUMNS]]
     for each in found["phases"]:
-        sizes = "".join(f"{each[kind] / 1e6:>9,.1f} MB" for kind in _COLUMNS[2:5])
-        lines.append(
-            f"{each['phase']:<9}{each['launches']:>12,}{each['products']:>12,}{sizes}"
-            f"{each['flops']:>12.3g}{each['ms']:>12.3f}"
-        )
-    return lines
+        sizes = [f"{each[kind] / 1e6:,.1f} MB" for kind in _COLUMNS[2:5]]
+        counts = [each["phase"], f"{each['launches']:,}", f"{each['products']:,}"]
+        lines.append([*counts, *sizes, f"{each['flops']:.3g}", f"{each['ms']:.3f}"])
+    return columns(lines, (9, *[12] * len(_COLUMNS)))
 
 
 def _speed(found: Plan) -> list[str]:
@@ -197,13 +196,14 @@ def _moves(moves: list[dict[str, Any]]) -> list[str]:
     if not moves:
         return ["nothing of 2 MiB or more is moved within a round"]
     total = sum(move["times"] * move["bytes"] for move in moves) / 1e6
-    lines = [f"{len(moves)} moves of 2 MiB or more within a round, {total:,.0f} MB"]
+    lines = []
     kinds = sorted({(move["phase"], move["opcode"]) for move in moves})
     for phase, opcode in kinds:
         these = [m for m in moves if (m["phase"], m["opcode"]) == (phase, opcode)]
         sizes = [move["times"] * move["bytes"] for move in these]
-        lines.append(f"  {phase:<9}{opcode:<14}{len(sizes):>5}{sum(sizes) / 1e6:>12,.1f} MB")
-    return lines
+        lines.append([f"  {phase:<9}{opcode}", str(len(sizes)), f"{sum(sizes) / 1e6:,.1f} MB"])
+    title = f"{len(moves)} moves of 2 MiB or more within a round, {total:,.0f} MB"
+    return [title, *columns(lines, (25, 5, 15))]
 
 
 def _memory(memory: dict[str, int | None]) -> list[str]:
@@ -213,10 +213,8 @@ def _memory(memory: dict[str, int | None]) -> list[str]:
         "temporary": "temporary, at most",
         "peak": "peak",
     }
-    lines = [f"{'memory':<26}{'GiB':>9}"]
-    for part, name in names.items():
-        shown = "?" if memory[part] is None else f"{memory[part] / GIB:.3f}"
-        lines.append(f"  {name:<24}{shown:>9}")
+    rows = [[f"  {name}", gib(memory[part])] for part, name in names.items()]
+    lines = columns([["memory", "GiB"], *rows], (26, 9))
     least = "" if memory["temporary"] is not None else ", at least"
     return [*lines[:-1], f"{lines[-1]}{least} of {memory['limit'] / GIB:.2f} usable"]
 
@@ -224,6 +222,19 @@ def _memory(memory: dict[str, int | None]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.plan", __doc__)
     parser.set_defaults(num_speculative_tokens=None, paths=None, sampled_drafts=False)
+    _add_models(parser)
+    _add_drafting(parser)
+    _add_sizes(parser)
+    _add_machine(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--dump-hlo", type=local_path, metavar="FILE", help="writes the optimised decode program"
+    )
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument(
         "--shape",
@@ -235,6 +246,9 @@ def _parser() -> argparse.ArgumentParser:
         "--drafter", metavar="FILE.py_OR_DIR", help="a config file of train.distill, or a drafter"
     )
     group.add_argument("--weights", default="bfloat16", help=f"format: {', '.join(FORMATS)}")
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     group.add_argument("--mode", choices=EXPLICIT, default="plain", help="how to decode")
     group.add_argument(
@@ -250,6 +264,9 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens that a target pass commits; assumed by default, as for Llama-3-8B: "
         f"chains {ASSUMED_TAU['chain']}, trees {ASSUMED_TAU['tree']}; plain 1",
     )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sizes")
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
     group.add_argument(
@@ -273,6 +290,9 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of the prompt that prefill reads; default: a power of two that fits, at most "
         "1024",
     )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--topology",
@@ -293,12 +313,6 @@ def _parser() -> argparse.ArgumentParser:
         help="microseconds from one kernel to the next; default: 2.5 on GPUs, where it is a "
         "guess for kernels of a CUDA graph until one is timed, and none on TPUs",
     )
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--dump-hlo", type=local_path, metavar="FILE", help="writes the optimised decode program"
-    )
-    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from infer.info import ROOT
+from tests.meeting import free_port
 
 
 @pytest.mark.slow
@@ -17,9 +17,8 @@ def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(tmp_path):
     """Only the run's folder and the port are others; curl and bash are needed, as on the page."""
     page = (ROOT / "train" / "your_model.md").read_text()
     script, _ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for ours, theirs in (("RUN=runs/mine", f"RUN={tmp_path}"), ("PORT=8000", f"PORT={port}")):
+    places = ("RUN=runs/mine", f"RUN={tmp_path}"), ("PORT=8000", f"PORT={free_port()}")
+    for ours, theirs in places:
         assert script.count(ours) == 1
         script = script.replace(ours, theirs)
     script = script.replace("$PWD/.venv/bin", str(Path(sys.executable).parent))

@@ -29,6 +29,7 @@ from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
 from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.errors import InputError
+from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import describe_target
 from train.run.best import search
 from train.run.settings import config_parser, overridden, parse_config
@@ -154,17 +155,13 @@ def _memory(memory: dict[str, int | None], refused: bool) -> list[str]:
         "temporary": "temporary, step",
         "evaluation": "temporary, evaluation",
     }
-    lines = [f"{'memory of each chip':<26}{'GiB':>9}"]
-    lines += [f"  {name:<24}{_gib(memory[part])}" for part, name in names.items()]
-    peak = f"  {'peak, at least' if refused else 'peak':<24}{_gib(memory['peak'])}"
-    peak += f" of {memory['limit'] / GIB:.2f} usable"
+    names["peak"] = "peak, at least" if refused else "peak"
+    rows = [[f"  {name}", gib(memory[part])] for part, name in names.items()]
+    lines = columns([["memory of each chip", "GiB"], *rows], (26, 9))
+    lines[-1] += f" of {memory['limit'] / GIB:.2f} usable"
     if memory["peak"] is not None:
-        peak += f" ({memory['peak'] / memory['limit']:.0%})"
-    return [*lines, peak]
-
-
-def _gib(size: int | None) -> str:
-    return f"{'?':>9}" if size is None else f"{size / GIB:>9.3f}"
+        lines[-1] += f" ({memory['peak'] / memory['limit']:.0%})"
+    return lines
 
 
 def _work(found: Plan) -> list[str]:
@@ -176,8 +173,9 @@ def _work(found: Plan) -> list[str]:
         "",
         f"{'collectives of a step':<26}{'count':>9}   GiB to each chip, at least",
     ]
-    for kind, traffic in sorted(found["collectives"].items()):
-        lines.append(f"  {kind:<24}{traffic['count']:>9}{_gib(traffic['bytes'])}")
+    kinds = sorted(found["collectives"].items())
+    rows = [[f"  {kind}", str(each["count"]), gib(each["bytes"])] for kind, each in kinds]
+    lines += columns(rows, (26, 9, 9))
     if not found["collectives"]:
         lines.append("  not known" if found["refused"] else "  none")
     if found["loops_of_unknown_length"]:

@@ -28,7 +28,7 @@ from moa_jax.measure.figures import acceptance, median, quartiles
 from moa_jax.measure.report import precision
 from moa_jax.measure.tables import number, numbers, table_of
 
-Answers = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
+Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]
 ALL = paper.ALL  # the set of the last rows
 NGRAM = 8
@@ -42,7 +42,7 @@ CAUTION = (
 
 
 def document_of(
-    answers: Answers, left_out: Mapping[Question, str], settings: Mapping[str, Any]
+    answers: Answered, left_out: Mapping[Question, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The whole report: `rows`, one for each set and decoder, and what stands beside them.
 

@@ -47,7 +47,7 @@ from moa_jax.version import __version__
 OPEN_PATHS = ("/health", "/ping")  # for those who only look whether the server lives
 DISCARDED, DISCARD_SECONDS = 1 << 26, 5.0  # of a body that is too large, before it is refused
 CLIENT_GONE = 499  # a status for the log: nobody receives it
-Result = TypeVar("Result")
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -241,7 +241,7 @@ class OpenAIServer:
 
     # ---- bodies, keys and errors ---------------------------------------------------------------
 
-    async def _read(self, body: bytes, read: Callable[[dict[str, Any]], Result]) -> Result:
+    async def _read(self, body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         """What a body asks for."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, lambda: read(object_of(body)))
@@ -382,7 +382,7 @@ class EventStream(Response):
             raise
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of work that ends when the client leaves; raises ClientLeft then."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_leave(receive))
     try:

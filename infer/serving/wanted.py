@@ -20,7 +20,7 @@ from moa_jax.errors import InputError
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 128, 16, 256, 32
 MOST_LOGPROBS, MOST_BIASES = 20, 1024
-USUAL_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; a chat may go on while it fits
+USUAL_TOKENS = 16  # of a completion, as with OpenAI and vLLM; a chat may fill the target
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 SAMPLING = (  # fields and their defaults, which are OpenAI's
     ("temperature", 1.0),
@@ -30,7 +30,7 @@ SAMPLING = (  # fields and their defaults, which are OpenAI's
     ("presence_penalty", 0.0),
     ("frequency_penalty", 0.0),
 )
-# Fields that would change the answer, each with the values that ask for nothing.
+# Fields that would change the answer. Each has the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": ("none",),
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "documents": (),
 }
-# Fields that change nothing: they need no line in the log.
+# Fields that change nothing. The log does not name them.
 SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 SILENT += ("parallel_tool_calls", "spaces_between_special_tokens", "request_id", "priority")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from moa_jax.aot import hlo
-from moa_jax.aot.hlo import FOLLOWED, FREE, Array, Computation, Instruction
+from moa_jax.aot.hlo import FOLLOWED, FREE, Computation, HloArray, Instruction
 
 KINDS = WEIGHTS, CACHES, ACTIVATIONS = "weights", "caches", "activations"
 ON_CHIP = "on chip"  # activations that never reach the chip's memory
@@ -35,7 +35,7 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # which result takes over whic
 class Written(NamedTuple):
     """An array that a kernel gives."""
 
-    array: Array
+    array: HloArray
     kind: ArrayKind
     share: float  # that is new
 
@@ -89,7 +89,7 @@ class Accesses:
             return kinds[hlo.result_of(self.computations[inner]).name]
         return ACTIVATIONS
 
-    def place(self, array: Array, kind: ArrayKind) -> str:
+    def place(self, array: HloArray, kind: ArrayKind) -> str:
         """What an access to an array counts as."""
         kind = ACTIVATIONS if isinstance(kind, tuple) else kind
         stays = kind == ACTIVATIONS and array.size <= self.stays
@@ -177,7 +177,7 @@ def _users(computation: Computation) -> dict[str, list[tuple[Instruction, int]]]
     return found
 
 
-def results_of(each: Instruction) -> list[Array]:
+def results_of(each: Instruction) -> list[HloArray]:
     """The arrays that an instruction gives; what starts a copy also names its source."""
     found = hlo.arrays(each.shape)
     if each.opcode == "copy-start":

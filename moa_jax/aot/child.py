@@ -23,14 +23,14 @@ from moa_jax.aot import machines
 from moa_jax.aot.machines import Machine
 from moa_jax.errors import InputError, first_line
 
-Answer = dict[str, Any]
+ChildAnswer = dict[str, Any]
 
 
 class CompilerCrash(RuntimeError):
     """The compiler ended without a verdict; one line."""
 
 
-def run(module: str, request: Any, machine: Machine, advice: str) -> Answer:
+def run(module: str, request: Any, machine: Machine, advice: str) -> ChildAnswer:
     """What `module` answers in a process that may compile for `machine`.
 
     Raises InputError without the machine's compiler and for what the child refuses, and
@@ -55,7 +55,7 @@ def run(module: str, request: Any, machine: Machine, advice: str) -> Answer:
     return answer
 
 
-def serve(answer: Callable[..., Answer]) -> None:
+def serve(answer: Callable[..., ChildAnswer]) -> None:
     """The child's part: answers the request on stdin."""
     request = pickle.load(sys.stdin.buffer)
     notices = _Notices()

@@ -74,7 +74,7 @@ class Instruction(NamedTuple):
         return attribute(_LABEL, self)
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """One array of a shape."""
 
     dtype: str  # bf16, f32, s32, pred, ...
@@ -104,13 +104,13 @@ def parse(hlo: str) -> dict[str, Computation]:
     return computations
 
 
-def arrays(shape: str) -> list[Array]:
+def arrays(shape: str) -> list[HloArray]:
     """Every array of a shape, which may be a tuple."""
     found = []
     for dtype, bits, dims, on_chip in _ARRAY.findall(shape):
         sides = tuple(int(side) for side in dims.split(",") if side)
         size = math.prod(sides) * (8 if dtype == "pred" else int(bits)) // 8
-        found.append(Array(dtype, sides, size, bool(on_chip)))
+        found.append(HloArray(dtype, sides, size, bool(on_chip)))
     return found
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "Mixture", "DataReport", "load", "pack", "pad"]
 
 # (records if known, label) -> a context with step(count), such as a progress bar
-Watch = Callable[[int | None, str], Any]
+Watcher = Callable[[int | None, str], Any]
 
 
 class Batches:
@@ -80,7 +80,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     split: Literal["train", "validation"],
-    watch: Watch | None = None,
+    watch: Watcher | None = None,
 ) -> tuple[Batches | Mixture, DataReport]:
     """Read, encode and lay out one split, or find it in the cache; `watch` shows the progress.
 
@@ -107,7 +107,7 @@ def load(
     return Batches(rows, config.rows_per_batch, config.seed, pad_id), report
 
 
-def _rows(paths: Sequence[str], coder: Coder, watch: Watch) -> tuple[Batch, DataReport]:
+def _rows(paths: Sequence[str], coder: Coder, watch: Watcher) -> tuple[Batch, DataReport]:
     """The rows of some paths, in memory or on disk."""
 
     def build() -> tuple[Iterator[Batch], Callable[[], DataReport]]:
@@ -127,7 +127,7 @@ def _rows(paths: Sequence[str], coder: Coder, watch: Watch) -> tuple[Batch, Data
     return rows, report
 
 
-def _watched(paths: Sequence[str], coder: Coder, watch: Watch) -> Iterator[Outcome]:
+def _watched(paths: Sequence[str], coder: Coder, watch: Watcher) -> Iterator[Outcome]:
     """What becomes of all records of the paths, shown as it goes on."""
     counts = [corpora.count(path) for path in paths]
     number = None if None in counts else sum(counts)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NoReturn
 
-Job = Callable[[], object]
+Work = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 LEAST_BETWEEN_RETURNS_S = 30.0
 
@@ -29,7 +29,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Work] = deque()
         self._known: set[Hashable] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -41,7 +41,7 @@ class Background:
         """Whether a job is done or waits."""
         return self._thread is not None
 
-    def submit(self, name: Hashable, job: Job) -> bool:
+    def submit(self, name: Hashable, job: Work) -> bool:
         """Does a job behind all that wait; False if one of this name was ever given."""
         with self._lock:
             if name in self._known:

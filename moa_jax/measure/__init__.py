@@ -9,6 +9,6 @@ random_pair.py  targets and drafters of any shape with random weights
 pricing.py      what a round of each way costs, which mode auto chooses by
 arrivals.py     clients who come by a Poisson law
 fidelity.py     what quantised weights cost in accuracy
-tables.py       tables in Markdown        report.py    the results of infer.bench
+tables.py       tables                    report.py    the results of infer.bench
 plot.py         pictures
 """

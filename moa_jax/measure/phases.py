@@ -36,7 +36,7 @@ from moa_jax.model.precision import matmul_precision
 
 Array = jax.Array
 # (what the phase writes, 0) -> (the same written, what it found)
-Turn = Callable[[Any, Array], tuple[Any, Any]]
+PhaseTurn = Callable[[Any, Array], tuple[Any, Any]]
 
 NO_TOKEN = -7  # no array of a round starts with this
 SECONDS_A_LOOP, MOST_TURNS, LOOPS = 0.2, 500, 5
@@ -197,7 +197,7 @@ def _timed(turn: Any, weights: Weights, moving: Any, read: Any) -> tuple[Phase, 
     return Phase(float(np.median(seconds)), cost), moving, found
 
 
-def _repeat(turn: Turn, moving: Any, count: Array) -> tuple[Any, Any]:
+def _repeat(turn: PhaseTurn, moving: Any, count: Array) -> tuple[Any, Any]:
     """`turn` again and again, each time with a zero that only the last one's findings give.
 
     All that a turn finds is carried and returned: the compiler can neither leave work out nor

@@ -1,8 +1,11 @@
-"""Tables in Markdown, and numbers as their cells show them; a dash stands for what is not known."""
+"""Tables in Markdown and in columns of text, and numbers as their cells show them.
+
+A dash stands for what is not known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -15,6 +18,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of rows that name their own columns, all alike; nothing for no rows."""
     return table([*rows[0]], [[*row.values()] for row in rows]) if rows else ""
+
+
+def columns(lines: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """Lines in columns of these widths: the first stands to the left, the others to the right."""
+    first, *rest = widths
+    return [
+        f"{name:<{first}}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, rest, strict=True))
+        for name, *cells in lines
+    ]
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -32,6 +44,11 @@ def short(value: float | None) -> str:
 def numbers(values: Sequence[float | None], digits: int = 2) -> str:
     """Several numbers in one cell."""
     return " ".join(number(value, digits) for value in values)
+
+
+def gib(size: int | None) -> str:
+    """Bytes in GiB; a question mark for what is not known."""
+    return "?" if size is None else f"{size / 2**30:.3f}"
 
 
 def percent(value: float | None, digits: int = 0) -> str:

@@ -223,7 +223,7 @@ def _of_keys(given: AttentionInputs, how: How) -> Bounds:
 # ---- calls --------------------------------------------------------------------------------
 
 Operand = tuple[Array, pl.BlockSpec]
-Result = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, block
+OutputSpec = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, block
 
 
 class _Specs:
@@ -246,7 +246,7 @@ def _call(
     how: How,
     bounds: Bounds,
     operands: Sequence[Operand],
-    results: Sequence[Result],
+    results: Sequence[OutputSpec],
     products: int,
 ) -> list[Array]:
     """Runs a kernel for each head and each of the blocks that have bounds."""

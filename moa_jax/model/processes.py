@@ -35,13 +35,13 @@ A_DAY_MS = 24 * 60 * 60 * 1000
 def count() -> int:
     """How many processes have met.
 
-    Unlike jax's own count it starts no devices, for which each process waits until all do.
+    It starts no devices. Jax's own count does, and then each process waits for all the others.
     """
     return global_state.num_processes or 1
 
 
 def index() -> int:
-    """Which of them this is, from 0; it starts no devices, either."""
+    """Which of them this is, from 0. It starts no devices."""
     return global_state.process_id
 
 

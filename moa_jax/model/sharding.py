@@ -36,10 +36,10 @@ from moa_jax.model.cache import KV
 
 MESH_AXES = ("data", "fsdp", "tensor")
 DECODE_AXES = ("data", "tensor")
-Rules = dict[str, str | tuple[str, ...] | None]
+AxisRules = dict[str, str | tuple[str, ...] | None]
 ShardingOf = Callable[[convert.Path, convert.Shape], NamedSharding]
 
-TRAIN: Rules = {
+TRAIN: AxisRules = {
     "rows": ("data", "fsdp"),  # of a batch
     "layers": None,  # scanned
     "embed": "fsdp",  # width of the residual stream
@@ -53,11 +53,11 @@ TRAIN: Rules = {
 }
 
 # The widths of activations are whole on every device: a product cuts its outputs, or what it sums.
-DECODE: Rules = TRAIN | {"rows": "data", "embed": None, "features": "tensor", "table": "tensor"}
+DECODE: AxisRules = TRAIN | {"rows": "data", "embed": None, "features": "tensor", "table": "tensor"}
 
 
 # The same for weights that are never updated and fit every device: `fsdp` copies them.
-COPIED: Rules = TRAIN | {"embed": None, "table": "tensor"}
+COPIED: AxisRules = TRAIN | {"embed": None, "table": "tensor"}
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -90,7 +90,7 @@ def decoding_mesh(tensor: int = 1, data: int = 1, devices: Sequence[Any] | None 
     return Mesh(grid, DECODE_AXES, axis_types=(AxisType.Auto,) * len(DECODE_AXES))
 
 
-def spec(axes: convert.Axes, rules: Rules = TRAIN) -> PartitionSpec:
+def spec(axes: convert.Axes, rules: AxisRules = TRAIN) -> PartitionSpec:
     """The mesh axes of an array with these logical axes; None is an axis that is never split.
 
     Raises KeyError for a name without a rule, ValueError where one mesh axis would split two.
@@ -102,7 +102,7 @@ def spec(axes: convert.Axes, rules: Rules = TRAIN) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def of_table(table: convert.Table, mesh: Mesh, rules: Rules = TRAIN) -> ShardingOf:
+def of_table(table: convert.Table, mesh: Mesh, rules: AxisRules = TRAIN) -> ShardingOf:
     """The sharding of every array of a table, layers stacked or one by one.
 
     The function raises KeyError for an array that the table does not know, and InputError
@@ -131,7 +131,7 @@ def tree_of(abstract: Any, sharding_of: ShardingOf) -> Any:
     return jax.tree_util.tree_map_with_path(at, abstract)
 
 
-def rows(mesh: Mesh, rules: Rules = TRAIN) -> NamedSharding:
+def rows(mesh: Mesh, rules: AxisRules = TRAIN) -> NamedSharding:
     """The sharding of arrays that start with the rows of a batch."""
     return NamedSharding(mesh, spec(("rows",), rules))
 

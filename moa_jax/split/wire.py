@@ -186,7 +186,7 @@ def _read_sampling(value: Any, limits: MessageLimits) -> dict[str, float]:
 Seq = Annotated[int, _whole(0)]
 LastSeq = Annotated[int, _whole(-1)]
 Flag = Annotated[bool, Form(_read_flag)]
-Text = Annotated[str, Form(_read_text)]
+WireText = Annotated[str, Form(_read_text)]
 SessionId = Annotated[str, Form(_read_session)]
 Pairing = Annotated[dict[str, str | int], Form(_read_pairing)]
 Tokens = Annotated[list[int], _numbers("<i4", "vocab_size", 1, "max_tokens")]
@@ -197,7 +197,7 @@ MaybeTokens = Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_tokens"
 class Hello:
     """The first message: who the client is, its pair of models, and how it wants rows encoded."""
 
-    software: Text
+    software: WireText
     pairing: Pairing
     codec: Annotated[Codec, _one_of(Codec)]
     compress: Flag
@@ -285,7 +285,7 @@ class Stream:
 class Welcome:
     """The reply to Hello: the server's own pairing and limits."""
 
-    software: Text
+    software: WireText
     pairing: Pairing
     max_nodes: Annotated[int, _whole(0)]
     max_tokens: Annotated[int, _whole(1)]  # of a session, its prompt included
@@ -334,7 +334,7 @@ class Fault:
     """A request was refused, and why; after a fatal Fault the server closes the connection."""
 
     code: Annotated[FaultCode, _one_of(FaultCode)]
-    text: Text
+    text: WireText
     fatal: Flag
 
 

@@ -22,6 +22,7 @@ from moa_jax.config import DataConfig
 from moa_jax.data import batches, corpora, encode, rows, shards, workers
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
+from tests.meeting import wait_for
 
 CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
 VOCAB_SIZE = 512
@@ -280,12 +281,12 @@ def test_a_killed_build_leaves_no_rows_and_no_processes(load, config, tokenizer,
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        wait_for(lambda: list(Path(config.cache).glob("*.tmp/rows-00001.npy")))
+        wait_for(lambda: list(Path(config.cache).glob("*.tmp/rows-00001.npy")), 120)
         assert len(group(process.pid)) >= 3
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    wait_for(lambda: not group(process.pid))
+    wait_for(lambda: not group(process.pid), 120)
     (left,) = folders(config)
     assert left.suffix == ".tmp"
     assert load(train=(str(many),), workers=1)[1].kept == 2000
@@ -301,13 +302,6 @@ def group(leader: int) -> list[int]:
             if int(number) == leader and state != "Z":
                 alive.append(int(folder.name))
     return alive
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("locks", [True, False])

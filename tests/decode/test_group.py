@@ -17,7 +17,7 @@ from tests.decode.test_engine import CHAIN, answers, assert_as_alone, mixed
 SETTINGS = dict(num_slots=2, max_tokens=140, chunk=32, prefix_bytes=1 << 20)
 
 
-class Heard:
+class NotingConnection:
     """A connection that notes what comes."""
 
     def __init__(self, connection) -> None:
@@ -33,7 +33,7 @@ def test_another_process_runs_what_the_first_one_runs(name):
     """Here it is a thread with a shelf of its own, which runs everything a second time."""
     pair = (target(), drafter(name), CHAIN) if name else (target(),)
     ours, theirs = Pipe()
-    ends, faults, heard = [], queue.SimpleQueue(), Heard(theirs)
+    ends, faults, heard = [], queue.SimpleQueue(), NotingConnection(theirs)
     group = Group({1: ours}, ends.append)
     other, runs = Engine(*pair, **SETTINGS).shelf, []
     run = other.run

@@ -190,7 +190,7 @@ GREEDY_ROWS = (4, 5)
 PENALISED_ROWS = (6, 7)
 
 
-class Pair:
+class SampledPair:
     """A small random pair that agrees now and then, its sessions, and its torch model."""
 
     def __init__(self, folder) -> None:
@@ -215,11 +215,11 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Pair:
-    return Pair(tmp_path_factory.mktemp("sampled"))
+def pair(tmp_path_factory) -> SampledPair:
+    return SampledPair(tmp_path_factory.mktemp("sampled"))
 
 
-def assert_coupled(pair: Pair, shape: DraftShape) -> None:
+def assert_coupled(pair: SampledPair, shape: DraftShape) -> None:
     """The same seed gives the same text, plain or drafted."""
     plain, drafted = pair.results(None), pair.results(shape)
     assert [row.token_ids for row in drafted] == [row.token_ids for row in plain]
@@ -256,7 +256,7 @@ def test_penalties_of_answers_alone(pair, shape):
         assert alone.token_ids == pair.defined(i, COUPLED[i])
 
 
-def text_by_definition(pair: Pair, i: int, row: Sampling) -> list[int]:
+def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
     """What follows the i-th prompt."""
     prompt, answer = PROMPTS[i], []
     law = sample.law_of([dataclasses.replace(row, temperature=1.0)], 24)  # for the noise
@@ -276,7 +276,7 @@ def test_greedy_with_penalty_and_bias_equals_transformers(pair, shape):
         assert pair.results(shape)[i].token_ids == greedy_by_transformers(pair, i)
 
 
-def greedy_by_transformers(pair: Pair, i: int) -> list[int]:
+def greedy_by_transformers(pair: SampledPair, i: int) -> list[int]:
     row, prompt = COUPLED[i], PROMPTS[i]
     found = pair.model.generate(
         torch.tensor([prompt]),

@@ -94,7 +94,7 @@ def batch_of(rows: int, seed: int = 3) -> Batch:
     return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, position_BT >= PROMPT)
 
 
-class Pair:
+class AblatedPair:
     """A pair's stages; each compiles once for a size of batch."""
 
     def __init__(self, target, drafter: LoadedDrafter) -> None:
@@ -145,7 +145,7 @@ class Pair:
 def test_cached_drafting_equals_training(name, num_reused, whole):
     target, drafter = whole
     drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
-    pair, batch = Pair(target, drafter), batch_of(1)
+    pair, batch = AblatedPair(target, drafter), batch_of(1)
     trained_TV = pair.trained(batch)[0]
     drafted_JV = pair.cached(batch, [PROMPT], T - PROMPT)[0]
     assert_close(drafted_JV, trained_TV[PROMPT:], name)
@@ -218,13 +218,13 @@ ROOTS = np.arange(PROMPT, T)
 def reusing(whole):
     """The whole drafter, reusing one layer."""
     target, drafter = whole
-    return Pair(target, without(drafter, target_layer_inference=1))
+    return AblatedPair(target, without(drafter, target_layer_inference=1))
 
 
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_every_token_is_the_first_of_a_round(num_reused, whole, reusing):
     """What standard training gives at a token is what decoding gives at a root there."""
-    pair, batch = reusing if num_reused else Pair(*whole), batch_of(len(ROOTS))
+    pair, batch = reusing if num_reused else AblatedPair(*whole), batch_of(len(ROOTS))
     free_BTV, bound_BTV = (pair.trained(batch, bounded) for bounded in (False, True))
     drafted_BV = pair.cached(batch, ROOTS, 1)[:, 0]
     assert_close(free_BTV[0, ROOTS], drafted_BV, "roots")
@@ -252,7 +252,7 @@ def test_the_flag_chooses_the_rule(reusing):
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
     """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""
-    pair, batch = reusing if num_reused else Pair(*whole), batch_of(3)
+    pair, batch = reusing if num_reused else AblatedPair(*whole), batch_of(3)
     rest = (pair.shared, batch, pair.tap(batch), jax.random.key(1), jnp.float32(0.4))
 
     def gradient(**masks: bool):

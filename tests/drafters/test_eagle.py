@@ -221,7 +221,7 @@ def test_training_time_test_equals_the_oracle(calm_target, steps, chunk, tmp_pat
         for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
             cut = (row, slice(start, start + size))
             tokens, answer = (x[cut].tolist() for x in (batch.tokens_BT, batch.response_BT))
-            told.append(oracle.Conversation(tokens, _reads(calm_target, tapped, cut), answer))
+            told.append(oracle.LearntConversation(tokens, _reads(calm_target, tapped, cut), answer))
     block = calm_target.config.block
     sizes = (block.head_dim, block.rms_norm_eps, block.rope_theta)
     expected = oracle.loss_eagle3(files, told, steps, 0.8, *sizes)

@@ -44,7 +44,7 @@ PAIRS = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class MoaPair:
     """A loaded pair with the drafter's stages in reach."""
 
     target: Target
@@ -104,16 +104,16 @@ class Pair:
         return loss
 
 
-def open_pair(folder: Path, num_reused: int) -> Pair:
+def open_pair(folder: Path, num_reused: int) -> MoaPair:
     loaded = load_target(folder / "target", jnp.float32)
     drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
     cfg = drafter.config
     stages = Moa(cfg, loaded.config, block_configs(cfg, loaded.config))
-    return Pair(loaded, drafter, stages, stages.borrow(loaded.params))
+    return MoaPair(loaded, drafter, stages, stages.borrow(loaded.params))
 
 
 @functools.cache
-def recorded_pair(folder: Path) -> tuple[Case, Pair, Batch]:
+def recorded_pair(folder: Path) -> tuple[Case, MoaPair, Batch]:
     case = Case(folder)
     rows = [case.train[k].numpy() for k in ("input_ids", "attention_mask", "response_mask")]
     return case, open_pair(folder, case.num_reused), batch_of(*rows)
@@ -203,7 +203,7 @@ def test_draft_cached_equals_training(folder):
     assert_cached_equals(pair, batch, expected_BTV, case.train["response_mask"].numpy())
 
 
-def assert_cached_equals(pair: Pair, batch: Batch, expected_BTV, response_BT) -> None:
+def assert_cached_equals(pair: MoaPair, batch: Batch, expected_BTV, response_BT) -> None:
     """Each row's first answer, drafted as in decoding with memory of the prompt only."""
     start_B = np.asarray(response_BT).argmax(axis=1)
     answers = zip(response_BT, start_B, strict=True)

@@ -28,7 +28,7 @@ BLOCKS = {4: (5, 6, 7), 9: (10, 11, 12), 13: (14, 15, 16), 17: (18, 19)}  # last
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class ReusingPair:
     """A drafter that reuses some of its target's layers; what its functions need."""
 
     moa: Moa
@@ -49,12 +49,12 @@ class Pair:
 
 
 @functools.cache
-def open_pair(folder, num_reused: int) -> Pair:
+def open_pair(folder, num_reused: int) -> ReusingPair:
     target = load_target(folder / "target", jnp.float32, layers="stacked")
     drafter = load_drafter(folder / "draft", target, target_layer_inference=num_reused)
     cfg = drafter.config
     moa = Moa(cfg, target.config, block_configs(cfg, target.config))
-    return Pair(moa, drafter.params, target.params)
+    return ReusingPair(moa, drafter.params, target.params)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -179,7 +179,7 @@ def test_drafts_read_nothing_newer(saved):
 OPTION = Objective(MaskConfig(staircase=False, on_policy_reuse=True))
 
 
-def trained_on(pair: Pair):
+def trained_on(pair: ReusingPair):
     """What the loss takes."""
     batch = rows_of((0,), (1,), (0, 1), (1, 0))
     tapped = tap(pair.moa, pair.target_params, batch)

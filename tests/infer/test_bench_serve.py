@@ -218,7 +218,7 @@ def test_the_worst_of_all_rates():
 # ---- what a server counts -----------------------------------------------------------------
 
 
-class ToyEngine:
+class IdleEngine:
     """What metrics ask an engine for."""
 
     now = Load(0, 0, 4, 0.0, 0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, 0, {}, 0, 3)
@@ -229,7 +229,7 @@ class ToyEngine:
 
 def test_counts_are_what_the_servers_own_metrics_say():
     """Two answers: 12 tokens in 5 rounds of a row after their first tokens, 5 drafts accepted."""
-    engine = ToyEngine()
+    engine = IdleEngine()
     metrics = ServingMetrics("toy", engine)
     before = counts.counts_of(metrics.text().decode())
     for _ in range(2):
@@ -287,7 +287,7 @@ class ToyServer:
         self._metrics = ServingMetrics("toy", self)
 
     def load(self) -> Load:
-        return ToyEngine.now._replace(running=self.running, compiled=self.programs)
+        return IdleEngine.now._replace(running=self.running, compiled=self.programs)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

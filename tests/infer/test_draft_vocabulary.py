@@ -70,10 +70,10 @@ def opened(monkeypatch, capsys):
     """The session that infer.generate opens for some flags, and its stderr until then."""
 
     def stop(*arguments: Any, **settings: Any) -> None:
-        raise Opened(Session(*arguments, **settings))
+        raise CaughtSession(Session(*arguments, **settings))
 
     def opened(*flags: str) -> tuple[Session, str]:
-        with monkeypatch.context() as patch, pytest.raises(Opened) as found:
+        with monkeypatch.context() as patch, pytest.raises(CaughtSession) as found:
             patch.setattr(pair_flags, "Session", stop)
             generate.main([*flags, "--prompt-ids", "5"])
         return found.value.args[0], capsys.readouterr().err
@@ -81,7 +81,7 @@ def opened(monkeypatch, capsys):
     return opened
 
 
-class Opened(Exception):
+class CaughtSession(Exception):
     """Carries a session out of a program."""
 
 

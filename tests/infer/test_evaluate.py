@@ -259,7 +259,7 @@ def test_the_demo_in_two_modes(tmp_path, capsys):
     assert "Each of the 12 drafted answers is the same as plain decoding's." in text
 
 
-class Scripted:
+class ScriptedSession:
     """Stands for a session: its first answer to prompts of a length costs a compile."""
 
     def __init__(self, log: list[str], name: str) -> None:
@@ -281,7 +281,7 @@ class Scripted:
 def scripted(folder) -> tuple[Interview, list[str]]:
     """An interview of three, and the log of who answers."""
     log: list[str] = []
-    contenders = [Contender(name, None, Scripted(log, name)) for name in ("plain", "b", "c")]
+    contenders = [Contender(name, None, ScriptedSession(log, name)) for name in ("plain", "b", "c")]
     target, tokenizer = load_target(folder / "target"), load_tokenizer(folder / "target")
     how = (Sampling(), 64, [], None, None, None, True)
     return Interview(target, tokenizer, contenders, *how), log

@@ -23,7 +23,7 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class TorchBlock:
     """Weights of one layer under their checkpoint names; head counts follow from the shapes.
 
     Biases and the norms of queries and keys are used where `weights` has them.
@@ -82,7 +82,7 @@ def rotate(x_BHTE: Tensor, position_BT: Tensor, frequency: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def keys_values(block: Block, x_BSD: Tensor, position_BS: Tensor) -> tuple[Tensor, Tensor]:
+def keys_values(block: TorchBlock, x_BSD: Tensor, position_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated keys and values of a block's input, each (B, K, S, E)."""
     h_BSD = block.norm("input_layernorm", x_BSD)
     k_BKSE = rotate(block.heads("k", h_BSD), position_BS, block.frequency)
@@ -98,7 +98,7 @@ def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_BTS: Tensor) -> 
 
 
 def apply(
-    block: Block,
+    block: TorchBlock,
     x_BTD: Tensor,
     position_BT: Tensor,
     k_BKSE: Tensor,
@@ -115,7 +115,7 @@ def apply(
     return y_BTD + block.linear("mlp.down_proj", gate * block.linear("mlp.up_proj", h_BTD))
 
 
-def self_attend(block: Block, x_BTD: Tensor, position_BT: Tensor, mask_BTT: Tensor) -> Tensor:
+def self_attend(block: TorchBlock, x_BTD: Tensor, position_BT: Tensor, mask_BTT: Tensor) -> Tensor:
     """The block as an ordinary layer over its own input."""
     return apply(block, x_BTD, position_BT, *keys_values(block, x_BTD, position_BT), mask_BTT)
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block, apply, causal, keys_values, rms_norm
-from .moa import Drafter, memory_of, observe
+from .blocks import TorchBlock, apply, causal, keys_values, rms_norm
+from .moa import TorchDrafter, memory_of, observe
 
 
 class Rows(NamedTuple):
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
         return Rows(self.k_BKSE[:, :, :length], self.v_BKSE[:, :, :length])
 
 
-def no_rows(block: Block, batch: int) -> Rows:
+def no_rows(block: TorchBlock, batch: int) -> Rows:
     num_kv_heads = block.weights["self_attn.k_proj.weight"].shape[0] // block.head_dim
     return Rows(*(torch.zeros(2, batch, num_kv_heads, 0, block.head_dim)))
 
@@ -45,7 +45,7 @@ def no_rows(block: Block, batch: int) -> Rows:
 class Drafting:
     """The drafter's caches for `batch` sequences of one common length."""
 
-    def __init__(self, drafter: Drafter, batch: int = 1) -> None:
+    def __init__(self, drafter: TorchDrafter, batch: int = 1) -> None:
         self.drafter = drafter
         self.sa = no_rows(drafter.sa, batch)
         self.memory = no_rows(drafter.ca, batch)
@@ -111,7 +111,7 @@ class Round(NamedTuple):
     kept: int
 
 
-class Decoded(NamedTuple):
+class DecodedText(NamedTuple):
     """Prompt and output together, stop id kept."""
 
     tokens: list[int]
@@ -132,13 +132,13 @@ def greedy(model: Any, prompt: Sequence[int], limit: int, stop: Collection[int] 
 
 
 def decode_chain(
-    drafter: Drafter,
+    drafter: TorchDrafter,
     model: Any,
     prompt: Sequence[int],
     num_drafted: int,
     limit: int,
     stop: Collection[int] = (),
-) -> Decoded:
+) -> DecodedText:
     """Greedy rounds that draft `num_drafted` tokens; the target runs from scratch each time.
 
     A round commits the root, known before it, and the drafted tokens up to the first one that
@@ -151,7 +151,7 @@ def decode_chain(
     while True:
         tokens.append(choices[context - 1])
         if ended(tokens[len(prompt) :], limit, stop):
-            return Decoded(tokens, rounds)
+            return DecodedText(tokens, rounds)
         fresh = slice(drafting.memory.length, context)
         drafting.extend(seen.key_LBKTE[:, :, :, fresh], seen.value_LBKTE[:, :, :, fresh])
         drafted = draft_chain(drafting, tokens, num_drafted)
@@ -165,7 +165,7 @@ def decode_chain(
             kept += 1
         rounds.append(Round(context, tokens[context], drafted, matched, kept))
         if ended(tokens[len(prompt) :], limit, stop):
-            return Decoded(tokens, rounds)
+            return DecodedText(tokens, rounds)
         context += 1 + kept
 
 

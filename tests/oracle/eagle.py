@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .blocks import Block, attend, causal, rms_norm, rope_frequency, rotate
+from .blocks import TorchBlock, attend, causal, rms_norm, rope_frequency, rotate
 
 Weights = Mapping[str, Tensor]
 Layer = Callable[..., Tensor]
@@ -31,9 +31,9 @@ class Reads(NamedTuple):
     head: Tensor
 
 
-def _part(weights: Weights, prefix: str, head_dim: int, eps: float, theta: float) -> Block:
+def _part(weights: Weights, prefix: str, head_dim: int, eps: float, theta: float) -> TorchBlock:
     inside = {name.removeprefix(prefix): x for name, x in weights.items() if prefix in name}
-    return Block(inside, head_dim, eps, rope_frequency(theta, head_dim))
+    return TorchBlock(inside, head_dim, eps, rope_frequency(theta, head_dim))
 
 
 def draft_eagle(
@@ -72,7 +72,7 @@ def draft_eagle3(
     return _chain(reads, _fused(weights, reads), tokens, count, feature, logits, weights["d2t"])
 
 
-class Conversation(NamedTuple):
+class LearntConversation(NamedTuple):
     """A conversation to learn from: its tokens, what the target makes of them, the answers."""
 
     tokens: Sequence[int]
@@ -82,7 +82,7 @@ class Conversation(NamedTuple):
 
 def loss_eagle3(
     weights: Weights,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[LearntConversation],
     steps: int,
     decay: float,
     head_dim: int,
@@ -154,14 +154,14 @@ def _line(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(T)[None], causal(T, T)
 
 
-def _attention(block: Block, h_BTD: Tensor) -> Tensor:
+def _attention(block: TorchBlock, h_BTD: Tensor) -> Tensor:
     """Causal self-attention before its output product, (B, T, H E); the input has its norm."""
     position_BT, mask_BTT = _line(h_BTD)
     q, k = (rotate(block.heads(x, h_BTD), position_BT, block.frequency) for x in "qk")
     return attend(q, k, block.heads("v", h_BTD), mask_BTT).transpose(1, 2).flatten(-2)
 
 
-def _mlp(block: Block, x_BTD: Tensor) -> Tensor:
+def _mlp(block: TorchBlock, x_BTD: Tensor) -> Tensor:
     h_BTD = block.norm("post_attention_layernorm", x_BTD)
     gate = functional.silu(block.linear("mlp.gate_proj", h_BTD))
     return block.linear("mlp.down_proj", gate * block.linear("mlp.up_proj", h_BTD))

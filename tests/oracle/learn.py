@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .blocks import Weights
-from .moa import Drafter, Forward, Seen, make_drafter, train_forward
+from .moa import Forward, Seen, TorchDrafter, make_drafter, train_forward
 
 
 class Losses(NamedTuple):
@@ -22,7 +22,7 @@ class Losses(NamedTuple):
     loss: Tensor
 
 
-def losses(drafter: Drafter, seen: Seen, response_BT: Tensor, out: Forward) -> Losses:
+def losses(drafter: TorchDrafter, seen: Seen, response_BT: Tensor, out: Forward) -> Losses:
     """Compares what the drafter says at an answer token with what the target says there.
 
     The mean runs over the whole batch and over the answers as given, not as thinned. With N > 0
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
     staircase_B: Tensor
 
 
-def evaluate(drafter: Drafter, sample: Sample) -> tuple[Forward, Losses]:
+def evaluate(drafter: TorchDrafter, sample: Sample) -> tuple[Forward, Losses]:
     out = train_forward(
         drafter, sample.seen, sample.attention_BT, sample.noisy_BT, sample.staircase_B
     )

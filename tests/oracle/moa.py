@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import blocks
-from .blocks import Block, Weights, apply, causal, keys_values, self_attend
+from .blocks import TorchBlock, Weights, apply, causal, keys_values, self_attend
 
 
 class Seen(NamedTuple):
@@ -43,14 +43,14 @@ def observe(model: Any, tokens_BT: Tensor, attention_BT: Tensor | None = None) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter:
+class TorchDrafter:
     """The drafter's own parts, and what it borrows of the target."""
 
-    sa: Block
-    ca: Block
-    lsa: Block
+    sa: TorchBlock
+    ca: TorchBlock
+    lsa: TorchBlock
     ekv2e: tuple[Tensor, Tensor]  # weight (D, M) and bias (D,)
-    reused: tuple[Block, ...]  # the target's last N layers
+    reused: tuple[TorchBlock, ...]  # the target's last N layers
     embed_VD: Tensor
     final_norm_D: Tensor
     head_VD: Tensor
@@ -68,7 +68,7 @@ def memory_width(config: Any) -> int:
     return 2 * config.num_key_value_heads * head_dim_of(config)
 
 
-def make_drafter(config: Any, target: Weights, draft: Weights, num_reused: int) -> Drafter:
+def make_drafter(config: Any, target: Weights, draft: Weights, num_reused: int) -> TorchDrafter:
     """Joins weights under checkpoint names; `config` is the target's, as transformers 5 reads it.
 
     Only SA and the target's own layers turn at the target's *scaled* frequencies; CA and LSA
@@ -79,13 +79,13 @@ def make_drafter(config: Any, target: Weights, draft: Weights, num_reused: int) 
     theta = rope["rope_theta"]
     scaled = blocks.rope_frequency(theta, head_dim, rope)
 
-    def block(weights: Weights, prefix: str, head_dim: int, frequency: Tensor) -> Block:
+    def block(weights: Weights, prefix: str, head_dim: int, frequency: Tensor) -> TorchBlock:
         own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-        return Block(own, head_dim, config.rms_norm_eps, frequency)
+        return TorchBlock(own, head_dim, config.rms_norm_eps, frequency)
 
     layers = range(config.num_hidden_layers - num_reused, config.num_hidden_layers)
     embed_VD = target["model.embed_tokens.weight"]
-    return Drafter(
+    return TorchDrafter(
         sa=block(draft, "self_attention.", head_dim, scaled),
         ca=block(draft, "cross_attention.", head_dim, blocks.rope_frequency(theta, head_dim)),
         lsa=block(draft, "layer_self_attention.", lsa_dim, blocks.rope_frequency(theta, lsa_dim)),
@@ -106,7 +106,7 @@ class Memory(NamedTuple):
     memory_BTD: Tensor
 
 
-def memory_of(drafter: Drafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> Memory:
+def memory_of(drafter: TorchDrafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> Memory:
     """One vector per token from the target's keys and values of all layers (LSA, Ekv2E).
 
     A token's row for one layer is [key head 0, value head 0, key head 1, ...]. LSA attends over
@@ -165,7 +165,7 @@ class Forward(NamedTuple):
 
 
 def train_forward(
-    drafter: Drafter,
+    drafter: TorchDrafter,
     seen: Seen,
     attention_BT: Tensor,
     noisy_BT: Tensor,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .learn import Sample
-from .moa import Drafter, Seen, make_drafter
+from .moa import Seen, TorchDrafter, make_drafter
 
 Arrays = dict[str, Tensor]
 
@@ -56,7 +56,7 @@ class Case:
     def num_reused(self) -> int:
         return self.settings["train_args"]["target_layer_inference"]
 
-    def drafter(self) -> Drafter:
+    def drafter(self) -> TorchDrafter:
         return make_drafter(self.config, self.target, self.draft, self.num_reused)
 
     def arrays(self, name: str) -> Arrays:

@@ -30,7 +30,7 @@ HELLO_IDS = TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["in
 KEY = "sk-of-a-test"
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A server, and what it should say."""
 
     url: str
@@ -62,13 +62,13 @@ def start_program(folder: Path, *flags: str) -> tuple[subprocess.Popen, dict]:
 
 
 @pytest.fixture(scope="module", params=["toy", pytest.param("pair", marks=pytest.mark.slow)])
-def served(request, tmp_path_factory) -> Iterator[Served]:
+def served(request, tmp_path_factory) -> Iterator[ServedModel]:
     if request.param == "toy":
         say = lambda ids, count, sampling: answer_of(  # noqa: E731
             Request(tuple(ids), count, (EOS,), sampling)
         )
         with running(ToyEngine(slots=8, max_waiting=64), keys=(KEY,)) as server:
-            yield Served(f"{server.url}/v1", say)
+            yield ServedModel(f"{server.url}/v1", say)
         return
     session = Session(load_target(DEMO / "target"), cache_rows=256)
 
@@ -78,7 +78,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     program, ready = start_program(folder, "--port", "0")
     try:
-        yield Served(ready["url"], plain)
+        yield ServedModel(ready["url"], plain)
         program.send_signal(signal.SIGTERM)
         assert program.wait(60) == 0
     finally:

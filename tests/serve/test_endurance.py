@@ -121,7 +121,7 @@ def mixed(count: int, seed: int) -> list[Ask]:
     return asks
 
 
-class Served(NamedTuple):
+class ServedProgram(NamedTuple):
     """The program, and where its log is."""
 
     process: subprocess.Popen
@@ -165,11 +165,11 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
+def served(tmp_path_factory) -> Iterator[ServedProgram]:
     folder = tmp_path_factory.mktemp("served")
     process, ready = start_program(folder, "--port", "0", "--slots", str(SLOTS))
     try:
-        yield Served(process, ready, folder / "log")
+        yield ServedProgram(process, ready, folder / "log")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -210,7 +210,7 @@ def assert_right(ask: Ask, found: list[tuple[str, str]]) -> None:
         assert said == wanted if said[1] else wanted[0].startswith(said[0]), ask
 
 
-def answers_at_once(served: Served, asks: list[Ask], clients: int = 32) -> list[Any]:
+def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -> list[Any]:
     """What so many clients hear, who ask one thing after the other; all of it is right."""
     found: list[Any] = [None] * len(asks)
 
@@ -226,7 +226,7 @@ def answers_at_once(served: Served, asks: list[Ask], clients: int = 32) -> list[
     return found
 
 
-def assert_nothing_is_held(served: Served) -> None:
+def assert_nothing_is_held(served: ServedProgram) -> None:
     """Nobody sits or waits, every slot can be taken, and no pass or request has failed."""
     wait_for(served.is_idle, WAIT_S)
     ask = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
@@ -270,7 +270,7 @@ def test_a_thousand_malformed_bodies_leave_the_engine_as_it_was(served):
 # ---- a soak -------------------------------------------------------------------------------
 
 
-def vanish(served: Served, draw: random.Random) -> None:
+def vanish(served: ServedProgram, draw: random.Random) -> None:
     """Leaves before, in or after a request, now and then without a word."""
     path = draw.choice((COMPLETIONS, CHATS))
     fields = {"prompt": HELLO_IDS, "messages": [{"role": "user", "content": "Hello."}]}
@@ -291,7 +291,9 @@ def vanish(served: Served, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 0.3))
 
 
-def crowd(served: Served, asks: list[Ask], is_over: threading.Event) -> list[Callable[[], int]]:
+def crowd(
+    served: ServedProgram, asks: list[Ask], is_over: threading.Event
+) -> list[Callable[[], int]]:
     """Clients that come until it is over, each a function that says how often it came."""
 
     def again(do: Callable[[int, httpx.Client], None], receive_bytes: int) -> int:
@@ -321,7 +323,7 @@ def crowd(served: Served, asks: list[Ask], is_over: threading.Event) -> list[Cal
     ]
 
 
-def memory_under(served: Served, running: list[Future[int]]) -> list[float]:
+def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[float]:
     """MiB, read while clients run for SOAK_SECONDS in which the server makes no program."""
     sizes, programs, begin = [], 0.0, time.monotonic()
     latest = begin + 3 * SOAK_SECONDS + 120

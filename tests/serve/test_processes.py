@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,18 +29,19 @@ from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.model import processes
 from moa_jax.model.processes import Ending
+from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
 from tests.serve.test_endurance import (
     SLOTS,
     Ask,
-    Served,
+    ServedProgram,
     answers_at_once,
     assert_nothing_is_held,
     mixed,
 )
 from tests.serve.test_protocol import COMPLETIONS
-from tests.serve.toy_server import DEMO, VOCAB, wait_for
+from tests.serve.toy_server import DEMO, VOCAB
 
 LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
 
@@ -49,12 +49,6 @@ LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream
 def place(process: int, port: int) -> list[str]:
     where = f"127.0.0.1:{port}"
     return ["--coordinator", where, "--processes", "2", "--process", str(process)]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -72,7 +66,7 @@ def other_process(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
 
 
 @contextlib.contextmanager
-def two_serving(folder: Path, mesh: str) -> Iterator[tuple[Served, subprocess.Popen]]:
+def two_serving(folder: Path, mesh: str) -> Iterator[tuple[ServedProgram, subprocess.Popen]]:
     """The bundled pair on two devices, each of a process of its own, in the default mode."""
     port = free_port()
     flags = ["--mesh", mesh, "--slots", str(SLOTS), "--max-tokens", "192", "--port", "0"]
@@ -80,7 +74,7 @@ def two_serving(folder: Path, mesh: str) -> Iterator[tuple[Served, subprocess.Po
     with other_process(folder, "infer.serve", *flags, *key, *place(1, port)) as other:
         process, ready = start_program(folder, *flags, *place(0, port))
         try:
-            yield Served(process, ready, folder / "log"), other
+            yield ServedProgram(process, ready, folder / "log"), other
         finally:
             process.kill()
             process.wait()
@@ -100,7 +94,7 @@ def test_two_processes_serve_as_one(tmp_path):
         assert (served.process.wait(60), other.wait(60)) == (0, 0)
 
 
-def heard(served: Served, stream: bool) -> str:
+def heard(served: ServedProgram, stream: bool) -> str:
     """How a long answer ends: the message of an error, or the end of the connection."""
     try:
         with (
@@ -114,7 +108,7 @@ def heard(served: Served, stream: bool) -> str:
 
 
 @contextlib.contextmanager
-def asked_at_once(served: Served) -> Iterator[list[Future[str]]]:
+def asked_at_once(served: ServedProgram) -> Iterator[list[Future[str]]]:
     """Ten clients, every other one reads a stream; some sit and some wait."""
     with ThreadPoolExecutor(10) as pool:
         asking = [pool.submit(heard, served, number % 2 == 0) for number in range(10)]

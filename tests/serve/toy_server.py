@@ -27,18 +27,10 @@ from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.engine import Full, Load, News, Request, Ticket
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.sample import Sampling
+from tests.meeting import PATIENCE, wait_for
 
-PATIENCE = 30.0  # seconds for what comes at once, unless it never does
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
 TOKENIZER = load_tokenizer(DEMO / "target")
-
-
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Until something holds; fails the test if it does not in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 def next_token(tokens: list[int], sampling: Sampling) -> int:

@@ -36,7 +36,7 @@ from tests.split.split_server import (
     PATIENCE,
     SPECS,
     VOCAB,
-    Running,
+    RunningSplit,
     next_token,
     rows_of,
     wait_for,
@@ -120,7 +120,7 @@ def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[Proxy
 
 
 @dataclasses.dataclass
-class Found:
+class AnswerSeen:
     """What became of one answer."""
 
     prompt: list[int]
@@ -177,7 +177,7 @@ async def answered(
     sampling: Sampling | None = None,
     act: Callable[[int, SplitClient], Any] = lambda index, answering: None,
     seconds: float = SECONDS,
-) -> Found:
+) -> AnswerSeen:
     """One answer; `act` is called after each event."""
     events: list[AnswerEvent] = []
     shown: list[list[int]] = []
@@ -189,7 +189,7 @@ async def answered(
             await asyncio.to_thread(act, len(events), answering)
     text = answering.text
     kept, done, counts = text.kept[len(prompt) :], answering.done, answering.counts
-    return Found(list(prompt), text.answer, done, kept, counts, events, shown)
+    return AnswerSeen(list(prompt), text.answer, done, kept, counts, events, shown)
 
 
 async def left_alone() -> None:
@@ -248,7 +248,7 @@ def ask(
     new: int,
     half: Any = None,
     **given,
-) -> Found:
+) -> AnswerSeen:
     """One answer of a client of its own."""
     work = lambda answering: answered(answering, prompt, new, **given)  # noqa: E731
     return run_client(server, options, work, half)
@@ -261,7 +261,7 @@ def ask_in_haste(
     new: int,
     seconds: float = 0.5,
     **given,
-) -> Found:
+) -> AnswerSeen:
     """As `ask`, by a client that hurries once the answer has begun."""
     server, options = dataclasses.replace(server), dataclasses.replace(options)  # its own to change
     act = given.pop("act", lambda index, answering: None)
@@ -386,7 +386,7 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
         chunk=slots.chunk,
         max_prompt=slots.max_tokens // 2,
     )
-    found = Running(slots, server_limits, ConnectionLimits(**limits))
+    found = RunningSplit(slots, server_limits, ConnectionLimits(**limits))
     found.server = SplitServer(
         found.service, pairing, vocab_size, ConnectionLimits(**limits), found.server.log
     )

@@ -24,20 +24,12 @@ from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.split import rows, wire
 from moa_jax.split.slots import NODES, Reply, Slot
+from tests.meeting import PATIENCE, wait_for
 
-PATIENCE = 30.0  # seconds for what comes at once, unless it never does
 VOCAB = 97
 SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
 PAIRING = {"method": "toy", "vocab_size": VOCAB, "target_sha256": "ab" * 32}
 LIMITS = wire.MessageLimits(max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26)
-
-
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Until something holds; fails the test if it does not in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 class Steps:
@@ -156,7 +148,7 @@ class ToySlots:
         return "length" if len(session.tokens) >= session.total else ""
 
 
-class Running:
+class RunningSplit:
     """A server that listens, and what the tests look at."""
 
     def __init__(
@@ -223,7 +215,7 @@ def running(
     """A server for the block."""
     slots = slots or ToySlots()
     given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | server_limits
-    server = Running(slots, ServerLimits(**given), limits or ConnectionLimits())
+    server = RunningSplit(slots, ServerLimits(**given), limits or ConnectionLimits())
     server.start()
     try:
         yield server
@@ -234,7 +226,7 @@ def running(
 class Client:
     """Says Hello and then what it is told; closes its socket at the end of the block."""
 
-    def __init__(self, server: Running, hello: bool = True, codec: str = "float32", **options):
+    def __init__(self, server: RunningSplit, hello: bool = True, codec: str = "float32", **options):
         url = f"ws://127.0.0.1:{server.port}{PATH}"
         self._stack = contextlib.ExitStack()
         self.socket: ClientConnection = self._stack.enter_context(

@@ -15,7 +15,7 @@ from infer import bench, program
 from infer.program import Progress
 from infer.split.bench import outage, run, tables
 from infer.split.bench.flags import parser_of
-from infer.split.bench.pairs import Pair, SplitBench, Way, options_of
+from infer.split.bench.pairs import SplitBench, SplitPair, Way, options_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import SplitClient
 from infer.split.client.state import ClientOptions
@@ -67,7 +67,7 @@ def toy_bench(*modes: str, **flags) -> SplitBench:
     args = parser_of("").parse_args(["--codec", "float32", "--client-slowdown", "1"])
     vars(args).update({"max_new_tokens": NEW, "modes": list(modes)} | flags)
     drafter = SimpleNamespace(method="moa", config=SimpleNamespace(target_layer_inference=1))
-    pair = Pair("toy", drafter, ToyHalf(), PAIRING, [])
+    pair = SplitPair("toy", drafter, ToyHalf(), PAIRING, [])
     ways = [Way(mode, pair, options_of(args, mode)) for mode in modes]
     own = [plain(prompt, NEW) for prompt in PROMPTS]
     return SplitBench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])

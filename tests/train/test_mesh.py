@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.model import convert, sharding
 from moa_jax.training.distillation import abstract_frozen, make_train_step
 from moa_jax.training.flops import abstract_batch, programs_in
+from tests.meeting import free_port
 from tests.train import collectives_run, mesh_run
 
 ROOT = Path(__file__).parents[2]
@@ -151,9 +151,7 @@ def test_meshes_train_as_one_on_what_a_cache_keeps(alone):
 
 @pytest.mark.slow
 def test_two_processes_on_one_mesh_train_as_one(alone):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{free.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     flags = ("1,2,2", "--devices", "2", "--coordinator", place, "--processes", "2", "--process")
     first, second = run(*flags, "0"), run(*flags, "1")
     (found,) = losses_of(first)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.model import processes
 from moa_jax.pretrained import describe_target
+from tests.meeting import free_port
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config, metrics
 from train import distill
@@ -57,9 +57,7 @@ NO_FILE = "missing/file: No such file or directory: choose a path that can be us
 
 def ends(first: str, second: str, within: float = 30.0) -> list[tuple[int, list[str], str]]:
     """Exit code, lines of the program and all of stderr, by process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{free.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     code = PROGRAM.format(first=first, second=second)
     command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -129,9 +127,7 @@ def test_processes_decode_together_in_training(tmp_path, small_target):
     pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
     alone = subprocess.run([*command, str(tmp_path / "alone")], **pipes)
     assert alone.returncode == 0, alone.stderr
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{free.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     flags = [str(tmp_path / "both"), "--coordinator", place, "--processes", "2", "--process"]
     pipes["env"] = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     both = [subprocess.Popen([*command, *flags, str(index)], **pipes) for index in range(2)]
@@ -160,7 +156,7 @@ assert not xla_bridge.backends_are_initialized()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-class Service:
+class KeptWords:
     """Stands for jax's coordination service, which keeps what process 0 says."""
 
     def __init__(self) -> None:
@@ -183,7 +179,7 @@ class Service:
     ],
 )
 def test_processes_must_agree(theirs, line, monkeypatch):
-    monkeypatch.setattr(processes.global_state, "client", Service())
+    monkeypatch.setattr(processes.global_state, "client", KeptWords())
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "is_first", lambda: True)
     processes.check_same({"rate": 0.1, "rows": 7}, "here")

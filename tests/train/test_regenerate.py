@@ -15,6 +15,8 @@ from moa_jax import InputError, Session, load_target
 from moa_jax.config import BlockConfig, DataConfig, TargetConfig
 from moa_jax.data import batches, chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
+from moa_jax.decode.session import for_decoding
+from moa_jax.decode.step import Weights
 from moa_jax.model import llama as llama
 from moa_jax.model import masks
 from moa_jax.pretrained import SpecialIds, save_target
@@ -116,6 +118,20 @@ def test_answers_are_the_targets_own(ask, tmp_path, folder, tokenizer):
         assert (messages[-1]["content"], found.finish_reason) == (answer, "stop")
 
 
+def test_weights_are_held_once(ask, tmp_path, monkeypatch):
+    """The engine finds them as it decodes with them."""
+
+    def see(target, drafter, **settings):
+        ready = for_decoding(Weights(target.params, None)).target
+        leaves = zip(*map(jax.tree.leaves, (ready, target.params)), strict=True)
+        assert all(one is other for one, other in leaves)
+        raise InterruptedError
+
+    monkeypatch.setattr(regenerate, "Engine", see)
+    with pytest.raises(InterruptedError):
+        ask(tmp_path / "a.jsonl", "--limit", "1")
+
+
 def test_answers_go_on_past_their_end(ask, tmp_path, folder, tokenizer, capsys):
     """Of every conversation the target's own tokens, as many as wanted, ready to be trained on."""
     output = tmp_path / "a.jsonl"
@@ -211,13 +227,13 @@ def test_no_answer_is_asked_for_twice(ask, tmp_path, monkeypatch):
     """Not even one of a conversation that was cut between two of its questions."""
     asked: list[tuple[int, ...]] = []
 
-    class Noting(Scripted):
+    class NotingNumbers(Scripted):
         def next(self):
             answer = super().next()
             asked.append(answer.number)
             return answer
 
-    monkeypatch.setattr(regenerate, "_local", Noting)
+    monkeypatch.setattr(regenerate, "_local", NotingNumbers)
     ask(tmp_path / "whole.jsonl", "--limit", "15")
     whole, asked[:] = sorted(asked), []
     assert len(whole) > 20

@@ -119,13 +119,13 @@ def test_settings_are_sent_that_servers_would_else_take_from_the_model(ask, fake
 def test_draws_have_the_seeds_of_local_regeneration(ask, fake, folder, tmp_path, monkeypatch):
     seeds: dict[tuple[int, ...], int] = {}
 
-    class Noting(Scripted):
+    class NotingSeed(Scripted):
         def ask(self, question):
             seeds[tuple(question.prompt_ids)] = question.sampling.seed
             super().ask(question)
 
     with monkeypatch.context() as patch:
-        patch.setattr(regenerate, "_local", Noting)
+        patch.setattr(regenerate, "_local", NotingSeed)
         flags = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *LIMITED, *SAMPLED]
         regenerate.main([*flags, "--output", str(tmp_path / "local.jsonl")])
     ask(tmp_path / "a.jsonl", *LIMITED, *SAMPLED)

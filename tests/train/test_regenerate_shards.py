@@ -121,7 +121,7 @@ def short(tmp_path) -> Path:
 def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monkeypatch):
     asked: dict[tuple[int, ...], Sampling] = {}
 
-    class Noting(Scripted):
+    class NotingSampling(Scripted):
         def ask(self, question):
             asked[tuple(question.prompt_ids)] = question.sampling
             super().ask(question)
@@ -131,7 +131,7 @@ def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monke
         ask(tmp_path / "-".join(["a", *flags]).replace("/", "_"), *SAMPLED, *flags)
         return dict(asked)
 
-    monkeypatch.setattr(regenerate, "_local", Noting)
+    monkeypatch.setattr(regenerate, "_local", NotingSampling)
     whole = laws("--batch", "7")
     parts = [laws("--batch", "3", "--shard", f"{number}/2") for number in range(2)]
     assert len(whole) > 40 and all(parts) and parts[0] | parts[1] == whole
@@ -185,12 +185,12 @@ def test_speculation_changes_no_text(tmp_path, monkeypatch, law):
     """The bundled drafter drafts where one sits alone, and seats are given on."""
     engines = []
 
-    class Noting(regenerate.Engine):
+    class NotingEngine(regenerate.Engine):
         def __init__(self, *args, **options) -> None:
             super().__init__(*args, **options)
             engines.append(self)
 
-    monkeypatch.setattr(regenerate, "Engine", Noting)
+    monkeypatch.setattr(regenerate, "Engine", NotingEngine)
     flags = ["--target", str(DEMO / "target"), "--prompts", str(CONVERSATIONS), *law]
     flags += ["--limit", "16"]
     for name, more in (("plain", ["4"]), ("drafted", ["1", "--draft", "bundled"])):

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from moa_jax.config import DistillConfig
 from moa_jax.training import checkpoint
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.fingerprint import changes, fingerprint, listed
+from tests.meeting import free_port
 from tests.model_folders import refusal
 from tests.train.toy_run import final_state, placed_batch, steps_of, toy_config, toy_job
 from train.run import loop
@@ -133,9 +133,7 @@ def test_told_to_stop_it_saves_and_exits(tmp_path, number):
 @pytest.mark.slow
 def test_of_two_processes_both_stop_when_one_is_told(tmp_path):
     """Both after the same update; what they saved is good for one process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{free.getsockname()[1]}"
+    where = f"127.0.0.1:{free_port()}"
     flags = ["--optim.total_steps", "100000", "--run.save_every", "100000"]
     each = [[*flags, "--coordinator", where, "--processes", "2", "--process", i] for i in "01"]
     with running(tmp_path, *each[0]) as first, running(tmp_path, *each[1]) as second:

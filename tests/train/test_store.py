@@ -45,17 +45,17 @@ def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
     wanted = trained(toy_config(tmp_path / "beside"))
     config = stored(toy_config(tmp_path))
 
-    class Cut(Exception):
+    class Killed(Exception):
         pass
 
     def update(*arguments):
         update.count += 1
         if update.count > 9:
-            raise Cut
+            raise Killed
         return job.update(*arguments)
 
     update.count, job = 0, toy_job(config)
-    with pytest.raises(Cut):
+    with pytest.raises(Killed):
         fit(dataclasses.replace(job, update=update), None)
     assert steps_of(config) == [4, 8]
     (store / "bucket/runs/toy/checkpoints/8/commit_success.txt").unlink()

@@ -43,7 +43,7 @@ class AnswerFields:
 
 
 class Capabilities(NamedTuple):
-    """What a server speaks beside text."""
+    """What a server takes and gives beside text."""
 
     takes_ids: bool
     gives_ids: bool

@@ -152,7 +152,7 @@ class EndpointAnswers:
         return self._completions.answer(reply, question)
 
     def _speech(self, completions: Completions, connection: EndpointConnection) -> Capabilities:
-        """The most that the server speaks, as a request of one token shows."""
+        """What the server takes and gives beside text, found by requests of one token."""
         hello = [{"role": "user", "content": "Hello"}]
         prompt_ids = chat.prompt_ids(completions.wanted.tokenizer, hello)
         question = TargetQuestion(0, prompt_ids, hello, Sampling())

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SAMPLE_SECONDS = 0.5
 WAYS, PROGRAMS = "moa:rounds", "moa:programs"
-Counts = Mapping[str, float]  # by name, and name and label where one matters
+ServerCounts = Mapping[str, float]  # by name, and name and label where one matters
 
 
 def counts_of(text: str) -> dict[str, float]:
@@ -42,9 +42,9 @@ async def num_programs(client: httpx.AsyncClient) -> float:
 
 
 @contextlib.asynccontextmanager
-async def watched(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[float, Counts]]]:
+async def watched(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[float, ServerCounts]]]:
     """Looks at the server again and again; the list grows by times and counts."""
-    seen: list[tuple[float, Counts]] = []
+    seen: list[tuple[float, ServerCounts]] = []
 
     async def look() -> None:
         while True:
@@ -60,12 +60,12 @@ async def watched(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[float, 
         await asyncio.gather(looking, return_exceptions=True)
 
 
-def growth(before: Counts, after: Counts) -> Counts:
+def growth(before: ServerCounts, after: ServerCounts) -> ServerCounts:
     """What was counted between two looks."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-def what_server_did(grown: Counts) -> dict[str, Any]:
+def what_server_did(grown: ServerCounts) -> dict[str, Any]:
     """tau, acceptance, shares of ways and of copied prompts, where counts have grown so.
 
     Each round of a row commits its accepted drafts and one token more, and the first token of an
@@ -93,12 +93,12 @@ def what_server_did(grown: Counts) -> dict[str, Any]:
     }
 
 
-def seen_until(seen: Sequence[tuple[float, Counts]], until: float) -> list[Counts]:
+def seen_until(seen: Sequence[tuple[float, ServerCounts]], until: float) -> list[ServerCounts]:
     """What was seen until then, at least the first."""
     return [counts for when, counts in seen if when <= until] or [c for _, c in seen[:1]]
 
 
-def mean_in_use(seen: Sequence[Counts]) -> dict[str, float | None]:
+def mean_in_use(seen: Sequence[ServerCounts]) -> dict[str, float | None]:
     """Means of what was seen: requests in slots, requests that waited."""
     mean = lambda name: sum(each[name] for each in seen) / len(seen) if seen else None  # noqa: E731
     return {"slots_in_use": mean("num_requests_running"), "waiting": mean("num_requests_waiting")}

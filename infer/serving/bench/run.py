@@ -34,7 +34,7 @@ from infer.listening.child import ended_by_sigterm
 from infer.program import progress
 from infer.serving.bench import clients, counts, figures, picture, tables
 from infer.serving.bench.clients import RequestOutcome
-from infer.serving.bench.counts import Counts
+from infer.serving.bench.counts import ServerCounts
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import SECONDS, Rate, check, parser_of, ways_of
 from infer.serving.bench.questions import Asked, Questions
@@ -59,12 +59,12 @@ class Cell(NamedTuple):
     times: list[float]  # seconds
 
 
-class Found(NamedTuple):
+class ServerFound(NamedTuple):
     """What became of it with one server."""
 
     answers: list[RequestOutcome]
-    grown: Counts  # what the server has counted
-    seen: list[Counts]  # what it did until the last request came
+    grown: ServerCounts  # what the server has counted
+    seen: list[ServerCounts]  # what it did until the last request came
 
     @property
     def compiled(self) -> bool:
@@ -77,7 +77,7 @@ class Played(NamedTuple):
 
     rate: float
     of_capacity: float | None
-    cells: list[list[Found]]  # by repeat and server
+    cells: list[list[ServerFound]]  # by repeat and server
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -223,7 +223,7 @@ async def _in_turns(
     return found
 
 
-async def _play(server: Server, cell: Cell) -> Found:
+async def _play(server: Server, cell: Cell) -> ServerFound:
     """Sends a server what it is sent at one rate; raises InputError if it ends."""
     try:
         async with clients.client_of(server.url) as client, counts.watched(client) as seen:
@@ -238,7 +238,7 @@ async def _play(server: Server, cell: Cell) -> Found:
             f"the server of {server.way.label} does not tell its metrics: {type(error).__name__}"
         ) from error
     server.check()
-    return Found(answers, counts.growth(before, after), counts.seen_until(seen, last))
+    return ServerFound(answers, counts.growth(before, after), counts.seen_until(seen, last))
 
 
 # ---- the document -------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from moa_jax.split.pairing import Pairing, pairing_of
 NO_STOP: list[int] = []
 
 
-class Pair(NamedTuple):
+class SplitPair(NamedTuple):
     """A drafter with the client's half of decoding, and the flags of its server."""
 
     name: str
@@ -39,7 +39,7 @@ class Way(NamedTuple):
     """One way of answering."""
 
     mode: str
-    pair: Pair
+    pair: SplitPair
     options: ClientOptions
 
     @property
@@ -65,7 +65,7 @@ class SplitBench(NamedTuple):
 
     args: argparse.Namespace
     target: Target
-    pairs: list[Pair]
+    pairs: list[SplitPair]
     ways: list[Way]
     prompts: list[list[int]]
     stop_ids: list[int]
@@ -135,7 +135,7 @@ def options_of(args: argparse.Namespace, mode: str) -> ClientOptions:
 
 def _pair(
     args: argparse.Namespace, name: str, target: Target, drafter: LoadedDrafter, most: int
-) -> Pair:
+) -> SplitPair:
     most = min(most, target.config.max_position_embeddings)
     half = DraftHalf(target, drafter, max_tokens=most)
     nodes = {1}
@@ -149,7 +149,7 @@ def _pair(
         flags += ["--dtype", args.dtype]
     if args.weights:
         flags += ["--weights", args.weights]
-    return Pair(name, drafter, half, pairing_of(target, drafter), flags)
+    return SplitPair(name, drafter, half, pairing_of(target, drafter), flags)
 
 
 def _warm(half: DraftHalf, each: Iterable[ClientOptions], prompts: Sequence[list[int]]) -> None:

@@ -32,7 +32,15 @@ import jax
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
-from infer.split.bench.pairs import NO_STOP, Pair, SplitBench, Way, load, options_of, own_answers
+from infer.split.bench.pairs import (
+    NO_STOP,
+    SplitBench,
+    SplitPair,
+    Way,
+    load,
+    options_of,
+    own_answers,
+)
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import SplitClient
 from infer.split.client.figures import figures_of, timed
@@ -160,7 +168,7 @@ async def _answer(
     return found
 
 
-def _server(bench: SplitBench, stage: Stage, pair: Pair, **changes: Any) -> ServerAddress:
+def _server(bench: SplitBench, stage: Stage, pair: SplitPair, **changes: Any) -> ServerAddress:
     args = bench.args
     server = ServerAddress(
         stage.urls[pair.name], pair.pairing, codec=args.codec, compress=args.compress
@@ -280,7 +288,7 @@ def _crowds(bench: SplitBench, differences: list[Any]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _clients(
-    pair: Pair, server: ServerAddress, ways: ClientOptions, count: int
+    pair: SplitPair, server: ServerAddress, ways: ClientOptions, count: int
 ) -> Iterator[list[Callable[[], SplitClient]]]:
     """Functions that make clients, each with caches and a thread of its own."""
     with contextlib.ExitStack() as stack:
@@ -317,7 +325,7 @@ def _outages(bench: SplitBench) -> list[dict[str, Any]]:
 
 async def _cut_all(
     bench: SplitBench,
-    pair: Pair,
+    pair: SplitPair,
     server: ServerAddress,
     ways: ClientOptions,
     proxy: Proxy,
@@ -336,7 +344,7 @@ async def _cut_all(
 
 
 def _outage_row(
-    bench: SplitBench, pair: Pair, own: list[list[int]], found: list[list[int]], after: int
+    bench: SplitBench, pair: SplitPair, own: list[list[int]], found: list[list[int]], after: int
 ) -> dict[str, Any]:
     came = max(after, 1)  # the first token comes with the prompt's reply
     each = [

@@ -19,13 +19,13 @@ from infer.split.network.proxy import Proxy, in_thread
 from infer.split.network.tun import NAMESPACES
 from infer.split.server.app import PATH
 
-Kind = Literal["direct", "namespaces", "proxy"]
+LinkKind = Literal["direct", "namespaces", "proxy"]
 
 
 class Stage(NamedTuple):
     """Servers that can be reached from one end of a link."""
 
-    kind: Kind
+    kind: LinkKind
     urls: dict[str, str]
     namespace: str | None = None  # of the network that clients must be in
 
@@ -49,7 +49,7 @@ class Stage(NamedTuple):
         return found[0]
 
 
-def kind_of(profile: Profile) -> Kind:
+def kind_of(profile: Profile) -> LinkKind:
     """How this machine can imitate a network."""
     if not (profile.delay_ms or profile.jitter_ms or profile.loss or profile.rate_mbit):
         return "direct"

@@ -83,6 +83,7 @@ def trace(
     batch: Batch,
     tapped: Tapped,
     draws: Draws,
+    *,
     memory_BTD: Array | None = None,
 ) -> MoaTrace:
     """The training forward, every stage of it, or what follows on a memory that is there.
@@ -188,7 +189,7 @@ def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
             free = dataclasses.replace(objective.masks, bounded=False, first_tokens=False)
             draws = draw(free, key, batch, progress)
             first = dataclasses.replace(objective, masks=free)
-            passes.append(trace(moa, first, *given, draws, passes[0].memory_BTD))
+            passes.append(trace(moa, first, *given, draws, memory_BTD=passes[0].memory_BTD))
         return loss_of(passes, shared, batch, tapped, objective, progress)
 
     return loss
