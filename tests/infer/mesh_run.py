@@ -59,7 +59,7 @@ def asked_by_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
     return said(server.main, *pair, *MESH, *few, "--ready-file", str(ready))
 
 
-CLIENT = ["--mode", "chain", "--depth", "3", "--max-new-tokens", "9", "--codec", "float32"]
+CLIENT = ["--mode", "chain", "--stop-ids", "2", "--max-new-tokens", "9", "--codec", "float32"]
 
 
 def main() -> None:
