@@ -6,7 +6,8 @@ The engine and the split server both do what `Turns` says:
     answers       pass      pass         pass         pass
 
 A turn is at least one chunk of a prompt, then one pass for those whose answers are under way. So a
-long prompt delays an answer by a chunk or a few, and another prompt by every other chunk.
+long prompt delays an answer by a chunk a pass, and another prompt by every other chunk. There are
+a few chunks only where more prompts wait for room that is free than answers are under way.
 """
 
 from __future__ import annotations

@@ -490,21 +490,24 @@ def test_what_the_table_does_not_know_is_measured():
 class Decoded:
     """Calls that a pace chooses, for a drafter that catches up before it drafts again."""
 
-    def __init__(self, pace: Pace, seconds: dict[DraftShape, float]) -> None:
-        self.pace, self.seconds, self.backlog = pace, seconds, Backlog(32)
+    def __init__(
+        self, pace: Pace, seconds: dict[DraftShape, float], factor=lambda call: 1.0
+    ) -> None:
+        """`seconds` of a round, times the factor of a call."""
+        self.pace, self.seconds, self.factor, self.backlog = pace, seconds, factor, Backlog(32)
         self.programs = {way: ("program", way) for way in seconds}
 
     def calls(self, count: int) -> list[DraftShape]:
         """The ways of so many calls; one beside a catch-up has no time of its own."""
         ways = []
-        for _ in range(count):
+        for call in range(count):
             program, rounds = self.pace.choose(8, self.programs, hurry=False)
             ways.append(way := program[1])
             if due := self.backlog.is_due(way):
                 self.backlog.clear()
             rounds = self.backlog.add(way, rounds)
             if not due:
-                self.pace.took(program, rounds, rounds * self.seconds[way])
+                self.pace.took(program, rounds, rounds * self.seconds[way] * self.factor(call))
             self.pace.heard(way, [way.levels - 1] * rounds, rounds)
         return ways
 
@@ -519,6 +522,19 @@ def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy):
             pace.took(decoded.programs[CHAIN], 1, busy * chain)
         decoded.calls(300)
         assert decoded.calls(100).count(wanted) >= 95
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_a_busy_machine_seldom_changes_a_choice(share):
+    """A share of the calls take three or ten times as long, and for a while all take three."""
+    for seed, chain in itertools.product(range(2), (0.002, 0.02)):
+        draw = np.random.default_rng(seed)
+        slow = draw.choice([1.0, 1.0, 3.0], 8)
+        spike = lambda: draw.choice([3, 10]) if draw.random() < share else 1  # noqa: E731,B023
+        factor = lambda call: slow[call // 100] * spike()  # noqa: E731,B023
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+        ways = Decoded(pace, {PLAIN: 0.001, CHAIN: chain}, factor).calls(800)
+        assert ways.count(CHAIN if chain < 0.01 else PLAIN) >= 0.9 * len(ways)
 
 
 def test_one_slow_call_does_not_make_a_figure():

@@ -496,7 +496,8 @@ class Engine:
         return min(self._coming(), self.num_slots - sitting), sitting
 
     def _sitting(self) -> list[_Job]:
-        return [self._jobs[text.id] for text in self._seats.texts]
+        texts = self._seats.texts
+        return [job for text in texts if (job := self._jobs.get(text.id))]  # `abandon` ends some
 
     def _begun(self) -> list[_Job]:
         """Whose texts are lost with the state."""

@@ -2,7 +2,7 @@
 
 Costs come from a table where it knows the batch, until the engine's own calls have told them of
 every way. While nobody is there, calls for nobody tell them. Where neither the table nor they know
-all, a way that has no figure yet gets a call now and then.
+all, a way that has no figure yet, or an old one, gets two calls now and then.
 Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
@@ -27,7 +27,7 @@ LEAST_MEASURED = 2  # calls, before a figure counts
 FEW_MEASURED = 4  # calls of which a figure is the least: one may have come beside something else
 # Calls after which a figure is tried again, for the machine may have been busy: first and most
 FIRST_OLD, OLD = 32, 256
-NEW_SHARE, LARGE_SHARE = 0.2, 0.5  # of the last call in a figure
+NEW_SHARE, LARGE_SHARE = 0.1, 0.5  # of the last call in a figure
 MOST_TIMES = 2.0  # a figure that a call counts as at most: one slow call must not change a choice
 
 
