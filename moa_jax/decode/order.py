@@ -28,7 +28,7 @@ class Chunk(NamedTuple, Generic[T]):
     of: T
 
 
-class Pass(NamedTuple, Generic[T]):
+class Advance(NamedTuple, Generic[T]):
     """Answers go on by a pass."""
 
     rows: list[T]
@@ -67,7 +67,7 @@ class Turns(Generic[T]):
         self._tokens = 0  # that may be read until the next pass
         self._at_work: Sequence[T] = ()
 
-    def turn(self) -> Iterator[Chunk[T] | Pass[T]]:
+    def turn(self) -> Iterator[Chunk[T] | Advance[T]]:
         """The next chunks and the pass behind them, each to be done before the next is asked for.
 
         There is nothing where nobody is there.
@@ -79,7 +79,7 @@ class Turns(Generic[T]):
         self._at_work = self._answers()
         if self._at_work:
             self._at_work = rows = self._of_about_one_width(self._at_work)
-            yield Pass(rows)
+            yield Advance(rows)
         self._at_work = ()
 
     def was_read(self, tokens: int) -> None:

@@ -26,7 +26,7 @@ ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
-Size = TypeVar("Size")
+AnySize = TypeVar("AnySize")
 
 
 class Programs:
@@ -135,17 +135,19 @@ def compiler_options(platform: str) -> dict[str, Any]:
     return COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {})
 
 
-class Ready(Generic[Size]):
+class Ready(Generic[AnySize]):
     """Sizes whose programs are there; one thread may add to them while another one asks."""
 
     def __init__(self) -> None:
-        self._sizes: tuple[Size, ...] = ()
+        self._sizes: tuple[AnySize, ...] = ()
 
-    def add(self, size: Size) -> None:
+    def add(self, size: AnySize) -> None:
         if size not in self._sizes:
             self._sizes = (*self._sizes, size)
 
-    def cheapest(self, holds: Callable[[Size], bool], cost: Callable[[Size], Any]) -> Size | None:
+    def cheapest(
+        self, holds: Callable[[AnySize], bool], cost: Callable[[AnySize], Any]
+    ) -> AnySize | None:
         """The size that costs least of those that hold some work; None if none does."""
         return min(filter(holds, self._sizes), key=cost, default=None)
 

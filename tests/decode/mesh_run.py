@@ -102,7 +102,7 @@ def calm(found: Any) -> Any:
     return found._replace(params=jax.tree.map_with_path(of, found.params))
 
 
-class Asked(NamedTuple):
+class NamedPair(NamedTuple):
     """What decodes: a drafter of KINDS, or anything else for none, and where."""
 
     name: str
@@ -167,7 +167,7 @@ def costs_of(batches: Sequence[int]) -> Costs:
 @functools.cache
 def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> list[dict[str, Any]]:
     """Uneven prompts side by side, two greedy and two sampled."""
-    asked = Asked(name, mesh)
+    asked = NamedPair(name, mesh)
     loaded, draft = asked.pair
     rest: dict[str, Any] = {"vocabulary": asked.vocabulary if draft else None, "chunk": 16}
     if shape == "auto":
@@ -213,7 +213,7 @@ def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     if shape == "auto":
         shape = "tree"
         rest |= {"ways": (SHAPES["plain"], SHAPES["chain"]), "costs": costs_of([1, 2])}
-    engine = Engine(*Asked(name, mesh).pair, SHAPES[shape], **rest)
+    engine = Engine(*NamedPair(name, mesh).pair, SHAPES[shape], **rest)
     engine.start()
     empty, *_ = engine.shelf.run(("empty", engine.shelf.largest))
     assert_is_split(empty, 2, mesh)
@@ -309,7 +309,7 @@ def outcome(case: str) -> dict[str, Any]:
     mesh = decoding_mesh(**mesh_sizes(sizes))
     if "/" in name:
         return {"mesh": recorded_on(name, shape, mesh)}
-    weights = Asked(name, mesh).weights
+    weights = NamedPair(name, mesh).weights
     if shape == "files":
         return streamed(name.partition("+")[0], weights, mesh)
     if shape == "split":

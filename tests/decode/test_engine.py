@@ -21,7 +21,7 @@ from moa_jax.decode.calls import Backlog
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.engine.engine import MOST_REHEARSALS
-from moa_jax.decode.engine.pace import Measured, Pace
+from moa_jax.decode.engine.pace import MeanSeconds, Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
@@ -487,7 +487,7 @@ def test_what_the_table_does_not_know_is_measured():
     assert pace.choose(2, programs, hurry=False) == (programs[PLAIN], 8)
 
 
-class Decoded:
+class PacedCalls:
     """Calls that a pace chooses, for a drafter that catches up before it drafts again."""
 
     def __init__(
@@ -517,7 +517,7 @@ def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy):
     """Also one that was measured while the machine was busy; a slow one seldom takes a call."""
     for chain, wanted in ((0.002, CHAIN), (0.1, PLAIN)):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
-        decoded = Decoded(pace, {PLAIN: 0.001, CHAIN: chain})
+        decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
         for _ in range(3 * (busy > 1)):
             pace.took(decoded.programs[CHAIN], 1, busy * chain)
         decoded.calls(300)
@@ -533,12 +533,12 @@ def test_a_busy_machine_seldom_changes_a_choice(share):
         spike = lambda: draw.choice([3, 10]) if draw.random() < share else 1  # noqa: E731,B023
         factor = lambda call: slow[call // 100] * spike()  # noqa: E731,B023
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
-        ways = Decoded(pace, {PLAIN: 0.001, CHAIN: chain}, factor).calls(800)
+        ways = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain}, factor).calls(800)
         assert ways.count(CHAIN if chain < 0.01 else PLAIN) >= 0.9 * len(ways)
 
 
 def test_one_slow_call_does_not_make_a_figure():
-    measured = Measured()
+    measured = MeanSeconds()
     for seconds in (5.0, 0.9, 0.1, 0.1):
         measured.add(seconds)
     assert measured.mean == 0.1

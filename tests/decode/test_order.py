@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moa_jax.decode.order import MOST_CHUNKS, Chunk, Order, Pass, Turns, chunks_between
+from moa_jax.decode.order import MOST_CHUNKS, Advance, Chunk, Order, Turns, chunks_between
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ class Driver:
         """Whose chunks were read, then who took part in the pass."""
         found = []
         for piece in self.turns.turn():
-            found.append("".join(piece.rows) if isinstance(piece, Pass) else piece.of)
+            found.append("".join(piece.rows) if isinstance(piece, Advance) else piece.of)
             if isinstance(piece, Chunk):
                 size = min(self.left[piece.of], 16)
                 self.turns.was_read(size)
@@ -117,5 +117,5 @@ def test_what_fails_takes_those_at_work_and_with_the_state_all():
     driver.left, pieces = {"B": 40}, driver.turns.turn()
     assert next(pieces) == Chunk("B") and driver.turns.lost(with_state=True) == ["B", "x", "y"]
     driver.left, pieces = {}, driver.turns.turn()
-    assert next(pieces) == Pass(["x"]) and driver.turns.lost(with_state=False) == ["x"]
+    assert next(pieces) == Advance(["x"]) and driver.turns.lost(with_state=False) == ["x"]
     assert not driver.turns.lost(with_state=False), "they are lost once"
