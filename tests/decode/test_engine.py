@@ -631,6 +631,20 @@ def test_more_chunks_are_read_where_more_could_sit_than_do(monkeypatch):
     assert {tokens for sitting, tokens in read if sitting >= 2} == {32}
 
 
+def test_a_prompt_that_is_being_read_counts_as_rows_in_use(monkeypatch):
+    engine, seen = serving(None), []
+    run = engine.shelf.run
+
+    def noted(name, *arrays):
+        if name[0] in ("restart", "read", "insert"):
+            seen.append(round(engine.load().rows_used * 4 * engine.shelf.largest.rows))
+        return run(name, *arrays)
+
+    monkeypatch.setattr(engine.shelf, "run", noted)
+    answers(engine, [Request((9,) * 70, 3, NO_STOP)])
+    assert seen == [0, 0, 32, 64, 0] and engine.load().rows_used == 0
+
+
 def at_once(engine: Engine, requests: list[Request]) -> list[Listener]:
     """Submits requests so that all are there when the engine next looks."""
     blocked, free = threading.Event(), threading.Event()
