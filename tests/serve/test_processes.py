@@ -140,11 +140,11 @@ def test_a_process_that_dies_ends_the_group_and_nobody_waits(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_process_0_the_others_end_with_1(tmp_path):
-    """jax or we notice it first; clients hear that their connection has ended."""
+def test_without_process_0_the_others_end(tmp_path):
+    """We notice it first, or jax does and aborts; clients hear that their connection has ended."""
     with two_serving(tmp_path, "tensor=2") as (served, other), asked_at_once(served) as asking:
         served.process.kill()
-        assert other.wait(30) == 1
+        assert other.wait(30) in (1, -signal.SIGABRT)
         ends = {each.result(30) for each in asking}
         assert ends <= {"RemoteProtocolError", "ReadError"}, ends
 
