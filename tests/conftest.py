@@ -45,6 +45,7 @@ NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
 # The files that take longest, most of it in slow tests. Workers take files in this order, so that
 # none is left alone with one of them at the end.
 LONGEST = (
+    "decode/test_mesh.py",
     "split/test_disconnect_pairs.py",
     "decode/test_trees.py",
     "split/test_disconnect.py",
