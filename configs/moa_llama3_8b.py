@@ -8,8 +8,8 @@ have 32; configs/moa_llama3_8b_paper.py is theirs. The schedule counts in epochs
 does: warm-up of 50 updates to 20 times the constant rate, then one epoch of linear decay. The draft
 vocabulary of a quarter of the target's tokens is ours; it is decoding's alone.
 
-The settings are those of the pods below; presets say what else a machine needs, and never what is
-trained.
+The settings are those of the pods below; presets say what else a machine needs. Where a batch is
+computed in parts (h200:1), draws and means differ a little, so a run keeps its preset.
 """
 
 from moa_jax.config import (

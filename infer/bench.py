@@ -121,7 +121,8 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     runs = run_in_turns(bench, args.repeats)
     compiled = [session.num_compiled for session in bench.sessions]
     bandwidth = copy_bandwidth()
-    if args.mesh and not args.no_phases:
+    has_phases = not args.no_phases and any(each.chooser is None for each in bench.sessions)
+    if args.mesh and has_phases:
         print("--mesh: phases are measured on one device alone, and left out", file=sys.stderr)
     plain = next((r for m, r in zip(bench.modes, runs, strict=True) if m.name == "plain"), None)
     rows = []

@@ -37,6 +37,7 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
+from moa_jax.files.folders import find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.model import processes, sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
@@ -111,7 +112,7 @@ def _facts(
     return fingerprint(config) | {
         "version": __version__,
         "jax": jax.__version__,
-        "target": model_hash(target.folder),
+        "target": model_hash(find_folder(config.target)),  # with its weights
         "tokenizer": tokenizer_hash(tokenizer),
         "number of rows": train.num_rows,
         "rows": rows_hash(train),

@@ -24,7 +24,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -48,6 +48,8 @@ from train.run.grid_report import render
 from train.run.grid_runs import GridRun, check_alike, chosen_runs, rate_name, runs_of
 from train.run.settings import check_paths
 from train.run.target_cache import CacheFlags
+
+Number = TypeVar("Number", int, float)
 
 FINISHED = "finished.json"
 
@@ -196,15 +198,16 @@ def main(arguments: list[str] | None = None) -> None:
     target = describe_target(grid.cells[0][1].target)
     sizes = check_sizes(grid, target)
     runs = runs_of(grid)
-    rates = _numbers("learning-rates", args.learning_rates)
-    mine = chosen_runs(runs, names(args.cells), rates, _numbers("seeds", args.seeds))
+    rates = _numbers("learning-rates", args.learning_rates, float)
+    mine = chosen_runs(runs, names(args.cells), rates, _numbers("seeds", args.seeds, int))
     earlier = _earlier_rows(names(args.done), grid, runs, target)
     rows = rows_of(grid, runs, target, earlier)  # refuses before anything is trained
     if not args.report:
         if not train(mine, target, earlier, target_cache.flags_of(args)):
             return
-        cells, rows = {each.cell for each in mine}, rows_of(grid, runs, target, earlier)
-        decode(grid, [row.best for row in rows if row.best.cell in cells and not row.decoded])
+        best = [row.best for row in rows_of(grid, runs, target, earlier) if not row.decoded]
+        asked = {(each.cell, each.seed) for each in mine}
+        decode(grid, [each for each in best if (each.cell, each.seed) in asked])
         rows = rows_of(grid, runs, target, earlier)
     document = document_of(grid, rows, target, sizes, args.config)
     text = render(document)
@@ -222,9 +225,9 @@ def _earlier_rows(
     return [row for path in paths for row in read_earlier(path, configs, files, decoding)]
 
 
-def _numbers(flag: str, text: str) -> list[float]:
+def _numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
     try:
-        return [float(name) for name in names(text)]
+        return [kind(name) for name in names(text)]
     except ValueError as error:
         raise InputError(
             f"--{flag} {text}: {first_line(error)}: give numbers with commas between them"

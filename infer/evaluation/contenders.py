@@ -116,7 +116,7 @@ def describe(
         "draft_vocabulary": narrowed or None,
         "cache_rows": contenders[0].session.cache_rows,
         "threads": args.threads,
-        "mesh": args.mesh or None,
+        **({"mesh": args.mesh} if args.mesh else {}),  # absent in the files of older runs
     }
 
 

@@ -49,5 +49,5 @@ def files_of(args: argparse.Namespace) -> dict[str, str]:
     if args.paths is not None:
         found["the file of --paths"] = file_hash(Path(args.paths))
     for path in corpora.files_of(args.prompts) if getattr(args, "prompts", None) else ():
-        found[f"{path.name} of --prompts"] = file_hash(path)
+        found[f"{path} of --prompts"] = file_hash(path)
     return {name: f"sha256 {each[:SHOWN]}" for name, each in found.items() if each is not None}

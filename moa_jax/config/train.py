@@ -35,7 +35,7 @@ class DataConfig:
     bad_records: Literal["skip", "refuse"] = "skip"  # what to do about a record that cannot be used
     sources: tuple[str, ...] = ()  # keep records whose `source` ends with one of these; () is all
     pack: bool = True  # put several conversations in a row, kept apart by segment ids
-    longest_first: bool = False  # packing takes the longest of some thousands first: fuller rows
+    longest_first: bool = False  # packing takes the longest of thousands first: fuller rows
     answers: Literal["turns", "reference"] = "turns"  # `reference`: as the paper's code, which
     # also trains on every user turn after the first answer
     seed: int = 0
@@ -43,8 +43,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "max_length", "row_length", "rows_per_batch")
         at_least(0, self, "seed", "workers")
-        if self.longest_first and not self.pack:
-            raise InputError("longest_first is for packed rows: set pack, or longest_first False")
         if self.weights and len(self.weights) != len(self.train):
             raise InputError(
                 f"{len(self.weights)} weights for {len(self.train)} train paths: give one each"

@@ -32,7 +32,7 @@ from moa_jax.data.encode import Coder
 from moa_jax.data.report import DataReport
 from moa_jax.data.rows import BLOCK
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.places import is_stored
+from moa_jax.files.places import is_stored, size_and_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,10 +122,8 @@ def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, 
 
 
 def _facts(file: Path) -> list[Any]:
-    status = file.stat()
-    if is_stored(file):
-        return [str(file), status.length, status.mtime]
-    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
+    name = file if is_stored(file) else file.resolve()
+    return [str(name), *size_and_time(file)]
 
 
 @contextlib.contextmanager

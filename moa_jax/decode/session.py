@@ -112,7 +112,6 @@ class Session:
         setups = {way: self.setup._replace(shape=way) for way in self.ways}
         self._programs = {way: Programs((each,), (weights,), dtype) for way, each in setups.items()}
         self.background = Background()
-        self._started = False
         self.alone = threading.Lock()  # for what is timed, if a thread measures beside another
 
     @property
@@ -203,9 +202,7 @@ class Session:
 
         The arguments are those of `generate`.
         """
-        if not self._started:
-            sharding.notice_copies(len(prompts), self.mesh)
-        self._started = True
+        sharding.notice_copies(len(prompts), self.mesh)
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         total_B = lengths_B + wanted_B

@@ -56,6 +56,14 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (path for path in folder.rglob("*") if path.is_file())
 
 
+def size_and_time(file: Path) -> tuple[int, float]:
+    """Bytes of a file, and when it was last written, in units of its own."""
+    status = file.stat()
+    if is_stored(file):
+        return status.length, status.mtime
+    return status.st_size, status.st_mtime_ns
+
+
 def is_stored(path: Path) -> bool:
     """Whether a place is in an object store."""
     return not isinstance(path, Path)

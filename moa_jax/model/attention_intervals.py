@@ -39,7 +39,7 @@ Ref = Any  # an array in the chip's memory, as a kernel sees it
 
 NOTHING = -1e30  # the log-sum-exp of no key at all; finite, so that differences of two are
 BLOCK = 128  # rows must be a multiple
-MOST_BYTES = 4 << 20  # of the keys of one head: a TPU holds keys and values, twice each
+MOST_BYTES = 4 << 20  # of a head's keys on a TPU, which holds keys and values, twice each
 VMEM = 64 << 20  # bytes that a program on a TPU may use
 
 
@@ -78,7 +78,7 @@ class Bounds(NamedTuple):
 def is_possible(q_BKGTE: Array, kv: KV) -> bool:
     """Whether the kernels take such heads."""
     T, E = q_BKGTE.shape[3:]
-    fits = T * E * kv.k_BKSE.dtype.itemsize <= MOST_BYTES
+    fits = traced_platform() != "tpu" or T * E * kv.k_BKSE.dtype.itemsize <= MOST_BYTES
     return fits and T % BLOCK == 0 and E in (64, 128, 256) and q_BKGTE.dtype == kv.k_BKSE.dtype
 
 

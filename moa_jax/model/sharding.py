@@ -19,6 +19,7 @@ with few heads serves beside a target with many.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -294,6 +295,7 @@ def constrain_state(state: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, state, specs)
 
 
+@functools.cache  # said once for each batch and mesh
 def notice_copies(rows: int, mesh: Mesh | None) -> None:
     """Says so where the rows of a batch are not split, and each part of a mesh decodes them all."""
     data = 1 if mesh is None else mesh.shape["data"]

@@ -57,6 +57,7 @@ def model_flops_per_token(
     batch = abstract_batch(1, short)
     if cached:
         keep = make_keep(target_cfg, drafter.taps, jnp.dtype(plain.run.dtype))
+        keep = attention.computed("einsum")(keep)  # one row is not cut over devices
         batch = TappedBatch(*batch, jax.eval_shape(keep, frozen, batch))
     gradient = attention.computed("einsum")(jax.grad(loss, has_aux=True))
     traced = jax.make_jaxpr(gradient)(params, frozen, batch, key, progress)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moa_jax.config import DataConfig
-from moa_jax.data import batches, chat, corpora, reference
+from moa_jax.data import batches, chat, corpora, reference, rows
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
@@ -89,9 +89,10 @@ def test_the_longest_are_packed_first():
     assert starts[0] == longest.tokens_T[0]
 
 
-def test_an_order_of_rows_that_are_not_packed_is_refused():
-    with pytest.raises(InputError, match="longest_first is for packed rows"):
-        DataConfig(("a",), (), 64, 64, 8, pack=False, longest_first=True)
+def test_rows_that_are_not_packed_keep_their_order():
+    laid = (rows.blocks(examples(0), False, 64, PAD, longest) for longest in (True, False))
+    (one,), (other,) = map(list, laid)
+    np.testing.assert_equal(one, other)
 
 
 def test_padded_rows_hold_one_example_each():

@@ -418,7 +418,7 @@ PRESETS = [
 
 @pytest.mark.parametrize(("path", "preset"), PRESETS)
 def test_presets_are_settings_of_a_machine(path, preset):
-    """Each differs from the config's, leaves alone what is trained, and splits over all chips."""
+    """Each differs from the config's, trains the same but for parts, and splits over all chips."""
     settings = read_preset(str(path), preset)
     plain, config = (load_config(str(path), DistillConfig, [], each) for each in (None, preset))
     for name, value in settings.items():

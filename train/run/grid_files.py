@@ -13,6 +13,7 @@ from moa_jax.data import corpora
 from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.errors import InputError
 from moa_jax.files.folders import file_hash
+from moa_jax.files.places import size_and_time
 from moa_jax.pretrained import Target
 
 HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
@@ -41,17 +42,16 @@ def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
 
 def facts(*files: Path) -> dict[str, Any]:
     """Bytes and shortened hash of a file; of several the sum, and the hash of their hashes."""
-    stats = [file.stat() for file in files]
-    pairs = zip(files, stats, strict=True)
-    hashes = [_hash(file, stat.st_size, stat.st_mtime_ns) for file, stat in pairs]
+    stats = [size_and_time(file) for file in files]
+    hashes = [_hash(file, *stat) for file, stat in zip(files, stats, strict=True)]
     many = hashlib.sha256("".join(hashes).encode()).hexdigest()
     return {
-        "bytes": sum(stat.st_size for stat in stats),
+        "bytes": sum(size for size, _ in stats),
         "sha256": (hashes[0] if len(hashes) == 1 else many)[:HASH_LENGTH],
     }
 
 
 @functools.cache
-def _hash(file: Path, size: int, changed_ns: int) -> str:
+def _hash(file: Path, size: int, changed: float) -> str:
     """The hash of a file, read once unless it changes, though every run of the grid asks."""
     return file_hash(file) or ""

@@ -49,13 +49,13 @@ def chosen_runs(
     runs: Sequence[GridRun],
     cells: Sequence[str],
     rates: Sequence[float],
-    seeds: Sequence[float] = (),
+    seeds: Sequence[int] = (),
 ) -> list[GridRun]:
     """The runs of the named cells, rates and seeds, in the order of the cells; no names mean all.
 
     Raises InputError for a cell, rate or seed that no run has.
     """
-    by_rate, by_seed = set(map(rate_name, rates)), {f"{seed:g}" for seed in seeds}
+    by_rate, by_seed = set(map(rate_name, rates)), set(map(str, seeds))
     for flag, asked, known in (
         ("cells", set(cells), {each.cell for each in runs}),
         ("learning-rates", by_rate, {rate_name(each.learning_rate) for each in runs}),

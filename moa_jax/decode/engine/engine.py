@@ -438,7 +438,7 @@ class Engine:
         lost = self._turns.lost(with_state=True)
         self._seats.reset()
         self._flight = None
-        self._firsts.clear()
+        self._firsts = deque(each for each in self._firsts if not each.job.request.takes_seat)
         self._lose(lost, error)
 
     def _lose(self, lost: Sequence[_Job], error: Exception) -> None:
@@ -501,7 +501,7 @@ class Engine:
 
     def _begun(self) -> list[_Job]:
         """Whose texts are lost with the state."""
-        return [*self._sitting(), *(first.job for first in self._firsts)]
+        return [*self._sitting(), *(job for job, *_ in self._firsts if job.request.takes_seat)]
 
     def _read(self, job: _Job) -> None:
         try:
@@ -551,7 +551,9 @@ class Engine:
         job, kept, common = reading.job, None, 0
         prompt, rows = job.request.prompt_ids, self._rows_for(job)
         if job.request.prompt_logprobs:  # what each of its tokens says is needed
-            rows = self.shelf.rows_to_score(rows)
+            fits, rows = self.shelf.row_size(rows), self.shelf.rows_to_score(rows)
+            if fits < rows:  # those who come later find it
+                self._make_next(iter([functools.partial(self.shelf.make_score, fits)]))
         else:
             rows = self.shelf.row_size(rows)
             kept, common = self._prefixes.longest(prompt[:-1])  # what its last token says is needed
