@@ -917,6 +917,40 @@ def test_a_first_token_that_cannot_be_read_harms_nobody_where_no_more_follow(mon
     assert_as_alone([sitting], found[:1])
 
 
+def test_a_first_token_outlives_a_call_that_it_is_no_part_of(monkeypatch):
+    engine, has_failed = serving(None), threading.Event()
+    hear = engine._seats.hear
+
+    def broken(flight):
+        if any(not first.job.request.takes_seat for first in engine._firsts):
+            if not has_failed.is_set():
+                has_failed.set()
+                raise RuntimeError("the device is on fire")
+        return hear(flight)
+
+    monkeypatch.setattr(engine._seats, "hear", broken)
+    sitting, short = Request((5, 9), 150, NO_STOP), Request((7, 8), 1, NO_STOP)
+    found = [Listener(), Listener()]
+    engine.submit(sitting, found[0])
+    while not found[0].all:
+        time.sleep(0.001)
+    engine.submit(short, found[1])
+    for listener in found:
+        listener.wait()
+    assert split(found) == ([0], [1])
+    assert_as_alone([short], found[1:])
+
+
+def test_prompts_to_score_find_rows_of_their_size_the_next_time(monkeypatch):
+    engine, made, shorter = serving("moa-1"), [], 7
+    monkeypatch.setattr(engine.shelf, "row_size", lambda rows: shorter)
+    monkeypatch.setattr(engine, "_keep", lambda *_: None)
+    monkeypatch.setattr(engine, "_make_next", lambda wanted: made.extend(wanted))
+    own = {"stop_ids": NO_STOP, "top_logprobs": 2, "prompt_logprobs": True}
+    answers(engine, [Request((5, 9), 0, **own)])
+    assert (engine.shelf.make_score, (shorter,)) in [(each.func, each.args) for each in made]
+
+
 def test_nobody_waits_for_a_program():
     """What is there at the start serves all kinds of requests."""
     engine = serving("moa-1")
