@@ -21,7 +21,7 @@ from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Taps
-from moa_jax.model import sharding
+from moa_jax.model import attention, attention_intervals, sharding
 from moa_jax.training import target_cache
 from moa_jax.training.distillation import make_keep, make_train_step
 from moa_jax.training.flops import model_flops_per_token
@@ -83,6 +83,18 @@ def test_the_layers_of_the_target_are_left_out():
     attention = 2 * 32 * 8 * (4 + 2 + 2 + 4) + 4 * 4 * 8 * seen
     layer = attention + 3 * 2 * 32 * block.intermediate_size
     assert whole - cached == mesh_run.TARGET.num_layers * layer
+
+
+def test_operations_of_one_row_are_counted_without_kernels(monkeypatch):
+    """A mesh of several devices has no part of one row for each."""
+
+    def is_possible(*_):
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr(attention, "_kernels", lambda: attention)
+    monkeypatch.setattr(attention_intervals, "is_possible", is_possible)
+    config = dataclasses.replace(mesh_run.config_of(MeshConfig()), drafter=EagleConfig(2, 24))
+    assert model_flops_per_token(config, mesh_run.TARGET, cached=True) > 0
 
 
 def small_run(folder: Path, target: Path, **changes):
