@@ -86,9 +86,8 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     with jax.set_mesh(mesh):
         kept = cache and filled(cache, flags, config, target, train, mesh)
         decode = make_decode(config, target, prompts, mesh) if prompts else None
-        params = fit(
-            _job(config, program, target, train, validation, kept, warm, decode), target.params
-        )
+        data, rest = (train, validation), {"kept": kept, "warm": warm, "decode": decode}
+        params = fit(_job(config, program, target, *data, **rest), target.params)
         if params is None:  # told to stop before the end
             return False
         params = processes.gathered(params)
@@ -157,6 +156,7 @@ def _job(
     target: Target,
     train: batches.Batches,
     validation: batches.Batches,
+    *,
     kept: ReadParts | None,
     warm: Params | None,
     decode: Callable[[Params], Figures] | None,
