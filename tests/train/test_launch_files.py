@@ -8,7 +8,6 @@ import shlex
 import signal
 import stat
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from infer import serve
 from infer.flags import cluster
 from infer.flags.mesh import mesh_sizes
 from moa_jax.config import DistillConfig
+from tests.meeting import wait_for
 from train.run.settings import config_parser, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,10 +281,7 @@ def test_a_pod_says_how_it_ended(tmp_path, wish, index, code):
 
 def test_a_pod_passes_on_that_it_must_go(tmp_path):
     running = pod(tmp_path, "wait")
-    for _ in range(200):
-        if (tmp_path / "run.up").exists():
-            break
-        time.sleep(0.05)
+    wait_for((tmp_path / "run.up").exists)
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=30) == UNFINISHED
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save
