@@ -231,6 +231,7 @@ def started(tmp_path, monkeypatch) -> Callable[..., None]:
     monkeypatch.setattr(cluster, "joined", lambda *_: contextlib.nullcontext(Ending(print)))
     monkeypatch.setattr(serve, "join_group", loaded)
     monkeypatch.setattr(serve, "group_of", loaded)
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)  # this process is to hear SIGTERM
     monkeypatch.setattr(generate, "load_pair", loaded)
     return start
 
