@@ -16,12 +16,10 @@ import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode.auto import PLAIN, Chooser
-from moa_jax.decode.calls import Backlog
+from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.engine.engine import MOST_REHEARSALS
-from moa_jax.decode.engine.pace import MeanSeconds, Pace
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
@@ -472,110 +470,6 @@ def test_calls_for_nobody_that_fail_are_given_up(started, monkeypatch):
     assert 1 <= max(Counter(tried).values()) <= MOST_REHEARSALS
 
 
-def test_what_the_table_does_not_know_is_measured():
-    """Each way gets calls now and then until it has a figure; then the chooser has them all."""
-    programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
-    seconds = {PLAIN: 0.001, CHAIN: 0.1, TREE: 0.2}
-    pace, taken = Pace(Chooser(tuple(programs), CHAIN), None, lambda batch: CHAIN), Counter()
-    for _ in range(80):
-        program, rounds = pace.choose(2, programs, hurry=False)
-        way = program[1]
-        taken[way] += rounds
-        pace.took(program, rounds, rounds * seconds[way])
-        pace.heard(way, [0] * rounds, rounds)
-    assert taken[PLAIN] > 300 and 0 < taken[TREE] < 10
-    assert pace.choose(2, programs, hurry=False) == (programs[PLAIN], 8)
-
-
-class PacedCalls:
-    """Calls that a pace chooses, for a drafter that catches up before it drafts again."""
-
-    def __init__(
-        self, pace: Pace, seconds: dict[DraftShape, float], factor=lambda call: 1.0
-    ) -> None:
-        """`seconds` of a round, times the factor of a call."""
-        self.pace, self.seconds, self.factor, self.backlog = pace, seconds, factor, Backlog(32)
-        self.programs = {way: ("program", way) for way in seconds}
-
-    def calls(self, count: int) -> list[DraftShape]:
-        """The ways of so many calls; one beside a catch-up has no time of its own."""
-        ways = []
-        for call in range(count):
-            program, rounds = self.pace.choose(8, self.programs, hurry=False)
-            ways.append(way := program[1])
-            if due := self.backlog.is_due(way):
-                self.backlog.clear()
-            rounds = self.backlog.add(way, rounds)
-            if not due:
-                self.pace.took(program, rounds, rounds * self.seconds[way] * self.factor(call))
-            self.pace.heard(way, [way.levels - 1] * rounds, rounds)
-        return ways
-
-
-@pytest.mark.parametrize("busy", [1, 20])
-def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy):
-    """Also one that was measured while the machine was busy; a slow one seldom takes a call."""
-    for chain, wanted in ((0.002, CHAIN), (0.1, PLAIN)):
-        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
-        decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
-        for _ in range(3 * (busy > 1)):
-            pace.took(decoded.programs[CHAIN], 1, busy * chain)
-        decoded.calls(300)
-        assert decoded.calls(100).count(wanted) >= 95
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
-def test_a_busy_machine_seldom_changes_a_choice(share):
-    """A share of the calls take three or ten times as long, and for a while all take three."""
-    for seed, chain in itertools.product(range(2), (0.002, 0.02)):
-        draw = np.random.default_rng(seed)
-        slow = draw.choice([1.0, 1.0, 3.0], 8)
-        spike = lambda: draw.choice([3, 10]) if draw.random() < share else 1  # noqa: E731,B023
-        factor = lambda call: slow[call // 100] * spike()  # noqa: E731,B023
-        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
-        ways = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain}, factor).calls(800)
-        assert ways.count(CHAIN if chain < 0.01 else PLAIN) >= 0.9 * len(ways)
-
-
-def test_one_slow_call_does_not_make_a_figure():
-    measured = MeanSeconds()
-    for seconds in (5.0, 0.9, 0.1, 0.1):
-        measured.add(seconds)
-    assert measured.mean == 0.1
-
-
-def test_nothing_is_tried_beside_a_chunk():
-    """Such a call has no time of its own, so a slow way would be tried again and again."""
-    programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
-    pace = Pace(Chooser(tuple(programs), CHAIN), None, lambda batch: CHAIN)
-    found = [pace.choose(2, programs, hurry=True) for _ in range(40)]
-    assert found == [(programs[CHAIN], 1)] * 40
-    found = [pace.choose(2, programs, hurry=False)[0] for _ in range(40)]
-    assert programs[PLAIN] in found
-
-
-def test_many_do_not_draft_for_want_of_figures():
-    """Nor in a hurry; those of the nearest batch stand in where a size has none of its own."""
-    programs = lambda size: {way: (size, way) for way in (CHAIN, PLAIN)}  # noqa: E731
-    first = lambda batch: PLAIN if batch > 4 else CHAIN  # noqa: E731
-    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, first)
-    few, many, more = programs(2), programs(8), programs(16)
-    assert [pace.choose(n, few if n == 2 else many, True)[0] for n in (8, 2)] == [
-        many[PLAIN],
-        few[CHAIN],
-    ]
-    for way, seconds in ((CHAIN, 0.001), (PLAIN, 0.1)):
-        for _ in range(3):
-            pace.took(many[way], 1, seconds)
-    assert pace.choose(8, many, True)[0] == many[CHAIN]
-    assert pace.choose(16, more, True)[0] == more[CHAIN]
-    for way, seconds in ((CHAIN, 0.1), (PLAIN, 0.001)):
-        for _ in range(3):
-            pace.took(more[way], 1, seconds)
-    assert pace.choose(16, more, True)[0] == more[PLAIN]
-    assert pace.choose(8, many, True)[0] == many[CHAIN]
-
-
 def test_nothing_is_learned_while_something_is_compiled(started, monkeypatch):
     """A compiler takes the cores that a call would have had."""
     engine = engine_of(None, num_slots=1)
@@ -587,18 +481,6 @@ def test_nothing_is_learned_while_something_is_compiled(started, monkeypatch):
     monkeypatch.setattr(engine.session.background, "submit", lambda *job, **rest: False)
     assert_as_alone([request], answers(engine, [request]))
     assert engine._pace._round_s
-
-
-def test_calls_are_short_where_somebody_is_read():
-    """About as long as a chunk; and no call is longer than news may take."""
-    pace, program = Pace(None, None, lambda batch: CHAIN), "program"
-    assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 1)
-    for _ in range(3):
-        pace.took(program, 8, 8 * 0.01)
-    assert pace.choose(1, {CHAIN: program}, hurry=False) == (program, 5)
-    for _ in range(3):
-        pace.took_with_chunk(program, 1, 0.01 + 0.032)
-    assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 3)
 
 
 # ---- reading ----
