@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,11 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
     if version("jaxlib").startswith("0.10."):  # half the time; 0.11 has the new emitters alone
         fast += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
+
+# A shell that runs these tests in its background has them ignore interruptions, and with them every
+# process that they start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 
