@@ -4,7 +4,7 @@ python -m infer.generate --prompt "I need a hotel in the north."
 python -m infer.generate --prompts questions.jsonl --json
 python -m infer.generate --mode tree --temperature 0.8 --seed 1 --prompt "Hello"
 python -m infer.generate --check --prompt "Hello"     the same decoded plainly: any difference?
-python -m infer.generate --prompts questions.jsonl --mesh tensor=16 --distributed   on two hosts
+python -m infer.generate --prompts FILE --mesh tensor=8,data=2 --distributed      on two hosts
 python -m infer.generate                    (a chat, on a terminal)
 """
 

@@ -2,7 +2,7 @@
 
 python -m infer.serve                                      the bundled pair, for this machine only
 python -m infer.serve --target DIR --draft DIR --slots 32 --max-tokens 4096
-python -m infer.serve --mesh tensor=16 --distributed       on each of several hosts: one server
+python -m infer.serve --mesh tensor=8,data=2 --distributed   on each of two hosts: one server
 python -m infer.serve --host 0.0.0.0 --api-key-file KEYS --tls-cert C.pem --tls-key K.pem
 
 /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /ping,

@@ -2,6 +2,7 @@
 
 from moa_jax.decode.session import Result, Session, generate
 from moa_jax.errors import InputError
+from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import load_drafter, load_target
 from moa_jax.version import __version__
 
@@ -10,6 +11,7 @@ __all__ = [
     "Result",
     "Session",
     "__version__",
+    "decoding_mesh",
     "generate",
     "load_drafter",
     "load_target",

@@ -94,6 +94,10 @@ class Session:
             _check_breadth(way, target, functions, vocabulary)
         logprobs.check(top_logprobs, target.config.vocab_size)
         self.target, self.mesh = target, sharding.mesh_of(target.params)
+        if drafter and drafter.params and sharding.mesh_of(drafter.params) != self.mesh:
+            raise InputError(
+                "target and drafter lie on different devices: load both with the same mesh"
+            )
         self.chooser = Chooser(self.ways, self.shape) if len(self.ways) > 1 else None
         self.costs = costs
         self.most_behind = MOST_BEHIND if self.chooser else 0

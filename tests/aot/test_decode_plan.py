@@ -769,7 +769,7 @@ def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
     links = found["links"]["collectives"]
     assert links["all-reduce"]["count"] == 2 * 2 + reduces
     assert sum(each["count"] for each in links.values()) <= 2 * 2 + reduces + others
-    assert found["fits"] and found["moves"] == [] and 0 < found["links"]["bytes"] < 1e6
+    assert found["fits"] and found["moves"] == [] and 0 < found["links"]["bytes"] < 0.3e6
     memory = found["memory"]
     size = {"bfloat16": 2, "int8": 1}[weights]
     expected = size * weights_of_a_chip(config)
@@ -791,9 +791,7 @@ def weights_of_a_chip(config: TargetConfig) -> int:
 
 # Draft, machine, and most all-reduces and other collectives of a round, bytes of the others.
 DRAFTS = [
-    pytest.param(
-        DraftShape(5, sampled=True), "h200:8", 24, 12, 180e3, id="drawn", marks=needs["cuda"]
-    ),
+    pytest.param(DraftShape(5), "h200:8", 24, 12, 180e3, id="chain", marks=needs["cuda"]),
     pytest.param(DraftShape(7, 8, 62), "v5p:2x2x2", 47, 123, 450e3, id="tree", marks=needs["tpu"]),
 ]
 
@@ -801,7 +799,7 @@ DRAFTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, topology, reduces, others, received", DRAFTS)
 def test_a_round_that_drafts_sends_no_logits(shape, topology, reduces, others, received):
-    """Two layers of an 8B target with the paper's drafter: sums of states, and small choices.
+    """Two layers of an 8B target and the paper's drafter, greedy: sums of states, small choices.
 
     Logits of all nodes (B, N, V) stay where they are: those of one take 513 KB.
     """

@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from infer.flags.mesh import mesh_sizes
+from infer.flags.pair import DEMO
 from infer.info import ROOT
-from moa_jax import InputError
+from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.model import sharding
 from moa_jax.pretrained import check_mesh
 from tests.conftest import golden_cases
@@ -86,6 +87,23 @@ def test_a_mesh_writes_the_texts_of_one_device(told, case):
     if on_mesh[0]["logprobs"]:
         for one, other in zip(on_mesh, alone, strict=True):
             np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5)
+
+
+def test_two_devices_write_the_text_of_one():
+    """A short case of those above."""
+    (found,) = run_cases("moa-0:chain:tensor=2").values()
+    assert [row["tokens"] for row in found["mesh"]] == [row["tokens"] for row in found["alone"]]
+    assert max(max(row["accepted"]) for row in found["mesh"]) > 1
+
+
+def test_a_pair_lies_on_one_mesh():
+    """The drafter goes where the target is, unless told otherwise, and then it is refused."""
+    one = sharding.decoding_mesh(tensor=1)
+    target = load_target(DEMO / "target", mesh=one)
+    assert sharding.mesh_of(load_drafter(DEMO / "draft", target).params) == one
+    elsewhere = load_drafter(DEMO / "draft", load_target(DEMO / "target"))
+    with pytest.raises(InputError, match="load both with the same mesh"):
+        Session(target, elsewhere)
 
 
 @pytest.mark.slow

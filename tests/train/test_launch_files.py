@@ -8,6 +8,9 @@ import shlex
 import signal
 import stat
 import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,31 @@ def test_a_server_of_one_slice_uses_all_of_it():
     assert port["port"] == container["ports"][0]["containerPort"] == 8000  # as infer.serve has it
     labels = template["workerTemplate"]["metadata"]["labels"]
     assert labels.items() <= SERVICE["spec"]["selector"].items()
+
+
+@pytest.mark.parametrize(
+    "worker, status, is_ready", [(1, 503, True), (0, 200, True), (0, 503, False)]
+)
+def test_only_the_first_pod_of_a_group_waits_until_it_answers(worker, status, is_ready):
+    """A group is ready when all of its pods are, and the others listen at no port."""
+    pod = GROUPS["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        *shell, script = pod["containers"][0]["readinessProbe"]["exec"]["command"]
+        script = script.replace("localhost:8000", f"127.0.0.1:{server.server_port}")
+        script = script.replace("python", sys.executable)
+        environment = {**os.environ, "LWS_WORKER_INDEX": str(worker)}
+        probe = subprocess.run([*shell, script], env=environment, capture_output=True, timeout=30)
+        server.shutdown()
+    assert (probe.returncode == 0) == is_ready
 
 
 SERVING_ENDS = [
