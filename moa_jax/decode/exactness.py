@@ -79,4 +79,5 @@ def _scores(cfg, params, tokens_1T, prompt_length, length, law) -> jax.Array:
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
     said = sample.said_in(law, tokens_1T, prompt_length[None], cfg.vocab_size, length[None])
-    return sample.scores(law, logits_11V, said.each(), length[None, None])[0, 0]
+    scores_V = sample.scores(law, logits_11V, said.each(), length[None, None])[0, 0]
+    return sharding.constrain_whole(scores_V)  # each process reads it

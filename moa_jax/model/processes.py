@@ -28,6 +28,7 @@ T = TypeVar("T")
 FAILURE, ENDED, DONE = "moa_jax/failure", "moa_jax/ended", "moa_jax/done"
 WORD = "moa_jax/word"
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_FOR_A_WORD = 2.0  # from a process whose end is noticed otherwise, too
 PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
 A_DAY_MS = 24 * 60 * 60 * 1000
 
@@ -169,8 +170,14 @@ class Ending:
         self.last_words(line)
 
     def fail(self, line: str, code: int = 1) -> NoReturn:
-        """From any thread: this process cannot go on, and so none can."""
-        _end(Failure(global_state.process_id, line, code), self.say)
+        """From any thread: this process cannot go on, and so none can.
+
+        Where another one has left word of its own failure, that is the reason.
+        """
+        until = time.monotonic() + SECONDS_FOR_A_WORD
+        while (first := _first_failure()) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        _end(first or Failure(global_state.process_id, line, code), self.say)
 
 
 @contextlib.contextmanager

@@ -170,7 +170,8 @@ def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "name", ["matched", "matched_longer", "controls", "controls_rates", "ablations"]
+    "name",
+    ["matched", "matched_longer", "matched_seeds", "controls", "controls_rates", "ablations"],
 )
 def test_committed_grids_are_matched(name, monkeypatch):
     """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""
