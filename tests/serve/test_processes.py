@@ -28,7 +28,7 @@ from moa_jax.config import Sampling
 from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.model import processes
-from moa_jax.model.processes import Ending
+from moa_jax.model.processes import Ending, Failure
 from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
@@ -189,6 +189,28 @@ def together(first: list[str], second: list[str], *both: str, env=None) -> list[
     finally:
         for each in started:
             each.kill()
+
+
+@pytest.mark.slow
+def test_two_processes_say_how_near_a_tie_was():
+    """Each has half of the vocabulary's scores; either of two tokens may be in the other half."""
+    command = ["tests.serve.check_run", "--prompt", "Hello!", "--check", "--max-new-tokens", "4"]
+    (first, _, told), (second, *_) = together(command, command, "--mesh", "tensor=2")
+    assert (first.returncode, second.returncode) == (1, 1)
+    (margin,) = re.findall(r"^check: .*; the target prefers plain's by (\S+)$", told, re.MULTILINE)
+    assert -100 < float(margin) < 0  # for plain's token is made up
+
+
+@pytest.mark.parametrize("words", [[None, None, Failure(1, "a bad file", 2)], [None] * 99])
+def test_a_failure_that_a_process_has_told_is_the_reason(words, monkeypatch):
+    """The end of its connection, which is often noticed first, is not."""
+    told: list[Failure] = []
+    waited = iter(words)
+    monkeypatch.setattr(processes, "_first_failure", lambda: next(waited))
+    monkeypatch.setattr(processes, "_end", lambda failure, say: told.append(failure))
+    monkeypatch.setattr(processes, "SECONDS_FOR_A_WORD", 0.3)
+    Ending(print).fail("process 1 has died")
+    assert told == [words[-1] or Failure(0, "process 1 has died", 1)]
 
 
 @pytest.mark.slow

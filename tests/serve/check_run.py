@@ -1,0 +1,15 @@
+"""infer.generate with answers of plain decoding that end otherwise, for what --check then says."""
+
+from infer import generate
+from infer.program import run
+from moa_jax.decode.exactness import compare
+
+
+def of_other_texts(target, prompt, plain, drafted, sampling):
+    """The last token of plain decoding is another one."""
+    return compare(target, prompt, [*plain[:-1], plain[-1] ^ 1], drafted, sampling)
+
+
+if __name__ == "__main__":
+    generate.compare = of_other_texts
+    run(generate.main)
