@@ -151,14 +151,14 @@ def test_without_process_0_the_others_end(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_decode_as_one(tmp_path):
-    """Rows and heads are cut across processes; the first one alone prints."""
+    """Feed-forwards and vocabularies are cut across processes; the first one alone prints."""
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": text} for text in ("I need a hotel.", "Hello!", "A table for two, please.")]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["infer.generate", "--prompts", str(prompts), "--json", "--batch", "2"]
     command += ["--max-new-tokens", "6", "--temperature", "0.7", "--seed", "5", "--depth", "3"]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    told = together(command, command, "--mesh", "tensor=4,data=2", env=env)
+    told = together(command, command, "--mesh", "tensor=8", env=env)
     assert [process.returncode for process, _, _ in told] == [0, 0], told
     two, nothing = (out for _, out, _ in told)
     assert nothing == ""
