@@ -37,13 +37,13 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
+from moa_jax.files.folders import check_replaceable, find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.model import processes, sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.distillation import TrainStep, make_train_step, summarise
-from moa_jax.training.fingerprint import fingerprint
+from moa_jax.training.fingerprint import common
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.target_cache import rows_hash
 from moa_jax.training.update import Params, TrainState
@@ -54,7 +54,7 @@ from train.run.frequent import frequent_in
 from train.run.loop import Figures, Job, check, fit
 from train.run.settings import config_parser, parse_config
 from train.run.target_cache import CacheFlags, ReadParts, filled, opened
-from train.run.warm_start import warm_params
+from train.run.warm_start import start_hash, warm_params
 
 
 def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
@@ -70,6 +70,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     program = make_train_step(config, described.config, mesh)
     check(config)
     check_directory(config)
+    check_replaceable(Path(config.output))
     warm = warm_params(config, described, program.abstract_state())
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
@@ -78,7 +79,10 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", watch)
     if processes.is_first():
         print(f"data: {report}", file=sys.stderr)
-    processes.check_same(_facts(config, described, tokenizer, train, validation), "run")
+    facts = _facts(config, described, tokenizer, train, validation)
+    if facts:  # of several processes
+        facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}
+    processes.check_same(facts, "run")
     prompts = prompts_to_decode(config, described, validation)
     cache = None if flags is None else opened(flags, config, described, train)
     dtype = jnp.dtype(config.run.dtype)
@@ -108,7 +112,7 @@ def _facts(
     if jax.process_count() == 1:
         return {}  # hashes take a while
     first = [np.asarray(array).tobytes() for array in train.batch(0)]
-    return fingerprint(config) | {
+    return common(config) | {
         "version": __version__,
         "jax": jax.__version__,
         "target": model_hash(find_folder(config.target)),  # with its weights

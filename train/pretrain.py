@@ -22,16 +22,21 @@ from moa_jax.data.chat import messages_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
+from moa_jax.files.folders import check_replaceable
 from moa_jax.model import attention, llama, masks
 from moa_jax.pretrained import save_target
+from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
-from train.run.loop import Job, fit
+from train.run.loop import Job, check, fit
 from train.run.settings import config_parser, parse_config
 
 
 def pretrain(config: PretrainConfig) -> None:
     """Tokenizer (where there is none yet), data, training, and the finished folder."""
+    check(config)
+    check_directory(config)
+    check_replaceable(Path(config.output))
     tokenizer = _tokenizer(config)
     vocab_size = config.target.vocab_size
     train, report = batches.load(config.data, tokenizer, vocab_size, "train", progress)

@@ -73,6 +73,14 @@ class OptimConfig:
     def __post_init__(self) -> None:
         at_least(0, self, "warmup_steps", "decay_steps")
         at_least(1, self, "total_steps", "accumulate")
+        for name in ("learning_rate", "peak", "weight_decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}: choose a number from 0 on")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}: choose from 0 on, below 1")
+        if not self.max_grad_norm > 0:
+            raise InputError(f"max_grad_norm is {self.max_grad_norm}: choose a number above 0")
 
 
 @dataclasses.dataclass(frozen=True)

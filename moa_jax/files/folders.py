@@ -289,18 +289,22 @@ def _write_files(
         write_json(folder / _INDEX, {"metadata": total, "weight_map": file_of})
 
 
+def check_replaceable(folder: Path, mark: str = "config.json") -> None:
+    """Raises InputError for what exists and is neither empty nor a folder with the file `mark`."""
+    replaceable = folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
+    if folder.exists() and not replaceable:
+        what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
+        raise InputError(f"{folder.absolute()} exists and is not {what}: choose another output")
+
+
 @contextlib.contextmanager
 def replacing(folder: Path, mark: str = "config.json") -> Iterator[Path]:
     """Yield an empty folder that becomes `folder` if the block ends well, and vanishes if not.
 
-    An existing folder is replaced if it is empty or holds the file `mark`; raises InputError for
-    others.
+    An existing folder is replaced if `check_replaceable` lets it; raises InputError for others.
     """
     folder = folder.absolute()
-    replaceable = folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
-    if folder.exists() and not replaceable:
-        what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
-        raise InputError(f"{folder} exists and is not {what}: choose another output")
+    check_replaceable(folder, mark)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         fresh, old = Path(scratch, "new"), Path(scratch, "old")

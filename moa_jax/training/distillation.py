@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +172,7 @@ class TrainStep(NamedTuple):
     frozen_sharding: Any
     frozen_at: sharding.ShardingOf  # the same, to load the target's weights there
     rows_sharding: NamedSharding  # of every array of a batch
+    target_place: Literal["copied", "cut"]  # over `fsdp`
 
     def abstract_state(self) -> TrainState:
         """The state as shapes with shardings, for compilers and for reading checkpoints."""
@@ -222,6 +223,7 @@ def make_train_step(
         sharding.tree_of(frozen, frozen_at),
         frozen_at,
         sharding.rows(mesh),
+        "copied" if copied else "cut",
     )
 
 

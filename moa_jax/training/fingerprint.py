@@ -26,6 +26,7 @@ FREE = (
     "data.bad_records",
 )
 DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
+OF_A_HOST = ("data.cache", "data.workers")  # what processes of one run may set apart
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
 MOST_SHOWN = 6
 LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands of ids
@@ -34,6 +35,12 @@ LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands 
 def fingerprint(config: PretrainConfig | DistillConfig) -> Settings:
     """The settings that decide what a run computes."""
     return _decisive(_flat(dataclasses.asdict(config)))
+
+
+def common(config: PretrainConfig | DistillConfig) -> Settings:
+    """The settings that all processes of a run must share: free ones decide what they compile."""
+    settings = _flat(dataclasses.asdict(config))
+    return {name: value for name, value in settings.items() if name not in OF_A_HOST}
 
 
 def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> list[str]:

@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from infer.info import ROOT
+from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.model import processes
@@ -212,6 +213,12 @@ def test_a_run_of_several_processes_compares_settings_models_and_data(
     other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
     seed = distill._facts(other, described, tokenizer, load(other.data, "train"), validation)
     assert differing(seed) == {"data.seed", "first rows"}
+    seldom = dataclasses.replace(config.run, eval_every=3)
+    cut = dataclasses.replace(config, mesh=MeshConfig(tensor=2), run=seldom)
+    assert differing(distill._facts(cut, described, tokenizer, train, validation)) == {
+        "mesh.tensor",
+        "run.eval_every",
+    }
     changed = load(config.data, "train")  # a token of a row that is not among the first
     changed.rows.tokens_BT[changed.numbers(1)[0], 3] ^= 1
     assert differing(facts(tokenizer, changed, validation)) == {"rows"}

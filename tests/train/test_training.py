@@ -276,6 +276,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(jax.tree.leaves(same))
 
 
+def test_evaluations_multiply_as_updates_do(small_target, tmp_path, monkeypatch):
+    """In float32, also where hardware has a faster, less exact kind of it."""
+    seen = []
+
+    def evaluate(params, frozen):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return {"simulated_tau": 1.0}
+
+    monkeypatch.setattr(distill, "_evaluation", lambda *_: evaluate)
+    distill.distill(distill_config(tmp_path, small_target))
+    assert seen == ["highest"] * 2
+
+
 # ---- refusals before the target is loaded ------------------------------------------------
 
 
@@ -283,6 +296,7 @@ REFUSALS = {
     "no tensorboard": "run.tensorboard: tensorboardX is missing",
     "in use": "is at work there: wait until it ends, or name another run.directory",
     "other settings": "holds a run with other settings: optim.b2: 0.95 -> 0.5: restore them",
+    "output": "exists and is not a model folder: choose another output",
     "no room": "run.decode_prompts: no validation prompt leaves 999 of the target's positions free",
 }
 
@@ -302,6 +316,8 @@ def test_refused_before_the_target_is_loaded(case, small_target, distilled, tmp_
         directory = shutil.copytree(distilled / "run", tmp_path / "other")
         optim = dataclasses.replace(config.optim, b2=0.5)
         config = dataclasses.replace(config, run=set_run(directory=str(directory)), optim=optim)
+    elif case == "output":  # told now, as it would be after the last update
+        config = dataclasses.replace(config, output=str(small_target.parent))
     else:
         monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 999)
         config = dataclasses.replace(config, run=set_run(decode_prompts=2))

@@ -17,6 +17,7 @@ from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import Session
+from moa_jax.decode.step import Weights
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding
@@ -47,13 +48,15 @@ def make_decode(
 ) -> Callable[[Any], dict[str, float]]:
     """(params) -> tau of greedy chains of the config's horizon on these prompts.
 
-    Decoding wants layers one by one, so the target is held twice. All devices of the run's mesh
-    decode together, and all its processes must make the same calls.
+    Decoding wants layers one by one, so the target is held twice while it lasts. All devices of the
+    run's mesh decode together, and all its processes must make the same calls.
     """
     method, depth = method_of(config.drafter), config.horizon + 1
     cut = _decoding_mesh(mesh, target.config)
     table = DRAFTERS[method].table(config.drafter, target.config)
-    unstacked = _laid(target.params, _unstacked, convert.target_table(target.config), cut)
+    unstacked = lambda: _laid(  # noqa: E731
+        target.params, _unstacked, convert.target_table(target.config), cut
+    )
     dtype = target.params["embed"].dtype
     as_target = lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # noqa: E731
     session: Session | None = None
@@ -63,9 +66,11 @@ def make_decode(
         params = _laid(params, as_target, table, cut)
         if session is None:
             drafter = LoadedDrafter(method, config.drafter, params, (), Path(), depth)
-            session = Session(target._replace(params=unstacked), drafter, DraftShape(depth))
-        session.weights = session.weights._replace(drafter=params)
+            session = Session(target._replace(params=unstacked()), drafter, DraftShape(depth))
+        else:
+            session.weights = Weights(unstacked(), params)
         found = [session.generate([prompt], MAX_NEW_TOKENS)[0] for prompt in prompts]
+        session.target, session.weights = target, Weights(None, None)  # nothing of the copy stays
         rounds = sum(result.rounds for result in found)
         return {"tau": sum(sum(result.accept_lengths) for result in found) / max(rounds, 1)}
 

@@ -88,7 +88,9 @@ def _measure(
     is_start = step == 0 and job.starts_trained
     if (is_start or _is_due(step, run.eval_every, total)) and watch.owes(step, "eval"):
         watch.settle()
-        watch.measured(step, "eval", job.evaluate(params, frozen))
+        with matmul_precision(run.dtype):
+            found = job.evaluate(params, frozen)
+        watch.measured(step, "eval", found)
         if step in watch.taus:
             checkpoints.rate(step, watch.taus[step])
     if job.decode is not None and _is_due(step, run.save_every, total):

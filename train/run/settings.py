@@ -84,7 +84,7 @@ def check_paths(config: Any, above: str = "") -> None:
 
 
 def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
-    """`--a.b 1 --c=2` as [("a.b", "1"), ("c", "2")]."""
+    """`--a.b 1 --c-d=2` as [("a.b", "1"), ("c_d", "2")]."""
     pairs, rest = [], list(overrides)
     while rest:
         flag = rest.pop(0)
@@ -95,7 +95,7 @@ def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
             if not rest:
                 raise InputError(f"--{name}: give it a value, as in --{name} VALUE")
             value = rest.pop(0)
-        pairs.append((name, value))
+        pairs.append((name.replace("-", "_"), value))
     return pairs
 
 

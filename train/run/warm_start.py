@@ -20,7 +20,9 @@ import numpy as np
 from moa_jax.config import DistillConfig
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.files.places import place
+from moa_jax.files.folders import find_folder
+from moa_jax.files.parts import model_hash
+from moa_jax.files.places import is_stored, place
 from moa_jax.pretrained import Target, load_drafter
 from moa_jax.training.checkpoint import newest_of, read_params, steps_of
 from moa_jax.training.update import Params, TrainState
@@ -38,6 +40,11 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
     folder = place(config.init_from)
     if checkpoint := _checkpoint(folder):
         return read_params(checkpoint, config, abstract.params)
+    if is_stored(folder):
+        raise InputError(
+            f"init_from {config.init_from}: no checkpoint is there, and a drafter's folder is read "
+            "from a file system only: copy it to one"
+        )
     num_reused = getattr(config.drafter, "target_layer_inference", None)  # files may not state it
     found = load_drafter(
         config.init_from, target, target_layer_inference=num_reused, dtype=np.float32
@@ -50,6 +57,13 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
         if there != here:
             raise _refusal(config, f"{field.name} is {there!r}, and {here!r} in the config")
     return jax.tree.map(_placed, found.params, abstract.params)
+
+
+def start_hash(config: DistillConfig) -> str | None:
+    """Of the folder that `warm_params` reads; None for a checkpoint, which all read as one."""
+    if config.init_from is None or steps_of(config) or _checkpoint(place(config.init_from)):
+        return None
+    return model_hash(find_folder(config.init_from))
 
 
 def _checkpoint(folder: Path) -> Path | None:
