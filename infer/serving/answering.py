@@ -83,9 +83,19 @@ class Choice:
         return part
 
     def _note(self, news: News) -> None:
-        """Turns news into text; what comes after the end does not count."""
+        """Turns news into text, or a fault of ours into the request's end.
+
+        What comes after the end does not count.
+        """
         if self.finish:
             return
+        try:
+            self._read(news)
+        except Exception as error:  # nobody waits for an answer that will not come
+            self._answering.failed(error)
+        self._answering.changed.set()
+
+    def _read(self, news: News) -> None:
         if news.prompt_logprobs:
             self._echo(news.prompt_logprobs)
         if news.token_ids:
@@ -101,7 +111,6 @@ class Choice:
         elif news.finish:
             self._end(news.finish, None)
             self._answering.fail(news)
-        self._answering.changed.set()
 
     def _echo(self, likely: Sequence[Likely | None]) -> None:
         """Adds the next tokens of the prompt, with as much of its text as they make sure."""
@@ -162,7 +171,7 @@ class Answering:
             for i in range(wanted.n)
         ]
         self._seen = [0.0] * len(self.choices)  # when each had its last tokens
-        self._failure: Refusal | None = None
+        self._failure: Exception | None = None
 
     def submit(self) -> None:
         """Hands all choices to the engine, or none; raises Refusal."""
@@ -199,7 +208,7 @@ class Answering:
             raise bad("messages" if wanted.chat else "prompt", str(error)) from error
 
     async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
-        """Yields what is new of each choice until all have ended; raises Refusal if one fails."""
+        """Yields what is new of each choice until all have ended; raises what one failed of."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -213,7 +222,7 @@ class Answering:
             self.changed.clear()
 
     async def whole(self) -> list[Part]:
-        """All choices, once they have ended; raises Refusal if one fails."""
+        """All choices, once they have ended; raises what one failed of."""
         while self._failure is None and not self.done:
             await self.changed.wait()
             self.changed.clear()
@@ -254,6 +263,10 @@ class Answering:
             self.stop()
         else:
             self._failure = Refusal(FAULT, news.error or "the engine failed")
+
+    def failed(self, error: Exception) -> None:
+        """Ends the request with a fault of ours, which its own task raises."""
+        self._failure = error
 
     def timed(self, choice: Choice, count: int) -> None:
         """Counts a choice's new tokens, and the time that they took."""

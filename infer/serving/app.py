@@ -281,13 +281,10 @@ class OpenAIServer:
             try:
                 self._check_key(request)
                 response = await do(request)
-            except Refusal as refusal:
-                response = self.refused(refusal)
             except ClientLeft:
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:
-                self.log("error", what=place_of(error))
-                response = self.refused(Refusal(FAULT, "the server failed at this request"))
+                response = self.refused(self.refusal_of(error))
             self.metrics.replied(response.status_code)
             return response
 
@@ -319,6 +316,13 @@ class OpenAIServer:
         self.metrics.replied(status)
         code = "not_found" if status == NO_SUCH else None
         return self.refused(Refusal(status, message, code=code, headers=headers))
+
+    def refusal_of(self, error: Exception) -> Refusal:
+        """A refusal itself, or what a client is told of a fault of ours; the log says where."""
+        if isinstance(error, Refusal):
+            return error
+        self.log("error", what=place_of(error))
+        return Refusal(FAULT, "the server failed at this request")
 
     def refused(self, refusal: Refusal) -> Response:
         """A refusal as a response; it is logged without what the user wrote."""
@@ -353,7 +357,10 @@ class EventStream(Response):
             async with contextlib.aclosing(self._events()) as events:
                 async for data in events:
                     await self._send(send, data)
-        except Refusal as refusal:  # the status was sent long ago
+        except (ClientLeft, OSError, TimeoutError):
+            raise
+        except Exception as error:  # the status was sent long ago
+            refusal = self._server.refusal_of(error)
             self._server.refused(refusal)
             await self._send(send, event(refusal.content()))
 

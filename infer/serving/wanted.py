@@ -62,6 +62,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "documents": (),
 }
+# Fields of one of the two paths, which would be ignored at the other.
+OF_CHATS: dict[str, tuple[Any, ...]] = {"messages": (), "top_logprobs": ()}
+OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"prompt": ()}
 # Fields that change nothing. The log does not name them.
 SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 SILENT += ("parallel_tool_calls", "spaces_between_special_tokens", "request_id", "priority")
@@ -113,9 +116,11 @@ def completion_of(body: dict[str, Any], model: Model) -> Wanted:
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
         raise fields.wrong("best_of", "the same number as n: all choices are returned")
-    most = fields.whole("max_tokens", USUAL_TOKENS, 0, 1 << 31)
+    most = _most_tokens(fields, 0)
+    most = USUAL_TOKENS if most is None else most
     if not (most or scored):
         raise fields.wrong("max_tokens", "1 or more; 0 goes with echo and logprobs alone")
+    fields.refuse(OF_CHATS)
     special = fields.flag("add_special_tokens", default=True)
     prompts = _prompts_of(fields, model, special, echo)
     wanted = _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)
@@ -137,16 +142,21 @@ def chat_of(body: dict[str, Any], model: Model) -> Wanted:
         raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
     if with_logprobs:
         top_logprobs = top_logprobs or 0
-    most = fields.whole("max_tokens", None, 1, 1 << 31)
-    newer = fields.whole("max_completion_tokens", None, 1, 1 << 31)
-    if None not in (most, newer) and most != newer:
-        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
+    most = _most_tokens(fields, 1)
     n = fields.whole("n", 1, 1, MOST_CHOICES)
-    fields.refuse(REFUSED)  # before a template sees what it does not know
+    fields.refuse(REFUSED | OF_COMPLETIONS)  # before a template sees what it does not know
     ids = model.ids_after(messages_of(fields), generation_prompt=True)
     prompt = Prompt("messages", ids)
-    most = most if newer is None else newer
     return _wanted(fields, model, [prompt], n, most, top_logprobs, chat=True, echo=False)
+
+
+def _most_tokens(fields: Fields, least: int) -> int | None:
+    """The most tokens of an answer, by the older or the newer name; None where none is given."""
+    older = fields.whole("max_tokens", None, least, 1 << 31)
+    newer = fields.whole("max_completion_tokens", None, least, 1 << 31)
+    if None not in (older, newer) and older != newer:
+        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
+    return older if newer is None else newer
 
 
 def messages_of(fields: Fields) -> list[Message]:

@@ -484,6 +484,28 @@ def test_a_fault_of_ours_is_an_error_without_details(monkeypatch):
         assert "TypeError at metrics.py" in event["what"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["answering.GrowingText.add", "replies.Replies.PART"])
+def test_a_fault_while_tokens_become_an_answer_ends_it(stream, place, monkeypatch):
+    """Who asked is told at once, also in the middle of a stream, and the slot is free."""
+
+    def fail(*_):
+        raise RuntimeError("no such piece")
+
+    name = place.replace("PART", "events" if stream else "whole")
+    monkeypatch.setattr(f"infer.serving.{name}", fail)
+    with running() as server:
+        if stream:
+            (event,) = server.stream(COMPLETIONS, LONG)
+            error = event["error"]
+        else:
+            error = error_of(server.post(COMPLETIONS, LONG), 500)
+        assert error["message"] == "the server failed at this request"
+        wait_for(lambda: not server.engine._jobs)
+        (event,) = server.named("error")
+        assert "RuntimeError at test_protocol.py" in event["what"]
+
+
 # ---- clients that leave or do not read ------------------------------------------------------
 
 
@@ -629,9 +651,10 @@ NAMES += " logprobs top_logprobs logit_bias echo best_of stop_token_ids ignore_e
 NAMES += " response_format return_token_ids include_stop_str_in_output tool_choice unheard_of"
 
 
-def malformed(draw: random.Random) -> bytes:
+def malformed(draw: random.Random, path: str) -> bytes:
     """A body that was damaged in one way or another, and that may still be right."""
-    body = {"prompt": [7, 8], "messages": HELLO, "max_tokens": 3}
+    asked = {"messages": HELLO} if path == CHATS else {"prompt": [7, 8]}
+    body = asked | {"max_tokens": 3}
     for _ in range(draw.randint(0, 2)):
         name = draw.choice(NAMES.split())
         body[name] = draw.choice(VALUES)
@@ -657,7 +680,7 @@ def send_malformed(client: httpx.Client, draw: random.Random, count: int) -> Cou
     headers = {"content-type": "application/json"}
     for index in range(count):
         path = draw.choice((COMPLETIONS, CHATS, "/tokenize", "/detokenize"))
-        response = client.post(path, content=malformed(draw), headers=headers)
+        response = client.post(path, content=malformed(draw, path), headers=headers)
         assert response.status_code in (200, 400, 404), (index, response.text)
         statuses[response.status_code] += 1
         if response.status_code != 200:

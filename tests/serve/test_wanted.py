@@ -243,6 +243,11 @@ ONE = [
     (chat, "max_tokens", {"max_tokens": 2, "max_completion_tokens": 3}),
     (chat, "max_completion_tokens", {"max_completion_tokens": 0}),
     (chat, "echo", {"echo": True}),
+    (chat, "prompt", {"prompt": "Hello."}),
+    (completion, "messages", {"messages": HELLO}),
+    (completion, "top_logprobs", {"top_logprobs": 2}),
+    (completion, "max_tokens", {"max_tokens": 2, "max_completion_tokens": 3}),
+    (completion, "max_completion_tokens", {"max_completion_tokens": -1}),
 ]
 
 

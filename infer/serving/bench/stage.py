@@ -59,6 +59,7 @@ def serving(ways: Sequence[ServedWay]) -> Iterator[list[Server]]:
     share = {MEMORY_SHARE: f"{MEMORY_OF_ALL / len(ways):.3f}"}
     share = {} if MEMORY_SHARE in os.environ else share
     more = ["--max-queue", str(MOST_WAITING), "--drain-seconds", "1"]
+    more += ["--prefix-bytes", "0"]  # questions come again, and not as often to every server
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-serving-")))
         children = [
