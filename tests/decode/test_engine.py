@@ -280,6 +280,26 @@ def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
     assert seats.size == large
 
 
+def test_a_call_has_no_more_rounds_than_its_state_has_rows_for(monkeypatch):
+    """Texts stay in a small state until a few rounds may fill it, and never outgrow it."""
+    engine = Engine(target(), num_slots=1, max_tokens=240)
+    small, large = Size(1, 128), Size(1, 256)
+    for size in (small, large):
+        engine.shelf._sizes.add(size)
+    monkeypatch.setattr(engine.shelf, "kind_of_call", lambda size, way, kind: kind)
+    monkeypatch.setattr(engine.shelf, "run", lambda name, *arrays: (None, None))
+    seats, sent = engine._seats, []
+    text = engine._text_of(Request((5,), 230, NO_STOP))
+    text.surely = 105
+    seats.enter(None, 128, text)
+    for _ in range(4):
+        size, *rest = seats.ready()[PLAIN]
+        flight = seats.send((size, *rest), 8)
+        sent.append((size, flight.rounds))
+        assert text.surely + text.ahead + 1 <= size.rows - engine._draft_rows
+    assert sent == [(small, 8), (small, 8), (small, 5), (large, 8)]
+
+
 def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, monkeypatch):
     engine = engine_of(None, num_slots=4)
     assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(4, 256)

@@ -12,6 +12,7 @@ belong to the thread of the engine.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,6 @@ from moa_jax.decode import logprobs
 from moa_jax.decode.calls import Backlog
 from moa_jax.decode.engine.rows import (
     GREEDY,
-    MOST_ROUNDS,
     Kind,
     Live,
     Report,
@@ -34,6 +34,9 @@ from moa_jax.decode.engine.rows import (
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
 
+# A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
+# be in large states long before they are long, and each round reads every row.
+ROUNDS_AHEAD = 3
 ROUNDS_OF_A_MOVE = 16  # of the smaller state: what there and back costs, and figures that are lost
 
 
@@ -94,7 +97,6 @@ class Seats:
         """`nobody` is what a call is given for a row in which nobody sits."""
         self._shelf, self._nobody = shelf, nobody
         self._draft_rows, self._backlog = draft_rows, Backlog(most_behind)
-        self._most_new = MOST_ROUNDS * max(way.levels for way in shelf.ways)
         self.reset()
 
     def reset(self) -> None:
@@ -165,9 +167,17 @@ class Seats:
     # ---- grow and shrink ----
 
     def _needs(self, texts: Sequence[Text]) -> tuple[int, int]:
-        """Slots, and rows for the next call of any way."""
-        longest = max(min(t.total, t.surely + t.ahead + self._most_new + 1) for t in texts)
+        """Slots, and rows for the next rounds of any way that so many may take."""
+        sizes = [slots for slots in self._shelf.slots if slots >= len(texts)]
+        levels = max(way.levels for slots in sizes for way in self._shelf.ways_for(slots))
+        longest = max(min(t.total, _begin(t) + ROUNDS_AHEAD * levels) for t in texts)
         return len(texts), longest + self._draft_rows
+
+    def _rounds_left(self, way: DraftShape) -> float:
+        """How many rounds of a way the state has rows for; 0 if some text may outgrow it in one."""
+        rows = self._size.rows - self._draft_rows
+        growing = [rows - _begin(text) for text in self.texts if text.total > rows]
+        return min(growing) // way.levels if growing else math.inf
 
     def _fit(self, texts: Sequence[Text], coming: int) -> None:
         """Moves to another size where this one is too small, or a smaller one will soon pay."""
@@ -218,7 +228,7 @@ class Seats:
         kind, found = self.kind, {}
         for way in self._shelf.ways:
             served = self._shelf.kind_of_call(self._size, way, kind)
-            if served is not None:
+            if served is not None and self._rounds_left(way) > 0:
                 found[way] = (self._size, way, served)
         return found
 
@@ -230,7 +240,7 @@ class Seats:
             self._state = self._shelf.run(("catch_up", size), self._state)
             self._backlog.clear()
             self._disturbed = True
-        rounds = self._backlog.add(way, rounds)
+        rounds = self._backlog.add(way, int(min(rounds, self._rounds_left(way))))
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
             self._given[kind] = self._shelf.put(together(rows, kind))
@@ -257,6 +267,11 @@ class Seats:
             if not text.ended:
                 heard.append(_of_row(text, report, row))
         return heard, turned
+
+
+def _begin(text: Text) -> int:
+    """Rows that a text has at most before the next call."""
+    return text.surely + text.ahead + 1
 
 
 def _of_row(text: Text, report: Report, row: int) -> Heard:
