@@ -27,7 +27,7 @@ from moa_jax.files.placement import Layout, ShardingOf, read_params, write_param
 from moa_jax.model import convert
 from moa_jax.model.devices import compute_capability
 from moa_jax.model.quantise import FORMATS, Format
-from moa_jax.model.sharding import for_decoding, mesh_of
+from moa_jax.model.sharding import DECODE_AXES, for_decoding, mesh_of
 
 FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
 
@@ -132,6 +132,11 @@ def load_target(
 
 def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
     """Raise InputError for a mesh that does not divide most of a target's weights."""
+    if mesh.axis_names != DECODE_AXES:
+        raise InputError(
+            f"a mesh of the axes {', '.join(map(str, mesh.axis_names))} does not decode: make one "
+            "with moa_jax.decoding_mesh"
+        )
     tensor, width = mesh.shape["tensor"], config.block.intermediate_size
     if width % tensor:
         raise InputError(

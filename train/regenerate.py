@@ -79,9 +79,9 @@ def regenerate(args: argparse.Namespace) -> None:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
         raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
     answers = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
-    partial = Partial(output, _settings(args, answers))
-    _answer(records, answers, rules, partial)
-    drifted, dropped = partial.drifted, partial.finish()
+    with Partial(output, _settings(args, answers)) as partial:
+        _answer(records, answers, rules, partial)
+        drifted, dropped = partial.drifted, partial.finish()
     if drifted:
         print(f"{drifted} answers do not become the same tokens again", file=sys.stderr)
     for fault, count in dropped.most_common():

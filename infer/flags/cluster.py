@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, refusal_of
+from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, positive, refusal_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.model.processes import Ending, check_same, ending_together, is_first
+from moa_jax.model.processes import Ending, check_same, ending_together, is_broken, is_first
 from moa_jax.version import __version__
 
 
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="one of several processes, as Slurm, Kubernetes or the TPU slice says",
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--processes", type=positive, metavar="N", help="how many there are")
     group.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
 
 
@@ -80,12 +80,16 @@ def _join(args: argparse.Namespace) -> None:
         raise InputError("--coordinator, --processes and --process go together: give all three")
     if not args.distributed and not 0 <= args.process < args.processes:
         raise InputError(f"--process {args.process}: choose from 0 to {args.processes - 1}")
+    host, _, port = (args.coordinator or "").rpartition(":")
+    if not args.distributed and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise InputError(f"--coordinator {args.coordinator}: write HOST:PORT, as in 10.0.0.1:8476")
+    mend = "run under a launcher" if args.distributed else "check --coordinator"
     try:
         jax.distributed.initialize(*(() if args.distributed else place))
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"the other processes were not found ({first_line(error)}): check --coordinator and "
-            "that all of them run"
+            f"the other processes were not found ({first_line(error)}): {mend}, and see that all "
+            "of them run"
         ) from error
     _keep_stdout()
 
@@ -109,5 +113,7 @@ def _described(error: BaseException) -> tuple[str, int]:
         return "the reader of the output is gone", BROKEN_PIPE
     if line := refusal_of(error):
         return line, BAD_INPUT
+    if is_broken(error):
+        return f"another process has died ({first_line(error)})", 1
     traceback.print_exception(error)
     return f"{type(error).__name__}: {first_line(error)}", 1

@@ -174,9 +174,7 @@ class Ending:
 
         Where another one has left word of its own failure, that is the reason.
         """
-        until = time.monotonic() + SECONDS_FOR_A_WORD
-        while (first := _first_failure()) is None and time.monotonic() < until:
-            time.sleep(0.05)
+        first = _word_of_failure()
         _end(first or Failure(global_state.process_id, line, code), self.say)
 
 
@@ -202,9 +200,11 @@ def ending_together(
     except BaseException as error:
         over.set()
         first = _first_failure()
-        # A collective that breaks because another process ends is no failure of its own; it is a
-        # RuntimeError, as is what `on_first` tells of process 0.
-        if first is None or not isinstance(error, RuntimeError):
+        # A collective that breaks because another process ends is no failure of its own; nor is
+        # what `on_first` tells of process 0, a RuntimeError.
+        if first is None and is_broken(error):
+            first = _word_of_failure()
+        if first is None or not (is_broken(error) or isinstance(error, RuntimeError)):
             first = Failure(global_state.process_id, *describe(error))
         _end(first, say)
     # One process may still write what all have made: the others wait, and look, until it is done.
@@ -218,6 +218,20 @@ def _look(over: threading.Event, say: Callable[[str], None]) -> None:
     while not over.wait(SECONDS_BETWEEN_LOOKS):
         if (found := _first_failure()) and not over.is_set():
             _end(found, say)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether a collective failed, as it does where another process has ended."""
+    names = ("Gloo", "NCCL", "Connection reset by peer")
+    return isinstance(error, RuntimeError | ValueError) and any(n in str(error) for n in names)
+
+
+def _word_of_failure() -> Failure | None:
+    """What another process says of its own failure, if it does so soon."""
+    until = time.monotonic() + SECONDS_FOR_A_WORD
+    while (first := _first_failure()) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return first
 
 
 def _first_failure() -> Failure | None:

@@ -77,7 +77,9 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def decoding_mesh(tensor: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of the first T x D devices; InputError where there are fewer."""
+    """The mesh of the first T x D devices; InputError for fewer, and for sizes below 1."""
+    if min(tensor, data) < 1:
+        raise InputError(f"mesh tensor={tensor},data={data}: give sizes of at least 1")
     devices = jax.devices() if devices is None else devices
     count = data * tensor
     if count > len(devices):

@@ -795,6 +795,19 @@ def test_news_that_cannot_be_read_are_a_failed_pass(monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
+def test_those_whom_a_stuck_engine_has_not_met_hear_an_error(monkeypatch):
+    """A process that is about to end tells all, also who came while a pass blocked its thread."""
+    engine, found = Engine(target(), num_slots=1, max_tokens=64), [Listener() for _ in range(2)]
+    for each in found:
+        engine.submit(Request((5,), 3, NO_STOP), each)  # nobody takes orders
+    engine.abandon("process 1 has died")
+    for each in found:
+        assert (each.wait().finish, each.all[0].error) == ("error", "process 1 has died")
+        each.assert_one_end()
+    engine.close()
+    assert [len(each.all) for each in found] == [1, 1]
+
+
 def test_a_first_token_that_cannot_be_read_harms_nobody_where_no_more_follow(monkeypatch):
     engine, get = serving(None), jax.device_get
     broken_is_next = threading.Event()

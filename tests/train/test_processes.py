@@ -14,7 +14,9 @@ import time
 import jax
 import pytest
 
+from infer.flags import cluster
 from infer.info import ROOT
+from infer.program import Parser
 from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
@@ -156,6 +158,41 @@ assert processes.is_first() and processes.count() == 1
 assert not xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--coordinator localhost --processes 2 --process 0", "localhost: write HOST:PORT, as in"),
+        ("--coordinator :8476 --processes 1 --process 0", ":8476: write HOST:PORT"),
+        ("--coordinator host:0 --processes 1 --process 0", "host:0: write HOST:PORT"),
+        ("--coordinator host:99999 --processes 1 --process 0", "host:99999: write HOST:PORT"),
+        ("--coordinator host:1 --processes 2 --process 2", "--process 2: choose from 0 to 1"),
+        ("--coordinator host:1", "go together: give all three"),
+    ],
+)
+def test_flags_that_lead_nowhere_are_refused(flags, said):
+    parser = Parser("toy")
+    cluster.add_flags(parser)
+    joining = cluster.joined(parser.parse_args(flags.split()), "toy")
+    assert said in refusal(joining.__enter__)
+
+
+@pytest.mark.parametrize(
+    "error, is_one",
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),
+        (RuntimeError("NCCL operation failed"), True),
+        (ValueError("a shape is wrong"), False),
+        (RuntimeError("out of memory"), False),
+    ],
+)
+def test_collectives_that_break_are_told_from_other_failures(error, is_one, capsys):
+    assert processes.is_broken(error) == is_one
+    line, code = cluster._described(error)
+    assert code == 1 and line.startswith("another process has died (") == is_one
+    told = capsys.readouterr().err  # the traceback of an error that was never raised is its line
+    assert (type(error).__name__ in told) != is_one
 
 
 class KeptWords:

@@ -29,6 +29,7 @@ from tests.train.test_regenerate import (
 from train import regenerate
 from train.run import endpoint as module
 from train.run.connection import address_of
+from train.run.partial import Partial
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITED = ("--limit", "15")
@@ -405,6 +406,27 @@ def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, f
         ask(tmp_path / "b.jsonl", *LIMITED, "--ignore-stop")
 
 
+def test_an_output_belongs_to_one_run(tmp_path):
+    """Two that write the same answers would have each conversation hear one of them twice."""
+    output = tmp_path / "a.jsonl"
+    with Partial(output, {"seed": 1}) as first:
+        first.add(7, "It is")
+        with pytest.raises(InputError, match="a.jsonl.partial: another run writes it: wait for"):
+            Partial(output, {"seed": 1})
+    with Partial(output, {"seed": 1}) as second:
+        assert second.heard(7) == ["It is"]
+
+
+def test_halves_of_surrogate_pairs_are_replaced_and_counted(ask, fake, tmp_path, capsys):
+    """A server may send a text that has no form in UTF-8."""
+    fake.completion = lambda body: (200, {"choices": [choice]})
+    choice = {"text": "It is \ud800 far.", "finish_reason": "stop"}
+    ask(tmp_path / "a.jsonl", "--limit", "1")
+    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert json.loads(line)["messages"][1]["content"] == "It is ? far."
+    assert "answers do not become the same tokens again" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "url, wrong",
     [
@@ -414,6 +436,8 @@ def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, f
         ("http://host:eight", "is no URL"),
         ("http://me:secret@host", "^host: give the URL alone"),
         ("http://host/v1?key=1", "^host: give the URL alone"),
+        ("http://ho st:9", "without blanks"),
+        ("http://host:9/\u00fc", "in ASCII"),
     ],
 )
 def test_what_is_no_url(url, wrong):
@@ -424,6 +448,7 @@ def test_what_is_no_url(url, wrong):
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_urls_with_or_without_their_version(end):
+    assert address_of(f" http://host:9{end}\n") == address_of("http://host:9")
     assert str(address_of(f"https://host:81/a{end}")) == "https://host:81/a"
     assert str(address_of(f"http://[::1]:81{end}")) == "http://[::1]:81"
 

@@ -112,8 +112,9 @@ class Completions:
     def _tokenised(self, number: int, text: str, stopped: bool, count: int | None) -> TargetAnswer:
         """An answer of `count` tokens, where the server says how many, that came as a text."""
         tokenizer = self.wanted.tokenizer
+        said, text = text, text.encode(errors="replace").decode()  # halves of pairs have no form
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        same = tokenizer.decode(token_ids) == text
+        same = tokenizer.decode(token_ids) == said
         if count is not None:  # the token that ends an answer is not in its text
             same &= len(token_ids) in (count, count - stopped)
         is_kept = stopped or self.wanted.ignore_stop

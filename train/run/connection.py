@@ -51,6 +51,9 @@ class Address(NamedTuple):
 
 def address_of(url: str) -> Address:
     """The address in a URL, which may end in /v1 or not; raises InputError."""
+    url = url.strip()
+    if not all("!" <= letter <= "~" for letter in url):
+        raise InputError(f"{url!r} is no URL: write http://HOST:PORT in ASCII, without blanks")
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port

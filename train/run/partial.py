@@ -10,18 +10,20 @@ Conversations end in any order; the output has them in the order of their number
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
 
 
 class Partial:
-    """The growing output; a process that is killed leaves at most part of a line in it."""
+    """The growing output of one run; one that is killed leaves at most part of a line in it."""
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         """Raises InputError for a file that other flags began or that cannot be written."""
@@ -29,20 +31,39 @@ class Partial:
         self.drifted = 0  # answers that came as texts which do not become their tokens again
         self._over: dict[int, dict[str, Any]] = {}
         self._heard: defaultdict[int, list[str]] = defaultdict(list)
+        with contextlib.ExitStack() as stack:
+            entries = self._opened(stack, json.dumps(settings, sort_keys=True).encode())
+            self._stack = stack.pop_all()
+        for entry in entries:
+            self._note(entry)
+
+    def _opened(self, stack: contextlib.ExitStack, header: bytes) -> list[dict[str, Any]]:
+        """Opens the file for this run alone; the entries that are there."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            entries = self._continue(json.dumps(settings, sort_keys=True).encode())
+            self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self._continue(header)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{self.path}: another run writes it: wait for its end, or name another --output"
+            ) from error
         except OSError as error:
             reason = first_line(error)
             raise InputError(
                 f"{self.path} cannot be written ({reason}): change --output"
             ) from error
-        for entry in entries:
-            self._note(entry)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Another run may go on."""
+        self._stack.close()
 
     def _continue(self, header: bytes) -> list[dict[str, Any]]:
         """The entries that are there; a new file, or one cut at its creation, gets the header."""
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = self.path.read_bytes()
         length = content.rfind(b"\n") + 1
         first, *lines = content[:length].splitlines() or [header]
         if first != header:
@@ -97,8 +118,8 @@ class Partial:
 
     def _append(self, entry: dict[str, Any], drifted: bool) -> None:
         entry |= {"drifted": True} if drifted else {}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
         self._note(entry)
 
     def _note(self, entry: dict[str, Any]) -> None:

@@ -268,7 +268,7 @@ class Engine:
             if self._num_waiting >= self.max_waiting + self.num_slots - self._num_running():
                 raise Full(f"{self._num_waiting} requests are waiting already: try again later")
             self._num_waiting += 1
-            job = _Job(text.id, request, hear, text)
+            job = self._jobs[text.id] = _Job(text.id, request, hear, text)
             self._orders.put(functools.partial(self._enter, job))
         return Ticket(job.id)
 
@@ -414,8 +414,8 @@ class Engine:
             self._stop()
 
     def _enter(self, job: _Job) -> None:
-        self._jobs[job.id] = job
-        self._waiting.append(job)
+        if job.id in self._jobs:  # `abandon` may have ended it meanwhile
+            self._waiting.append(job)
 
     def _rows_for(self, job: _Job) -> int:
         """Rows to read the prompt in, and for a first round."""

@@ -165,7 +165,7 @@ def follow(shelf: Shelf, first: Connection) -> None:
     try:
         while (message := _heard(first)) is not None:
             if isinstance(message, Make):
-                made.setdefault(message.name, maker.submit(shelf.make, message.name))
+                made.setdefault(message.name, maker.submit(_make, shelf, message.name))
                 continue
             made[message.name].result()
             array_of = lambda leaf: held[leaf] if isinstance(leaf, Held) else leaf  # noqa: E731
@@ -176,6 +176,14 @@ def follow(shelf: Shelf, first: Connection) -> None:
                 held[Held(message.number, place)] = leaf
     finally:
         maker.shutdown(wait=False, cancel_futures=True)
+
+
+def _make(shelf: Shelf, name: Name) -> None:
+    """Makes a program; once more where that fails, as jax does now and then beside a trace."""
+    try:
+        shelf.make(name)
+    except Exception:
+        shelf.make(name)
 
 
 def _heard(first: Connection) -> Make | RunCall | None:
