@@ -56,14 +56,22 @@ class PacedCalls:
         return ways
 
 
-@pytest.mark.parametrize("busy", [1, 20])
-def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy):
+class Table:
+    """Stands for costs that know each way of every batch."""
+
+    def for_batch(self, batch: int) -> dict[DraftShape, float]:
+        return {PLAIN: 1.0, CHAIN: 50.0}
+
+
+@pytest.mark.parametrize(("busy", "table"), [(1, None), (20, None), (20, Table())])
+def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy, table):
     """Also one that was measured while the machine was busy; a slow one seldom takes a call."""
     for chain, wanted in ((0.002, CHAIN), (0.1, PLAIN)):
-        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: PLAIN)
         decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
         for _ in range(3 * (busy > 1)):
             pace.took(decoded.programs[CHAIN], 1, busy * chain)
+            pace.took(decoded.programs[PLAIN], 1, 0.001)
         decoded.calls(300)
         assert decoded.calls(100).count(wanted) >= 95
 
@@ -79,6 +87,23 @@ def test_a_busy_machine_seldom_changes_a_choice(share):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
         ways = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain}, factor).calls(800)
         assert ways.count(CHAIN if chain < 0.01 else PLAIN) >= 0.9 * len(ways)
+
+
+def test_a_size_that_comes_back_is_not_measured_anew():
+    """A figure ages while its own size is there; elsewhere many calls are made meanwhile."""
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+    few, many = ({way: (size, way) for way in (PLAIN, CHAIN)} for size in (2, 8))
+
+    def call(batch: int) -> DraftShape:
+        (_, way), rounds = pace.choose(batch, few if batch == 2 else many, hurry=False)
+        pace.took((batch, way), rounds, rounds * {PLAIN: 0.001, CHAIN: 0.1}[way])
+        pace.heard(way, [0] * rounds, rounds)
+        return way
+
+    for batch in (8, 2):
+        for _ in range(600):
+            call(batch)
+    assert [call(8) for _ in range(30)] == [PLAIN] * 30
 
 
 def test_one_slow_call_does_not_make_a_figure():

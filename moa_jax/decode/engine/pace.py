@@ -2,7 +2,8 @@
 
 Costs come from a table where it knows the batch, until the engine's own calls have told them of
 every way. While nobody is there, calls for nobody tell them. Where neither the table nor they know
-all, a way that has no figure yet, or an old one, gets two calls now and then.
+all, a way that has no figure yet gets two calls now and then, and so does one with an old figure
+where such figures decide.
 Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
@@ -11,6 +12,7 @@ nearest batch stand in, and before there are any the first way of such a batch i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -72,7 +74,9 @@ class Pace:
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
         self._round_s: dict[Any, MeanSeconds] = {}  # by program
         self._chunk_s = MeanSeconds()
-        self._calls, self._last_trial = 0, 0
+        self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
+        self._batch_of: dict[Any, int] = {}  # by program
+        self._num_calls, self._last_trial = 0, 0
         self._tried: DraftShape | None = None  # the way of a trial
 
     def choose(
@@ -82,7 +86,9 @@ class Pace:
 
         Nothing is tried where the machine is not `at_rest`, for nothing would be learned.
         """
-        self._calls += 1
+        self._num_calls += 1
+        self._calls[batch] += 1
+        self._batch_of |= dict.fromkeys(programs.values(), batch)
         way, rounds = self._way(batch, programs, at_rest and not hurry)
         program = programs[way]
         measured = self._round_s.get(program)
@@ -103,7 +109,8 @@ class Pace:
     def took(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""
         if rounds:
-            self._round_s.setdefault(program, MeanSeconds()).add(seconds / rounds, self._calls)
+            now = self._calls[self._batch_of.get(program, 0)]
+            self._round_s.setdefault(program, MeanSeconds()).add(seconds / rounds, now)
 
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call and a chunk took together."""
@@ -129,11 +136,10 @@ class Pace:
         self._ms_of_batch.setdefault(batch, {}).update(own)
         table = self._costs.for_batch(batch) if self._costs else {}
         untried = [way for way, shape in priced.items() if shape not in own]
-        # A call beside a chunk has no time of its own.
-        if alone and not table.keys() >= set(priced.values()):
-            due = untried or [
-                way for way in priced if self._round_s[programs[way]].is_old(self._calls)
-            ]
+        # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
+        if alone and not (untried and table.keys() >= set(priced.values())):
+            now = self._calls[batch]
+            due = untried or [way for way in priced if self._round_s[programs[way]].is_old(now)]
             if (way := self._on_trial(due, programs)) is not None:
                 return way, ROUNDS_OF_A_TRIAL
         if not untried:
@@ -148,12 +154,12 @@ class Pace:
         self, due: list[DraftShape], programs: Mapping[DraftShape, Any]
     ) -> DraftShape | None:
         """The way of a trial that goes on or begins; None if this call is none."""
-        since = self._calls - self._last_trial
+        since = self._num_calls - self._last_trial
         if since < CALLS_OF_A_TRIAL and self._tried in programs:
             return self._tried
         if not due or since <= CALLS_BETWEEN_TRIALS:
             return None
-        self._tried, self._last_trial = due[0], self._calls
+        self._tried, self._last_trial = due[0], self._num_calls
         return self._tried
 
     def _nearest(self, batch: int, shapes: Set[DraftShape]) -> Mapping[DraftShape, float]:
