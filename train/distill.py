@@ -64,13 +64,14 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     Raises InputError before the target is loaded: for settings that do not go together or do not
     fit the data, a directory that is in use or another run's, and for processes that differ.
     """
+    processes.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
     program = make_train_step(config, described.config, mesh)
     check(config)
     check_directory(config)
-    check_replaceable(Path(config.output))
+    processes.on_first(lambda: check_replaceable(Path(config.output)))
     warm = warm_params(config, described, program.abstract_state())
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size

@@ -113,7 +113,7 @@ def _described(error: BaseException) -> tuple[str, int]:
         return "the reader of the output is gone", BROKEN_PIPE
     if line := refusal_of(error):
         return line, BAD_INPUT
-    if is_broken(error):
-        return f"another process has died ({first_line(error)})", 1
     traceback.print_exception(error)
+    if is_broken(error):
+        return f"a collective broke, as where another process has died: {first_line(error)}", 1
     return f"{type(error).__name__}: {first_line(error)}", 1

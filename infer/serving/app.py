@@ -347,7 +347,7 @@ class EventStream(Response):
             await send(start)
             await unless_gone(receive, self._write(send))
             await self._send(send, b"", more=False)
-        except (ClientLeft, OSError, TimeoutError):  # nobody is there who could be told
+        except (ClientLeft, OSError):  # nobody is there who could be told
             pass
         finally:
             self._server.ended(self._answering, self._replies.id)
@@ -357,7 +357,7 @@ class EventStream(Response):
             async with contextlib.aclosing(self._events()) as events:
                 async for data in events:
                     await self._send(send, data)
-        except (ClientLeft, OSError, TimeoutError):
+        except ClientLeft:
             raise
         except Exception as error:  # the status was sent long ago
             refusal = self._server.refusal_of(error)
@@ -380,13 +380,15 @@ class EventStream(Response):
             yield data
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Sends an event; raises TimeoutError if the client does not accept it in time."""
+        """Sends an event; raises ClientLeft if the client does not accept it in time."""
         try:
             async with asyncio.timeout(self._server.limits.send_seconds):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             self._server.log("slow", id=self._replies.id)
-            raise
+            raise ClientLeft from None
+        except OSError as error:
+            raise ClientLeft from error
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

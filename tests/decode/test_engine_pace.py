@@ -25,7 +25,7 @@ def test_what_the_table_does_not_know_is_measured():
         program, rounds = pace.choose(2, programs, hurry=False)
         way = program[1]
         taken[way] += rounds
-        pace.took(program, rounds, rounds * seconds[way])
+        pace.took(2, program, rounds, rounds * seconds[way])
         pace.heard(way, [0] * rounds, rounds)
     assert taken[PLAIN] > 300 and 0 < taken[TREE] < 10
     assert pace.choose(2, programs, hurry=False) == (programs[PLAIN], 8)
@@ -51,7 +51,7 @@ class PacedCalls:
                 self.backlog.clear()
             rounds = self.backlog.add(way, rounds)
             if not due:
-                self.pace.took(program, rounds, rounds * self.seconds[way] * self.factor(call))
+                self.pace.took(8, program, rounds, rounds * self.seconds[way] * self.factor(call))
             self.pace.heard(way, [way.levels - 1] * rounds, rounds)
         return ways
 
@@ -70,8 +70,8 @@ def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy, table):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: PLAIN)
         decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
         for _ in range(3 * (busy > 1)):
-            pace.took(decoded.programs[CHAIN], 1, busy * chain)
-            pace.took(decoded.programs[PLAIN], 1, 0.001)
+            pace.took(8, decoded.programs[CHAIN], 1, busy * chain)
+            pace.took(8, decoded.programs[PLAIN], 1, 0.001)
         decoded.calls(300)
         assert decoded.calls(100).count(wanted) >= 95
 
@@ -96,7 +96,7 @@ def test_a_size_that_comes_back_is_not_measured_anew():
 
     def call(batch: int) -> DraftShape:
         (_, way), rounds = pace.choose(batch, few if batch == 2 else many, hurry=False)
-        pace.took((batch, way), rounds, rounds * {PLAIN: 0.001, CHAIN: 0.1}[way])
+        pace.took(batch, (batch, way), rounds, rounds * {PLAIN: 0.001, CHAIN: 0.1}[way])
         pace.heard(way, [0] * rounds, rounds)
         return way
 
@@ -104,6 +104,11 @@ def test_a_size_that_comes_back_is_not_measured_anew():
         for _ in range(600):
             call(batch)
     assert [call(8) for _ in range(30)] == [PLAIN] * 30
+    larger = {way: (rows, way) for rows, way in ((512, PLAIN), (512, CHAIN))}
+    for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # measured while nobody was there
+        for _ in range(3):
+            pace.took(8, larger[way], 1, seconds)
+    assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
 
 
 def test_one_slow_call_does_not_make_a_figure():
@@ -135,12 +140,12 @@ def test_many_do_not_draft_for_want_of_figures():
     ]
     for way, seconds in ((CHAIN, 0.001), (PLAIN, 0.1)):
         for _ in range(3):
-            pace.took(many[way], 1, seconds)
+            pace.took(8, many[way], 1, seconds)
     assert pace.choose(8, many, True)[0] == many[CHAIN]
     assert pace.choose(16, more, True)[0] == more[CHAIN]
     for way, seconds in ((CHAIN, 0.1), (PLAIN, 0.001)):
         for _ in range(3):
-            pace.took(more[way], 1, seconds)
+            pace.took(16, more[way], 1, seconds)
     assert pace.choose(16, more, True)[0] == more[PLAIN]
     assert pace.choose(8, many, True)[0] == many[CHAIN]
 
@@ -150,7 +155,7 @@ def test_calls_are_short_where_somebody_is_read():
     pace, program = Pace(None, None, lambda batch: CHAIN), "program"
     assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 1)
     for _ in range(3):
-        pace.took(program, 8, 8 * 0.01)
+        pace.took(1, program, 8, 8 * 0.01)
     assert pace.choose(1, {CHAIN: program}, hurry=False) == (program, 5)
     for _ in range(3):
         pace.took_with_chunk(program, 1, 0.01 + 0.032)

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -42,17 +43,23 @@ class Partial:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
             return self._continue(header)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{self.path}: another run writes it: wait for its end, or name another --output"
-            ) from error
         except OSError as error:
             reason = first_line(error)
             raise InputError(
                 f"{self.path} cannot be written ({reason}): change --output"
             ) from error
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{self.path}: another run writes it: wait for its end, or name another --output"
+            ) from error
+        except OSError as error:  # a file system without locks
+            print(f"{self.path}: no lock ({error.strerror}): start one run only", file=sys.stderr)
 
     def __enter__(self) -> Self:
         return self

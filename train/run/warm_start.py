@@ -23,6 +23,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.files.places import is_stored, place
+from moa_jax.model.processes import on_first
 from moa_jax.pretrained import Target, load_drafter
 from moa_jax.training.checkpoint import newest_of, read_params, steps_of
 from moa_jax.training.update import Params, TrainState
@@ -38,8 +39,8 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
     if config.init_from is None or steps_of(config):
         return None
     folder = place(config.init_from)
-    if checkpoint := _checkpoint(folder):
-        return read_params(checkpoint, config, abstract.params)
+    if checkpoint := on_first(lambda: str(_checkpoint(folder) or "")):  # the run may be at work
+        return read_params(place(checkpoint), config, abstract.params)
     if is_stored(folder):
         raise InputError(
             f"init_from {config.init_from}: no checkpoint is there, and a drafter's folder is read "
@@ -60,7 +61,7 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
 
 
 def start_hash(config: DistillConfig) -> str | None:
-    """Of the folder that `warm_params` reads; None for a checkpoint, which all read as one."""
+    """Of the folder that `warm_params` reads; None for a checkpoint, which process 0 chooses."""
     if config.init_from is None or steps_of(config) or _checkpoint(place(config.init_from)):
         return None
     return model_hash(find_folder(config.init_from))

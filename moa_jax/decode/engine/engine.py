@@ -603,7 +603,7 @@ class Engine:
         seconds, self._heard_at = now - max(self._heard_at, flight.sent), now
         at_rest = flight.at_rest and not self._num_makings
         if at_rest and flight.alone and not flight.read_before:
-            self._pace.took(flight.program, turned, seconds)
+            self._pace.took(flight.program[0].slots, flight.program, turned, seconds)
         elif at_rest and flight.read_before:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._rounds[flight.way] += turned
@@ -690,7 +690,7 @@ class Engine:
         self._rehearsals[program] += 1
         begin = time.perf_counter()
         rounds = self.shelf.rehearse(*program)
-        self._pace.took(program, rounds, time.perf_counter() - begin)
+        self._pace.took(program[0].slots, program, rounds, time.perf_counter() - begin)
         return True
 
     def _make_next(self, wanted: Iterator[Making]) -> None:

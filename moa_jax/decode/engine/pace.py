@@ -75,7 +75,6 @@ class Pace:
         self._round_s: dict[Any, MeanSeconds] = {}  # by program
         self._chunk_s = MeanSeconds()
         self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
-        self._batch_of: dict[Any, int] = {}  # by program
         self._num_calls, self._last_trial = 0, 0
         self._tried: DraftShape | None = None  # the way of a trial
 
@@ -88,7 +87,6 @@ class Pace:
         """
         self._num_calls += 1
         self._calls[batch] += 1
-        self._batch_of |= dict.fromkeys(programs.values(), batch)
         way, rounds = self._way(batch, programs, at_rest and not hurry)
         program = programs[way]
         measured = self._round_s.get(program)
@@ -106,10 +104,10 @@ class Pace:
         wanted = (each for each, way in programs.items() if priced_as(way) is not None)
         return next((each for each in wanted if self._ms(each) is None), None)
 
-    def took(self, program: Any, rounds: int, seconds: float) -> None:
+    def took(self, batch: int, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""
         if rounds:
-            now = self._calls[self._batch_of.get(program, 0)]
+            now = self._calls[batch]
             self._round_s.setdefault(program, MeanSeconds()).add(seconds / rounds, now)
 
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
@@ -135,7 +133,7 @@ class Pace:
         own = {shape: ms for way, shape in priced.items() if (ms := self._ms(programs[way]))}
         self._ms_of_batch.setdefault(batch, {}).update(own)
         table = self._costs.for_batch(batch) if self._costs else {}
-        untried = [way for way, shape in priced.items() if shape not in own]
+        untried = [way for way in priced if self._ms(programs[way]) is None]
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
         if alone and not (untried and table.keys() >= set(priced.values())):
             now = self._calls[batch]

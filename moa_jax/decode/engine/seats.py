@@ -235,12 +235,12 @@ class Seats:
     def send(self, program: tuple[Size, DraftShape, Kind], rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
-        self._wasted += rounds * max(0, size.cost - self._best.cost)
         if self._backlog.is_due(way):
             self._state = self._shelf.run(("catch_up", size), self._state)
             self._backlog.clear()
             self._disturbed = True
         rounds = self._backlog.add(way, int(min(rounds, self._rounds_left(way))))
+        self._wasted += rounds * max(0, size.cost - self._best.cost)
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
             self._given[kind] = self._shelf.put(together(rows, kind))
