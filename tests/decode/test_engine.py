@@ -472,7 +472,7 @@ def test_calls_are_timed_while_nobody_is_there(started):
     assert engine._pace.unknown(calls) is None
     request = Request((5, 9, 2), 40, NO_STOP)
     assert_as_alone([request], answers(engine, [request]))
-    assert engine._pace._last_trial == 0 < engine._pace._calls
+    assert engine._pace._last_trial == 0 < engine._pace._num_calls
 
 
 def test_calls_for_nobody_that_fail_are_given_up(started, monkeypatch):
