@@ -250,14 +250,20 @@ def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeyp
     assert set(sizes[before:]) == {Size(1, 128), Size(1, 256)}
 
 
-def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
-    """What it saves must be worth the move; nobody moves where more are coming."""
-    engine = Engine(target(), num_slots=4, max_tokens=200)
-    small, large = Size(1, 256), Size(4, 256)
-    for size in (small, large):
+def without_programs(monkeypatch, sizes: tuple[Size, ...], **settings: int) -> Engine:
+    """An engine that moves texts between states of these sizes and computes nothing."""
+    engine = Engine(target(), **settings)
+    for size in sizes:
         engine.shelf._sizes.add(size)
     monkeypatch.setattr(engine.shelf, "kind_of_call", lambda size, way, kind: kind)
     monkeypatch.setattr(engine.shelf, "run", lambda name, *arrays: (None, None))
+    return engine
+
+
+def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
+    """What it saves must be worth the move; nobody moves where more are coming."""
+    small, large = Size(1, 256), Size(4, 256)
+    engine = without_programs(monkeypatch, (small, large), num_slots=4, max_tokens=200)
     seats, sizes = engine._seats, []
     stays, goes = (engine._text_of(Request((5,), 150, NO_STOP)) for _ in range(2))
 
@@ -282,12 +288,8 @@ def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
 
 def test_a_call_has_no_more_rounds_than_its_state_has_rows_for(monkeypatch):
     """Texts stay in a small state until a few rounds may fill it, and never outgrow it."""
-    engine = Engine(target(), num_slots=1, max_tokens=240)
     small, large = Size(1, 128), Size(1, 256)
-    for size in (small, large):
-        engine.shelf._sizes.add(size)
-    monkeypatch.setattr(engine.shelf, "kind_of_call", lambda size, way, kind: kind)
-    monkeypatch.setattr(engine.shelf, "run", lambda name, *arrays: (None, None))
+    engine = without_programs(monkeypatch, (small, large), num_slots=1, max_tokens=240)
     seats, sent = engine._seats, []
     text = engine._text_of(Request((5,), 230, NO_STOP))
     text.surely = 105
