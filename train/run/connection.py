@@ -53,7 +53,7 @@ def address_of(url: str) -> Address:
     """The address in a URL, which may end in /v1 or not; raises InputError."""
     url = url.strip()
     if not all("!" <= letter <= "~" for letter in url):
-        raise InputError("the URL of a server: write http://HOST:PORT in ASCII, without blanks")
+        raise InputError("a URL with blanks or letters outside ASCII: write http://HOST:PORT")
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port
