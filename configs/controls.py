@@ -1,4 +1,4 @@
-"""The controls of the matched comparison: a better target, ten times the updates, three seeds.
+"""The controls of the matched comparison: a better target, three times the updates, three seeds.
 
     python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache
@@ -7,12 +7,12 @@ The first grid, a fifth as long, finds each cell's learning rate; the second tra
 and recipes are those of `configs/matched.py`. The target is `configs/targets/dialogues`, and the
 data are its own answers, natural ones and 128 tokens that go on past the answer's end:
 
-    R="python -m train.regenerate --target configs/targets/dialogues --batch 32
+    R="python -m train.regenerate --target configs/targets/dialogues --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
     P="--max-new-tokens 128 --ignore-stop"
     T="--prompts data:chat/train.jsonl.gz" V="--prompts data:chat/validation.jsonl --limit 128"
-    $R $T --limit 1024 --output runs/answers.jsonl
-    $R $T --limit 6144 $P --output runs/past.jsonl
+    $R $T --limit 1280 --output runs/answers.jsonl
+    $R $T --limit 1500 $P --output runs/past.jsonl
     $R $V --output runs/answers_validation.jsonl
     $R $V $P --output runs/past_validation.jsonl
     python -m train.vocabulary --target configs/targets/dialogues --corpus runs/past.jsonl \\
@@ -29,7 +29,7 @@ matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
 moa = matched["moa"]
 short: GridConfig = matched["config"]
 
-UPDATES = 3000
+UPDATES = 1000
 TARGET = "configs/targets/dialogues"
 DATA = DataConfig(
     train=("runs/answers.jsonl", "runs/past.jsonl"),
@@ -39,13 +39,13 @@ DATA = DataConfig(
     rows_per_batch=8,
 )
 RATES = {
-    "moa": 4e-4,
-    "moa_hidden": 4e-4,
     "eagle2": 4e-4,
-    "eagle3": 4e-4,
-    "moa_n3": 4e-4,
+    "moa": 4e-4,
     "moa_hidden_first_tokens": 4e-4,
+    "eagle3": 2e-4,
     "moa_n3_hidden_first_tokens": 4e-4,
+    "moa_hidden": 4e-4,
+    "moa_n3": 4e-4,
     "eagle2_shifted_mask": 4e-4,
 }
 

@@ -30,6 +30,7 @@ WORD = "moa_jax/word"
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_FOR_A_WORD = 2.0  # from a process whose end is noticed otherwise, too
 PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
+MARGIN = 1.0  # seconds from a process's word that it ends to its exit, on a busy machine
 A_DAY_MS = 24 * 60 * 60 * 1000
 
 
@@ -242,7 +243,10 @@ def _first_failure() -> Failure | None:
 
 
 def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
-    """Leaves word of the failure, says it, and exits without jax's wait for all processes."""
+    """Leaves word of the failure, says it, and exits without jax's wait for all processes.
+
+    Process 0 is last: jax aborts every process that still runs when the service goes.
+    """
     client, me = global_state.client, global_state.process_id
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
         client.key_value_set(FAILURE, json.dumps(failure))
@@ -252,6 +256,7 @@ def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
         until = time.monotonic() + PATIENCE
         while me == 0 and time.monotonic() < until:
             if len(client.key_value_dir_get(ENDED)) == global_state.num_processes:
+                time.sleep(MARGIN)
                 break
             time.sleep(0.05)
     os._exit(failure.code)

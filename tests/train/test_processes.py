@@ -119,6 +119,14 @@ def test_both_end_alike(first, second, code, lines):
 
 
 @pytest.mark.slow
+def test_the_process_that_runs_the_service_is_the_last_to_exit():
+    """Jax aborts whoever is still there when the service goes, as on a busy machine."""
+    late = "leave = os._exit; os._exit = lambda code: [time.sleep(0.5), leave(code)]; "
+    found = ends(MISSING, f"import os; {late}{MISSING}")
+    assert [code for code, _, _ in found] == [2, 2], found
+
+
+@pytest.mark.slow
 def test_processes_decode_together_in_training(tmp_path, small_target):
     """The real tau at a checkpoint is that of one device, and the drafts are cut over four."""
     (tmp_path / "config.py").write_text(
