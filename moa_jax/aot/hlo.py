@@ -23,6 +23,8 @@ COLLECTIVES = (
     *("collective-permute", "collective-broadcast"),
 )
 
+SCATTERED = "all-reduce-scatter"  # a computation of which each chip keeps a part
+
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 _ENTRY = re.compile(r"^ENTRY %([\w.\-]+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$")
@@ -267,7 +269,10 @@ def sent(hlo: str, within: Sequence[str] | None = None) -> tuple[dict[str, Sent]
 def sent_by(
     computations: dict[str, Computation], at: str, instruction: Instruction
 ) -> Iterator[tuple[str, str, int]]:
-    """Channel, kind and bytes of the collectives in an instruction, a fusion's among them."""
+    """Channel, kind and bytes of the collectives in an instruction, a fusion's among them.
+
+    XLA writes a reduce-scatter for a TPU as a fusion of an all-reduce and the cut of a part.
+    """
     kind = instruction.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
         channel = attribute(_CHANNEL, instruction) or f"{at} {instruction.name}"
@@ -275,7 +280,10 @@ def sent_by(
     elif instruction.opcode in ("fusion", "async-start"):
         for name in instruction.called:
             for inner in computations[name].values():
-                yield from sent_by(computations, name, inner)
+                for channel, kind, size in sent_by(computations, name, inner):
+                    if name.startswith(SCATTERED) and kind == "all-reduce":
+                        kind, size = "reduce-scatter", size - _held(instruction.shape)
+                    yield channel, kind, size
 
 
 def _received(computation: Computation, instruction: Instruction, kind: str) -> int:

@@ -74,7 +74,7 @@ def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
 def loss(
     objective: Objective,
     shared: Shared,
-    head: Callable[[Array], Array],
+    head: Callable[[Array], Array] | None,
     drafts: Sequence[learning.Draft],
     goal_BTD: Array,
     progress: Array,

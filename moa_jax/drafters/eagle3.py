@@ -126,7 +126,7 @@ def loss(
     draft_ids: tuple[int, ...] | None,
     objective: Objective,
     shared: Shared,
-    head: Callable[[Array], Array],
+    head: Callable[[Array], Array] | None,
     drafts: Sequence[learning.Draft],
     goal_BTD: Array,
     progress: Array,

@@ -319,7 +319,7 @@ def loss_of(
         learning.Draft(feature_BTD, batch.response_BT & (batch.position_BT > index))
         for index, feature_BTD in enumerate(found)
     ]
-    head = partial(layer.head, params, shared)
+    head = partial(layer.head, params, shared) if layer.own_head else None
     return layer.loss(objective, shared, head, drafts, inputs.goal_BTD, progress)
 
 

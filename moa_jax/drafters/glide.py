@@ -249,8 +249,7 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
         seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
         found = trace(layer, params, shared, batch, tapped, seen)
         draft = learning.Draft(found.feature_BTD, batch.response_BT)
-        head = partial(llama.unembed, shared)
-        (parts,) = learning.token_losses(objective, shared, head, tapped.hidden_BTD, [draft])
+        (parts,) = learning.token_losses(objective, shared, None, tapped.hidden_BTD, [draft])
         return learning.weighted(objective.loss, parts, None, progress)
 
     return loss

@@ -90,8 +90,8 @@ def attend(q_BKGTE: Array, kv: KV, seen: Intervals, how: How | None = None) -> A
     how = how or How.on(traced_platform(), q_BKGTE.shape[3])
     part = functools.partial(_attend_parts, how)
     if not jax.sharding.get_abstract_mesh().empty:
-        heads, rows = sharding.spec(("rows", "kv_heads")), sharding.spec((None, "rows"))
-        mixed = sharding.spec(("rows", None, "kv_heads"))
+        heads, rows = sharding.traced_spec("rows", "kv_heads"), sharding.traced_spec(None, "rows")
+        mixed = sharding.traced_spec("rows", None, "kv_heads")
         part = jax.shard_map(part, in_specs=(heads, heads, rows), out_specs=mixed, check_vma=False)
     return part(q_BKGTE, kv, seen)
 

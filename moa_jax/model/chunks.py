@@ -1,4 +1,6 @@
-"""Work along the token axis, a piece at a time; the backward pass computes each piece again.
+"""Work along the token axis, a piece at a time.
+
+The backward pass of `sum_over` and `map_over` computes each piece again.
 
 T tokens     | C | C | C | rest |      intermediate arrays of one piece live at a time
 """
@@ -44,18 +46,46 @@ def map_over(function: Callable[[Any], Array], arrays: Any, size: int, axis: int
         return function(arrays)
     one = _again(function, arrays, axis)
     found_IBC = lax.map(lambda start: one(start, size), jnp.arange(T // size) * size)
+    return _joined(found_IBC, one(T - T % size, T % size) if T % size else None)
+
+
+def sum_and_join(
+    function: Callable[[Any], tuple[Any, Any]], arrays: Any, size: int
+) -> tuple[Any, Any]:
+    """The sum of the first results of `function(piece)`, and the second ones joined along axis 1.
+
+    The pieces are those of axis 1. There is no gradient of it that spares memory.
+    """
+    T = jax.tree.leaves(arrays)[0].shape[1]
+    one = lambda start, size: function(_cut(arrays, start, size, 1))  # noqa: E731
+
+    def add(total: Any, start: Array) -> tuple[Any, Any]:
+        summed, joined = one(start, size)
+        return jax.tree.map(jnp.add, total, summed), joined
+
+    blank, _ = jax.eval_shape(lambda: one(0, size))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blank)
+    total, found = lax.scan(add, zeros, jnp.arange(T // size) * size)
+    if not T % size:
+        return total, jax.tree.map(_joined, found)
+    summed, rest = one(T - T % size, T % size)
+    return jax.tree.map(jnp.add, total, summed), jax.tree.map(_joined, found, rest)
+
+
+def _joined(found_IBC: Array, rest_BC: Array | None = None) -> Array:
     I, B, C, *rest = found_IBC.shape  # noqa: E741
     joined_BT = found_IBC.swapaxes(0, 1).reshape(B, I * C, *rest)
-    if T % size:
-        joined_BT = jnp.concatenate([joined_BT, one(T - T % size, T % size)], axis=1)
-    return joined_BT
+    return joined_BT if rest_BC is None else jnp.concatenate([joined_BT, rest_BC], axis=1)
 
 
 def _again(function: Callable[[Any], Any], arrays: Any, axis: int) -> Callable[..., Any]:
     """`function` of one piece, to be computed again in the backward pass."""
 
     def piece(start: Array | int, size: int) -> Any:
-        cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis)  # noqa: E731
-        return jax.checkpoint(function)(jax.tree.map(cut, arrays))
+        return jax.checkpoint(function)(_cut(arrays, start, size, axis))
 
     return piece
+
+
+def _cut(arrays: Any, start: Array | int, size: int, axis: int) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis), arrays)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import BlockConfig, RopeScaling
-from moa_jax.model import cache, quantise
+from moa_jax.model import cache, quantise, sharding
 from moa_jax.model.attention import Seen, attend, attend_cached
 from moa_jax.model.cache import KV
 from moa_jax.model.devices import traced_platform
@@ -156,7 +156,7 @@ class Attention(nn.Module):
     def __call__(
         self, x_BTD: Array | Normed, turn: Rotation, seen: Seen, past: KV | None = None
     ) -> tuple[Array, KV, KV | None]:
-        packed_BTKXE = self.packed(x_BTD)
+        packed_BTKXE = sharding.constrain_inner(self.packed(x_BTD), "rows", None, "kv_heads")
         heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel does it itself, but for rows
         rows = rows_of(heads_BKXTE)
         if isinstance(seen, Sight):
@@ -182,6 +182,7 @@ class MLP(nn.Module):
     def __call__(self, x_BTD: Array | Normed) -> Array:
         cfg = self.cfg
         both = Linear((2, cfg.intermediate_size), cfg.mlp_bias, name="gate_up")(x_BTD)
+        both = sharding.constrain_inner(both, "rows", None, None, "mlp")
         y_BTF = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
         return Linear((cfg.hidden_size,), cfg.mlp_bias, name="down")(y_BTF)
 

@@ -147,7 +147,8 @@ def apply_blocks(
         layer = sharding.gathered(layer, convert.block_table(cfg, ""))
         tapped = tuple(jnp.where(index == i, x_BTD, t) for i, t in zip(tap, tapped, strict=True))
         x_BTD, new, _ = block.apply({"params": layer}, x_BTD, turn, seen)
-        return (index + 1, x_BTD, tapped), new
+        new = jax.tree.map(lambda row: sharding.constrain(row, "rows", "kv_heads"), new)
+        return (index + 1, sharding.constrain(x_BTD, "rows"), tapped), new
 
     start = (0, x_BTD, tuple(jnp.zeros_like(x_BTD) for _ in tap))
     (_, x_BTD, tapped), rows_LBKTE = lax.scan(body, start, layers)

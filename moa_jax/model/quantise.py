@@ -154,7 +154,8 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     as they are: it may cut the second of two, and XLA would gather them to make a matrix.
     """
     inputs, *outputs = kernel.shape
-    apart = sharding.is_cut()
+    is_master = kernel.dtype != x.dtype and not sharding.is_cut()  # kept in more bits, in training
+    apart = sharding.cuts_outputs() and not is_master
     multiply = functools.partial(jnp.tensordot, axes=1) if apart else jnp.matmul
     joined = lambda array, *before: array if apart else array.reshape(*before, -1)  # noqa: E731
     if isinstance(kernel, Quantised):
@@ -163,10 +164,10 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
         y = (y * joined(kernel.scale).astype(jnp.float32)).astype(dtype)
     elif isinstance(kernel, Panels):
         y = panels.multiply(x, kernel).astype(dtype)
-    elif apart or kernel.dtype == x.dtype:
-        y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
-    else:
+    elif is_master:
         y = _by_master(x, joined(kernel, inputs), dtype)
+    else:
+        y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *outputs)
 
 

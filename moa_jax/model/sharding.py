@@ -10,6 +10,14 @@
 The tables of `convert.py` hold the names beside the shapes. An unknown name is an error, and so
 are two axes of one array on the same mesh axis: else weights would silently be copied.
 
+In training the target is cut over `tensor` within its layers. The drafter is small, so it is not:
+over `tensor`, too, each device drafts rows of its own (`DRAFTER`), and the products of the frozen
+head, which need both, are cut by vocabulary.
+
+    tensor      target             drafter            head
+    device 0    rows 0-1, heads/2  row 0, all of it   rows 0-1, V/2
+    device 1    rows 0-1, heads/2  row 1, all of it   rows 0-1, V/2
+
 A mesh for training has all three axes. One for decoding has no `fsdp`, since weights that are
 gathered anew for each token would take longer than they do to be read. In training, a mesh that
 does not divide an array is refused. In decoding each device gets the whole array, so that a drafter
@@ -22,7 +30,8 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +51,7 @@ ShardingOf = Callable[[convert.Path, convert.Shape], NamedSharding]
 
 TRAIN: AxisRules = {
     "rows": ("data", "fsdp"),  # of a batch
+    "head_rows": ("data", "fsdp"),  # the same where a product with the vocabulary takes them
     "layers": None,  # scanned
     "embed": "fsdp",  # width of the residual stream
     "features": None,  # several of these side by side, as a drafter's first product reads them
@@ -59,6 +69,31 @@ DECODE: AxisRules = TRAIN | {"rows": "data", "embed": None, "features": "tensor"
 
 # The same for weights that are never updated and fit every device: `fsdp` copies them.
 COPIED: AxisRules = TRAIN | {"embed": None, "table": "tensor"}
+
+
+# The same for a drafter beside a target that is cut over `tensor`: all devices split its rows.
+DRAFTER: AxisRules = TRAIN | {
+    "rows": MESH_AXES,
+    "embed": ("fsdp", "tensor"),
+    **dict.fromkeys(("memory", "heads", "kv_heads", "mlp", "vocab")),
+}
+
+_RULES: ContextVar[AxisRules] = ContextVar("rules", default=TRAIN)
+
+
+@contextlib.contextmanager
+def ruled_by(rules: AxisRules) -> Iterator[None]:
+    """Inside it, what is traced for a mesh for training is constrained by these rules."""
+    token = _RULES.set(rules)
+    try:
+        yield
+    finally:
+        _RULES.reset(token)
+
+
+def traced_spec(*axes: str | None) -> PartitionSpec:
+    """The mesh axes of an array that is being traced for a mesh for training."""
+    return spec(axes, _RULES.get())
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -151,7 +186,16 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         return x
     if mesh.axis_names == DECODE_AXES:
         return jax.lax.with_sharding_constraint(x, dividing(axes, x.shape, mesh))
-    return jax.lax.with_sharding_constraint(x, spec(axes, TRAIN))
+    return jax.lax.with_sharding_constraint(x, traced_spec(*axes))
+
+
+def constrain_inner(x: jax.Array, *axes: str | None) -> jax.Array:
+    """The same inside a layer, on a mesh for training.
+
+    XLA would else gather a layer's weights over `tensor` where what follows wants rows apart. In
+    decoding, weights that lie where they are used lead to the same.
+    """
+    return x if is_cut() else constrain(x, *axes)
 
 
 def gathered(params: Any, table: convert.Table) -> Any:
@@ -323,6 +367,12 @@ def name_of(mesh: Mesh) -> str:
 def is_cut() -> bool:
     """Whether a program is being traced for a mesh for decoding."""
     return jax.sharding.get_abstract_mesh().axis_names == DECODE_AXES
+
+
+def cuts_outputs() -> bool:
+    """Whether what is being traced runs on a mesh that cuts the outputs of its products."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return is_cut() or (mesh.shape.get("tensor", 1) > 1 and _RULES.get()["mlp"] == "tensor")
 
 
 def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

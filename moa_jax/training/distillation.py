@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -59,10 +60,13 @@ def make_keep(cfg: TargetConfig, taps: Taps, dtype: Any) -> Keep:
     return keep
 
 
-def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
+def make_loss(
+    cfg: TargetConfig, drafter: Drafter, dtype: Any, rules: sharding.AxisRules = sharding.TRAIN
+) -> Loss:
     """The drafter's own loss behind a target pass; `frozen` is the target's parameters.
 
-    A batch that brings the activations of that pass is trained on without it.
+    A batch that brings the activations of that pass is trained on without it. On a mesh the drafter
+    is laid out by `rules`.
     """
 
     def loss(
@@ -75,9 +79,18 @@ def make_loss(cfg: TargetConfig, drafter: Drafter, dtype: Any) -> Loss:
         else:
             tapped = tap(cfg, drafter, frozen, batch, dtype)
         shared = _head_gathered(drafter.borrow(frozen))
-        return drafter.loss(params, shared, batch, tapped, key, progress)
+        with sharding.ruled_by(rules):
+            return drafter.loss(params, shared, *_handed_over(batch, tapped), key, progress)
 
     return loss
+
+
+def _handed_over(batch: Batch, tapped: Tapped) -> tuple[Batch, Tapped]:
+    """What a drafter reads, its rows where the drafter's rules want them."""
+    layers, rest = tapped.rows_LBKTE, tapped._replace(rows_LBKTE=None)
+    layers = jax.tree.map(lambda x: sharding.constrain(x, "layers", "rows"), layers)
+    batch, rest = jax.tree.map(lambda x: sharding.constrain(x, "rows"), (batch, rest))
+    return batch, rest._replace(rows_LBKTE=layers)
 
 
 def _head_gathered(shared: Shared) -> Shared:
@@ -100,7 +113,13 @@ def _apart(parts: Parts, never: Array) -> Parts:
     return jax.lax.cond(never, blank, lambda x: x, parts)
 
 
-def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) -> Probe:
+def make_probe(
+    cfg: TargetConfig,
+    drafter: Drafter,
+    dtype: Any,
+    horizon: int,
+    rules: sharding.AxisRules = sharding.TRAIN,
+) -> Probe:
     """Sums over one batch, with every (horizon + 1)-th token of an answer known.
 
     So each answer token is 0 to `horizon` steps after the last known one, as in rounds that
@@ -113,7 +132,10 @@ def make_probe(cfg: TargetConfig, drafter: Drafter, dtype: Any, horizon: int) ->
         tapped = tap(cfg, drafter, frozen, batch, dtype)
         shared = drafter.borrow(frozen)
         known_BT = ~batch.response_BT | (batch.position_BT % (horizon + 1) == 0)
-        feature_BTD = drafter.teacher_forced(params, shared, batch, tapped, known_BT, horizon)
+        with sharding.ruled_by(rules):
+            given = _handed_over(batch, tapped)
+            feature_BTD = drafter.teacher_forced(params, shared, *given, known_BT, horizon)
+        feature_BTD = sharding.constrain(feature_BTD, "rows")
         start_BT = masks.known_until(known_BT, batch.segment_BT)
         distance_BT = jnp.arange(start_BT.shape[1]) - start_BT
         same_BT = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
@@ -185,8 +207,9 @@ def make_train_step(
 ) -> TrainStep:
     """What `config` asks for, on `mesh`; one device is a mesh too.
 
-    What is trained is cut by `sharding.TRAIN`, and the frozen target too or by `sharding.COPIED`,
-    as `config.mesh.target` says; `memory` is that of a device in bytes, None for its own word.
+    What is trained is cut by `sharding.TRAIN` or `sharding.DRAFTER`, and the frozen target by the
+    first or by `sharding.COPIED`, as `config.mesh.target` says; `memory` is that of a device in
+    bytes, None for its own word.
     Raises InputError where the mesh does not divide the models or the batch.
     """
     kind = DRAFTERS[method_of(config.drafter)]
@@ -197,14 +220,13 @@ def make_train_step(
     def init(key: Array) -> TrainState:
         return init_state(drafter.init(key), tx)
 
-    of_drafter = sharding.of_table(kind.table(config.drafter, target_cfg), mesh)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    params = sharding.tree_of(shapes.params, of_drafter)
+    rules, params = _drafter_at(config, kind.table(config.drafter, target_cfg), shapes.params, mesh)
     everywhere = sharding.replicated(mesh)
     frozen = abstract_frozen(target_cfg, dtype)
     copied = _is_copied(config, frozen, mesh, memory)
-    rules = sharding.COPIED if copied else sharding.TRAIN
-    frozen_at = sharding.of_table(convert.target_table(target_cfg), mesh, rules)
+    of_target = sharding.COPIED if copied else sharding.TRAIN
+    frozen_at = sharding.of_table(convert.target_table(target_cfg), mesh, of_target)
     opt_state = optax.tree.map_params(
         tx,
         lambda _, where: where,
@@ -212,19 +234,34 @@ def make_train_step(
         params,
         transform_non_params=lambda _: everywhere,
     )
-    loss, optim = make_loss(target_cfg, drafter, dtype), config.optim
+    loss, optim = make_loss(target_cfg, drafter, dtype, rules), config.optim
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
     traced = attention.computed(config.run.attention)
     return TrainStep(
         init,
         traced(update),
-        traced(make_probe(target_cfg, drafter, dtype, config.horizon)),
+        traced(make_probe(target_cfg, drafter, dtype, config.horizon, rules)),
         TrainState(everywhere, params, opt_state),
         sharding.tree_of(frozen, frozen_at),
         frozen_at,
         sharding.rows(mesh),
         "copied" if copied else "cut",
     )
+
+
+def _drafter_at(
+    config: DistillConfig, table: convert.Table, params: Any, mesh: Mesh
+) -> tuple[sharding.AxisRules, Any]:
+    """The rules of the drafter and where its weights lie: the target's, or rows for each device.
+
+    The latter where `tensor` cuts the target, and all devices divide the rows and the widths.
+    """
+    rows = config.data.rows_per_batch // config.optim.accumulate
+    if mesh.shape["tensor"] > 1 and rows % mesh.size == 0:
+        with contextlib.suppress(InputError):
+            of_drafter = sharding.of_table(table, mesh, sharding.DRAFTER)
+            return sharding.DRAFTER, sharding.tree_of(params, of_drafter)
+    return sharding.TRAIN, sharding.tree_of(params, sharding.of_table(table, mesh))
 
 
 def _is_copied(config: DistillConfig, frozen: Any, mesh: Mesh, memory: int | None) -> bool:

@@ -149,6 +149,27 @@ def test_loops_of_unknown_length_count_once():
     assert found["all-gather"].count == 1
 
 
+SCATTER = """HloModule jit_f
+
+%all-reduce-scatter.2 (input: bf16[2,16]) -> bf16[17,1] {
+  %input = bf16[2,16]{1,0} parameter(0)
+  %pad = bf16[34,1]{1,0} pad(%input, %zero), padding=0_2x0_0
+  %ar = bf16[34,1]{1,0} all-reduce(%pad), channel_id=7, to_apply=%add
+  ROOT %part = bf16[17,1]{1,0} dynamic-slice(%ar, %here), dynamic_slice_sizes={17,1}
+}
+
+ENTRY %main (a: bf16[2,16]) -> bf16[17,1] {
+  %a = bf16[2,16]{1,0} parameter(0)
+  ROOT %f = bf16[17,1]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.2
+}
+"""
+
+
+def test_a_sum_of_which_each_chip_keeps_a_part_is_no_all_reduce():
+    found, _ = hlo.collectives(SCATTER)
+    assert found == {"reduce-scatter": hlo.Traffic(1, 17 * 2)}
+
+
 # An all-gather that libtpu spread over its start and the body of an inner loop, which takes two
 # steps a turn as libtpu's windowed loops do.
 TPU = """HloModule jit_f

@@ -126,10 +126,11 @@ def trace(
     entry_BTD, feature_BTD = None, ca_BTD
     if moa.cfg.target_layer_inference:
         entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
-        if objective.masks.on_policy_reuse or not bounded:
-            feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
-        else:
-            feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal)
+        with sharding.ruled_by(sharding.TRAIN):  # on a mesh they lie where the target's layers do
+            if objective.masks.on_policy_reuse or not bounded:
+                feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
+            else:
+                feature_BTD = _reuse(moa, shared, batch, entry_BTD, causal)
     return MoaTrace(memory_BTD, sa_seen, ca_seen, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
 
 
@@ -210,9 +211,8 @@ def loss_of(
     References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
-    head = functools.partial(llama.unembed, shared)
     drafts = [learning.Draft(found.feature_BTD, batch.response_BT) for found in passes]
-    each = learning.token_losses(objective, shared, head, tapped.hidden_BTD, drafts)
+    each = learning.token_losses(objective, shared, None, tapped.hidden_BTD, drafts)
     for parts, found in zip(each, passes, strict=True):
         parts["feature_loss"] = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
         if found.entry_BTD is not None:
