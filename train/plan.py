@@ -6,8 +6,9 @@
     python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --best
 
 Compiles the step of train.distill ahead of time, so no accelerator, driver or network is needed,
-but the extra `plan` is (make env PLAN=1). Settings of the config file are overridden by dotted
-flags. The time of a step is modelled from the compiled program, and nothing is measured.
+but the extra `plan` is (make env PLAN=1). Where the config file has a preset named as the topology,
+it is taken without `--preset`. Settings are overridden by dotted flags. The time of a step is
+modelled from the compiled program, and nothing is measured.
 
 The last line of stdout is `fits` (exit code 0) or `does not fit` (3); with --json stdout is one
 JSON document. Where the compiler itself crashes there is no verdict, and the exit code is 4.
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from configs.shapes import SHAPES
+from infer.flags.config_file import presets_of
 from infer.program import run
 from moa_jax.aot import planning
 from moa_jax.aot.child import CompilerCrash
@@ -38,7 +40,7 @@ FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    config, args = parse_config(_parser(), DistillConfig, arguments)
+    config, args = _asked(sys.argv[1:] if arguments is None else arguments)
     if args.plain:
         config = planning.plain(config)
     if args.fill is not None and not 0 < args.fill <= 1:
@@ -60,13 +62,21 @@ def main(arguments: list[str] | None = None) -> int:
     except CompilerCrash as crash:
         print(f"train.plan: {crash}", file=sys.stderr)
         return CRASHED
-    found = planning.filled(found, config, args.fill)
+    found = planning.filled(found, config, args.fill) | {"preset": args.preset}
     if best is not None:
         found["best"] = [f"--{name} {value}" for name, value in best]
     print(json.dumps(found, indent=2) if args.json else described(found))
     if not args.json:
         print("fits" if found["fits"] else "does not fit")
     return FITS if found["fits"] else DOES_NOT_FIT
+
+
+def _asked(arguments: list[str]) -> tuple[DistillConfig, argparse.Namespace]:
+    """The config, with the preset of the topology where the file has it and none is named."""
+    config, args = parse_config(_parser(), DistillConfig, arguments)
+    if args.preset is None and args.topology in presets_of(args.config):
+        return parse_config(_parser(), DistillConfig, [*arguments, "--preset", args.topology])
+    return config, args
 
 
 def shapes_of(name: str) -> TargetConfig:
@@ -123,7 +133,8 @@ def described(found: Plan) -> str:
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     rows, length, parts = (found[key] for key in ("rows_per_batch", "row_length", "accumulate"))
     lines = [
-        f"{found['topology']}: {found['chips']} chips, mesh {mesh}",
+        f"{found['topology']}: {found['chips']} chips, mesh {mesh}"
+        + (f", with --preset {found['preset']}" if found["preset"] else ""),
         f"a step: {rows} rows of {length} tokens"
         + (f" in {parts} parts of {rows // parts}" if parts > 1 else ""),
         "",

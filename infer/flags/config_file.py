@@ -28,12 +28,17 @@ def read_config(path: str, *kinds: type[Config]) -> Config:
     return config
 
 
+def presets_of(path: str) -> dict[str, Settings]:
+    """The `presets` of a config file, by their machines; raises InputError as `read_config`."""
+    return _run(path).get("presets", {})
+
+
 def read_preset(path: str, name: str) -> Settings:
     """The settings for a machine in the `presets` of a config file, by their dotted names.
 
     Raises InputError for a file as `read_config` does, and for a preset that it does not have.
     """
-    presets: dict[str, Settings] = _run(path).get("presets", {})
+    presets = presets_of(path)
     if name not in presets:
         has = f"it has {', '.join(presets)}" if presets else "it has none"
         raise InputError(f"--preset {name}: {path} has no such preset, {has}")

@@ -77,7 +77,8 @@ def init_caches(cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype) -> C
 
 def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> Array:
     """Token embeddings, in the weights' dtype unless another is named."""
-    x_BTD = quantise.lookup(params["embed"], tokens_BT)
+    tokens_BT = sharding.constrain_inner(tokens_BT, "head_rows")  # the table stays where it is
+    x_BTD = sharding.constrain_inner(quantise.lookup(params["embed"], tokens_BT), "head_rows")
     return x_BTD if dtype is None else x_BTD.astype(dtype)
 
 

@@ -462,6 +462,7 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert network.endswith("the chip with the fewest links has 2, each of 50 GB/s")
     assert "rows are 50% full (--fill)" in lines
     assert "kernels of attention: attend_forward 34" in lines
+    assert lines[0].endswith("with --preset v5e:4x4")  # the config has one for it
     # 32 rows of 2,048 tokens take a second, and half of them are padding
     assert "so 32,768 tokens/s, 26.0% model FLOP utilisation" in lines
 
@@ -490,7 +491,7 @@ def test_the_best_flags_are_searched(monkeypatch, capsys):
 
     monkeypatch.setattr(planning, "plan", fake)
     monkeypatch.setattr(plan, "check_compiler", lambda wanted: None)
-    start = {"data.rows_per_batch": 32, "optim.accumulate": 1}
+    start = {"data.rows_per_batch": 32, "optim.accumulate": 1, "mesh.tensor": 1}
     start |= {"chunks.head": 128, "chunks.memory": 256}
     flags = [word for name, value in start.items() for word in (f"--{name}", str(value))]
     assert plan.main([*COMMAND, *flags, "--best", "--json"]) == 0
@@ -584,12 +585,8 @@ AIM = 0.45  # model FLOP utilisation
 
 
 def of_flagship(topology: str) -> dict[str, Any]:
-    """Its plan as the config stands.
-
-    In a hurry, since a v5e is nearly full and would be compiled twice; there the hurry costs a
-    tenth of the speed.
-    """
-    config = load_config(LLAMA, DistillConfig, [])
+    """Its plan as `train.plan` makes it without further flags."""
+    config = load_config(LLAMA, DistillConfig, [], topology)
     found = planning.plan(config, SHAPES[config.target], machine(topology), hurry=True)
     return planning.filled(found, config)
 
@@ -597,18 +594,18 @@ def of_flagship(topology: str) -> dict[str, Any]:
 @pytest.mark.slow
 @needs["tpu"]
 def test_the_8b_step_fits_16_tpu_chips():
+    """Two chips share a copy of the target, and each drafts rows of its own."""
     found = of_flagship("v5e:4x4")
     memory = found["memory"]
     assert found["fits"] and memory["peak"] < memory["limit"]
-    assert found["mfu"] > AIM
-    assert memory["target"] == pytest.approx(8.03e9 * 2 / 16, rel=0.01)
+    assert found["mfu"] > 0.9 * AIM  # a hurried compile costs a tenth of the speed
+    assert memory["target"] == pytest.approx(8.03e9 * 2 / 2, rel=0.01)
     assert memory["drafter"] == pytest.approx(264e6 * 4 / 16, rel=0.01)
     assert memory["optimizer"] == pytest.approx(2 * memory["drafter"], rel=0.01)
-    layers = (8.03e9 - 2 * 128_256 * 4096) * 2 * 15 / 16  # of the target, what the others hold
-    gathers = found["collectives"]["all-gather"]["bytes"]
-    assert 0 < gathers - layers < 5 * GIB  # 60 with a head in each chunk
+    assert found["collectives"]["all-gather"]["bytes"] < 5 * GIB  # 60 with a head in each chunk
     received = sum(kind["bytes"] for kind in found["collectives"].values())
-    assert received < 20 * GIB  # of which 12.2 are those layers; 93 with a head in each chunk
+    assert received < 8 * GIB  # 93 with a head in each chunk, 15.5 with all weights cut
+    assert found["traced_flops"] < 1.1 * found["model_flops"]  # no logits are made again
     assert found["loops_of_unknown_length"] == 0
     assert found["bound_s"]["compute"] == found["traced_flops"] / (16 * 197e12)
     assert found["bound_s"]["network"] == received / (2 * 50e9)  # as a corner receives it
@@ -667,7 +664,7 @@ def test_chunks_save_three_quarters_of_temporary_memory():
     ],
 )
 def test_a_batch_far_too_large_does_not_fit(topology, refused):
-    flags = ("--data.rows_per_batch", "64", "--optim.accumulate", "1")
+    flags = ("--data.rows_per_batch", "128", "--optim.accumulate", "1")
     code, found = run_plan(plan, "--config", LLAMA, "--topology", topology, *flags)
     assert code == plan.DOES_NOT_FIT and found["refused"] == refused
     assert found["memory"]["peak"] > 2 * found["memory"]["limit"]

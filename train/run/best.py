@@ -16,7 +16,14 @@ Flags = tuple[tuple[str, str], ...]  # dotted names and values, as on the comman
 
 PARTS = ("1", "2", "4")
 CHUNKS = (("0", "0"), ("512", "0"), ("512", "512"), ("128", "256"))  # at the head, in LSA
-MESHES = (("1", "auto"), ("1", "copied"), ("1", "cut"), ("2", "auto"), ("4", "auto"))
+MESHES = (
+    ("1", "auto"),
+    ("1", "copied"),
+    ("1", "cut"),
+    ("2", "copied"),
+    ("2", "cut"),
+    ("4", "auto"),
+)
 ROWS = (2, 4)  # times as many
 PAYS = 1.02  # the least gain in speed that a change is worth
 
