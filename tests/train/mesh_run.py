@@ -1,7 +1,7 @@
 """Trains a toy on a mesh and prints its losses as JSON: run by tests in processes of their own.
 
 python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR[,TARGET] [--devices N] [--cached] [--blocks N]
-    [--dtype D] [cluster flags]
+    [--dtype D] [--parts N] [cluster flags]
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def losses(
     devices: list,
     cached: bool = False,
     dtype: str = "float32",
+    accumulate: int = 1,
 ) -> list[float]:
     """The losses of so many updates on a mesh of these devices.
 
     `cached`: the target's pass comes from the host, as from a cache.
     """
-    config = config_of(mesh_cfg, dtype=dtype)
+    config = config_of(mesh_cfg, accumulate, dtype)
     mesh = sharding.make_mesh(mesh_cfg, devices)
     program = make_train_step(config, TARGET, mesh)
     taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--cached", action="store_true")
     parser.add_argument("--blocks", type=int, help="of scores, as accelerators take them")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--parts", type=int, default=1, help="of a batch")
     cluster.add_flags(parser)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -125,7 +127,7 @@ def main() -> None:
             cfg = MeshConfig(*map(int, sizes), target)
             one = mesh == "1,1,1"
             devices = jax.devices()[:1] if one else jax.devices()
-            found = losses(args.steps, cfg, devices, args.cached, args.dtype)
+            found = losses(args.steps, cfg, devices, args.cached, args.dtype, args.parts)
             if jax.process_index() == 0:
                 print("losses", json.dumps(found), flush=True)
 

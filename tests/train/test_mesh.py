@@ -1,5 +1,6 @@
 """Training on several devices and processes: the same losses, wherever arrays live."""
 
+import dataclasses
 import json
 import math
 import os
@@ -68,12 +69,23 @@ def test_mesh_of_eight_devices_trains_as_one(alone):
 
 @pytest.mark.slow
 def test_meshes_of_any_shape_train_as_one(alone):
-    """With the target cut, as without a word on memory, and with a copy of it on each device."""
+    """With the target cut, as without a word on memory, and with a copy of it on each device.
+
+    Over `tensor` the drafter has rows of its own.
+    """
     meshes = ("4,1,1", "1,4,1", "1,2,2", "1,2,2,copied")
     each = losses_of(run(*meshes, "--devices", "4"))
     assert len(each) == len(meshes)
     for found in each:
         assert_same(found, alone)
+
+
+@pytest.mark.slow
+def test_parts_with_too_few_rows_for_all_devices_train_as_one():
+    """The drafter is then cut as the target is."""
+    alone = mesh_run.losses(STEPS, MeshConfig(1, 1, 1), jax.devices()[:1], accumulate=4)
+    (found,) = losses_of(run("1,2,2", "--devices", "4", "--parts", "4"))
+    assert_same(found, alone)
 
 
 @pytest.mark.slow
@@ -194,6 +206,23 @@ def test_every_array_of_both_models_has_a_rule():
         for path, packing in table.items():
             assert len(packing.axes) == len(packing.shape), path
             sharding.spec(packing.axes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [(8, P(None, ("fsdp", "tensor"))), (6, P("tensor", "fsdp"))],
+    ids=["rows for all devices", "rows for half of them"],
+)
+def test_a_drafter_has_rows_of_its_own_beside_a_target_that_is_cut(rows, where):
+    """Where there are enough; else it is cut as the target is."""
+    config = mesh_run.config_of(MeshConfig(1, 2, 2))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, rows_per_batch=rows))
+    program = make_train_step(config, mesh_run.TARGET, abstract_mesh(2, 2), memory=0)
+    places = program.state_sharding.params["self_attention"]["mlp"]
+    assert places["down"]["kernel"].spec == where
+    assert program.frozen_sharding["layers"]["mlp"]["down"]["kernel"].spec == P(
+        None, "tensor", "fsdp"
+    )
 
 
 @pytest.mark.parametrize(
