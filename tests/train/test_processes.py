@@ -21,6 +21,7 @@ from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.model import processes
+from moa_jax.model.meeting import Place
 from moa_jax.pretrained import describe_target
 from tests.meeting import free_port
 from tests.model_folders import refusal
@@ -177,13 +178,32 @@ assert not xla_bridge.backends_are_initialized()
         ("--coordinator host:99999 --processes 1 --process 0", "host:99999: write HOST:PORT"),
         ("--coordinator host:1 --processes 2 --process 2", "--process 2: choose from 0 to 1"),
         ("--coordinator host:1", "go together: give all three"),
+        (
+            "--distributed",
+            "--distributed: no launcher says where the other processes are: run under",
+        ),
     ],
 )
-def test_flags_that_lead_nowhere_are_refused(flags, said):
+def test_flags_that_lead_nowhere_are_refused(flags, said, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     parser = Parser("toy")
     cluster.add_flags(parser)
     joining = cluster.joined(parser.parse_args(flags.split()), "toy")
     assert said in refusal(joining.__enter__)
+
+
+def test_a_launcher_says_where_all_meet(monkeypatch):
+    told = {
+        "JOB_ID": "7",
+        "STEP_NODELIST": "nodes[3-4]",
+        "NTASKS": "2",
+        "PROCID": "1",
+        "LOCALID": "0",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "8476")
+    assert cluster._detected(1) == Place("nodes3:8476", 2, 1)
 
 
 @pytest.mark.parametrize(
