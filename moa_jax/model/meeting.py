@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import socket
@@ -48,7 +49,7 @@ def meet(place: Place, seconds: float) -> None:
 
 
 def greeted(
-    listener: socket.socket, greet: Callable[[socket.socket], T], seconds: float
+    listener: socket.socket, greet: Callable[[socket.socket], T], seconds: float = math.inf
 ) -> Iterator[T]:
     """What `greet` returns for each caller, for so long; who does not belong here is logged.
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
+import socket
 import threading
-from multiprocessing import Pipe
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client
 
 import pytest
 
 from moa_jax.decode.engine import Engine
-from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow
+from moa_jax.decode.engine import group as group_module
+from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow, gather, join
+from moa_jax.model import processes
 from tests.decode.test_chunks import drafter, target
 from tests.decode.test_engine import CHAIN, answers, assert_as_alone, mixed
 
@@ -99,3 +105,37 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
         engine.shelf.run(("call", "that is not there"))
     assert ends == ["KeyError: ('call', 'that is not there')"]
     assert isinstance(theirs.recv(), RunCall)
+
+
+def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
+    """One says nothing, one says too much, one has another key; all called first."""
+    word = queue.Queue()
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "index", lambda: 1)
+    monkeypatch.setattr(processes, "host_of_first", lambda: "127.0.0.1")
+    monkeypatch.setattr(processes, "leave_word", lambda point, told: word.put(told))
+    monkeypatch.setattr(group_module, "SECONDS_TO_GREET", 60.0)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
+        found = pool.submit(gather, print)
+        port, key = word.get(timeout=30)
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 99):
+            stranger = socket.create_connection(("127.0.0.1", port))
+            strangers.enter_context(stranger).sendall(said)
+        with pytest.raises(AuthenticationError):
+            Client(("127.0.0.1", port), authkey=b"another")
+        monkeypatch.setattr(processes, "word_left", lambda point: (port, key))
+        first = join()
+        group = found.result(30)
+        group.tell(None)
+        assert first.recv() is None
+        group.close()
+        first.close()
+        group.wait(30)
+    assert sum("a stranger called" in each for each in caplog.messages) >= 2
+
+
+def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch):
+    monkeypatch.setattr(group_module, "SECONDS_TO_GREET", 1.0)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(BlockingIOError):
+        group_module._greet(b"key", ours)
