@@ -174,13 +174,15 @@ class Ending:
         self._say(line)
         self.last_words(line)
 
-    def fail(self, line: str, code: int = 1) -> NoReturn:
-        """From any thread: this process cannot go on, and so none can.
+    def fail(self, line: str, lost: int | None = None) -> NoReturn:
+        """From any thread: this process cannot go on, as where one is lost, and so none can.
 
         Where another one has left word of its own failure, that is the reason.
         """
         first = _word_of_failure()
-        _end(first or Failure(global_state.process_id, line, code), self.say)
+        if lost is not None:
+            _note_end(lost)
+        _end(first or Failure(index(), line, 1), self.say)
 
 
 @contextlib.contextmanager
@@ -271,8 +273,7 @@ def _leave_behind(lost: int, say: Callable[[str], None]) -> NoReturn:
     if lost == 0:  # no service either
         _tell(failure, say)
         os._exit(failure.code)
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
-        global_state.client.key_value_set(f"{ENDED}/{lost}", "")
+    _note_end(lost)
     _end(failure, say)
 
 
@@ -306,8 +307,8 @@ def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
         client.key_value_set(FAILURE, json.dumps(failure))
     _tell(failure, say)
+    _note_end(me)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"{ENDED}/{me}", "")
         until = time.monotonic() + PATIENCE
         while me == 0 and time.monotonic() < until:
             if len(client.key_value_dir_get(ENDED)) == global_state.num_processes:
@@ -315,6 +316,12 @@ def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
                 break
             time.sleep(0.05)
     os._exit(failure.code)
+
+
+def _note_end(process: int) -> None:
+    """Process 0 need not wait for it: it is this one, or one that is lost."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
+        global_state.client.key_value_set(f"{ENDED}/{process}", "")
 
 
 def _tell(failure: Failure, say: Callable[[str], None]) -> None:

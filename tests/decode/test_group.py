@@ -40,7 +40,7 @@ def test_another_process_runs_what_the_first_one_runs(name):
     pair = (target(), drafter(name), CHAIN) if name else (target(),)
     ours, theirs = Pipe()
     ends, faults, heard = [], queue.SimpleQueue(), NotingConnection(theirs)
-    group = Group({1: ours}, ends.append)
+    group = Group({1: ours}, lambda *told: ends.append(told))
     other, runs = Engine(*pair, **SETTINGS).shelf, []
     run = other.run
     other.run = lambda name, *arrays: runs.append(name) or run(name, *arrays)
@@ -86,9 +86,9 @@ def test_another_process_runs_what_the_first_one_runs(name):
 def test_both_sides_notice_that_the_other_has_died():
     ours, theirs = Pipe()
     ended = queue.SimpleQueue()
-    group = Group({1: ours}, ended.put)
+    group = Group({1: ours}, lambda *told: ended.put(told))
     theirs.close()
-    assert ended.get(timeout=10) == "process 1 has died"
+    assert ended.get(timeout=10) == ("process 1 has died", 1)
     group.tell(None)  # nobody hears it
     ours, theirs = Pipe()
     ours.close()
@@ -100,10 +100,10 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
     """The others wait for this process in a collective by then."""
     ours, theirs = Pipe()
     ends = []
-    engine = Engine(target(), group=Group({1: ours}, ends.append), **SETTINGS)
+    engine = Engine(target(), group=Group({1: ours}, lambda *told: ends.append(told)), **SETTINGS)
     with pytest.raises(KeyError):
         engine.shelf.run(("call", "that is not there"))
-    assert ends == ["KeyError: ('call', 'that is not there')"]
+    assert ends == [("KeyError: ('call', 'that is not there')", None)]
     assert isinstance(theirs.recv(), RunCall)
 
 

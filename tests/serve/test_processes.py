@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -125,18 +126,39 @@ def asked_at_once(served: ServedProgram) -> Iterator[list[Future[str]]]:
         yield asking
 
 
+def healths(served: ServedProgram) -> list[int]:
+    """What the server says of its health until it is gone: each status once."""
+    found: dict[int, None] = {}
+    with contextlib.suppress(httpx.TransportError), served.client() as client:
+        while True:
+            found[client.get("/health").status_code] = None
+            time.sleep(0.05)
+    return list(found)
+
+
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_group_and_nobody_waits(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "line", "seconds"),
+    [
+        (signal.SIGKILL, "process 1 has died", 10),
+        (signal.SIGSTOP, "process 1: no sign of life for 20 s", 35),  # as where its machine is gone
+    ],
+    ids=["killed", "silent"],
+)
+def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds, tmp_path):
     """Rows are split between the two, so that one device alone has the others' answers."""
     with two_serving(tmp_path, "data=2") as (served, other):
-        with asked_at_once(served) as asking:
-            other.kill()
+        with asked_at_once(served) as asking, ThreadPoolExecutor(1) as looking:
+            health = looking.submit(healths, served)
+            other.send_signal(how)
             # Whichever is noticed first: the end of the process, or a collective that breaks.
-            lines = {"process 1 has died", "the engine failed at this request"}
+            lines = (line, "the engine failed at this request")
             for each in asking:
-                assert each.result(30).partition(":")[0] in lines
-        assert served.process.wait(30) == 1
-    assert "infer.serve: process 1 has died" in served.log.read_text().splitlines()
+                assert each.result(60).startswith(lines)
+            assert served.process.wait(seconds) == 1
+            assert health.result(10) == [200, 503]
+    said = served.log.read_text()
+    assert any(told.startswith(f"infer.serve: {line}") for told in said.splitlines())
 
 
 @pytest.mark.slow

@@ -28,11 +28,10 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -73,11 +72,17 @@ class LeaderDied(ConnectionError):
 # ---- process 0 ----------------------------------------------------------------------------
 
 
+class End(Protocol):
+    """What is called, from any thread, where the group has to end."""
+
+    def __call__(self, line: str, lost: int | None = None) -> None:
+        """`line` says why, and `lost` is a process that has died."""
+
+
 class Group:
     """The other processes, as process 0 knows them."""
 
-    def __init__(self, others: dict[int, Connection], end: Callable[[str], None]) -> None:
-        """`end` is called, from any thread, with a line that says why the group has to end."""
+    def __init__(self, others: dict[int, Connection], end: End) -> None:
         self._others, self._end = others, end
         self._lock, self._closing = threading.Lock(), False
         watching = [functools.partial(self._watch, *each) for each in others.items()]
@@ -93,10 +98,10 @@ class Group:
                 with contextlib.suppress(OSError):
                     other.send_bytes(data)
 
-    def end(self, line: str) -> None:
+    def end(self, line: str, lost: int | None = None) -> None:
         """A process cannot go on, and so nobody can."""
         if not self._closing:
-            self._end(line)
+            self._end(line, lost)
 
     def close(self) -> None:
         """Tells all of them that there is nothing more to do."""
@@ -111,7 +116,7 @@ class Group:
     def _watch(self, process: int, other: Connection) -> None:
         with contextlib.suppress(OSError, EOFError):
             other.recv_bytes()  # nothing is ever said
-        self.end(f"process {process} has died")
+        self.end(f"process {process} has died", process)
 
 
 class LeadingShelf(Shelf):
@@ -200,7 +205,7 @@ def _heard(first: Connection) -> Make | RunCall | None:
 POINT = "engine"  # where process 0 leaves word
 
 
-def gather(end: Callable[[str], None]) -> Group:
+def gather(end: End) -> Group:
     """On process 0: waits for the others; `end` is that of `Group`."""
     key, others = secrets.token_bytes(32), {}
     with socket.create_server(("", 0), backlog=processes.count()) as listener:
@@ -220,7 +225,7 @@ def _greet(key: bytes, caller: socket.socket) -> tuple[int, Connection]:
         deliver_challenge(other, key)
         answer_challenge(other, key)
         index = other.recv()
-        _limit(caller, 0.0)  # from now on it waits for as long as it takes
+        _limit(caller, 0)  # from now on it waits for as long as it takes
     return index, other
 
 
