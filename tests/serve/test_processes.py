@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ from tests.serve.test_endurance import (
 )
 from tests.serve.test_protocol import COMPLETIONS
 from tests.serve.toy_server import DEMO, VOCAB
+from tests.train.test_processes import ends
 
 LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
 
@@ -211,6 +213,27 @@ def together(first: list[str], second: list[str], *both: str, env=None) -> list[
     finally:
         for each in started:
             each.kill()
+
+
+# The target's bytes that this process reads, where each has half of what is cut.
+READ = """
+from infer.flags.pair import DEMO
+from moa_jax.files import packed
+from moa_jax.model import sharding
+from moa_jax.pretrained import load_target
+fill, read = packed._fill, []
+packed._fill = lambda piece: read.append(piece.given_OI.nbytes) or fill(piece)
+load_target(DEMO / "target", mesh=sharding.decoding_mesh(tensor=2))
+share = sum(read) / (DEMO / "target" / "model.safetensors").stat().st_size
+assert 0.5 < share < 0.6, share  # both have its one key-value head
+"""
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_own_part_of_the_weights():
+    read = textwrap.indent(READ, 12 * " ").strip()
+    found = ends(read, read)
+    assert [code for code, *_ in found] == [0, 0], found
 
 
 @pytest.mark.slow
