@@ -109,6 +109,7 @@ def _follow(args: argparse.Namespace, program: str) -> NoReturn:
 
 def _abandon(engine: Engine, server: OpenAIServer, line: str) -> None:
     """Tells all who are being answered that the group has ended, and waits until they have it."""
+    server.draining = True  # as its health says until it is gone
     engine.abandon(line)
     end = time.monotonic() + SECONDS_TO_END
     while server.answering and time.monotonic() < end:

@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Iterator, Mapping
 
 import jax
+from jax._src.clusters import ClusterEnv  # no public name tells the place before all have met
 
 from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, positive, refusal_of
 from moa_jax.errors import InputError, first_line
+from moa_jax.model.meeting import Place, meet
 from moa_jax.model.processes import Ending, check_same, ending_together, is_broken, is_first
 from moa_jax.version import __version__
 
@@ -28,6 +30,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--processes", type=positive, metavar="N", help="how many there are")
     group.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    group.add_argument(
+        "--join-timeout",
+        type=positive,
+        default=300,
+        metavar="SECONDS",
+        help="in which all must have come, or those that have end; default: %(default)s",
+    )
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -83,15 +92,29 @@ def _join(args: argparse.Namespace) -> None:
     host, _, port = (args.coordinator or "").rpartition(":")
     if not args.distributed and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise InputError(f"--coordinator {args.coordinator}: write HOST:PORT, as in 10.0.0.1:8476")
-    mend = "run under a launcher" if args.distributed else "check --coordinator"
     try:
-        jax.distributed.initialize(*(() if args.distributed else place))
+        place = _detected(args.join_timeout) if args.distributed else Place(*place)
+        meet(place, args.join_timeout)
+        jax.distributed.initialize(*place, initialization_timeout=args.join_timeout)
+    except InputError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"the other processes were not found ({first_line(error)}): {mend}, and see that all "
-            "of them run"
+            f"the other processes were not found ({first_line(error)}): see that all of them run"
         ) from error
     _keep_stdout()
+
+
+def _detected(seconds: int) -> Place:
+    """What the launcher says."""
+    unknown = (None, None, None, None, None)  # what jax is to find, and how
+    found = ClusterEnv.auto_detect_unset_distributed_params(*unknown, seconds)[:3]
+    if None in found:
+        raise InputError(
+            "--distributed: no launcher says where the other processes are: run under Slurm, "
+            "Kubernetes or MPI or on a TPU slice, or give --coordinator, --processes and --process"
+        )
+    return Place(*found)
 
 
 def _keep_stdout() -> None:

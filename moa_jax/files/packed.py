@@ -6,20 +6,25 @@
     array   (in, out)    and they are cast into columns of the array
 
 What takes longest is the kernel clearing the pages of these arrays, so each is written once, by
-all threads, and devices that are CPUs take it over. Pages are mapped as the system maps them.
-Numpy would ask for pages of 2 MiB. These are cleared two to four times as fast where a machine
-owns its memory. But a virtual machine may hand free blocks of 2 MiB back to its host, and to fetch
-them again takes ten times longer, while smaller pages come from what it kept.
+all threads, and devices that are CPUs take it over. Where this process needs some parts of an array
+the rest is not read, and pages in which no part lies are not cleared either.
+
+Pages are mapped as the system maps them. Numpy would ask for pages of 2 MiB. These are cleared two
+to four times as fast where a machine owns its memory. But a virtual machine may hand free blocks of
+2 MiB back to its host, and to fetch them again takes ten times longer, while smaller pages come
+from what it kept.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import mmap
+import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -41,10 +46,19 @@ class _Piece(NamedTuple):
     turned: bool  # whether numbers of a column lie side by side there
 
 
-def read_packed(
-    reader: TensorReader, packings: Iterable[tuple[convert.Packing, bool]], dtype: Any
-) -> Iterator[np.ndarray]:
-    """Yield the array of each packing, turned or not; the next is read while the caller has one.
+Box = tuple[range, ...]  # a part of a packed array, by axes
+
+
+class Wanted(NamedTuple):
+    """An array to be read."""
+
+    packing: convert.Packing
+    turned: bool  # on the host, if it turns
+    boxes: Collection[Box] | None = None  # the parts to be filled; None for all
+
+
+def read_packed(reader: TensorReader, wanted: Iterable[Wanted], dtype: Any) -> Iterator[np.ndarray]:
+    """Yield the arrays that are wanted; the next is read while the caller has one.
 
     One that turns and shall not be turned has its first axis last, and as its dtype the narrower
     of `dtype` and the tensors' own. All others have the shape of the packing, and `dtype`. There
@@ -54,8 +68,8 @@ def read_packed(
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), "read") as threads:
         begun: collections.deque[tuple[np.ndarray, list[Future[None]]]] = collections.deque()
         try:
-            for packing, turned in packings:
-                array, pieces = _planned(reader, packing, turned and packing.turns, dtype)
+            for each in wanted:
+                array, pieces = _planned(reader, each, dtype)
                 begun.append((array, [threads.submit(_fill, piece) for piece in pieces]))
                 del array, pieces
                 if len(begun) == 2:
@@ -71,12 +85,12 @@ def _finished(array: np.ndarray, pieces: list[Future[None]]) -> np.ndarray:
     return array
 
 
-def _planned(
-    reader: TensorReader, packing: convert.Packing, turned: bool, dtype: Any
-) -> tuple[np.ndarray, list[_Piece]]:
-    """A new array for a packing, and the pieces that fill it."""
+def _planned(reader: TensorReader, wanted: Wanted, dtype: Any) -> tuple[np.ndarray, list[_Piece]]:
+    """A new array, and the pieces that fill it."""
+    packing = wanted.packing
     tensors = [reader.read(name) for name in packing.names]
     turns, dtype = packing.turns, np.dtype(dtype)
+    turned = wanted.turned and turns
     if turns and not turned:
         dtype = _narrower({tensor.dtype for tensor in tensors}, dtype)
     inputs = packing.shape[0] if turns else 1
@@ -88,11 +102,34 @@ def _planned(
     for tensor, run in convert.runs(packing):
         given_OI = tensors[tensor].reshape(-1, inputs)[run.first :][: run.rows]
         out_OI = all_OI[run.place :][: run.rows]
-        step = _rows_at_once(inputs * given_OI.itemsize)
-        for row in range(0, run.rows, step):
-            end = row + step
-            pieces.append(_Piece(given_OI[row:end], out_OI[row:end], turned))
+        for rows, columns in _regions(packing, wanted.boxes):
+            step = _rows_at_once(len(columns) * given_OI.itemsize)
+            across = slice(columns.start, columns.stop)
+            last = min(rows.stop - run.place, run.rows)
+            for row in range(max(rows.start - run.place, 0), last, step):
+                at = slice(row, min(row + step, last)), across
+                pieces.append(_Piece(given_OI[at], out_OI[at], turned))
     return array, pieces
+
+
+def _regions(
+    packing: convert.Packing, boxes: Collection[Box] | None
+) -> Iterator[tuple[range, range]]:
+    """Where boxes lie among outputs, which make rows, and inputs, as `convert.runs` has them."""
+    for box in [tuple(map(range, packing.shape))] if boxes is None else boxes:
+        shape, outputs, columns = packing.shape, box, range(1)
+        if packing.turns:
+            shape, outputs, columns = shape[1:], box[1:], box[0]
+        yield from ((rows, columns) for rows in _spans(shape, outputs))
+
+
+def _spans(shape: convert.Shape, box: Box) -> Iterator[range]:
+    """The numbers of a box by their places in the whole array, in runs side by side."""
+    sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    cut = max((axis for axis, size in enumerate(shape) if len(box[axis]) < size), default=0)
+    for lead in itertools.product(*box[:cut]):
+        place = sum(map(operator.mul, lead, sizes))
+        yield range(place + box[cut].start * sizes[cut], place + box[cut].stop * sizes[cut])
 
 
 def _narrower(own: set[np.dtype], dtype: np.dtype) -> np.dtype:

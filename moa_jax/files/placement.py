@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,23 +34,21 @@ def read_params(
 ) -> Any:
     """Read, pack and place every array of a table; returns the parameter tree.
 
-    While one is placed, the next is read: the host holds two that are not placed.
+    While one is placed, the next is read: the host holds two that are not placed. Of each it reads
+    and holds what its own devices get.
     `weights` is the format of matrices, for a list of layers. Raises InputError for files that
     have become shorter, and for matrices that are not finite and are to be quantised.
     """
     leaves: dict[convert.Path, Matrix] = {}
     depth = 1 + max((convert.row_of(path) or 0 for path in table), default=0)
+    goals = [_goal(*item, layers, depth, sharding) for item in table.items()]
     on_host = [_is_turned_on_host(reader, packing) for packing in table.values()]
-    packings = zip(table.values(), on_host, strict=True)
-    with contextlib.closing(packed.read_packed(reader, packings, dtype)) as arrays:
-        for (path, packing), is_turned in zip(table.items(), on_host, strict=True):
-            row = convert.row_of(path) if layers == "stacked" else None
-            path = path if row is None else convert.stacked_path(path)
-            shape = packing.shape if row is None else (depth, *packing.shape)
-            where = sharding(path, shape) if sharding else None
-            each = where
-            if where and row is not None:
-                each = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+    wanted = (
+        packed.Wanted(goal.packing, is_turned, _parts_here(goal.packing.shape, goal.each))
+        for goal, is_turned in zip(goals, on_host, strict=True)
+    )
+    with contextlib.closing(packed.read_packed(reader, wanted, dtype)) as arrays:
+        for (path, packing, row, shape, where, each), is_turned in zip(goals, on_host, strict=True):
             placed = _place(next(arrays), packing.turns and not is_turned, dtype, each)
             if row is None:
                 if weights:
@@ -63,6 +61,43 @@ def read_params(
             stack = _set_row(leaves[path], placed, np.int32(row), where)
             leaves[path] = jax.block_until_ready(stack)
     return convert.nest(leaves)
+
+
+class _Goal(NamedTuple):
+    """Where an array of a table goes."""
+
+    path: convert.Path
+    packing: convert.Packing
+    row: int | None  # of a stack of layers
+    shape: convert.Shape  # of that stack, or of the array itself
+    where: NamedSharding | None  # the same
+    each: NamedSharding | None  # the array itself
+
+
+def _goal(
+    path: convert.Path,
+    packing: convert.Packing,
+    layers: Layout,
+    depth: int,
+    sharding: ShardingOf | None,
+) -> _Goal:
+    row = convert.row_of(path) if layers == "stacked" else None
+    path = path if row is None else convert.stacked_path(path)
+    shape = packing.shape if row is None else (depth, *packing.shape)
+    where = each = sharding(path, shape) if sharding else None
+    if where and row is not None:
+        each = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+    return _Goal(path, packing, row, shape, where, each)
+
+
+def _parts_here(shape: convert.Shape, sharding: NamedSharding | None) -> set[packed.Box] | None:
+    """What lies on devices of this process; None where it has all devices."""
+    if sharding is None or sharding.is_fully_addressable:
+        return None
+    parts = sharding.addressable_devices_indices_map(shape).values()
+    return {
+        tuple(range(size)[axis] for axis, size in zip(part, shape, strict=True)) for part in parts
+    }
 
 
 def write_params(

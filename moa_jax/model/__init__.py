@@ -9,5 +9,5 @@ attention.py  over caches and passes; its kernels are attention_gpu.py, attentio
               attention_intervals.py for training
 rotary.py     heads turned by positions    quantise.py   weights in eight bits
 processes.py  what several agree on        devices.py    what a program is traced for
-pieces.py     vocabularies in pieces
+pieces.py     vocabularies in pieces       meeting.py    how processes find each other
 """

@@ -1,8 +1,9 @@
 """What the processes of one run do together: agree on what process 0 finds, and end if one fails.
 
 jax alone lets the others wait: those in a collective for its network's fault, the one that failed
-for all others to be done. Here it leaves word with jax's coordination service, which process 0
-runs, and every other process looks there twice a second.
+for all others to be done; one that was killed, or whose machine is gone, may break nothing at all.
+Here who fails leaves word with jax's coordination service, which process 0 runs. Every process
+gives a sign of life there twice a second, and looks for words and for signs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ T = TypeVar("T")
 
 # Keys and a barrier of the coordination service.
 FAILURE, ENDED, DONE = "moa_jax/failure", "moa_jax/ended", "moa_jax/done"
-WORD = "moa_jax/word"
+WORD, ALIVE = "moa_jax/word", "moa_jax/alive"
 SECONDS_BETWEEN_LOOKS = 0.5
+# After so many, which take 20 seconds, a process is given up. They are counted, not timed: one that
+# was stopped itself, as by a busy machine, first looks again.
+LOOKS_IN_SILENCE = 40
 SECONDS_FOR_A_WORD = 2.0  # from a process whose end is noticed otherwise, too
 PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
 MARGIN = 1.0  # seconds from a process's word that it ends to its exit, on a busy machine
@@ -170,13 +174,15 @@ class Ending:
         self._say(line)
         self.last_words(line)
 
-    def fail(self, line: str, code: int = 1) -> NoReturn:
-        """From any thread: this process cannot go on, and so none can.
+    def fail(self, line: str, lost: int | None = None) -> NoReturn:
+        """From any thread: this process cannot go on, as where one is lost, and so none can.
 
         Where another one has left word of its own failure, that is the reason.
         """
         first = _word_of_failure()
-        _end(first or Failure(global_state.process_id, line, code), self.say)
+        if lost is not None:
+            _note_end(lost)
+        _end(first or Failure(index(), line, 1), self.say)
 
 
 @contextlib.contextmanager
@@ -193,9 +199,10 @@ def ending_together(
     if not jax.distributed.is_initialized() or global_state.num_processes == 1:
         yield ending
         return
-    say, over = ending.say, threading.Event()
-    looking = threading.Thread(target=_look, args=(over, say), daemon=True)
-    looking.start()
+    say, over, signs = ending.say, threading.Event(), Signs()
+    looking = threading.Thread(target=_look, args=(over, signs, say), daemon=True)
+    for each in (threading.Thread(target=_exchange, args=(over, signs), daemon=True), looking):
+        each.start()
     try:
         yield ending
     except BaseException as error:
@@ -215,10 +222,59 @@ def ending_together(
     looking.join()
 
 
-def _look(over: threading.Event, say: Callable[[str], None]) -> None:
+class Signs:
+    """What this process has last heard of all, itself included, by way of the service."""
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.failure: Failure | None = None
+        self._last = dict.fromkeys(range(count()), "")
+        self._quiet = dict.fromkeys(range(count()), 0)  # exchanges in which nothing new was heard
+
+    def exchange(self) -> None:
+        """Gives a sign of life and looks for those of others; hangs where process 0 does."""
+        client = global_state.client
+        client.key_value_set(f"{ALIVE}/{index()}", str(self.exchanges), allow_overwrite=True)
+        heard = {int(key.rpartition("/")[2]): sign for key, sign in client.key_value_dir_get(ALIVE)}
+        for process, last in self._last.items():
+            self._last[process] = heard.get(process, "")
+            self._quiet[process] = self._quiet[process] + 1 if self._last[process] == last else 0
+        self.failure = _first_failure()
+        self.exchanges += 1
+
+    def lost(self) -> int | None:
+        """A process that gives no sign any more."""
+        return next((p for p, quiet in self._quiet.items() if quiet >= LOOKS_IN_SILENCE), None)
+
+
+def _exchange(over: threading.Event, signs: Signs) -> None:
     while not over.wait(SECONDS_BETWEEN_LOOKS):
-        if (found := _first_failure()) and not over.is_set():
-            _end(found, say)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no service any more
+            signs.exchange()
+
+
+def _look(over: threading.Event, signs: Signs, say: Callable[[str], None]) -> None:
+    """Ends this process for the failure of another one; it never waits for the service itself."""
+    exchanges, quiet = 0, 0
+    while not over.wait(SECONDS_BETWEEN_LOOKS):
+        quiet = quiet + 1 if signs.exchanges == exchanges else 0
+        exchanges = signs.exchanges
+        if signs.failure:
+            _end(signs.failure, say)
+        lost = 0 if quiet >= LOOKS_IN_SILENCE else signs.lost()
+        if lost is not None:
+            _leave_behind(lost, say)
+
+
+def _leave_behind(lost: int, say: Callable[[str], None]) -> NoReturn:
+    """Ends this process because another one was killed or stopped, or its machine is gone."""
+    seconds = LOOKS_IN_SILENCE * SECONDS_BETWEEN_LOOKS
+    failure = Failure(lost, f"no sign of life for {seconds:.0f} s: see whether it still runs", 1)
+    if lost == 0:  # no service either
+        _tell(failure, say)
+        os._exit(failure.code)
+    _note_end(lost)
+    _end(failure, say)
 
 
 def is_broken(error: BaseException) -> bool:
@@ -250,9 +306,9 @@ def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
     client, me = global_state.client, global_state.process_id
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
         client.key_value_set(FAILURE, json.dumps(failure))
-    say(failure.line if failure.process == me else f"process {failure.process}: {failure.line}")
+    _tell(failure, say)
+    _note_end(me)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"{ENDED}/{me}", "")
         until = time.monotonic() + PATIENCE
         while me == 0 and time.monotonic() < until:
             if len(client.key_value_dir_get(ENDED)) == global_state.num_processes:
@@ -260,3 +316,14 @@ def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
                 break
             time.sleep(0.05)
     os._exit(failure.code)
+
+
+def _note_end(process: int) -> None:
+    """Process 0 need not wait for it: it is this one, or one that is lost."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
+        global_state.client.key_value_set(f"{ENDED}/{process}", "")
+
+
+def _tell(failure: Failure, say: Callable[[str], None]) -> None:
+    own = failure.process == index()
+    say(failure.line if own else f"process {failure.process}: {failure.line}")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
+import socket
 import threading
-from multiprocessing import Pipe
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client
 
 import pytest
 
 from moa_jax.decode.engine import Engine
-from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow
+from moa_jax.decode.engine import group as group_module
+from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow, gather, join
+from moa_jax.model import processes
 from tests.decode.test_chunks import drafter, target
 from tests.decode.test_engine import CHAIN, answers, assert_as_alone, mixed
 
@@ -34,7 +40,7 @@ def test_another_process_runs_what_the_first_one_runs(name):
     pair = (target(), drafter(name), CHAIN) if name else (target(),)
     ours, theirs = Pipe()
     ends, faults, heard = [], queue.SimpleQueue(), NotingConnection(theirs)
-    group = Group({1: ours}, ends.append)
+    group = Group({1: ours}, lambda *told: ends.append(told))
     other, runs = Engine(*pair, **SETTINGS).shelf, []
     run = other.run
     other.run = lambda name, *arrays: runs.append(name) or run(name, *arrays)
@@ -80,9 +86,9 @@ def test_another_process_runs_what_the_first_one_runs(name):
 def test_both_sides_notice_that_the_other_has_died():
     ours, theirs = Pipe()
     ended = queue.SimpleQueue()
-    group = Group({1: ours}, ended.put)
+    group = Group({1: ours}, lambda *told: ended.put(told))
     theirs.close()
-    assert ended.get(timeout=10) == "process 1 has died"
+    assert ended.get(timeout=10) == ("process 1 has died", 1)
     group.tell(None)  # nobody hears it
     ours, theirs = Pipe()
     ours.close()
@@ -94,8 +100,42 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
     """The others wait for this process in a collective by then."""
     ours, theirs = Pipe()
     ends = []
-    engine = Engine(target(), group=Group({1: ours}, ends.append), **SETTINGS)
+    engine = Engine(target(), group=Group({1: ours}, lambda *told: ends.append(told)), **SETTINGS)
     with pytest.raises(KeyError):
         engine.shelf.run(("call", "that is not there"))
-    assert ends == ["KeyError: ('call', 'that is not there')"]
+    assert ends == [("KeyError: ('call', 'that is not there')", None)]
     assert isinstance(theirs.recv(), RunCall)
+
+
+def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
+    """One says nothing, one says too much, one has another key; all called first."""
+    word = queue.Queue()
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "index", lambda: 1)
+    monkeypatch.setattr(processes, "host_of_first", lambda: "127.0.0.1")
+    monkeypatch.setattr(processes, "leave_word", lambda point, told: word.put(told))
+    monkeypatch.setattr(group_module, "SECONDS_TO_GREET", 60.0)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
+        found = pool.submit(gather, print)
+        port, key = word.get(timeout=30)
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 99):
+            stranger = socket.create_connection(("127.0.0.1", port))
+            strangers.enter_context(stranger).sendall(said)
+        with pytest.raises(AuthenticationError):
+            Client(("127.0.0.1", port), authkey=b"another")
+        monkeypatch.setattr(processes, "word_left", lambda point: (port, key))
+        first = join()
+        group = found.result(30)
+        group.tell(None)
+        assert first.recv() is None
+        group.close()
+        first.close()
+        group.wait(30)
+    assert sum("a stranger called" in each for each in caplog.messages) >= 2
+
+
+def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch):
+    monkeypatch.setattr(group_module, "SECONDS_TO_GREET", 1.0)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(BlockingIOError):
+        group_module._greet(b"key", ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -73,6 +74,40 @@ def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_
         np.testing.assert_array_equal(found, array.astype(dtype), err_msg=name)
 
 
+BOXES = {
+    "qkv": [
+        (range(24), range(1, 2), range(5), range(4)),
+        (range(6), range(0, 1), range(5), range(4)),
+    ],
+    "bias": [(range(1, 2), range(5), range(4))],
+    "gate_up": [(range(24), range(2), range(50, 100)), (range(24), range(2), range(140, 150))],
+    "out": [(range(6, 12), range(24))],
+    "embed": [(range(5, 20), range(24)), (range(36, 37), range(3, 9))],
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 700, 1 << 22])
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_of_arrays_are_read_alone(turned, piece_bytes, tmp_path, monkeypatch):
+    """As by one of several processes; every number of a part is read once, and no other."""
+    fill, read = packed._fill, []
+    monkeypatch.setattr(
+        packed, "_fill", lambda piece: read.append(piece.given_OI.size) or fill(piece)
+    )
+    monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
+    wholes = expected(save(tmp_path, "float32"))
+    wanted = [packed.Wanted(TABLE[name,], turned, boxes) for name, boxes in BOXES.items()]
+    arrays = packed.read_packed(folders.TensorReader(tmp_path), wanted, np.float32)
+    for (name, boxes), array in zip(BOXES.items(), arrays, strict=True):
+        is_part = np.zeros(wholes[name].shape, bool)
+        for box in boxes:
+            is_part[tuple(slice(each.start, each.stop) for each in box)] = True
+        if TABLE[name,].turns and not turned:
+            array = np.moveaxis(array, -1, 0)
+        np.testing.assert_array_equal(array, np.where(is_part, wholes[name], 0), err_msg=name)
+    assert sum(read) == sum(math.prod(map(len, box)) for boxes in BOXES.values() for box in boxes)
+
+
 def test_the_cpu_client_turns_as_numpy_does(monkeypatch):
     """Where jax was told to use no CPU, numpy turns."""
     rows_OI = np.arange(60, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(12, 5)
@@ -122,7 +157,7 @@ def test_two_arrays_are_held(tmp_path, monkeypatch):
 
     monkeypatch.setattr(packed, "_paged", watched)
     save(tmp_path, "float32")
-    packings = [(packing, True) for packing in TABLE.values()] * 3
+    packings = [packed.Wanted(packing, True) for packing in TABLE.values()] * 3
     arrays = packed.read_packed(folders.TensorReader(tmp_path), packings, np.float32)
     most = []
     for index in range(len(packings)):

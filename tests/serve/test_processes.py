@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +44,7 @@ from tests.serve.test_endurance import (
 )
 from tests.serve.test_protocol import COMPLETIONS
 from tests.serve.toy_server import DEMO, VOCAB
+from tests.train.test_processes import ends
 
 LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
 
@@ -125,18 +128,39 @@ def asked_at_once(served: ServedProgram) -> Iterator[list[Future[str]]]:
         yield asking
 
 
+def healths(served: ServedProgram) -> list[int]:
+    """What the server says of its health until it is gone: each status once."""
+    found: dict[int, None] = {}
+    with contextlib.suppress(httpx.TransportError), served.client() as client:
+        while True:
+            found[client.get("/health").status_code] = None
+            time.sleep(0.05)
+    return list(found)
+
+
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_group_and_nobody_waits(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "line", "seconds"),
+    [
+        (signal.SIGKILL, "process 1 has died", 10),
+        (signal.SIGSTOP, "process 1: no sign of life for 20 s", 35),  # as where its machine is gone
+    ],
+    ids=["killed", "silent"],
+)
+def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds, tmp_path):
     """Rows are split between the two, so that one device alone has the others' answers."""
     with two_serving(tmp_path, "data=2") as (served, other):
-        with asked_at_once(served) as asking:
-            other.kill()
+        with asked_at_once(served) as asking, ThreadPoolExecutor(1) as looking:
+            health = looking.submit(healths, served)
+            other.send_signal(how)
             # Whichever is noticed first: the end of the process, or a collective that breaks.
-            lines = {"process 1 has died", "the engine failed at this request"}
+            lines = (line, "the engine failed at this request")
             for each in asking:
-                assert each.result(30).partition(":")[0] in lines
-        assert served.process.wait(30) == 1
-    assert "infer.serve: process 1 has died" in served.log.read_text().splitlines()
+                assert each.result(60).startswith(lines)
+            assert served.process.wait(seconds) == 1
+            assert health.result(10) == [200, 503]
+    said = served.log.read_text()
+    assert any(told.startswith(f"infer.serve: {line}") for told in said.splitlines())
 
 
 @pytest.mark.slow
@@ -152,13 +176,31 @@ def test_without_process_0_the_others_end(tmp_path):
 @pytest.mark.slow
 def test_two_processes_of_four_devices_decode_as_one(tmp_path):
     """Feed-forwards and vocabularies are cut across processes; the first one alone prints."""
-    prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": text} for text in ("I need a hotel.", "Hello!", "A table for two, please.")]
+    flags = ["--batch", "2", "--max-new-tokens", "6", "--temperature", "0.7", "--seed", "5"]
+    assert_four_devices_each_write_as_one(tmp_path, lines, *flags, "--depth", "3", mesh="tensor=8")
+
+
+@pytest.mark.slow
+def test_rows_and_heads_are_cut_across_processes(pair):
+    """Each process decodes two rows of four, with a drafter that reads what each has written."""
+    for path in (DEMO / "target").glob("*token*"):
+        shutil.copy(path, pair / "target")
+    lines = [{"prompt_ids": [1, *ids]} for ids in ([5, 6, 7, 5, 6], [9], [3, 4, 3], [8, 2, 8])]
+    flags = ["--target", str(pair / "target"), "--draft", "lookup", "--batch", "4"]
+    flags += ["--max-new-tokens", "8", "--temperature", "1", "--seed", "3"]
+    assert_four_devices_each_write_as_one(pair, lines, *flags, mesh="data=2,tensor=4")
+
+
+def assert_four_devices_each_write_as_one(
+    folder: Path, lines: list[dict], *flags: str, mesh: str
+) -> None:
+    """Two processes write what one device writes."""
+    prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["infer.generate", "--prompts", str(prompts), "--json", "--batch", "2"]
-    command += ["--max-new-tokens", "6", "--temperature", "0.7", "--seed", "5", "--depth", "3"]
+    command = ["infer.generate", "--prompts", str(prompts), "--json", *flags]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    told = together(command, command, "--mesh", "tensor=8", env=env)
+    told = together(command, command, "--mesh", mesh, env=env)
     assert [process.returncode for process, _, _ in told] == [0, 0], told
     two, nothing = (out for _, out, _ in told)
     assert nothing == ""
@@ -169,7 +211,7 @@ def test_two_processes_of_four_devices_decode_as_one(tmp_path):
         [(row["token_ids"], row["accept_lengths"]) for row in json.loads(document)["results"]]
         for document in (two, alone)
     ]
-    assert shown[0] == shown[1] and len(shown[0]) == 3
+    assert shown[0] == shown[1] and len(shown[0]) == len(lines)
 
 
 def together(first: list[str], second: list[str], *both: str, env=None) -> list[tuple]:
@@ -189,6 +231,27 @@ def together(first: list[str], second: list[str], *both: str, env=None) -> list[
     finally:
         for each in started:
             each.kill()
+
+
+# The target's bytes that this process reads, where each has half of what is cut.
+READ = """
+from infer.flags.pair import DEMO
+from moa_jax.files import packed
+from moa_jax.model import sharding
+from moa_jax.pretrained import load_target
+fill, read = packed._fill, []
+packed._fill = lambda piece: read.append(piece.given_OI.nbytes) or fill(piece)
+load_target(DEMO / "target", mesh=sharding.decoding_mesh(tensor=2))
+share = sum(read) / (DEMO / "target" / "model.safetensors").stat().st_size
+assert 0.5 < share < 0.6, share  # both have its one key-value head
+"""
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_own_part_of_the_weights():
+    read = textwrap.indent(READ, 12 * " ").strip()
+    found = ends(read, read)
+    assert [code for code, *_ in found] == [0, 0], found
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.model import processes
+from moa_jax.model.meeting import Place
 from moa_jax.pretrained import describe_target
 from tests.meeting import free_port
 from tests.model_folders import refusal
@@ -59,24 +60,31 @@ MISSING = "processes.on_first(lambda: Path('missing/file').read_text())"
 NO_FILE = "missing/file: No such file or directory: choose a path that can be used"
 
 
-def ends(first: str, second: str, within: float = 30.0) -> list[tuple[int, list[str], str]]:
-    """Exit code, lines of the program and all of stderr, by process."""
+def ends(
+    first: str, second: str, within: float = 30.0, lost: int | None = None
+) -> list[tuple[int, list[str], str]]:
+    """Exit code, lines of the program and all of stderr, by process.
+
+    One that is lost ends by no means of its own, and is killed after the other one has ended.
+    """
     place = f"127.0.0.1:{free_port()}"
     code = PROGRAM.format(first=first, second=second)
     command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     both = [subprocess.Popen([*command, str(index)], **pipes) for index in range(2)]
-    until, found = time.monotonic() + within, []
+    until, found = time.monotonic() + within, {}
     try:
-        for each in both:
-            _, told = each.communicate(timeout=until - time.monotonic())
+        for index in (1, 0) if lost == 0 else (0, 1):
+            if index == lost:
+                both[index].kill()
+            _, told = both[index].communicate(timeout=until - time.monotonic())
             lines = [line for line in told.splitlines() if line.startswith("toy: ")]
-            found.append((each.returncode, lines, told))
+            found[index] = both[index].returncode, lines, told
     finally:
         for each in both:
             each.kill()
             each.communicate()
-    return found
+    return [found[0], found[1]]
 
 
 def test_a_fault_on_one_process_ends_both():
@@ -116,6 +124,34 @@ def test_both_end_alike(first, second, code, lines):
     assert [ended for ended, _, _ in found] == [code, code], found
     for wanted, (_, told, _) in zip(lines, found, strict=False):
         assert len(told) == 1 and re.search(wanted, told[0]), told
+
+
+SOON = "processes.LOOKS_IN_SILENCE = 6; "
+LOST = "toy: process {}: no sign of life for 3 s: see whether it still runs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost, how", [(0, "STOP"), (1, "STOP"), (1, "KILL")])
+@pytest.mark.parametrize("wait", ["processes.word_left('never')", WAIT], ids=["word", "sum"])
+def test_a_process_that_falls_silent_ends_the_others(lost, how, wait):
+    """A stopped one keeps its connections open, as one does whose machine is gone."""
+    if (how, wait) == ("KILL", WAIT):
+        pytest.skip("gloo's connection breaks")
+    fall = f"time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIG{how})"
+    doing = [SOON + fall, SOON + wait] if lost == 0 else [SOON + wait, SOON + fall]
+    found = ends(*doing, lost=lost)
+    code, lines, told = found[1 - lost]
+    assert (code, lines) == (1, [LOST.format(lost)]), told
+    assert told.splitlines() == lines
+
+
+@pytest.mark.slow
+def test_a_process_that_was_busy_blames_no_other():
+    """Here one thread keeps the interpreter to itself for longer than the others may be silent."""
+    busy = "import sys; sys.setswitchinterval(100); end = time.monotonic() + 5; "
+    busy += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
+    found = ends(SOON + busy + "; time.sleep(2)", "pass")
+    assert [code for code, _, _ in found] == [0, 0], found
 
 
 @pytest.mark.slow
@@ -177,13 +213,32 @@ assert not xla_bridge.backends_are_initialized()
         ("--coordinator host:99999 --processes 1 --process 0", "host:99999: write HOST:PORT"),
         ("--coordinator host:1 --processes 2 --process 2", "--process 2: choose from 0 to 1"),
         ("--coordinator host:1", "go together: give all three"),
+        (
+            "--distributed",
+            "--distributed: no launcher says where the other processes are: run under",
+        ),
     ],
 )
-def test_flags_that_lead_nowhere_are_refused(flags, said):
+def test_flags_that_lead_nowhere_are_refused(flags, said, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     parser = Parser("toy")
     cluster.add_flags(parser)
     joining = cluster.joined(parser.parse_args(flags.split()), "toy")
     assert said in refusal(joining.__enter__)
+
+
+def test_a_launcher_says_where_all_meet(monkeypatch):
+    told = {
+        "JOB_ID": "7",
+        "STEP_NODELIST": "nodes[3-4]",
+        "NTASKS": "2",
+        "PROCID": "1",
+        "LOCALID": "0",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "8476")
+    assert cluster._detected(1) == Place("nodes3:8476", 2, 1)
 
 
 @pytest.mark.parametrize(

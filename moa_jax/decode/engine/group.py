@@ -21,17 +21,17 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
+import os
 import secrets
+import socket
+import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -39,6 +39,7 @@ import numpy as np
 from moa_jax.decode.engine.shelf import Name, Shelf
 from moa_jax.errors import first_line
 from moa_jax.model import processes
+from moa_jax.model.meeting import SECONDS_TO_GREET, greeted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +72,17 @@ class LeaderDied(ConnectionError):
 # ---- process 0 ----------------------------------------------------------------------------
 
 
+class End(Protocol):
+    """What is called, from any thread, where the group has to end."""
+
+    def __call__(self, line: str, lost: int | None = None) -> None:
+        """`line` says why, and `lost` is a process that has died."""
+
+
 class Group:
     """The other processes, as process 0 knows them."""
 
-    def __init__(self, others: dict[int, Connection], end: Callable[[str], None]) -> None:
-        """`end` is called, from any thread, with a line that says why the group has to end."""
+    def __init__(self, others: dict[int, Connection], end: End) -> None:
         self._others, self._end = others, end
         self._lock, self._closing = threading.Lock(), False
         watching = [functools.partial(self._watch, *each) for each in others.items()]
@@ -91,10 +98,10 @@ class Group:
                 with contextlib.suppress(OSError):
                     other.send_bytes(data)
 
-    def end(self, line: str) -> None:
+    def end(self, line: str, lost: int | None = None) -> None:
         """A process cannot go on, and so nobody can."""
         if not self._closing:
-            self._end(line)
+            self._end(line, lost)
 
     def close(self) -> None:
         """Tells all of them that there is nothing more to do."""
@@ -109,7 +116,7 @@ class Group:
     def _watch(self, process: int, other: Connection) -> None:
         with contextlib.suppress(OSError, EOFError):
             other.recv_bytes()  # nothing is ever said
-        self.end(f"process {process} has died")
+        self.end(f"process {process} has died", process)
 
 
 class LeadingShelf(Shelf):
@@ -198,18 +205,35 @@ def _heard(first: Connection) -> Make | RunCall | None:
 POINT = "engine"  # where process 0 leaves word
 
 
-def gather(end: Callable[[str], None]) -> Group:
+def gather(end: End) -> Group:
     """On process 0: waits for the others; `end` is that of `Group`."""
     key, others = secrets.token_bytes(32), {}
-    with Listener(("0.0.0.0", 0), backlog=processes.count(), authkey=key) as listener:
-        processes.leave_word(POINT, [listener.address[1], key.hex()])
-        while len(others) < processes.count() - 1:
-            try:
-                other = listener.accept()
-                others[other.recv()] = other
-            except (AuthenticationError, OSError, EOFError) as error:  # who does not belong here
-                logging.getLogger(__name__).warning("a stranger called: %s", error)
+    with socket.create_server(("", 0), backlog=processes.count()) as listener:
+        processes.leave_word(POINT, [listener.getsockname()[1], key.hex()])
+        for index, other in greeted(listener, functools.partial(_greet, key)):
+            others[index] = other
+            if len(others) == processes.count() - 1:
+                break
     return Group(others, end)
+
+
+def _greet(key: bytes, caller: socket.socket) -> tuple[int, Connection]:
+    """The number of a process that knows the key, and the connection to it."""
+    _limit(caller, SECONDS_TO_GREET)
+    with caller:
+        other = Connection(os.dup(caller.fileno()))
+        deliver_challenge(other, key)
+        answer_challenge(other, key)
+        index = other.recv()
+        _limit(caller, 0)  # from now on it waits for as long as it takes
+    return index, other
+
+
+def _limit(caller: socket.socket, seconds: float) -> None:
+    """How long the system waits for the other end, on this and all copies of the connection."""
+    limit = struct.pack("ll", int(seconds), 0)
+    for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        caller.setsockopt(socket.SOL_SOCKET, way, limit)
 
 
 def join() -> Connection:

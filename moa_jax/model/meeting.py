@@ -1,0 +1,221 @@
+"""The processes of a run find each other, or say who is missing.
+
+Where another one does not come, jax's own runtime aborts a process. So before it starts, process 0
+waits at its port: each of the others says who it is, and hears whether all have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from typing import Any, NamedTuple, TypeVar
+
+from moa_jax.errors import InputError
+
+T = TypeVar("T")
+
+SECONDS_TO_GREET = 5.0  # in which who calls says who it is
+SECONDS_BETWEEN_CALLS = 0.5
+SECONDS_BETWEEN_LOOKS = 0.05
+LONGEST_LINE = 4096  # bytes
+SHOWN = 8  # processes that are missing
+
+
+class Place(NamedTuple):
+    """Where the processes of a run meet, how many they are, and which of them this is."""
+
+    address: str  # HOST:PORT of process 0
+    count: int
+    index: int
+
+
+def meet(place: Place, seconds: float) -> None:
+    """Waits until every process is there.
+
+    Raises InputError, in all that have come, where one does not come within `seconds`, where two
+    say that they are the same one, and where they do not agree on how many they are.
+    """
+    if place.count > 1:
+        (_call if place.index else _wait)(place, seconds)
+
+
+def greeted(
+    listener: socket.socket, greet: Callable[[socket.socket], T], seconds: float = math.inf
+) -> Iterator[T]:
+    """What `greet` returns for each caller, for so long; who does not belong here is logged.
+
+    Each is greeted in a thread of its own: one that says nothing keeps no other waiting.
+    """
+    found: queue.SimpleQueue[T] = queue.SimpleQueue()
+
+    def one(caller: socket.socket) -> None:
+        try:
+            found.put(greet(caller))
+        except (AuthenticationError, OSError, EOFError, ValueError) as error:
+            caller.close()
+            logging.getLogger(__name__).warning("a stranger called: %s", error)
+
+    listener.settimeout(SECONDS_BETWEEN_LOOKS)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(TimeoutError):
+            caller, _ = listener.accept()
+            threading.Thread(target=one, args=(caller,), daemon=True).start()
+        while not found.empty():
+            yield found.get()
+
+
+# ---- process 0 ----------------------------------------------------------------------------
+
+
+class Caller(NamedTuple):
+    """Another process, as it says."""
+
+    index: int
+    count: int
+    line: socket.socket  # that it hears
+
+
+def _wait(place: Place, seconds: float) -> None:
+    with contextlib.ExitStack() as lines:
+        trouble, callers = "", list[Caller]()
+        with _listener(place) as listener:
+            for caller in greeted(listener, _introduced, seconds):
+                lines.enter_context(caller.line)
+                callers = [each for each in callers if _is_there(each)]
+                trouble = _trouble(place, callers, caller)
+                callers.append(caller)
+                if trouble or len(callers) == place.count - 1:
+                    break
+        trouble = trouble or _absence(place, callers, seconds)
+        for each in callers:
+            with contextlib.suppress(OSError):
+                _say(each.line, trouble=trouble)
+    if trouble:
+        raise InputError(trouble)
+
+
+def _introduced(caller: socket.socket) -> Caller:
+    caller.settimeout(SECONDS_TO_GREET)
+    index, count = _heard(caller, "process", "processes")
+    if not (isinstance(index, int) and isinstance(count, int) and 0 < index < count):
+        raise ValueError(f"it says that it is process {index} of {count}")
+    return Caller(index, count, caller)
+
+
+def _trouble(place: Place, callers: list[Caller], caller: Caller) -> str:
+    """Why all have to end, now that this one has come; nothing if they need not."""
+    if caller.count != place.count:
+        return (
+            f"process {caller.index} says that there are {caller.count} processes, and process 0 "
+            f"that there are {place.count}: start all processes alike"
+        )
+    if caller.index in [each.index for each in callers]:
+        return f"two processes say that they are process {caller.index}: number them from 0"
+    return ""
+
+
+def _absence(place: Place, callers: list[Caller], seconds: float) -> str:
+    """Who has not come; nothing if all have."""
+    missing = sorted({*range(1, place.count)} - {each.index for each in callers})
+    if not missing:
+        return ""
+    named = ", ".join(map(str, missing[:SHOWN])) + " and more" * (len(missing) > SHOWN)
+    return (
+        f"of {place.count} processes these did not come to {place.address} within {seconds:g} s: "
+        f"{named}: see that they run, and what they say"
+    )
+
+
+def _is_there(caller: Caller) -> bool:
+    """Whether its connection is open still: it says nothing more."""
+    caller.line.setblocking(False)
+    try:
+        return caller.line.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        caller.line.settimeout(SECONDS_TO_GREET)
+
+
+def _listener(place: Place) -> socket.socket:
+    """At the port, and the interfaces, at which jax's service listens afterwards."""
+    host, port = _host_port(
+        os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + place.address.rpartition(":")[2])
+    )
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=place.count, dualstack_ipv6=host == "::"
+        )
+    except OSError as error:
+        raise InputError(
+            f"port {port} cannot be opened for the other processes ({error.strerror}): end what "
+            "uses it, or choose another port"
+        ) from error
+
+
+# ---- the others ---------------------------------------------------------------------------
+
+
+def _call(place: Place, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while (trouble := _asked(place, seconds, until)) is None:
+        time.sleep(SECONDS_BETWEEN_CALLS)
+    if trouble:
+        raise InputError(f"process 0: {trouble}")
+
+
+def _asked(place: Place, seconds: float, until: float) -> str | None:
+    """What process 0 says once it has waited; None where it is not there yet."""
+    try:
+        with socket.create_connection(_host_port(place.address), SECONDS_TO_GREET) as first:
+            _say(first, process=place.index, processes=place.count)
+            first.settimeout(seconds + SECONDS_TO_GREET)  # it has waited for a while already
+            (trouble,) = _heard(first, "trouble")
+            return trouble
+    except (OSError, ValueError) as error:
+        if time.monotonic() < until:
+            return None
+        raise InputError(
+            f"process 0 was not found at {place.address} within {seconds:g} s ({error}): see that "
+            "it runs there, and what it says"
+        ) from error
+
+
+# ---- lines --------------------------------------------------------------------------------
+
+
+def _say(line: socket.socket, **facts: Any) -> None:
+    line.sendall(json.dumps(facts).encode() + b"\n")
+
+
+def _heard(line: socket.socket, *names: str) -> list[Any]:
+    """Facts that the other end tells in a line. Raises ValueError for anything else."""
+    with line.makefile("rb") as file:
+        told = file.readline(LONGEST_LINE)
+    if not told:
+        raise ConnectionError("the connection was closed")
+    try:
+        facts = json.loads(told)
+        return [facts[name] for name in names]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("another program is there") from error
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
