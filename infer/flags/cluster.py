@@ -107,7 +107,8 @@ def _join(args: argparse.Namespace) -> None:
 
 def _detected(seconds: int) -> Place:
     """What the launcher says."""
-    unknown = (None, None, None, None, None)  # what jax is to find, and how
+    first = os.environ.get("JAX_COORDINATOR_ADDRESS")  # which comes before the launcher's word
+    unknown = (first, None, None, None, None)  # what jax is to find, and how
     found = ClusterEnv.auto_detect_unset_distributed_params(*unknown, seconds)[:3]
     if None in found:
         raise InputError(
