@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from infer.flags import cluster
 from infer.program import progress, run
@@ -112,17 +110,18 @@ def _facts(
     """What all processes of a run must have in common, by name."""
     if jax.process_count() == 1:
         return {}  # hashes take a while
-    first = [np.asarray(array).tobytes() for array in train.batch(0)]
-    return common(config) | {
-        "version": __version__,
-        "jax": jax.__version__,
-        "target": model_hash(find_folder(config.target)),  # with its weights
-        "tokenizer": tokenizer_hash(tokenizer),
-        "number of rows": train.num_rows,
-        "rows": rows_hash(train),
-        "validation rows": rows_hash(validation),
-        "first rows": hashlib.sha256(b"".join(first)).hexdigest(),
-    }
+    return (
+        common(config)
+        | batches.facts_of(train)
+        | {
+            "version": __version__,
+            "jax": jax.__version__,
+            "target": model_hash(find_folder(config.target)),  # with its weights
+            "tokenizer": tokenizer_hash(tokenizer),
+            "rows": rows_hash(train),
+            "validation rows": rows_hash(validation),
+        }
+    )
 
 
 def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
@@ -181,6 +180,7 @@ def _job(
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train, kept),
         evaluate=_evaluation(config, program, validation),
+        data=batches.facts_of(train),
         decode=decode,
         flops_per_token=model_flops_per_token(config, target.config, cached=kept is not None),
     )

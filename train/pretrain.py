@@ -53,6 +53,7 @@ def pretrain(config: PretrainConfig) -> None:
         batch=train.batch,
         update=jax.jit(update, donate_argnums=0),
         evaluate=_evaluation(config, validation),
+        data=batches.facts_of(train),
     )
     params = fit(job, frozen=None)
     if params is not None:

@@ -3,7 +3,7 @@
 RUN/lock                   held while a process works on RUN; free as soon as that process ends
 RUN/checkpoints/STEP/      complete or absent: Orbax renames it into place when all is written
     files.json             size and CRC-32 of every file, as Orbax itself checks sizes only
-    meta/                  the settings of the run
+    meta/                  the settings of the run, and what its rows were
     state/                 parameters, optimiser state, step
 RUN/checkpoints/STEP.damaged   put aside, never read
 
@@ -24,7 +24,7 @@ import os
 import socket
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,9 +54,12 @@ class Checkpoints:
     and process 0 writes everything else. Raises InputError where another run has the directory.
     """
 
-    def __init__(self, config: PretrainConfig | DistillConfig) -> None:
+    def __init__(
+        self, config: PretrainConfig | DistillConfig, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """`data` tells rows of other content apart, by names for people."""
         run = config.run
-        self._config, self._folder = config, _folder_of(config)
+        self._config, self._folder, self._data = config, _folder_of(config), dict(data or {})
         self._taus: dict[int, float] = {}
         self._writing: int | None = None
         with contextlib.ExitStack() as stack:
@@ -95,13 +98,14 @@ class Checkpoints:
         """The newest sound state, its shapes and shardings those of `abstract`; None without one.
 
         A damaged checkpoint is named on stderr, put aside and passed over. Raises InputError for
-        a run with other settings, and where all checkpoints are damaged, which are then left
-        where they are.
+        a run with other settings or other rows, and where all checkpoints are damaged, which are
+        then left where they are.
         """
         faults: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             folder = self._folder / str(step)
-            faults[step] = on_first(lambda folder=folder: _examined(folder, self._config))
+            known = self._config, self._data
+            faults[step] = on_first(lambda folder=folder, known=known: _examined(folder, *known))
             if not faults[step]:
                 state, faults[step] = self._read(step, abstract)
             if not faults[step]:
@@ -128,7 +132,7 @@ class Checkpoints:
         on_first(lambda: self._check_room(state))
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            meta=ocp.args.JsonSave({"config": fingerprint(self._config)}),
+            meta=ocp.args.JsonSave({"config": fingerprint(self._config), "data": self._data}),
         )
         self._writing = step
         with self._telling_disk_faults():
@@ -229,7 +233,7 @@ def check_directory(config: PretrainConfig | DistillConfig) -> None:
         if (newest := newest_of(_folder_of(config))) is None:
             return
         try:
-            saved = _saved(newest)
+            saved = _meta(newest)["config"]
         except UNREADABLE:  # a restore names it
             return
         _check_settings(newest, saved, config)
@@ -283,10 +287,10 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
     folder = folder if is_stored(folder) else folder.absolute()
     if not folder.is_dir():
         raise InputError(f"{folder}: no such checkpoint: choose another")
-    fault, saved = _settings_of(folder)
+    fault, saved = _meta_of(folder)
     if fault:
         raise InputError(f"{folder}: damaged ({fault}): choose another checkpoint")
-    if found := [each for each in changes(saved, config) if each.startswith("drafter.")]:
+    if found := [each for each in changes(saved["config"], config) if each.startswith("drafter.")]:
         raise InputError(
             f"{folder}: holds another drafter: {listed(found)}: name another checkpoint, or set "
             "them alike"
@@ -317,11 +321,22 @@ def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
     return (folder if is_stored(folder) else folder.absolute()) / "checkpoints"
 
 
-def _examined(folder: Path, config: PretrainConfig | DistillConfig) -> str:
-    """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's."""
-    fault, saved = _settings_of(folder)
+def _examined(
+    folder: Path, config: PretrainConfig | DistillConfig, data: Mapping[str, Any] | None = None
+) -> str:
+    """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's.
+
+    One that was saved without a word on its rows, as by older versions, may have had any.
+    """
+    fault, saved = _meta_of(folder)
     if not fault:
-        _check_settings(folder, saved, config)
+        _check_settings(folder, saved["config"], config)
+        for name, before in saved.get("data", {}).items():
+            if data and data.get(name) != before:
+                raise InputError(
+                    f"{folder.parent}: was trained on other data: {name}: {before} -> "
+                    f"{data.get(name)}: restore the files, or name another run.directory"
+                )
     return fault
 
 
@@ -335,19 +350,20 @@ def _check_settings(
         )
 
 
-def _settings_of(folder: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with a checkpoint's files, "" for nothing, and the settings of its run."""
+def _meta_of(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with a checkpoint's files, "" for nothing, and what it says of its run."""
     if fault := _fault(folder):
         return fault, {}
     try:
-        return "", _saved(folder)
+        return "", _meta(folder)
     except UNREADABLE as error:
         return f"meta: {_shortened(error)}", {}
 
 
-def _saved(folder: Path) -> dict[str, Any]:
-    """The settings of a checkpoint's run; raises one of UNREADABLE where they are damaged."""
-    return ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")["config"]
+def _meta(folder: Path) -> dict[str, Any]:
+    """`config`, its settings, and maybe `data`; raises one of UNREADABLE where it is damaged."""
+    found = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")
+    return {"config": found["config"]} | found
 
 
 class _NewestAndBest:

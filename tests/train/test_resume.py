@@ -350,6 +350,13 @@ def test_a_run_with_other_settings_is_refused_by_their_names(whole, copy):
     assert_same_run(copy, whole)
 
 
+def test_a_run_on_other_rows_is_refused(whole, copy):
+    config = toy_config(copy)
+    line = refusal(loop.fit, toy_job(config, data={"first rows": "others"}), None)
+    assert "trained on other data: first rows: toy's -> others: restore the files" in line
+    assert_same_run(copy, whole)
+
+
 def test_bookkeeping_may_change(whole, copy):
     shutil.rmtree(copy / "run/checkpoints/12")
     config = toy_config(copy, keep_checkpoints=5, not_finite="skip")

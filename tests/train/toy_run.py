@@ -103,7 +103,8 @@ def toy_job(config: PretrainConfig, **changes: Any) -> Job:
 
     shapes = jax.eval_shape(init, jax.random.key(seed))
     state = abstract(shapes, placed(0, PartitionSpec()).sharding)
-    job = Job(config, start, state, placed_batch, toy_update(config.optim, seed), evaluate)
+    known = (config, start, state, placed_batch, toy_update(config.optim, seed), evaluate)
+    job = Job(*known, data={"first rows": "toy's"})
     return dataclasses.replace(job, **changes)
 
 

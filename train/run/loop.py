@@ -35,6 +35,7 @@ class Job:
     # Compiled; donates the state. Metrics as those of `moa_jax.training.update.make_update`.
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
     evaluate: Callable[[Params, Any], Figures]  # (params, frozen) -> with `simulated_tau`, if any
+    data: dict[str, Any]  # what tells the rows of the batches from others
     decode: Callable[[Params], Figures] | None = None  # at checkpoints; with `tau`
     starts_trained: bool = False  # so that the start is worth an evaluation
     flops_per_token: float | None = None  # of an update, recomputation left out
@@ -49,7 +50,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
     """
     config, total = job.config, job.config.optim.total_steps
     check(config)
-    with StopRequest() as stop, Checkpoints(config) as checkpoints:
+    with StopRequest() as stop, Checkpoints(config, job.data) as checkpoints:
         restored = checkpoints.restore(job.abstract)
         state = restored or job.start()
         done = int(state.step)
