@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from weakref import WeakSet
 
@@ -28,9 +27,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
-    fast = "--xla_cpu_parallel_codegen_split_count=1"
-    if version("jaxlib").startswith("0.10."):  # half the time; 0.11 has the new emitters alone
-        fast += " --xla_cpu_use_fusion_emitters=false"
+    one, old = "--xla_cpu_parallel_codegen_split_count=1", "xla_cpu_disable_new_fusion_emitters"
+    fast = f"{one} --xla_backend_extra_options={old}"  # the new emitters take twice the time
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
 
 # A shell that runs these tests in its background has them ignore interruptions, and with them every
@@ -57,17 +55,24 @@ LONGEST = (
     "split/test_disconnect.py",
     "decode/test_spec.py",
     "decode/test_engine.py",
-    "decode/test_switching.py",
     "serve/test_endurance.py",
+    "serve/test_processes.py",
+    "decode/test_switching.py",
     "aot/test_lowering.py",
     "aot/test_plan.py",
     "drafters/test_ablations.py",
+    "test_your_model.py",
+    "train/test_regenerate_endpoint.py",
     "decode/test_sampling_texts.py",
     "aot/test_decode_plan.py",
+    "split/test_split_bench.py",
     "serve/test_clients.py",
+    "train/test_processes.py",
     "train/test_grid.py",
     "drafters/test_moa.py",
     "infer/test_generate.py",
+    "infer/test_bench_serve.py",
+    "infer/test_programs_on_meshes.py",
     "decode/test_chunks.py",
     "train/test_training.py",
     "train/test_target_cache.py",
