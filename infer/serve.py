@@ -58,6 +58,7 @@ from moa_jax.model import processes
 from moa_jax.pretrained import Target
 
 SECRET = "--api-key-file"
+SECONDS_TO_SWITCH = 3e-4  # after which a thread of Python's gives way to another
 SECONDS_TO_END = 3.0  # that several processes, and who is being answered, have when all ends
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them
 DEMO_NAME = "moa-jax-demo"
@@ -68,6 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args, SECRET, has_secret=bool(keys))
+    # The engine's thread takes the interpreter many times a round, and would wait 5 ms each time
+    # that the server's thread is at work on an answer.
+    sys.setswitchinterval(SECONDS_TO_SWITCH)
     with cluster.joined(args, parser.prog) as ending:
         check_alike(args)
         if not processes.is_first():

@@ -139,11 +139,17 @@ class Chooser:
         else:
             self._since += rounds
 
-    def next(self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]) -> ShapeChoice:
+    def next(
+        self,
+        costs: Mapping[DraftShape, float],
+        ready: Collection[DraftShape],
+        least_gain: float = 1.0,
+    ) -> ShapeChoice:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
-        A way without a cost is left out. Where no way has one it is `own`, else plain decoding,
-        else the first way that is ready. Raises ValueError if nothing is ready.
+        What drafts must be `least_gain` times as fast as what does not. A way without a cost is
+        left out. Where no way has one it is `own`, else plain decoding, else the first way that is
+        ready. Raises ValueError if nothing is ready.
         """
         known = {
             way: costs[priced]
@@ -154,6 +160,8 @@ class Chooser:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens = self._tokens(known)
         rates = {way: tokens[way].expected / ms for way, ms in known.items()}
+        if PLAIN in rates:
+            rates[PLAIN] *= least_gain
         best = max(known, key=rates.__getitem__)
         if self._probe in known and self._left > 0:
             return ShapeChoice(self._probe, self._left)

@@ -150,6 +150,20 @@ def test_many_do_not_draft_for_want_of_figures():
     assert pace.choose(8, many, True)[0] == many[CHAIN]
 
 
+@pytest.mark.parametrize(
+    ("batch", "seconds", "way"), [(1, 1.9, CHAIN), (4, 1.9, PLAIN), (4, 1.6, CHAIN)]
+)
+def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
+    """A round of these gives two tokens, and plain decoding's takes a second."""
+    pace, programs = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN), {}
+    for each, took in ((PLAIN, 1.0), (CHAIN, seconds)):
+        programs[each] = (batch, each)
+        for _ in range(3):
+            pace.took(batch, programs[each], 1, took)
+    pace.heard(CHAIN, [0, 2] * 40, 80)
+    assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
+
+
 def test_calls_are_short_where_somebody_is_read():
     """About as long as a chunk; and no call is longer than news may take."""
     pace, program = Pace(None, None, lambda batch: CHAIN), "program"

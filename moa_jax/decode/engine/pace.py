@@ -21,6 +21,8 @@ from moa_jax.decode.auto import Chooser
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
+# Of drafting where several sit: means hide that those whose drafts are refused wait for the rest.
+LEAST_GAIN = 1.2
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 CALLS_OF_A_TRIAL = 2  # since the first has no time of its own where the drafter catches up before
@@ -146,7 +148,7 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        return self._chooser.next(table, programs)
+        return self._chooser.next(table, programs, LEAST_GAIN if batch > 1 else 1.0)
 
     def _on_trial(
         self, due: list[DraftShape], programs: Mapping[DraftShape, Any]
