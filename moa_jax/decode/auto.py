@@ -160,13 +160,12 @@ class Chooser:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens = self._tokens(known)
         rates = {way: tokens[way].expected / ms for way, ms in known.items()}
-        if PLAIN in rates:
-            rates[PLAIN] *= least_gain
-        best = max(known, key=rates.__getitem__)
+        weight = lambda way: 1.0 if way.num_drafted else least_gain  # noqa: E731
+        best = max(known, key=lambda way: rates[way] * weight(way))
         if self._probe in known and self._left > 0:
             return ShapeChoice(self._probe, self._left)
         self._judge(best, rates[best])
-        if self._since >= self._wait and (probe := _probe(best, known, tokens)):
+        if self._since >= self._wait and (probe := _probe(best, known, tokens, least_gain)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
         rounds = min(max(self._heard, 1), ROUNDS_BETWEEN_CHOICES)
@@ -215,15 +214,17 @@ def _probe(
     best: DraftShape,
     costs: Mapping[DraftShape, float],
     tokens: Mapping[DraftShape, _Tokens],
+    least_gain: float,
 ) -> ShapeChoice | None:
     """The probe that may gain most before it has lost what it may; None if none can gain."""
     rate = tokens[best].expected / costs[best]
+    to_beat = rate if best.num_drafted else rate * least_gain
     found, largest = None, 0.0
     for way, ms in costs.items():
         commits = tokens[way].expected if best.num_drafted else 1.0  # what gave up is not trusted
         lost = max(rate * ms - commits, TOKENS_OF_A_PROBE / MOST_PROBE)
         rounds = TOKENS_OF_A_PROBE / lost
-        gain = rounds * (tokens[way].most / ms - rate)
+        gain = rounds * (tokens[way].most / ms - to_beat)
         if gain > largest and _tells_more(way, best):
             found, largest = ShapeChoice(way, max(LEAST_PROBE, round(rounds))), gain
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from moa_jax.model import chunks, llama, sharding
 
 Array = jax.Array
 Parts = dict[str, Array]
-# Some tokens: the target's states, and the features and weights of each draft.
-Piece = tuple[Array, list[tuple[Array, Array]]]
+# Some tokens: the target's states, and of each draft the features and the weights of tokens.
+Piece = tuple[Array, list[Array], list[Array]]
 
 
 class Draft(NamedTuple):
@@ -26,6 +26,48 @@ class Draft(NamedTuple):
 
     feature_BTD: Array  # goes to the head
     response_BT: Array  # the answer tokens that count
+
+
+class _Scorer(NamedTuple):
+    """How some tokens are scored, a piece of them at a time."""
+
+    loss: LossConfig
+    draft_ids: tuple[int, ...] | None
+    shared: Shared
+    head: Callable[[Array], Array]
+
+    def target_of(self, hidden_BTD: Array) -> tuple[Array, Array | float]:
+        """The target's logits, and which tokens are known to a drafter with `draft_ids`."""
+        target_BTU = llama.unembed(self.shared, hidden_BTD)
+        if self.draft_ids is None:
+            return target_BTU, 1.0
+        ids_U = np.array(self.draft_ids)
+        known_V = jnp.array(np.isin(np.arange(target_BTU.shape[-1]), ids_U))
+        return target_BTU[..., ids_U], known_V[jnp.argmax(target_BTU, axis=-1)]
+
+    def of_draft(
+        self, feature_BTD: Array, target_BTU: Array, share_BT: Array
+    ) -> tuple[Array, Parts]:
+        """The loss that is trained, and all sums."""
+        each = _each_token(self.loss, target_BTU, self.head(feature_BTD))
+        parts = {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
+        return parts[self.loss.token], parts
+
+    def sums(self, piece: Piece) -> list[Parts]:
+        hidden_BTD, features, shares = piece
+        target_BTU, known_BT = self.target_of(hidden_BTD)
+        # Hold the logits of one draft at a time.
+        one = jax.checkpoint(self.of_draft) if len(features) > 1 else self.of_draft
+        pairs = zip(features, shares, strict=True)
+        return [one(x_BTD, target_BTU, share_BT * known_BT)[1] for x_BTD, share_BT in pairs]
+
+    def sums_and_gradients(self, piece: Piece) -> tuple[list[Parts], list[Array]]:
+        hidden_BTD, features, shares = piece
+        target_BTU, known_BT = self.target_of(hidden_BTD)
+        one = jax.grad(self.of_draft, has_aux=True)
+        pairs = zip(features, shares, strict=True)
+        found = [one(x_BTD, target_BTU, share_BT * known_BT) for x_BTD, share_BT in pairs]
+        return [parts for _, parts in found], [towards_BTD for towards_BTD, _ in found]
 
 
 def token_losses(
@@ -47,61 +89,45 @@ def token_losses(
     With `draft_ids` the target's law is taken over these ids only, and tokens count only where the
     target's choice is one of them (EAGLE-3, 2503.01840).
     """
-    scored = functools.partial(llama.unembed, shared) if head is None else head
-    if draft_ids is not None:
-        ids_U = np.array(draft_ids)
-        known_V = jnp.array(np.isin(np.arange(shared["embed"].shape[0]), ids_U))
-
-    def target_of(hidden_BTD: Array) -> tuple[Array, Array | float]:
-        target_BTU = llama.unembed(shared, hidden_BTD)
-        if draft_ids is None:
-            return target_BTU, 1.0
-        return target_BTU[..., ids_U], known_V[jnp.argmax(target_BTU, axis=-1)]
-
-    def of_draft(feature_BTD: Array, target_BTU: Array, share_BT: Array) -> tuple[Array, Parts]:
-        each = _each_token(objective.loss, target_BTU, scored(feature_BTD))
-        parts = {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
-        return parts[objective.loss.token], parts
-
-    def sums(piece: Piece) -> list[Parts]:
-        hidden_BTD, asked = piece
-        target_BTU, known_BT = target_of(hidden_BTD)
-        # Hold the logits of one draft at a time.
-        one = jax.checkpoint(of_draft) if len(asked) > 1 else of_draft
-        return [one(x_BTD, target_BTU, share_BT * known_BT)[1] for x_BTD, share_BT in asked]
-
-    def sums_and_gradients(piece: Piece) -> tuple[list[Parts], list[Array]]:
-        hidden_BTD, asked = piece
-        target_BTU, known_BT = target_of(hidden_BTD)
-        one = jax.grad(of_draft, has_aux=True)
-        found = [one(x_BTD, target_BTU, share_BT * known_BT) for x_BTD, share_BT in asked]
-        return [parts for _, parts in found], [towards_BTD for towards_BTD, _ in found]
-
     shares = [losses.answer_share(draft.response_BT) for draft in drafts]
-    features = [draft.feature_BTD for draft in drafts]
-    rows = functools.partial(jax.tree.map, lambda x: sharding.constrain(x, "head_rows"))
-    hidden_BTD, shares, features = rows((hidden_BTD, shares, features))
+    piece = (hidden_BTD, [draft.feature_BTD for draft in drafts], shares)
+    piece = jax.tree.map(lambda x: sharding.constrain(x, "head_rows"), piece)
     size = objective.chunks.head
-    total = lambda asked: chunks.sum_over(sums, (hidden_BTD, asked), size)  # noqa: E731
-    if head is not None or not 0 < size < hidden_BTD.shape[1]:
-        return total(list(zip(features, shares, strict=True)))
+    if head is None and 0 < size < hidden_BTD.shape[1]:
+        return _in_one_sweep((objective.loss, draft_ids, size), shared, *piece)
+    head = head or functools.partial(llama.unembed, shared)
+    return chunks.sum_over(_Scorer(objective.loss, draft_ids, shared, head).sums, piece, size)
 
-    @jax.custom_vjp
-    def in_one_sweep(features: list[Array]) -> list[Parts]:
-        return total(list(zip(features, shares, strict=True)))
 
-    def forward(features: list[Array]) -> tuple[list[Parts], list[Array]]:
-        asked = list(zip(features, shares, strict=True))
-        return chunks.sum_and_join(sums_and_gradients, (hidden_BTD, asked), size)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_one_sweep(
+    how: tuple[LossConfig, tuple[int, ...] | None, int],
+    shared: Shared,
+    hidden_BTD: Array,
+    features: list[Array],
+    shares: list[Array],
+) -> list[Parts]:
+    """What the frozen head scores; nothing but the features has a gradient."""
+    loss, draft_ids, size = how
+    scorer = _Scorer(loss, draft_ids, shared, functools.partial(llama.unembed, shared))
+    return chunks.sum_over(scorer.sums, (hidden_BTD, features, shares), size)
 
-    def backward(gradients: list[Array], towards: list[Parts]) -> tuple[list[Array]]:
-        weights = [parts[objective.loss.token] for parts in towards]
-        return (
-            [(w * g_BTD).astype(g_BTD.dtype) for w, g_BTD in zip(weights, gradients, strict=True)],
-        )
 
-    in_one_sweep.defvjp(forward, backward)
-    return in_one_sweep(features)
+def _sweep(
+    how: tuple[LossConfig, tuple[int, ...] | None, int], shared: Shared, *piece: Any
+) -> tuple[list[Parts], list[Array]]:
+    loss, draft_ids, size = how
+    scorer = _Scorer(loss, draft_ids, shared, functools.partial(llama.unembed, shared))
+    return chunks.sum_and_join(scorer.sums_and_gradients, piece, size)
+
+
+def _swept(how: tuple[LossConfig, Any, int], gradients: list[Array], towards: list[Parts]) -> Any:
+    weights = [parts[how[0].token] for parts in towards]
+    pairs = zip(weights, gradients, strict=True)
+    return None, None, [(w * g_BTD).astype(g_BTD.dtype) for w, g_BTD in pairs], None
+
+
+_in_one_sweep.defvjp(_sweep, _swept)
 
 
 def _each_token(cfg: LossConfig, target_BTU: Array, draft_BTU: Array) -> Parts:

@@ -96,6 +96,7 @@ def _wait(place: Place, seconds: float) -> None:
                 callers.append(caller)
                 if trouble or len(callers) == place.count - 1:
                     break
+        callers = [each for each in callers if _is_there(each)]
         trouble = trouble or _absence(place, callers, seconds)
         for each in callers:
             with contextlib.suppress(OSError):

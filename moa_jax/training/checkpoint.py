@@ -363,7 +363,9 @@ def _meta_of(folder: Path) -> tuple[str, dict[str, Any]]:
 def _meta(folder: Path) -> dict[str, Any]:
     """`config`, its settings, and maybe `data`; raises one of UNREADABLE where it is damaged."""
     found = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")
-    return {"config": found["config"]} | found
+    if "config" not in found:
+        raise KeyError("config")
+    return found
 
 
 class _NewestAndBest:

@@ -88,7 +88,7 @@ def make_loss(
 def _handed_over(batch: Batch, tapped: Tapped) -> tuple[Batch, Tapped]:
     """What a drafter reads, its rows where the drafter's rules want them."""
     layers, rest = tapped.rows_LBKTE, tapped._replace(rows_LBKTE=None)
-    layers = jax.tree.map(lambda x: sharding.constrain(x, "layers", "rows"), layers)
+    layers = jax.tree.map(lambda x: sharding.constrain(x, "layers", "rows", "kv_heads"), layers)
     batch, rest = jax.tree.map(lambda x: sharding.constrain(x, "rows"), (batch, rest))
     return batch, rest._replace(rows_LBKTE=layers)
 
@@ -221,7 +221,8 @@ def make_train_step(
         return init_state(drafter.init(key), tx)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
-    rules, params = _drafter_at(config, kind.table(config.drafter, target_cfg), shapes.params, mesh)
+    table = kind.table(config.drafter, target_cfg)
+    rules, params = _drafter_at(config, drafter, table, shapes.params, mesh)
     everywhere = sharding.replicated(mesh)
     frozen = abstract_frozen(target_cfg, dtype)
     copied = _is_copied(config, frozen, mesh, memory)
@@ -250,14 +251,15 @@ def make_train_step(
 
 
 def _drafter_at(
-    config: DistillConfig, table: convert.Table, params: Any, mesh: Mesh
+    config: DistillConfig, drafter: Drafter, table: convert.Table, params: Any, mesh: Mesh
 ) -> tuple[sharding.AxisRules, Any]:
     """The rules of the drafter and where its weights lie: the target's, or rows for each device.
 
-    The latter where `tensor` cuts the target, and all devices divide the rows and the widths.
+    The latter where `tensor` cuts the target, and all devices divide the rows and the widths. Not
+    with a head of its own, which is large: its vocabulary is cut.
     """
     rows = config.data.rows_per_batch // config.optim.accumulate
-    if mesh.shape["tensor"] > 1 and rows % mesh.size == 0:
+    if mesh.shape["tensor"] > 1 and rows % mesh.size == 0 and not drafter.own_head:
         with contextlib.suppress(InputError):
             of_drafter = sharding.of_table(table, mesh, sharding.DRAFTER)
             return sharding.DRAFTER, sharding.tree_of(params, of_drafter)

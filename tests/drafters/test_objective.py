@@ -119,6 +119,32 @@ def test_probe_in_chunks_equals_whole(monkeypatch):
         np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("token", ["cross_entropy", "total_variation", "log_acceptance"])
+def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
+    """For drafts of unlike weights, and wherever a program takes the gradient."""
+    shared, batch = stacked_target(), batch_of()
+    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    hidden_BTD, features = drawn(1, 3, T, 32), [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
+    asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
+
+    def total(features, size):
+        objective = Objective(chunks=ChunkConfig(head=size), loss=LossConfig(token))
+        drafts = [learning.Draft(*each) for each in zip(features, asked, strict=True)]
+        first, second = learning.token_losses(objective, shared, None, hidden_BTD, drafts)
+        return 0.3 * first[token] + 1.7 * second[token], (first, second)
+
+    gradient = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(features)  # noqa: E731
+    (expected, parts), slopes = gradient(lambda x: total(x, 0))
+    again = jax.checkpoint(lambda x: total(x, 7))
+    for within in (lambda x: total(x, 7), jax.jit(lambda x: total(x, 7)), again):
+        (value, found), made = gradient(within)
+        jax.tree.map(
+            lambda a, b: assert_norm_close(a, b, token),
+            (value, found, made),
+            (expected, parts, slopes),
+        )
+
+
 @pytest.mark.parametrize("draft_ids", [None, tuple(range(1, 96, 3))], ids=["whole", "some"])
 def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
     """Losses and gradients, and the target's head is asked no more often than for one."""

@@ -75,8 +75,10 @@ def test_without_process_0_the_others_say_so():
 )
 def test_places_that_contradict_each_other_are_refused(change, line):
     first, second, third = places(3)
-    found = lines(first, second, third._replace(**change))
-    assert all(line in each for each in found), found
+    told, found, wrong = lines(first, second, third._replace(**change))
+    assert line in told
+    for each in (found, wrong):  # process 0 has ended where one comes late
+        assert line in each or "was not found" in each
 
 
 def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
