@@ -14,7 +14,7 @@ from jax._src.clusters import ClusterEnv  # no public name tells the place befor
 
 from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, positive, refusal_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.model.meeting import Place, meet
+from moa_jax.model.meeting import Meeting, meet
 from moa_jax.model.processes import Ending, check_same, ending_together, is_broken, is_first
 from moa_jax.version import __version__
 
@@ -93,7 +93,7 @@ def _join(args: argparse.Namespace) -> None:
     if not args.distributed and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise InputError(f"--coordinator {args.coordinator}: write HOST:PORT, as in 10.0.0.1:8476")
     try:
-        place = _detected(args.join_timeout) if args.distributed else Place(*place)
+        place = _detected(args.join_timeout) if args.distributed else Meeting(*place)
         meet(place, args.join_timeout)
         jax.distributed.initialize(*place, initialization_timeout=args.join_timeout)
     except InputError:
@@ -105,7 +105,7 @@ def _join(args: argparse.Namespace) -> None:
     _keep_stdout()
 
 
-def _detected(seconds: int) -> Place:
+def _detected(seconds: int) -> Meeting:
     """What the launcher says."""
     first = os.environ.get("JAX_COORDINATOR_ADDRESS")  # which comes before the launcher's word
     unknown = (first, None, None, None, None)  # what jax is to find, and how
@@ -115,7 +115,7 @@ def _detected(seconds: int) -> Place:
             "--distributed: no launcher says where the other processes are: run under Slurm, "
             "Kubernetes or MPI or on a TPU slice, or give --coordinator, --processes and --process"
         )
-    return Place(*found)
+    return Meeting(*found)
 
 
 def _keep_stdout() -> None:

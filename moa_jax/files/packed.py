@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
 Box = tuple[range, ...]  # a part of a packed array, by axes
 
 
-class Wanted(NamedTuple):
+class Needed(NamedTuple):
     """An array to be read."""
 
     packing: convert.Packing
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     boxes: Collection[Box] | None = None  # the parts to be filled; None for all
 
 
-def read_packed(reader: TensorReader, wanted: Iterable[Wanted], dtype: Any) -> Iterator[np.ndarray]:
+def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> Iterator[np.ndarray]:
     """Yield the arrays that are wanted; the next is read while the caller has one.
 
     One that turns and shall not be turned has its first axis last, and as its dtype the narrower
@@ -85,7 +85,7 @@ def _finished(array: np.ndarray, pieces: list[Future[None]]) -> np.ndarray:
     return array
 
 
-def _planned(reader: TensorReader, wanted: Wanted, dtype: Any) -> tuple[np.ndarray, list[_Piece]]:
+def _planned(reader: TensorReader, wanted: Needed, dtype: Any) -> tuple[np.ndarray, list[_Piece]]:
     """A new array, and the pieces that fill it."""
     packing = wanted.packing
     tensors = [reader.read(name) for name in packing.names]

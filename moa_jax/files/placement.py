@@ -44,7 +44,7 @@ def read_params(
     goals = [_goal(*item, layers, depth, sharding) for item in table.items()]
     on_host = [_is_turned_on_host(reader, packing) for packing in table.values()]
     wanted = (
-        packed.Wanted(goal.packing, is_turned, _parts_here(goal.packing.shape, goal.each))
+        packed.Needed(goal.packing, is_turned, _parts_here(goal.packing.shape, goal.each))
         for goal, is_turned in zip(goals, on_host, strict=True)
     )
     with contextlib.closing(packed.read_packed(reader, wanted, dtype)) as arrays:

@@ -30,7 +30,7 @@ LONGEST_LINE = 4096  # bytes
 SHOWN = 8  # processes that are missing
 
 
-class Place(NamedTuple):
+class Meeting(NamedTuple):
     """Where the processes of a run meet, how many they are, and which of them this is."""
 
     address: str  # HOST:PORT of process 0
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     index: int
 
 
-def meet(place: Place, seconds: float) -> None:
+def meet(place: Meeting, seconds: float) -> None:
     """Waits until every process is there.
 
     Raises InputError, in all that have come, where one does not come within `seconds`, where two
@@ -85,7 +85,7 @@ class Caller(NamedTuple):
     line: socket.socket  # that it hears
 
 
-def _wait(place: Place, seconds: float) -> None:
+def _wait(place: Meeting, seconds: float) -> None:
     with contextlib.ExitStack() as lines:
         trouble, callers = "", list[Caller]()
         with _listener(place) as listener:
@@ -113,7 +113,7 @@ def _introduced(caller: socket.socket) -> Caller:
     return Caller(index, count, caller)
 
 
-def _trouble(place: Place, callers: list[Caller], caller: Caller) -> str:
+def _trouble(place: Meeting, callers: list[Caller], caller: Caller) -> str:
     """Why all have to end, now that this one has come; nothing if they need not."""
     if caller.count != place.count:
         return (
@@ -125,7 +125,7 @@ def _trouble(place: Place, callers: list[Caller], caller: Caller) -> str:
     return ""
 
 
-def _absence(place: Place, callers: list[Caller], seconds: float) -> str:
+def _absence(place: Meeting, callers: list[Caller], seconds: float) -> str:
     """Who has not come; nothing if all have."""
     missing = sorted({*range(1, place.count)} - {each.index for each in callers})
     if not missing:
@@ -150,7 +150,7 @@ def _is_there(caller: Caller) -> bool:
         caller.line.settimeout(SECONDS_TO_GREET)
 
 
-def _listener(place: Place) -> socket.socket:
+def _listener(place: Meeting) -> socket.socket:
     """At the port, and the interfaces, at which jax's service listens afterwards."""
     host, port = _host_port(
         os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + place.address.rpartition(":")[2])
@@ -172,7 +172,7 @@ def _listener(place: Place) -> socket.socket:
 # ---- the others ---------------------------------------------------------------------------
 
 
-def _call(place: Place, seconds: float) -> None:
+def _call(place: Meeting, seconds: float) -> None:
     until = time.monotonic() + seconds
     while (trouble := _asked(place, seconds, until)) is None:
         time.sleep(SECONDS_BETWEEN_CALLS)
@@ -180,7 +180,7 @@ def _call(place: Place, seconds: float) -> None:
         raise InputError(f"process 0: {trouble}")
 
 
-def _asked(place: Place, seconds: float, until: float) -> str | None:
+def _asked(place: Meeting, seconds: float, until: float) -> str | None:
     """What process 0 says once it has waited; None where it is not there yet."""
     try:
         with socket.create_connection(_host_port(place.address), SECONDS_TO_GREET) as first:

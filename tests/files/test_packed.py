@@ -96,7 +96,7 @@ def test_parts_of_arrays_are_read_alone(turned, piece_bytes, tmp_path, monkeypat
     )
     monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
     wholes = expected(save(tmp_path, "float32"))
-    wanted = [packed.Wanted(TABLE[name,], turned, boxes) for name, boxes in BOXES.items()]
+    wanted = [packed.Needed(TABLE[name,], turned, boxes) for name, boxes in BOXES.items()]
     arrays = packed.read_packed(folders.TensorReader(tmp_path), wanted, np.float32)
     for (name, boxes), array in zip(BOXES.items(), arrays, strict=True):
         is_part = np.zeros(wholes[name].shape, bool)
@@ -157,7 +157,7 @@ def test_two_arrays_are_held(tmp_path, monkeypatch):
 
     monkeypatch.setattr(packed, "_paged", watched)
     save(tmp_path, "float32")
-    packings = [packed.Wanted(packing, True) for packing in TABLE.values()] * 3
+    packings = [packed.Needed(packing, True) for packing in TABLE.values()] * 3
     arrays = packed.read_packed(folders.TensorReader(tmp_path), packings, np.float32)
     most = []
     for index in range(len(packings)):

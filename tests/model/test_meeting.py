@@ -15,7 +15,7 @@ import pytest
 
 from moa_jax.errors import InputError
 from moa_jax.model import meeting
-from moa_jax.model.meeting import Place, meet
+from moa_jax.model.meeting import Meeting, meet
 from tests.meeting import free_port
 from tests.train.test_processes import PROGRAM, ROOT
 
@@ -25,10 +25,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(meeting, "SECONDS_BETWEEN_CALLS", 0.02)
 
 
-def lines(*places: Place, seconds: float = 20.0, meanwhile: Callable = lambda: None) -> list[str]:
+def lines(*places: Meeting, seconds: float = 20.0, meanwhile: Callable = lambda: None) -> list[str]:
     """What becomes of processes that meet at the same time: "met", or their refusal."""
 
-    def line(place: Place) -> str:
+    def line(place: Meeting) -> str:
         try:
             meet(place, seconds)
         except InputError as error:
@@ -41,14 +41,14 @@ def lines(*places: Place, seconds: float = 20.0, meanwhile: Callable = lambda: N
         return [each.result(30) for each in found]
 
 
-def places(count: int) -> list[Place]:
+def places(count: int) -> list[Meeting]:
     address = f"127.0.0.1:{free_port()}"
-    return [Place(address, count, index) for index in range(count)]
+    return [Meeting(address, count, index) for index in range(count)]
 
 
 def test_all_hear_when_all_have_come():
     assert lines(*places(4)) == ["met"] * 4
-    meet(Place("nobody.invalid:1", 1, 0), 0.0)  # one has nobody to meet
+    meet(Meeting("nobody.invalid:1", 1, 0), 0.0)  # one has nobody to meet
 
 
 def test_who_does_not_come_is_named_to_all_that_have():
@@ -105,7 +105,7 @@ def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
     ]
 
 
-def called(place: Place) -> socket.socket:
+def called(place: Meeting) -> socket.socket:
     """A connection to process 0, as soon as that listens."""
     for _ in itertools.count():
         with contextlib.suppress(ConnectionRefusedError):

@@ -21,7 +21,7 @@ from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.model import processes
-from moa_jax.model.meeting import Place
+from moa_jax.model.meeting import Meeting
 from moa_jax.pretrained import describe_target
 from tests.meeting import free_port
 from tests.model_folders import refusal
@@ -238,7 +238,7 @@ def test_a_launcher_says_where_all_meet(monkeypatch):
     for name, value in told.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "8476")
-    assert cluster._detected(1) == Place("nodes3:8476", 2, 1)
+    assert cluster._detected(1) == Meeting("nodes3:8476", 2, 1)
 
 
 @pytest.mark.parametrize(
