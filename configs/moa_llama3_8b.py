@@ -53,7 +53,7 @@ config = DistillConfig(
         peak=20.0,
         total_steps=40 * EPOCH,
     ),
-    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice: GPUs have the room
+    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice; a v5e has no room
     run=RunConfig(
         directory="runs/moa_llama3_8b",
         log_every=20,

@@ -94,40 +94,36 @@ def token_losses(
     piece = jax.tree.map(lambda x: sharding.constrain(x, "head_rows"), piece)
     size = objective.chunks.head
     if head is None and 0 < size < hidden_BTD.shape[1]:
-        return _in_one_sweep((objective.loss, draft_ids, size), shared, *piece)
+        return _in_one_sweep(objective.loss, size, shared, *piece)
     head = head or functools.partial(llama.unembed, shared)
     return chunks.sum_over(_Scorer(objective.loss, draft_ids, shared, head).sums, piece, size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_one_sweep(
-    how: tuple[LossConfig, tuple[int, ...] | None, int],
-    shared: Shared,
-    hidden_BTD: Array,
-    features: list[Array],
-    shares: list[Array],
-) -> list[Parts]:
-    """What the frozen head scores; nothing but the features has a gradient."""
-    loss, draft_ids, size = how
-    scorer = _Scorer(loss, draft_ids, shared, functools.partial(llama.unembed, shared))
-    return chunks.sum_over(scorer.sums, (hidden_BTD, features, shares), size)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_one_sweep(loss: LossConfig, size: int, shared: Shared, *piece: Any) -> list[Parts]:
+    """What the frozen head scores of a `Piece`; nothing but the features has a gradient."""
+    return chunks.sum_over(_by_target(loss, shared).sums, piece, size)
 
 
 def _sweep(
-    how: tuple[LossConfig, tuple[int, ...] | None, int], shared: Shared, *piece: Any
+    loss: LossConfig, size: int, shared: Shared, *piece: Any
 ) -> tuple[list[Parts], list[Array]]:
-    loss, draft_ids, size = how
-    scorer = _Scorer(loss, draft_ids, shared, functools.partial(llama.unembed, shared))
-    return chunks.sum_and_join(scorer.sums_and_gradients, piece, size)
+    return chunks.sum_and_join(_by_target(loss, shared).sums_and_gradients, piece, size)
 
 
-def _swept(how: tuple[LossConfig, Any, int], gradients: list[Array], towards: list[Parts]) -> Any:
-    weights = [parts[how[0].token] for parts in towards]
+def _swept(
+    loss: LossConfig, size: int, gradients: list[Array], towards: list[Parts]
+) -> tuple[None, None, list[Array], None]:
+    weights = [parts[loss.token] for parts in towards]
     pairs = zip(weights, gradients, strict=True)
     return None, None, [(w * g_BTD).astype(g_BTD.dtype) for w, g_BTD in pairs], None
 
 
 _in_one_sweep.defvjp(_sweep, _swept)
+
+
+def _by_target(loss: LossConfig, shared: Shared) -> _Scorer:
+    return _Scorer(loss, None, shared, functools.partial(llama.unembed, shared))
 
 
 def _each_token(cfg: LossConfig, target_BTU: Array, draft_BTU: Array) -> Parts:
