@@ -55,23 +55,36 @@ def greeted(
 
     Each is greeted in a thread of its own: one that says nothing keeps no other waiting.
     """
-    found: queue.SimpleQueue[T] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
+    over = threading.Event()
 
     def one(caller: socket.socket) -> None:
         try:
-            found.put(greet(caller))
+            found.put((caller, greet(caller)))
         except (AuthenticationError, OSError, EOFError, ValueError) as error:
             caller.close()
             logging.getLogger(__name__).warning("a stranger called: %s", error)
+        if over.is_set():
+            hang_up()
+
+    def hang_up() -> None:
+        """Closes the lines of those whom nobody will hear of."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.get_nowait()[0].close()
 
     listener.settimeout(SECONDS_BETWEEN_LOOKS)
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        with contextlib.suppress(TimeoutError):
-            caller, _ = listener.accept()
-            threading.Thread(target=one, args=(caller,), daemon=True).start()
-        while not found.empty():
-            yield found.get()
+    try:
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                caller, _ = listener.accept()
+                threading.Thread(target=one, args=(caller,), daemon=True).start()
+            while not found.empty():
+                yield found.get()[1]
+    finally:
+        over.set()
+        hang_up()
 
 
 # ---- process 0 ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import itertools
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,28 @@ def test_places_that_contradict_each_other_are_refused(change, line):
     assert line in told
     for each in (found, wrong):  # process 0 has ended where one comes late
         assert line in each or "was not found" in each
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_who_is_greeted_when_nobody_listens_any_more_is_hung_up_on(slow):
+    """Process 0 may have ended what it waits for while it greets: no line may stay open."""
+    both, may_end, turns = threading.Barrier(2), threading.Event(), itertools.count()
+
+    def greet(caller: socket.socket) -> socket.socket:
+        both.wait(10)
+        if next(turns) and slow:
+            assert may_end.wait(10)
+        return caller
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as open_:
+        address = listener.getsockname()
+        lines = [open_.enter_context(socket.create_connection(address, 10)) for _ in range(2)]
+        greeted = meeting.greeted(listener, greet, 10.0)
+        known = open_.enter_context(next(greeted)).getpeername()
+        greeted.close()
+        may_end.set()
+        (other,) = [line for line in lines if line.getsockname() != known]
+        assert other.recv(1) == b""
 
 
 def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
