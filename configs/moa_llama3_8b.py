@@ -22,6 +22,7 @@ from moa_jax.config import (
     RunConfig,
 )
 
+CHAT = "hub:HuggingFaceH4/ultrachat_200k@8049631c405ae6576f93f445c6b8166f76f5505a"
 CONVERSATIONS = 207_865
 TOKENS = 1_200  # of a conversation, in the mean: an estimate
 EPOCH = CONVERSATIONS * TOKENS // (16 * 4096)
@@ -38,8 +39,8 @@ config = DistillConfig(
         target_layer_inference=0,
     ),
     data=DataConfig(
-        train=("hub:HuggingFaceH4/ultrachat_200k/train_sft",),
-        validation=("hub:HuggingFaceH4/ultrachat_200k/test_sft",),
+        train=(f"{CHAT}/train_sft",),
+        validation=(f"{CHAT}/test_sft",),
         max_length=2048,
         row_length=4096,
         rows_per_batch=16,

@@ -7,8 +7,8 @@
 
 Compiles the step of train.distill ahead of time, so no accelerator, driver or network is needed,
 but the extra `plan` is (make env PLAN=1). Where the config file has a preset named as the topology,
-it is taken without `--preset`. Settings are overridden by dotted flags. The time of a step is
-modelled from the compiled program, and nothing is measured.
+it is taken unless `--preset` names another one, or `none`. Settings are overridden by dotted flags.
+The time of a step is modelled from the compiled program, and nothing is measured.
 
 The last line of stdout is `fits` (exit code 0) or `does not fit` (3); with --json stdout is one
 JSON document. Where the compiler itself crashes there is no verdict, and the exit code is 4.
@@ -34,7 +34,7 @@ from moa_jax.errors import InputError
 from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import describe_target
 from train.run.best import search
-from train.run.settings import config_parser, overridden, parse_config
+from train.run.settings import NO_PRESET, config_parser, overridden, parse_config
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 
@@ -76,6 +76,7 @@ def _asked(arguments: list[str]) -> tuple[DistillConfig, argparse.Namespace]:
     config, args = parse_config(_parser(), DistillConfig, arguments)
     if args.preset is None and args.topology in presets_of(args.config):
         return parse_config(_parser(), DistillConfig, [*arguments, "--preset", args.topology])
+    args.preset = None if args.preset == NO_PRESET else args.preset
     return config, args
 
 

@@ -467,6 +467,14 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert "so 32,768 tokens/s, 26.0% model FLOP utilisation" in lines
 
 
+@pytest.mark.parametrize("flags, preset", [((), "v5e:4x4"), (("--preset", "none"), None)])
+def test_the_preset_of_a_topology_can_be_left_out(planned, capsys, flags, preset):
+    plan.main([*COMMAND, "--json", *flags])
+    assert json.loads(capsys.readouterr().out)["preset"] == preset
+    config, _ = plan._asked([*COMMAND, *flags])
+    assert config == load_config(COMMAND[1], DistillConfig, [], preset)
+
+
 def test_json_is_all_of_stdout(planned, capsys):
     assert plan.main([*COMMAND, "--json", "--data.rows_per_batch", "512"]) == 3
     found = json.loads(capsys.readouterr().out)

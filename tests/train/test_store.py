@@ -18,7 +18,9 @@ from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.metrics import read_records
 from tests.model_folders import refusal
 from tests.train.store import stand_in
+from tests.train.test_training import distill_config, metrics
 from tests.train.toy_run import toy_config, toy_job
+from train import distill, export
 from train.run.loop import check, fit
 from train.run.settings import check_paths
 
@@ -67,6 +69,24 @@ def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
     )
     assert ours == theirs and len(ours) > 6
     assert not (tmp_path / "gs:").exists()
+
+
+@pytest.mark.slow
+def test_a_drafter_in_a_store_is_taken_out_and_trained_on(store, small_target, tmp_path):
+    first = stored(distill_config(tmp_path / "first", small_target))
+    distill.distill(first)
+    copy = dataclasses.replace(first, output=str(tmp_path / "copy"))
+    export.export(copy, export.step_of(copy, "best"))
+    assert same_files(tmp_path / "copy", tmp_path / "first" / "draft")
+    second = distill_config(tmp_path / "second", small_target)
+    distill.distill(dataclasses.replace(second, init_from=RUN))
+    *_, last = (each for each in read_records(place(RUN) / "metrics.jsonl") if "kl" in each)
+    assert metrics(tmp_path / "second", "eval")[0] == last | {"step": 0}
+
+
+def same_files(one: Path, other: Path) -> bool:
+    files = lambda folder: {file.name: file.read_bytes() for file in folder.iterdir()}  # noqa: E731
+    return files(one) == files(other) != {}
 
 
 def test_data_comes_from_a_store(store):

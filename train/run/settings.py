@@ -17,6 +17,7 @@ from moa_jax.files.places import place
 
 Config = TypeVar("Config")
 
+NO_PRESET = "none"  # says so where a program would choose one
 WRITTEN = ("directory", "output", "cache", "tokenizer")  # settings that name what a run writes
 
 
@@ -25,7 +26,8 @@ def config_parser(prog: str, description: str | None) -> Parser:
     parser = Parser(prog, description)
     parser.add_argument("--config", required=True, help="a Python file that defines `config`")
     parser.add_argument(
-        "--preset", help="settings for a machine, of those that the config file has"
+        "--preset",
+        help=f"settings for a machine, of those that the config file has, or {NO_PRESET}",
     )
     return parser
 
@@ -48,7 +50,7 @@ def load_config(
     written.
     """
     config = read_config(path, kind)
-    if preset is not None:
+    if preset not in (None, NO_PRESET):
         config = overridden(config, read_preset(path, preset).items())
     config = overridden(config, _pairs(overrides))
     check_paths(config)
