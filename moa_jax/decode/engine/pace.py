@@ -22,7 +22,7 @@ from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Of drafting where several sit: means hide that those whose drafts are refused wait for the rest.
-LEAST_GAIN = 1.2
+LEAST_GAIN = 1.08
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 CALLS_OF_A_TRIAL = 2  # since the first has no time of its own where the drafter catches up before
