@@ -1,7 +1,11 @@
 """What a round costs in each way that a session may take: the numbers that it chooses by.
 
-One generation of random tokens takes all ways in turns, a few rounds at a time, as it will when
-it chooses. So a price holds what a call costs the host, and drift of the machine hits all ways.
+    turn      a prompt is read | rounds that are not counted | rounds that are
+
+All ways take turns, so drift of the machine hits them alike. Counted rounds are one call, so a
+price holds what a call costs the host. A CPU's caches hold what was read last, the prompt's or
+another way's, and some fifteen rounds pass until they serve this way as well as they can. These
+are not counted, for a choice mostly repeats the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from moa_jax.decode.session import GREEDY, Session
 from moa_jax.errors import InputError
 from moa_jax.measure.turns import in_turns
 
-ROUNDS, TURNS = 8, 9  # rounds of a call, and counted calls of each way
+ROUNDS_BEFORE, ROUNDS = 16, 8  # of a turn: not counted, and counted
+TURNS = 7  # that are counted, of each way
 PROMPT, NEW = 64, 128  # tokens
 NO_STOP: list[int] = []
 
@@ -30,12 +35,11 @@ def price(
     Raises InputError where the caches are too small for the prompts.
     """
     seconds: dict[DraftShape, list[float]] = {way: [] for way in session.ways}
-    found = _begin(session, batch)
     for turn in in_turns(len(session.ways), 1, TURNS):
         if not go_on():
             return {}
-        if found.done:
-            found = _begin(session, batch)
+        found = _begin(session, batch)
+        found.take(session.ways[turn.way], ROUNDS_BEFORE)
         way, rounds, spent = found.take(session.ways[turn.way], ROUNDS)
         if not way.num_drafted:  # it pays for its share of catching up
             spent += found.catch_up() * rounds / session.most_behind

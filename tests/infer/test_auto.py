@@ -12,6 +12,7 @@ from infer.flags import auto, pair
 from infer.program import Parser
 from moa_jax import Result
 from moa_jax.config import DraftShape
+from moa_jax.decode.generation import Call
 from moa_jax.decode.session import PLAIN, Session
 from moa_jax.errors import InputError
 from moa_jax.measure.pricing import price
@@ -128,6 +129,27 @@ def test_a_chat_measures_while_somebody_types(monkeypatch, capsys):
 def test_pricing_gives_up_when_it_is_told_to():
     session = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3),))
     assert price(session, 1, lambda: False) == {}
+
+
+def test_a_price_leaves_out_the_rounds_in_which_caches_warm_up(monkeypatch):
+    class Cold:
+        """A generation whose first rounds are slow."""
+
+        def __init__(self) -> None:
+            self.rounds = 0
+
+        def take(self, way, rounds):
+            first, self.rounds = self.rounds, self.rounds + rounds
+            spent = sum(1.0 if index < 14 else 0.25 for index in range(first, self.rounds))
+            return Call(way, rounds, spent)
+
+        def catch_up(self):
+            return 1.0
+
+    ways = (PLAIN, OWN)
+    monkeypatch.setattr("moa_jax.measure.pricing._begin", lambda session, batch: Cold())
+    found = price(SimpleNamespace(ways=ways, most_behind=32))
+    assert found == {PLAIN: 1e3 * (0.25 + 1 / 32), OWN: 250.0}  # plain: its share of catching up
 
 
 class Fake:
