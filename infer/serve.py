@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     with cluster.joined(args, parser.prog) as ending:
         check_alike(args)
         if not processes.is_first():
-            return _follow(args, parser.prog)
+            return _follow(args, ending)
         group = group_of(ending.fail) if processes.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
         with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
@@ -92,12 +92,13 @@ def main(arguments: list[str] | None = None) -> int:
         if group:
             group.close()
             group.wait(SECONDS_TO_END)
+            ending.part()
             leave(code)
     engine.session.background.leave(code)  # nobody waits for what is compiled for later
     return code
 
 
-def _follow(args: argparse.Namespace, program: str) -> NoReturn:
+def _follow(args: argparse.Namespace, ending: processes.Ending) -> NoReturn:
     """Runs what process 0 runs, and ends as it does: with the group, SIGTERM is for that one."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     first = join_group()
@@ -105,9 +106,9 @@ def _follow(args: argparse.Namespace, program: str) -> NoReturn:
         engine, _ = _load(args)
     try:
         follow(engine.shelf, first)
-    except LeaderDied as error:
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
-        leave(1)
+    except LeaderDied:
+        ending.lost(0)
+    ending.part()
     leave(0)
 
 

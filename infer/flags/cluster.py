@@ -51,10 +51,15 @@ def joined(args: argparse.Namespace, program: str) -> Iterator[Ending]:
     It must be entered before jax looks for devices. Raises InputError for flags that do not say
     all, and where the others are not found.
     """
-    _join(args)
     people = sys.stderr  # whatever becomes of it inside
-    say = lambda line: print(f"{program}: {line}", file=people, flush=True)  # noqa: E731
-    with ending_together(_described, say) as ending:
+
+    def say(line: str) -> None:
+        people.write(f"{program}: {line}\n")  # at once, for libraries write there, too
+        people.flush()
+
+    ending = Ending(say)
+    _join(args, ending)
+    with ending_together(_described, ending):
         yield ending
 
 
@@ -79,7 +84,7 @@ def check_alike(args: argparse.Namespace, files: Mapping[str, str]) -> None:
     check_same(flags | files | {"version": __version__, "jax": jax.__version__}, "start")
 
 
-def _join(args: argparse.Namespace) -> None:
+def _join(args: argparse.Namespace, ending: Ending) -> None:
     place = _place(args)
     if not is_asked(args):
         return
@@ -94,7 +99,7 @@ def _join(args: argparse.Namespace) -> None:
         raise InputError(f"--coordinator {args.coordinator}: write HOST:PORT, as in 10.0.0.1:8476")
     try:
         place = _detected(args.join_timeout) if args.distributed else Meeting(*place)
-        meet(place, args.join_timeout)
+        ending.watch(meet(place, args.join_timeout))
         jax.distributed.initialize(*place, initialization_timeout=args.join_timeout)
     except InputError:
         raise

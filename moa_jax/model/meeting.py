@@ -2,6 +2,12 @@
 
 Where another one does not come, jax's own runtime aborts a process. So before it starts, process 0
 waits at its port: each of the others says who it is, and hears whether all have come.
+
+    process 1   who I am -->   all have come <--   ...   farewell <-> farewell
+    process 2   who I am -->   all have come <--   ...   the line ends: somebody has died
+
+The lines between them stay open, for the system closes those of a process that dies. So its death
+is heard of at once, and before jax hears of it, which would abort all others if it is process 0's.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import AuthenticationError
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +34,7 @@ SECONDS_BETWEEN_CALLS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.05
 LONGEST_LINE = 4096  # bytes
 SHOWN = 8  # processes that are missing
+FAREWELL = b"."
 
 
 class Meeting(NamedTuple):
@@ -38,14 +45,48 @@ class Meeting(NamedTuple):
     index: int
 
 
-def meet(place: Meeting, seconds: float) -> None:
-    """Waits until every process is there.
+class Lines:
+    """The connections of this process: process 0 has one to each other, and the others to it."""
+
+    def __init__(self, lines: Mapping[int, socket.socket]) -> None:
+        self._lines, self._parted = lines, False
+        for line in lines.values():
+            line.settimeout(None)
+
+    def watch(self, lost: Callable[[int], object]) -> None:
+        """Calls `lost`, in a thread of its own, with each process that ends without a farewell."""
+        for each in self._lines.items():
+            threading.Thread(target=self._watch, args=(*each, lost), daemon=True).start()
+
+    def part(self) -> None:
+        """Says farewell: from now on it is no matter who ends first."""
+        self._parted = True
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.sendall(FAREWELL)
+
+    def close(self) -> None:
+        """Closes the lines, as the end of the process does."""
+        for line in self._lines.values():
+            line.close()
+
+    def _watch(self, process: int, line: socket.socket, lost: Callable[[int], object]) -> None:
+        said = b""
+        with contextlib.suppress(OSError):
+            said = line.recv(1)
+        if said != FAREWELL and not self._parted:
+            lost(process)
+
+
+def meet(place: Meeting, seconds: float) -> Lines:
+    """Waits until every process is there; returns the lines between them.
 
     Raises InputError, in all that have come, where one does not come within `seconds`, where two
     say that they are the same one, and where they do not agree on how many they are.
     """
-    if place.count > 1:
-        (_call if place.index else _wait)(place, seconds)
+    if place.count == 1:
+        return Lines({})
+    return (_call if place.index else _wait)(place, seconds)
 
 
 def greeted(
@@ -98,24 +139,26 @@ class Caller(NamedTuple):
     line: socket.socket  # that it hears
 
 
-def _wait(place: Meeting, seconds: float) -> None:
+def _wait(place: Meeting, seconds: float) -> Lines:
     with contextlib.ExitStack() as lines:
         trouble, callers = "", list[Caller]()
         with _listener(place) as listener:
             for caller in greeted(listener, _introduced, seconds):
                 lines.enter_context(caller.line)
-                callers = [each for each in callers if _is_there(each)]
+                callers = _those_there(callers)
                 trouble = _trouble(place, callers, caller)
                 callers.append(caller)
                 if trouble or len(callers) == place.count - 1:
                     break
-        callers = [each for each in callers if _is_there(each)]
+        callers = _those_there(callers)
         trouble = trouble or _absence(place, callers, seconds)
         for each in callers:
             with contextlib.suppress(OSError):
                 _say(each.line, trouble=trouble)
-    if trouble:
-        raise InputError(trouble)
+        if trouble:
+            raise InputError(trouble)
+        lines.pop_all()
+    return Lines({each.index: each.line for each in callers})
 
 
 def _introduced(caller: socket.socket) -> Caller:
@@ -148,6 +191,15 @@ def _absence(place: Meeting, callers: list[Caller], seconds: float) -> str:
         f"of {place.count} processes these did not come to {place.address} within {seconds:g} s: "
         f"{named}: see that they run, and what they say"
     )
+
+
+def _those_there(callers: list[Caller]) -> list[Caller]:
+    """Those whose connections are open still; the others' are closed."""
+    there = [each for each in callers if _is_there(each)]
+    for each in callers:
+        if each not in there:
+            each.line.close()
+    return there
 
 
 def _is_there(caller: Caller) -> bool:
@@ -185,22 +237,25 @@ def _listener(place: Meeting) -> socket.socket:
 # ---- the others ---------------------------------------------------------------------------
 
 
-def _call(place: Meeting, seconds: float) -> None:
+def _call(place: Meeting, seconds: float) -> Lines:
     until = time.monotonic() + seconds
-    while (trouble := _asked(place, seconds, until)) is None:
+    while (first := _answered(place, seconds, until)) is None:
         time.sleep(SECONDS_BETWEEN_CALLS)
-    if trouble:
-        raise InputError(f"process 0: {trouble}")
+    return Lines({0: first})
 
 
-def _asked(place: Meeting, seconds: float, until: float) -> str | None:
-    """What process 0 says once it has waited; None where it is not there yet."""
+def _answered(place: Meeting, seconds: float, until: float) -> socket.socket | None:
+    """The line to process 0, once that has said that all have come; None if it is not there yet."""
     try:
-        with socket.create_connection(_host_port(place.address), SECONDS_TO_GREET) as first:
+        with contextlib.ExitStack() as lines:
+            first = socket.create_connection(_host_port(place.address), SECONDS_TO_GREET)
+            lines.enter_context(first)
             _say(first, process=place.index, processes=place.count)
             first.settimeout(seconds + SECONDS_TO_GREET)  # it has waited for a while already
             (trouble,) = _heard(first, "trouble")
-            return trouble
+            if not trouble:
+                lines.pop_all()
+                return first
     except (OSError, ValueError) as error:
         if time.monotonic() < until:
             return None
@@ -208,6 +263,7 @@ def _asked(place: Meeting, seconds: float, until: float) -> str | None:
             f"process 0 was not found at {place.address} within {seconds:g} s ({error}): see that "
             "it runs there, and what it says"
         ) from error
+    raise InputError(f"process 0: {trouble}")
 
 
 # ---- lines --------------------------------------------------------------------------------
@@ -219,7 +275,7 @@ def _say(line: socket.socket, **facts: Any) -> None:
 
 def _heard(line: socket.socket, *names: str) -> list[Any]:
     """Facts that the other end tells in a line. Raises ValueError for anything else."""
-    with line.makefile("rb") as file:
+    with line.makefile("rb", buffering=0) as file:  # what follows is left to be heard
         told = file.readline(LONGEST_LINE)
     if not told:
         raise ConnectionError("the connection was closed")

@@ -3,7 +3,8 @@
 jax alone lets the others wait: those in a collective for its network's fault, the one that failed
 for all others to be done; one that was killed, or whose machine is gone, may break nothing at all.
 Here who fails leaves word with jax's coordination service, which process 0 runs. Every process
-gives a sign of life there twice a second, and looks for words and for signs.
+gives a sign of life there twice a second, and looks for words and for signs. The death of a process
+ends its line to process 0 (`meeting`), where a machine that is gone only falls silent.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax._src.distributed import global_state  # no public name leads to the coo
 from jax.experimental import multihost_utils
 
 from moa_jax.errors import InputError
+from moa_jax.model.meeting import Lines
 
 T = TypeVar("T")
 
@@ -163,12 +165,26 @@ class Failure(NamedTuple):
     code: int  # with which all exit
 
 
+_ENDS = threading.Lock()  # of whichever thread ends this process, which is never given back
+
+
 class Ending:
     """How a process ends that is one of several."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+        self._lines = Lines({})
+        self.has_service = False  # that all have found: jax aborts who asks one before
         self.last_words: Callable[[str], None] = lambda line: None  # before it exits
+
+    def watch(self, lines: Lines) -> None:
+        """Ends this process if one of those that it has met dies."""
+        self._lines = lines
+        lines.watch(self.lost)
+
+    def part(self) -> None:
+        """Tells the others that this process ends now, as it should."""
+        self._lines.part()
 
     def say(self, line: str) -> None:
         self._say(line)
@@ -184,27 +200,36 @@ class Ending:
             _note_end(lost)
         _end(first or Failure(index(), line, 1), self.say)
 
+    def lost(self, process: int) -> NoReturn:
+        """From any thread: another process has died, or has left word and ended."""
+        line = f"process {process} has died"
+        if process and self.has_service:
+            self.fail(line, process)
+        _ENDS.acquire()  # at once: there is no service, and jax aborts where it was process 0's
+        self.say(line)
+        os._exit(1)
+
 
 @contextlib.contextmanager
 def ending_together(
-    describe: Callable[[BaseException], tuple[str, int]], say: Callable[[str], None]
-) -> Iterator[Ending]:
+    describe: Callable[[BaseException], tuple[str, int]], ending: Ending
+) -> Iterator[None]:
     """Ends every process of a run as soon as one leaves this context by an exception.
 
     `describe` turns an exception into a line and an exit code. Each process says the line of its
     own failure or of the first one elsewhere and exits, whatever it is doing. An exception of a
     process that is alone goes on as usual.
     """
-    ending = Ending(say)
     if not jax.distributed.is_initialized() or global_state.num_processes == 1:
-        yield ending
+        yield
         return
+    ending.has_service = True
     say, over, signs = ending.say, threading.Event(), Signs()
     looking = threading.Thread(target=_look, args=(over, signs, say), daemon=True)
     for each in (threading.Thread(target=_exchange, args=(over, signs), daemon=True), looking):
         each.start()
     try:
-        yield ending
+        yield
     except BaseException as error:
         over.set()
         first = _first_failure()
@@ -219,6 +244,7 @@ def ending_together(
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # one was killed
         global_state.client.wait_at_barrier(DONE, A_DAY_MS)
     over.set()
+    ending.part()
     looking.join()
 
 
@@ -271,6 +297,7 @@ def _leave_behind(lost: int, say: Callable[[str], None]) -> NoReturn:
     seconds = LOOKS_IN_SILENCE * SECONDS_BETWEEN_LOOKS
     failure = Failure(lost, f"no sign of life for {seconds:.0f} s: see whether it still runs", 1)
     if lost == 0:  # no service either
+        _ENDS.acquire()
         _tell(failure, say)
         os._exit(failure.code)
     _note_end(lost)
@@ -278,8 +305,8 @@ def _leave_behind(lost: int, say: Callable[[str], None]) -> NoReturn:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether a collective failed, as it does where another process has ended."""
-    names = ("Gloo", "NCCL", "Connection reset by peer")
+    """Whether a collective or the service failed, as where another process has ended."""
+    names = ("Gloo", "NCCL", "Connection reset by peer", "UNAVAILABLE")
     return isinstance(error, RuntimeError | ValueError) and any(n in str(error) for n in names)
 
 
@@ -303,6 +330,7 @@ def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
 
     Process 0 is last: jax aborts every process that still runs when the service goes.
     """
+    _ENDS.acquire()
     client, me = global_state.client, global_state.process_id
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
         client.key_value_set(FAILURE, json.dumps(failure))

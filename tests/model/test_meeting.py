@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def lines(*places: Meeting, seconds: float = 20.0, meanwhile: Callable = lambda:
 
     def line(place: Meeting) -> str:
         try:
-            meet(place, seconds)
+            meet(place, seconds).close()
         except InputError as error:
             return str(error)
         return "met"
@@ -49,7 +50,7 @@ def places(count: int) -> list[Meeting]:
 
 def test_all_hear_when_all_have_come():
     assert lines(*places(4)) == ["met"] * 4
-    meet(Meeting("nobody.invalid:1", 1, 0), 0.0)  # one has nobody to meet
+    meet(Meeting("nobody.invalid:1", 1, 0), 0.0).watch(print)  # one has nobody to meet
 
 
 def test_who_does_not_come_is_named_to_all_that_have():
@@ -80,6 +81,23 @@ def test_places_that_contradict_each_other_are_refused(change, line):
     assert line in told
     for each in (found, wrong):  # process 0 has ended where one comes late
         assert line in each or "was not found" in each
+
+
+def test_who_ends_without_a_farewell_has_died():
+    """Its line ends; others hear it from process 0, which ends then, too."""
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(lambda place: meet(place, 20.0), places(3))
+    heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    for name, each in (("first", first), ("third", third)):
+        each.watch(lambda process, name=name: heard.put((name, process)))
+    second.close()
+    assert heard.get(timeout=10) == ("first", 1)
+    first.part()
+    third.part()
+    for each in (first, third):
+        each.close()
+    time.sleep(0.2)
+    assert heard.empty()
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -117,7 +135,7 @@ def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
             wait = time.monotonic() + 10
             while len(caplog.records) < 3 and time.monotonic() < wait:
                 time.sleep(0.01)
-            meet(second, 10.0)
+            meet(second, 10.0).close()
 
         assert lines(first, meanwhile=intrude) == ["met"]
         said = sorted(record.getMessage() for record in caplog.records)
@@ -166,7 +184,7 @@ def test_a_port_that_is_taken_is_named():
     "process, line", [(0, "of 2 processes these did not come"), (1, "process 0 was not found")]
 )
 def test_a_program_that_is_left_alone_refuses_in_one_line(process, line):
-    code = PROGRAM.format(first="pass", second="pass")
+    code = PROGRAM.format(first="pass", second="pass", before="pass")
     flags = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--join-timeout", "2"]
     command = [sys.executable, "-c", code, *flags, "--process", str(process)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -47,6 +47,7 @@ def main(arguments=None):
     parser = Parser("toy")
     cluster.add_flags(parser)
     args = parser.parse_args(arguments)
+    {before}
     with cluster.joined(args, parser.prog):
         print(jax.process_count())
         if jax.process_index() == 0:
@@ -61,14 +62,18 @@ NO_FILE = "missing/file: No such file or directory: choose a path that can be us
 
 
 def ends(
-    first: str, second: str, within: float = 30.0, lost: int | None = None
+    first: str,
+    second: str,
+    within: float = 30.0,
+    lost: int | None = None,
+    before: str = "pass",
 ) -> list[tuple[int, list[str], str]]:
     """Exit code, lines of the program and all of stderr, by process.
 
     One that is lost ends by no means of its own, and is killed after the other one has ended.
     """
     place = f"127.0.0.1:{free_port()}"
-    code = PROGRAM.format(first=first, second=second)
+    code = PROGRAM.format(first=first, second=second, before=before)
     command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     both = [subprocess.Popen([*command, str(index)], **pipes) for index in range(2)]
@@ -137,22 +142,42 @@ LOST = "toy: process {}: no sign of life for 3 s: see whether it still runs"
     [
         (0, "STOP", FOR_A_WORD),
         (1, "STOP", FOR_A_WORD),
-        (1, "KILL", FOR_A_WORD),
         (0, "STOP", WAIT),
         (1, "STOP", WAIT),
     ],
 )
 def test_a_process_that_falls_silent_ends_the_others(lost, how, wait):
-    """A stopped one keeps its connections open, as one does whose machine is gone.
-
-    A sum in which one is killed breaks by itself, since gloo's connection does.
-    """
+    """A stopped one keeps its connections open, as one does whose machine is gone."""
     fall = f"time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIG{how})"
     doing = [SOON + fall, SOON + wait] if lost == 0 else [SOON + wait, SOON + fall]
     found = ends(*doing, lost=lost)
     code, lines, told = found[1 - lost]
     assert (code, lines) == (1, [LOST.format(lost)]), told
     assert told.splitlines() == lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("wait", [FOR_A_WORD, WAIT, "time.sleep(60)"])
+def test_a_process_that_dies_ends_the_others_at_once(lost, wait):
+    """Its line ends before jax misses it, which would abort the others where it ran the service."""
+    fall = "time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    found = ends(*([fall, wait] if lost == 0 else [wait, fall]), lost=lost, within=15.0)
+    code, lines, told = found[1 - lost]
+    assert code == 1 and len(lines) == 1, told
+    broke = "a collective broke, as where another process has died"  # gloo's line ends, too
+    assert lines[0] == f"toy: process {lost} has died" or (wait == WAIT and broke in lines[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
+    """Jax would wait for it for as long as processes may take to come."""
+    die = "lambda *place, **settings: os.kill(os.getpid(), signal.SIGKILL)"
+    before = f"import os, signal; jax.distributed.initialize = {die}"
+    found = ends("pass", "pass", lost=lost, before=f"if args.process == {lost}: {before}")
+    code, lines, told = found[1 - lost]
+    assert (code, lines) == (1, [f"toy: process {lost} has died"]), told
 
 
 @pytest.mark.slow
