@@ -53,6 +53,9 @@ class Lines:
         for line in lines.values():
             line.settimeout(None)
 
+    def __len__(self) -> int:
+        return len(self._lines)
+
     def watch(self, lost: Callable[[int], object]) -> None:
         """Calls `lost`, in a thread of its own, with each process that ends without a farewell."""
         for each in self._lines.items():

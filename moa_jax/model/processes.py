@@ -10,8 +10,10 @@ ends its line to process 0 (`meeting`), where a machine that is gone only falls 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -180,6 +182,8 @@ class Ending:
     def watch(self, lines: Lines) -> None:
         """Ends this process if one of those that it has met dies."""
         self._lines = lines
+        if lines:
+            _delay_aborts()
         lines.watch(self.lost)
 
     def part(self) -> None:
@@ -208,6 +212,17 @@ class Ending:
         _ENDS.acquire()  # at once: there is no service, and jax aborts where it was process 0's
         self.say(line)
         os._exit(1)
+
+
+def _delay_aborts() -> None:
+    """Holds up an abort of this process for six seconds, which is the number of the signal.
+
+    Where process 0 dies, jax aborts from a thread that needs no interpreter. So on a busy machine
+    it may come before the thread that hears the end of the line, and would say nothing of use.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, libc.sleep)
 
 
 @contextlib.contextmanager

@@ -156,11 +156,19 @@ def test_a_process_that_falls_silent_ends_the_others(lost, how, wait):
     assert told.splitlines() == lines
 
 
+# One thread keeps the interpreter to itself for some seconds.
+BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
+BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("wait", [FOR_A_WORD, WAIT, "time.sleep(60)"])
+@pytest.mark.parametrize("wait", [FOR_A_WORD, WAIT, "time.sleep(60)", BUSY.format(4)])
 def test_a_process_that_dies_ends_the_others_at_once(lost, wait):
-    """Its line ends before jax misses it, which would abort the others where it ran the service."""
+    """Its line ends before jax misses it, which would abort the others where it ran the service.
+
+    Where they are busy jax comes first, and has to wait.
+    """
     fall = "time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     found = ends(*([fall, wait] if lost == 0 else [wait, fall]), lost=lost, within=15.0)
     code, lines, told = found[1 - lost]
@@ -182,10 +190,7 @@ def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
 
 @pytest.mark.slow
 def test_a_process_that_was_busy_blames_no_other():
-    """Here one thread keeps the interpreter to itself for longer than the others may be silent."""
-    busy = "import sys; sys.setswitchinterval(100); end = time.monotonic() + 5; "
-    busy += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
-    found = ends(SOON + busy + "; time.sleep(2)", "pass")
+    found = ends(SOON + BUSY.format(5) + "; time.sleep(2)", "pass")
     assert [code for code, _, _ in found] == [0, 0], found
 
 
