@@ -21,3 +21,12 @@ def free_port() -> int:
     """A port at which nobody listens yet."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
+
+
+def loopback() -> str:
+    """This machine in HOST:PORT, by the newer protocol where it has that."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return "127.0.0.1"
+    return "[::1]"

@@ -125,6 +125,8 @@ def _detected(seconds: int) -> Meeting:
 
 def _keep_stdout() -> None:
     """Sends to stderr what libraries write to the descriptor of stdout: gloo tells its ranks."""
+    if sys.stdout is None:  # it was closed
+        return
     sys.stdout.flush()
     sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     os.dup2(2, 1)
@@ -142,7 +144,8 @@ def _described(error: BaseException) -> tuple[str, int]:
         return "the reader of the output is gone", BROKEN_PIPE
     if line := refusal_of(error):
         return line, BAD_INPUT
-    traceback.print_exception(error)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads
+        traceback.print_exception(error)
     if is_broken(error):
         return f"a collective broke, as where another process has died: {first_line(error)}", 1
     return f"{type(error).__name__}: {first_line(error)}", 1

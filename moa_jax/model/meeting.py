@@ -285,7 +285,7 @@ def _heard(line: socket.socket, *names: str) -> list[Any]:
     try:
         facts = json.loads(told)
         return [facts[name] for name in names]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("another program is there") from error
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,8 +39,8 @@ SECONDS_BETWEEN_LOOKS = 0.5
 # was stopped itself, as by a busy machine, first looks again.
 LOOKS_IN_SILENCE = 40
 SECONDS_FOR_A_WORD = 2.0  # from a process whose end is noticed otherwise, too
-PATIENCE = 10.0  # seconds that process 0 keeps the service up for the others to read
-MARGIN = 1.0  # seconds from a process's word that it ends to its exit, on a busy machine
+PATIENCE = 10.0  # seconds for the others to read of a failure, and for last words to be said
+LONGEST_END = 20.0  # seconds: whoever is asked on the way may be silent
 A_DAY_MS = 24 * 60 * 60 * 1000
 
 
@@ -144,7 +146,7 @@ def word_left(point: str) -> Any:
 
 def host_of_first() -> str:
     """The name or address under which process 0 was found."""
-    return global_state.coordinator_address.rpartition(":")[0]
+    return global_state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
 def _told(data: bytes) -> bytes:
@@ -170,6 +172,37 @@ class Failure(NamedTuple):
 _ENDS = threading.Lock()  # of whichever thread ends this process, which is never given back
 
 
+def _begin_end(code: int, say: Callable[[str], None], line: str) -> threading.Thread:
+    """From now on this process ends, by no other thread, whatever hangs; `line` is being said.
+
+    Where it goes may be closed, or full: nothing waits for long.
+    """
+    _ENDS.acquire()
+    limit = threading.Timer(LONGEST_END, os._exit, (code,))
+    saying = threading.Thread(target=_say_last, args=(say, line), daemon=True)
+    for each in (limit, saying):
+        each.daemon = True
+        each.start()
+    return saying
+
+
+def _say_last(say: Callable[[str], None], line: str) -> None:
+    for each in (functools.partial(say, line), _flush):
+        with contextlib.suppress(Exception):
+            each()
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # which it is where it was closed
+        sys.stdout.flush()
+
+
+def _exit(code: int, saying: threading.Thread) -> NoReturn:
+    """Without jax's wait for all processes."""
+    saying.join(PATIENCE)
+    os._exit(code)
+
+
 class Ending:
     """How a process ends that is one of several."""
 
@@ -191,8 +224,10 @@ class Ending:
         self._lines.part()
 
     def say(self, line: str) -> None:
-        self._say(line)
-        self.last_words(line)
+        try:
+            self._say(line)
+        finally:
+            self.last_words(line)
 
     def fail(self, line: str, lost: int | None = None) -> NoReturn:
         """From any thread: this process cannot go on, as where one is lost, and so none can.
@@ -209,16 +244,16 @@ class Ending:
         line = f"process {process} has died"
         if process and self.has_service:
             self.fail(line, process)
-        _ENDS.acquire()  # at once: there is no service, and jax aborts where it was process 0's
-        self.say(line)
-        os._exit(1)
+        # At once: there is no service, and jax aborts where it was process 0's.
+        _exit(1, _begin_end(1, self.say, line))
 
 
 def _delay_aborts() -> None:
     """Holds up an abort of this process for six seconds, which is the number of the signal.
 
     Where process 0 dies, jax aborts from a thread that needs no interpreter. So on a busy machine
-    it may come before the thread that hears the end of the line, and would say nothing of use.
+    it may come before the thread that hears the end of the line, and would say nothing of use. The
+    signal from elsewhere (`kill -ABRT`) does no more than that: it ends no process that is well.
     """
     with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
         libc = ctypes.CDLL(None)
@@ -245,19 +280,25 @@ def ending_together(
         each.start()
     try:
         yield
+        _flush()  # what follows may end this process
     except BaseException as error:
-        over.set()
-        first = _first_failure()
+        with contextlib.suppress(ValueError):  # in a thread, which no signal interrupts
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would leave the end undone
         # A collective that breaks because another process ends is no failure of its own; nor is
         # what `on_first` tells of process 0, a RuntimeError.
-        if first is None and is_broken(error):
+        first = None
+        if is_broken(error):
             first = _word_of_failure()
-        if first is None or not (is_broken(error) or isinstance(error, RuntimeError)):
-            first = Failure(global_state.process_id, *describe(error))
-        _end(first, say)
+        elif isinstance(error, RuntimeError):
+            first = _first_failure()
+        _end(first or Failure(index(), *describe(error)), say)
     # One process may still write what all have made: the others wait, and look, until it is done.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # one was killed
+    # If one is killed meanwhile, whoever hears of that ends this process.
+    try:
         global_state.client.wait_at_barrier(DONE, A_DAY_MS)
+    except jax.errors.JaxRuntimeError:
+        looking.join(LOOKS_IN_SILENCE * SECONDS_BETWEEN_LOOKS + LONGEST_END)
+        raise
     over.set()
     ending.part()
     looking.join()
@@ -312,9 +353,7 @@ def _leave_behind(lost: int, say: Callable[[str], None]) -> NoReturn:
     seconds = LOOKS_IN_SILENCE * SECONDS_BETWEEN_LOOKS
     failure = Failure(lost, f"no sign of life for {seconds:.0f} s: see whether it still runs", 1)
     if lost == 0:  # no service either
-        _ENDS.acquire()
-        _tell(failure, say)
-        os._exit(failure.code)
+        _exit(1, _begin_end(1, say, _told_of(failure)))
     _note_end(lost)
     _end(failure, say)
 
@@ -341,24 +380,25 @@ def _first_failure() -> Failure | None:
 
 
 def _end(failure: Failure, say: Callable[[str], None]) -> NoReturn:
-    """Leaves word of the failure, says it, and exits without jax's wait for all processes.
+    """Leaves word of the failure, says it, and exits.
 
     Process 0 is last: jax aborts every process that still runs when the service goes.
     """
-    _ENDS.acquire()
-    client, me = global_state.client, global_state.process_id
+    saying = _begin_end(failure.code, say, _told_of(failure))
+    client, me = global_state.client, index()
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
         client.key_value_set(FAILURE, json.dumps(failure))
-    _tell(failure, say)
     _note_end(me)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         until = time.monotonic() + PATIENCE
-        while me == 0 and time.monotonic() < until:
-            if len(client.key_value_dir_get(ENDED)) == global_state.num_processes:
-                time.sleep(MARGIN)
-                break
+        while me == 0 and time.monotonic() < until and _are_running():
             time.sleep(0.05)
-    os._exit(failure.code)
+    _exit(failure.code, saying)
+
+
+def _are_running() -> bool:
+    """Whether some have not said that they end, nor been given up."""
+    return len(global_state.client.key_value_dir_get(ENDED)) < count()
 
 
 def _note_end(process: int) -> None:
@@ -367,6 +407,6 @@ def _note_end(process: int) -> None:
         global_state.client.key_value_set(f"{ENDED}/{process}", "")
 
 
-def _tell(failure: Failure, say: Callable[[str], None]) -> None:
+def _told_of(failure: Failure) -> str:
     own = failure.process == index()
-    say(failure.line if own else f"process {failure.process}: {failure.line}")
+    return failure.line if own else f"process {failure.process}: {failure.line}"

@@ -31,7 +31,7 @@ from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.model import processes
 from moa_jax.model.processes import Ending, Failure
-from tests.meeting import free_port, wait_for
+from tests.meeting import free_port, loopback, wait_for
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
 from tests.serve.test_endurance import (
@@ -50,7 +50,7 @@ LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream
 
 
 def place(process: int, port: int) -> list[str]:
-    where = f"127.0.0.1:{port}"
+    where = f"{loopback()}:{port}"
     return ["--coordinator", where, "--processes", "2", "--process", str(process)]
 
 

@@ -163,7 +163,7 @@ BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchint
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("wait", [FOR_A_WORD, WAIT, "time.sleep(60)", BUSY.format(4)])
+@pytest.mark.parametrize("wait", [FOR_A_WORD, WAIT, "pass", "time.sleep(60)", BUSY.format(4)])
 def test_a_process_that_dies_ends_the_others_at_once(lost, wait):
     """Its line ends before jax misses it, which would abort the others where it ran the service.
 
@@ -186,6 +186,32 @@ def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
     found = ends("pass", "pass", lost=lost, before=f"if args.process == {lost}: {before}")
     code, lines, told = found[1 - lost]
     assert (code, lines) == (1, [f"toy: process {lost} has died"]), told
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_leaves_no_end_undone():
+    """The first process waits for the other one, which is busy."""
+    again = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
+    again += "threading.Timer(1.0, os.kill, once_more).start(); raising(KeyboardInterrupt())"
+    found = ends(again, BUSY.format(3))
+    assert [code for code, _, _ in found] == [130, 130], found
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_say_why_ends_all_the_same():
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); time.sleep(60)"
+    fall = "time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code, lines, _ = ends(full, fall, lost=1, within=15.0)[0]
+    assert (code, lines) == (1, [])
+
+
+@pytest.mark.slow
+def test_a_fault_is_said_where_the_first_process_is_silent():
+    """Word of it cannot be left there, which ends nobody's end."""
+    stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    fault = "processes.LONGEST_END = 3.0; time.sleep(1.5); raising(ValueError('ours'))"
+    code, lines, told = ends(stop, fault, lost=0)[1]
+    assert (code, lines) == (1, ["toy: ValueError: ours"]), told
 
 
 @pytest.mark.slow

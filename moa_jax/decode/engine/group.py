@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
@@ -208,13 +208,20 @@ POINT = "engine"  # where process 0 leaves word
 def gather(end: End) -> Group:
     """On process 0: waits for the others; `end` is that of `Group`."""
     key, others = secrets.token_bytes(32), {}
-    with socket.create_server(("", 0), backlog=processes.count()) as listener:
+    with _listener() as listener:
         processes.leave_word(POINT, [listener.getsockname()[1], key.hex()])
         for index, other in greeted(listener, functools.partial(_greet, key)):
             others[index] = other
             if len(others) == processes.count() - 1:
                 break
     return Group(others, end)
+
+
+def _listener() -> socket.socket:
+    """At any port of all interfaces."""
+    both = socket.has_dualstack_ipv6()
+    family, backlog = (socket.AF_INET6 if both else socket.AF_INET), processes.count()
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def _greet(key: bytes, caller: socket.socket) -> tuple[int, Connection]:
@@ -239,6 +246,8 @@ def _limit(caller: socket.socket, seconds: float) -> None:
 def join() -> Connection:
     """On the other processes: the connection to process 0."""
     port, key = processes.word_left(POINT)
-    first = Client((processes.host_of_first(), port), authkey=bytes.fromhex(key))
+    first = Connection(socket.create_connection((processes.host_of_first(), port)).detach())
+    answer_challenge(first, bytes.fromhex(key))
+    deliver_challenge(first, bytes.fromhex(key))
     first.send(processes.index())
     return first
