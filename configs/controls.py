@@ -4,10 +4,10 @@
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache
 
 The first grid, a fifth as long, finds each cell's learning rate; the second trains with it. Cells
-and recipes are those of `configs/matched.py`. The target is `configs/targets/dialogues`, and the
+and recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and the
 data are its own answers, natural ones and 128 tokens that go on past the answer's end:
 
-    R="python -m train.regenerate --target configs/targets/dialogues --batch 64
+    R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
     P="--max-new-tokens 128 --ignore-stop"
     T="--prompts data:chat/train.jsonl.gz" V="--prompts data:chat/validation.jsonl --limit 128"
@@ -15,7 +15,7 @@ data are its own answers, natural ones and 128 tokens that go on past the answer
     $R $T --limit 1500 $P --output runs/past.jsonl
     $R $V --output runs/answers_validation.jsonl
     $R $V $P --output runs/past_validation.jsonl
-    python -m train.vocabulary --target configs/targets/dialogues --corpus runs/past.jsonl \\
+    python -m train.vocabulary --target moa_jax/demo/target --corpus runs/past.jsonl \\
         --size 512 --output runs/vocabulary_of_answers
 """
 
@@ -30,7 +30,7 @@ moa = matched["moa"]
 short: GridConfig = matched["config"]
 
 UPDATES = 1000
-TARGET = "configs/targets/dialogues"
+TARGET = "moa_jax/demo/target"
 DATA = DataConfig(
     train=("runs/answers.jsonl", "runs/past.jsonl"),
     validation=("runs/answers_validation.jsonl", "runs/past_validation.jsonl"),

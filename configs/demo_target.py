@@ -51,9 +51,9 @@ config = PretrainConfig(
     optim=OptimConfig(
         learning_rate=1e-4,
         warmup_steps=100,
-        decay_steps=500,
+        decay_steps=2600,
         peak=20.0,
-        total_steps=600,
+        total_steps=2700,
         weight_decay=0.05,
     ),
     run=RunConfig(

@@ -24,7 +24,7 @@ from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
-from train.run import grid_decoding, grid_document, grid_files
+from train.run import grid_decoding, grid_document
 from train.run.grid_report import (
     DRAWS,
     Tau,
@@ -414,7 +414,7 @@ def test_a_committed_report_counts_as_done(monkeypatch):
     """It was made before counts of each prompt were stored, and still says its taus."""
     monkeypatch.chdir(ROOT)
     grid = read_config("configs/matched.py", GridConfig)
-    monkeypatch.setattr(grid_files, "files_of", lambda config: {})
+    monkeypatch.setattr(grids, "inputs_of", lambda grid, target: {})  # the target was another one
     path = Path("reports/matched.json")
     document = json.loads(path.read_text())
     done = done_for(grid, path)
