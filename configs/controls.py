@@ -1,4 +1,4 @@
-"""The controls of the matched comparison: a better target, three times the updates, three seeds.
+"""The controls of the matched comparison: today's target, three times the updates, three seeds.
 
     python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache

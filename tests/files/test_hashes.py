@@ -15,8 +15,8 @@ STORED = {  # of the bundled models: of all their bytes (answer folders), of sam
         "5531478d18a3cfb34fac23029f4008d105f4642e47d8b7695ae5cce96ef92016",
     ),
     "draft": (
-        "f7ef37e0bad317e674eb89b806cf4fe4328c2c8ddd7a64ac5b2f5665b5d5f40d",
-        "37f01b56e93d280eee26a9ce0485c3e9d74d9a21f69b2503f92cf33eef077323",
+        "b749be8556823d8c7f59686e327e282531a1fa629de0bc5246ec7c9cba42a3ee",
+        "0908929b67ba97041115f3db59766cd3f8d8b3a937b28c84513807769e2d18ab",
     ),
 }
 
