@@ -223,18 +223,23 @@ def _listener(place: Meeting) -> socket.socket:
     host, port = _host_port(
         os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + place.address.rpartition(":")[2])
     )
-    if host == "::" and not socket.has_dualstack_ipv6():
-        host = "0.0.0.0"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=place.count, dualstack_ipv6=host == "::"
-        )
+        return listener_at(host, port, place.count)
     except OSError as error:
         raise InputError(
             f"port {port} cannot be opened for the other processes ({error.strerror}): end what "
             "uses it, or choose another port"
         ) from error
+
+
+def listener_at(host: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens there; `::` is all interfaces of both protocols. Raises OSError."""
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server(
+        (host, port), family=family, backlog=backlog, dualstack_ipv6=host == "::"
+    )
 
 
 # ---- the others ---------------------------------------------------------------------------

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -179,7 +177,7 @@ def _begin_end(code: int, say: Callable[[str], None], line: str) -> threading.Th
     """
     _ENDS.acquire()
     limit = threading.Timer(LONGEST_END, os._exit, (code,))
-    saying = threading.Thread(target=_say_last, args=(say, line), daemon=True)
+    saying = threading.Thread(target=_say_last, args=(say, line))
     for each in (limit, saying):
         each.daemon = True
         each.start()
@@ -187,14 +185,10 @@ def _begin_end(code: int, say: Callable[[str], None], line: str) -> threading.Th
 
 
 def _say_last(say: Callable[[str], None], line: str) -> None:
-    for each in (functools.partial(say, line), _flush):
-        with contextlib.suppress(Exception):
-            each()
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # which it is where it was closed
-        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        say(line)
+    with contextlib.suppress(Exception):
+        print(end="", flush=True)
 
 
 def _exit(code: int, saying: threading.Thread) -> NoReturn:
@@ -252,8 +246,8 @@ def _delay_aborts() -> None:
     """Holds up an abort of this process for six seconds, which is the number of the signal.
 
     Where process 0 dies, jax aborts from a thread that needs no interpreter. So on a busy machine
-    it may come before the thread that hears the end of the line, and would say nothing of use. The
-    signal from elsewhere (`kill -ABRT`) does no more than that: it ends no process that is well.
+    it may come before the thread that hears the end of the line, and would say nothing of use.
+    Such a signal from elsewhere (`kill -ABRT`) only waits, too: it ends no process that is well.
     """
     with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
         libc = ctypes.CDLL(None)
@@ -280,7 +274,7 @@ def ending_together(
         each.start()
     try:
         yield
-        _flush()  # what follows may end this process
+        print(end="", flush=True)  # what follows may end this process
     except BaseException as error:
         with contextlib.suppress(ValueError):  # in a thread, which no signal interrupts
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would leave the end undone

@@ -39,7 +39,7 @@ import numpy as np
 from moa_jax.decode.engine.shelf import Name, Shelf
 from moa_jax.errors import first_line
 from moa_jax.model import processes
-from moa_jax.model.meeting import SECONDS_TO_GREET, greeted
+from moa_jax.model.meeting import SECONDS_TO_GREET, greeted, listener_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,20 +208,13 @@ POINT = "engine"  # where process 0 leaves word
 def gather(end: End) -> Group:
     """On process 0: waits for the others; `end` is that of `Group`."""
     key, others = secrets.token_bytes(32), {}
-    with _listener() as listener:
+    with listener_at("::", 0, backlog=processes.count()) as listener:
         processes.leave_word(POINT, [listener.getsockname()[1], key.hex()])
         for index, other in greeted(listener, functools.partial(_greet, key)):
             others[index] = other
             if len(others) == processes.count() - 1:
                 break
     return Group(others, end)
-
-
-def _listener() -> socket.socket:
-    """At any port of all interfaces."""
-    both = socket.has_dualstack_ipv6()
-    family, backlog = (socket.AF_INET6 if both else socket.AF_INET), processes.count()
-    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def _greet(key: bytes, caller: socket.socket) -> tuple[int, Connection]:
