@@ -158,7 +158,8 @@ def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds,
             for each in asking:
                 assert each.result(60).startswith(lines)
             assert served.process.wait(seconds) == 1
-            assert health.result(10) == [200, 503]
+            # Unready from then on, if anybody asks before all have been answered and it ends.
+            assert health.result(10) in ([200, 503], [200])
     said = served.log.read_text()
     assert any(told.startswith(f"infer.serve: {line}") for told in said.splitlines())
 
