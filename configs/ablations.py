@@ -2,7 +2,7 @@
 
     python -m train.grid --config configs/ablations.py
 
-Everything else is as in configs/matched.py, which says how the data are made: updates, batches,
+Everything else is as in configs/controls.py, which says how the data are made: updates, batches,
 and the parameters, where MLPs get what is left out; half and double width is that of the MLPs. The
 bound needs a control, as without it there is no staircase either. A draft vocabulary is no setting
 of MoA's training but of its decoding, since MoA uses the target's head: `--draft-vocabulary FILE`
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moa_jax.config import (
     BlockConfig,
+    DistillConfig,
     GlideConfig,
     GridConfig,
     IndependentConfig,
@@ -24,14 +25,20 @@ from moa_jax.config import (
     TargetConfig,
 )
 
-matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
-moa, with_ = matched["moa"], matched["with_"]
+controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
+moa = controls["moa"]
+base: DistillConfig = dict(controls["config"].cells)["moa"]
 small_llama = TargetConfig(  # a sixth of the target's layers at half its width
     "llama", 2048, 2, BlockConfig(128, 2, 1, 64, 600, 1e-5, 10_000.0, None), True, 1024
 )
 
+
+def with_(**changes: object) -> DistillConfig:
+    return dataclasses.replace(base, **changes)
+
+
 config: GridConfig = dataclasses.replace(
-    matched["config"],
+    controls["config"],
     cells=(
         ("moa", with_()),
         ("without_lsa_mean", with_(drafter=moa(296, layer_mixing="mean"))),
@@ -50,7 +57,7 @@ config: GridConfig = dataclasses.replace(
         ("glide", with_(drafter=GlideConfig(1, 684))),
         ("independent", with_(drafter=IndependentConfig(small_llama))),
     ),
-    learning_rates=(2e-4, 4e-4),
+    seeds=(0,),
     directory="runs/ablations",
     reference="moa",
     unmatched=("half_width", "double_width"),

@@ -1,9 +1,9 @@
-"""The controls of the matched comparison: today's target, three times the updates, three seeds.
+"""The controls of the matched comparison: today's target, ten times the updates, three seeds.
 
     python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache
 
-The first grid, a fifth as long, finds each cell's learning rate; the second trains with it. Cells
+The first grid says what other learning rates would give; the second trains with the best. Cells
 and recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and the
 data are its own answers, natural ones and 128 tokens that go on past the answer's end:
 
@@ -23,13 +23,13 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from moa_jax.config import DataConfig, DistillConfig, EagleConfig, GridConfig
+from moa_jax.config import DataConfig, DistillConfig, EagleConfig, GridConfig, MaskConfig
 
 matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
 moa = matched["moa"]
 short: GridConfig = matched["config"]
 
-UPDATES = 1000
+UPDATES = 3000
 TARGET = "moa_jax/demo/target"
 DATA = DataConfig(
     train=("runs/answers.jsonl", "runs/past.jsonl"),
@@ -45,23 +45,25 @@ RATES = {
     "eagle3": 2e-4,
     "moa_n3_hidden_first_tokens": 4e-4,
     "moa_hidden": 4e-4,
+    "moa_hidden_without_staircase": 4e-4,
+    "moa_n3_hidden": 4e-4,
     "moa_n3": 4e-4,
     "eagle2_shifted_mask": 4e-4,
 }
 
 
-def trained(cell: DistillConfig, rate: float, updates: int = UPDATES) -> DistillConfig:
+def trained(cell: DistillConfig, rate: float) -> DistillConfig:
     """A cell's run on this target and data, warmed up for a tenth of its updates."""
-    warmup = updates // 10
+    warmup = UPDATES // 10
     optim = dataclasses.replace(
         cell.optim,
         learning_rate=rate,
         warmup_steps=warmup,
-        decay_steps=updates - warmup,
-        total_steps=updates,
+        decay_steps=UPDATES - warmup,
+        total_steps=UPDATES,
     )
     run = dataclasses.replace(
-        cell.run, log_every=50, eval_every=max(updates // 5, 100), save_every=100
+        cell.run, log_every=50, eval_every=UPDATES // 5, save_every=UPDATES // 10
     )
     vocabulary = cell.vocabulary and "runs/vocabulary_of_answers"
     return dataclasses.replace(
@@ -73,6 +75,12 @@ cells = dict(short.cells)
 cells["moa_n3_hidden_first_tokens"] = dataclasses.replace(
     cells["moa_hidden_first_tokens"],
     drafter=moa(213, hidden_in_memory=True, target_layer_inference=3),
+)
+cells["moa_n3_hidden"] = dataclasses.replace(
+    cells["moa_hidden"], drafter=moa(213, hidden_in_memory=True, target_layer_inference=3)
+)
+cells["moa_hidden_without_staircase"] = dataclasses.replace(
+    cells["moa_hidden"], masks=MaskConfig(staircase=False)
 )
 cells["eagle2_shifted_mask"] = dataclasses.replace(
     cells["eagle2"], drafter=EagleConfig(1, 684, shifted_mask=True)

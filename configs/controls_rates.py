@@ -1,4 +1,4 @@
-"""The learning rates of `configs/controls.py`: each cell with several, for a fifth of the updates.
+"""The learning rates of `configs/controls.py`: its four chief cells with several, one seed.
 
     python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
 
@@ -10,16 +10,12 @@ import runpy
 from pathlib import Path
 
 controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
+CELLS = ("eagle2", "moa", "moa_hidden", "eagle3")
 
 config = dataclasses.replace(
     controls["config"],
-    cells=tuple(
-        (name, controls["trained"](cell, 1e-4, controls["UPDATES"] // 5))
-        for name, cell in controls["config"].cells
-        if name != "eagle2_shifted_mask"  # it is trained as eagle2 is
-    ),
+    cells=tuple(each for each in controls["config"].cells if each[0] in CELLS),
     learning_rates=(2e-4, 4e-4, 8e-4),
     directory="runs/controls_rates",
     seeds=(0,),
-    prompts=32,
 )

@@ -44,11 +44,16 @@ class HloModule(NamedTuple):
 
 
 def compile_for(
-    where: Any, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+    where: Any,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    num_nodes: int = 1,
 ) -> HloModule:
     """Compiles for a device that need not be there, from the arguments' shapes alone.
 
-    For a mesh they have their shardings, and results get theirs.
+    For a mesh they have their shardings, and results get theirs. `num_nodes` are those that a round
+    verifies.
     """
     if not isinstance(where, Mesh):
         place = SingleDeviceSharding(where)
@@ -58,7 +63,7 @@ def compile_for(
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
-        program = compiled(traced.lower(), compiler_options(_platform(where)))
+        program = compiled(traced.lower(), compiler_options(_platform(where), num_nodes))
         return program._replace(declared=declared(traced.jaxpr))
 
 
@@ -127,7 +132,7 @@ def compile_decode(
     """
     state = abstract_state(setup, weights, cache_rows, batch, law)
     decode = functools.partial(step.decode, setup)
-    return _compile(where, decode, weights, state, _limits(batch), law, donate=(1,))
+    return _compile(where, setup, decode, weights, state, _limits(batch), law, donate=(1,))
 
 
 def compile_prefill(
@@ -143,16 +148,22 @@ def compile_prefill(
     chunks = chunks_for(_platform(where), batch)
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
     prompt = (_integers(batch, capacity), _integers(batch))
-    return _compile(where, read, weights, *prompt, _limits(batch), law)
+    return _compile(where, setup, read, weights, *prompt, _limits(batch), law)
 
 
 def _compile(
-    where: Any, function: Callable[..., Any], weights: Weights, *arrays: Any, donate: Any = ()
+    where: Any,
+    setup: Setup,
+    function: Callable[..., Any],
+    weights: Weights,
+    *arrays: Any,
+    donate: Any = (),
 ) -> HloModule:
     """Compiles as `decode.programs` does."""
     if isinstance(where, Mesh):
         function, arrays = split(function), on_mesh(arrays, where)
-    return compile_for(where, function, weights, *arrays, donate=donate)
+    nodes = setup.shape.num_nodes
+    return compile_for(where, function, weights, *arrays, donate=donate, num_nodes=nodes)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

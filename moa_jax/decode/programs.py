@@ -22,24 +22,25 @@ ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 
 # For products of few rows XLA cuts the summed axis into pieces, and adds their sums in a second
 # kernel. In one piece, the sum, the residual and the next norm are one kernel: two launches fewer
-# in each layer. Read off compiled programs, not timed: .ci/gpu times both.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
+# in each layer. On an H200 that takes 3 % from a round of a tree. A product of one row needs the
+# pieces: without them plain decoding takes 15 % longer (reports/gpu.md).
+DRAFTING_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
 AnySize = TypeVar("AnySize")
 
 
 class Programs:
-    """Compiled functions f(*fixed, *weights, *arrays, **static).
+    """Compiled functions f(setup, *weights, *arrays, **static).
 
-    `fixed` and `static` are compiled in. The weights stay the same; the arrays change from call to
+    `setup` and `static` are compiled in. The weights stay the same; the arrays change from call to
     call. With `donate` the first array is a state, and the new state takes over its memory. Where
     the weights lie on a mesh, so do arrays and results, as `sharding.specs_of` has them.
     """
 
-    def __init__(self, fixed: tuple[Any, ...], weights: tuple[Any, ...], dtype: Any) -> None:
-        """`dtype` is that of the weights; it decides how products are rounded."""
-        self._fixed, self.weights, self._dtype = fixed, weights, dtype
+    def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any) -> None:
+        """`setup` is a `step.Setup`; `dtype`, of the weights, decides how products are rounded."""
+        self._setup, self.weights, self._dtype = setup, weights, dtype
         self._mesh = sharding.mesh_of(weights)
         self._compiled: dict[Any, Program] = {}
 
@@ -58,14 +59,14 @@ class Programs:
         """The compiled program for these arrays; `ShapeDtypeStruct`s may stand in for them."""
         key = _key(function, arrays, donate, static)
         if key not in self._compiled:
-            part = functools.partial(function, *self._fixed, **static)
+            part = functools.partial(function, self._setup, **static)
             donated = len(self.weights) if donate else ()
             if self._mesh is not None:
                 part, arrays = split(part), on_mesh(arrays, self._mesh)
             with matmul_precision(self._dtype), sharding.setting(self._mesh):
                 traced = jax.jit(part, donate_argnums=donated)
                 lowered = traced.lower(*self.weights, *arrays)
-            options = compiler_options(jax.default_backend())
+            options = compiler_options(jax.default_backend(), self._setup.shape.num_nodes)
             program = lowered.compile(compiler_options=options)
             if sharding.spans_processes(self._mesh):
                 program = functools.partial(_placed, program, self._mesh, len(self.weights))
@@ -130,9 +131,10 @@ def split(function: Program) -> Program:
     return part
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """How programs that decode are compiled for such devices."""
-    return COMPILER_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {})
+def compiler_options(platform: str, num_nodes: int) -> dict[str, Any]:
+    """How programs whose rounds verify so many nodes are compiled for such devices."""
+    drafts = num_nodes > 1
+    return DRAFTING_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {}) if drafts else {}
 
 
 class Ready(Generic[AnySize]):

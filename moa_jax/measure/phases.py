@@ -126,7 +126,7 @@ def _phases(
         tree = chain(state.root_B[:, None])
     else:
         draft = functools.partial(_draft, setup)
-        phases["draft"], cache, tree = _timed(draft, weights, cache, (fixed, law))
+        phases["draft"], cache, tree = _timed(setup, draft, weights, cache, (fixed, law))
     verify = functools.partial(_verify, setup)
     phases["verify"], caches, (_, tokens_BD, tapped) = _timed(
         verify, weights, caches, (fixed, limits, law, tree)
@@ -134,7 +134,7 @@ def _phases(
     if cache is not None:
         extend = functools.partial(_extend, setup)
         read = (fixed.now.length_B, tokens_BD, tapped)
-        phases["extend"], cache, _ = _timed(extend, weights, cache, read)
+        phases["extend"], cache, _ = _timed(setup, extend, weights, cache, read)
     return with_caches(state, caches, cache), phases
 
 
@@ -175,7 +175,9 @@ def _extend(setup: Setup, weights: Weights, read: Any, cache: Any, zero: Array) 
 # ---- loops and clocks ---------------------------------------------------------------------
 
 
-def _timed(turn: Any, weights: Weights, moving: Any, read: Any) -> tuple[Phase, Any, Any]:
+def _timed(
+    setup: Setup, turn: Any, weights: Weights, moving: Any, read: Any
+) -> tuple[Phase, Any, Any]:
     """A phase's cost, what it wrote, and what it found; `moving` is donated to it."""
 
     def loop(moving: Any, weights: Weights, read: Any, count: Array) -> tuple[Any, Any]:
@@ -185,7 +187,8 @@ def _timed(turn: Any, weights: Weights, moving: Any, read: Any) -> tuple[Phase, 
     cost = bytes_read(lambda held, z: turn(held[0], read, held[1], z), (weights, moving), zero)
     with matmul_precision(weights.target["embed"].dtype):
         lowered = jax.jit(loop, donate_argnums=0).lower(moving, weights, read, zero)
-    program = lowered.compile(compiler_options=compiler_options(jax.default_backend()))
+    options = compiler_options(jax.default_backend(), setup.shape.num_nodes)
+    program = lowered.compile(compiler_options=options)
     moving, found = jax.block_until_ready(program(moving, weights, read, jnp.int32(1)))
     turns, seconds = 3, []
     for index in range(LOOPS + 1):
