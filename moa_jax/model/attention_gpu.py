@@ -15,6 +15,10 @@ slice of it would be one more launch, and rotating them would store them again:
 
     packed_BTKXE   X:  0 .. G-1 queries | G keys | G+1 values     of the T tokens
 
+What is rotated is held in the two halves of E whose numbers are pairs, and scores are the sum of
+two products. So each number is read once, eight at a time; as one whole it would be read again in
+the order of its partners, one by one.
+
 References: FlashAttention-2 (2307.08691); flash-decoding (Dao et al., 2023).
 """
 
@@ -44,6 +48,7 @@ LOG2_E = 1.4426950408889634  # kernels compute powers of 2
 NOTHING = -1e30  # the log-sum-exp of no row at all; finite, so that differences of two are
 PROGRAMS = 132  # streaming multiprocessors of an H100 or H200, about one program each
 ROOMY = {"9.0", "10.0", "10.3"}  # compute capabilities with 227 KiB of shared memory a program
+LEAST = 16  # numbers along each axis of a product
 FIRST = 8.0  # compute capability that Triton needs
 
 
@@ -106,9 +111,9 @@ def lacks(device: jax.Device) -> str:
 
 
 def is_possible(heads: Array, past: KV) -> bool:
-    """Whether the kernels take heads of this size, 16, 32, 64, ..., and caches of this dtype."""
+    """Whether the kernels take heads of this size, 32, 64, ..., and caches of this dtype."""
     E = heads.shape[-1]
-    is_power = E >= 16 and E == pl.next_power_of_2(E)
+    is_power = E >= 2 * LEAST and E == pl.next_power_of_2(E)
     return is_power and heads.dtype == past.k_BKSE.dtype
 
 
@@ -191,19 +196,22 @@ def _attend_kernel(
     k, block = pl.program_id(1) // sizes.blocks, pl.program_id(1) % sizes.blocks
     G, T, X, S = sizes.G, sizes.T, sizes.X, k_ref.shape[2]
     e_1E = jnp.arange(sizes.E)[None, :]
+    h_1H = jnp.arange(sizes.E // 2)[None, :]
+    halves_2 = (h_1H, h_1H + sizes.E // 2)
     index_Q = block * sizes.queries + jnp.arange(sizes.queries)
     there_Q1 = (index_Q < G * T)[:, None]
     token_Q1 = (index_Q % T)[:, None]
     length = length_ref[b]
-    load = functools.partial(_load_heads, (packed_ref, cos_ref, sin_ref), b, k)
-    q_QE = load(token_Q1, (index_Q // T)[:, None], there_Q1, is_turned=True)
-    precision = lax.Precision.HIGHEST if q_QE.dtype == jnp.float32 else None
+    load = functools.partial(_load_turned, (packed_ref, cos_ref, sin_ref), b, k)
+    q_2QH = load(token_Q1, (index_Q // T)[:, None], there_Q1)
+    precision = lax.Precision.HIGHEST if packed_ref.dtype == jnp.float32 else None
     dot = functools.partial(triton.dot, precision=precision)
 
-    def see(state: State, k_RE: Array, v_RE: Array, seen_QR: Array) -> State:
+    def see(state: State, k_2RH: Sequence[Array], v_RE: Array, seen_QR: Array) -> State:
         """Online softmax over R more rows."""
         best_Q, total_Q, mixed_QE = state
-        score_QR = dot(q_QE, k_RE, trans_b=True) * (sizes.E**-0.5 * LOG2_E)
+        low_QR, high_QR = (dot(q, k, trans_b=True) for q, k in zip(q_2QH, k_2RH, strict=True))
+        score_QR = (low_QR + high_QR) * (sizes.E**-0.5 * LOG2_E)
         score_QR = jnp.where(seen_QR, score_QR, NOTHING)
         higher_Q = jnp.maximum(best_Q, jnp.max(score_QR, axis=1))
         weight_QR = jnp.where(seen_QR, jnp.exp2(score_QR - higher_Q[:, None]), 0.0)
@@ -214,23 +222,32 @@ def _attend_kernel(
     def prefix(index: Array, state: State) -> State:
         row_R = index * sizes.rows + jnp.arange(sizes.rows)
         seen_R = (row_R < length) & (row_R >= sizes.first) if sizes.first else row_R < length
-        at = (b, k, row_R[:, None], e_1E)  # no row that is seen is behind the cache
-        k_RE = triton.load(k_ref.at[at], mask=seen_R[:, None], other=0.0)
-        v_RE = triton.load(v_ref.at[at], mask=seen_R[:, None], other=0.0)
-        return see(state, k_RE, v_RE, seen_R[None, :])
+        # No row that is seen is behind the cache.
+        take = lambda ref, e: triton.load(  # noqa: E731
+            ref.at[b, k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
+        )
+        k_2RH = [take(k_ref, half) for half in halves_2]
+        return see(state, k_2RH, take(v_ref, e_1E), seen_R[None, :])
 
     def tree(index: Array, state: State) -> State:
         node_R = index * _nodes(X) + jnp.arange(_nodes(X))
         is_row_R = length + node_R < S  # nothing is written behind a cache that is too small
         new_R1 = ((node_R >= X - T) & (node_R < X) & is_row_R)[:, None]
         old_R1 = ((node_R < X - T) & is_row_R)[:, None]
-        rows = []
-        for head, cache_ref, written_ref in zip((G, G + 1), (k_ref, v_ref), caches, strict=True):
-            new_RE = load(node_R[:, None] - (X - T), head, new_R1, is_turned=head == G)
-            here = (b, k, length + node_R[:, None], e_1E)
-            old_RE = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
-            triton.store(written_ref.at[here], new_RE, mask=new_R1 & (block == 0) & (e_1E >= 0))
-            rows.append(jnp.where(new_R1, new_RE, old_RE))
+        token_R1 = node_R[:, None] - (X - T)
+
+        def joined(cache_ref: Ref, written_ref: Ref, e: Array, new: Array) -> Array:
+            """New rows, which are written, among those of earlier passes."""
+            here = (b, k, length + node_R[:, None], e)
+            old = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
+            triton.store(written_ref.at[here], new, mask=new_R1 & (block == 0) & (e >= 0))
+            return jnp.where(new_R1, new, old)
+
+        new_2RH = load(token_R1, G, new_R1)
+        k_2RH = [joined(k_ref, caches[0], *each) for each in zip(halves_2, new_2RH, strict=True)]
+        at = (b, token_R1, k, G + 1, e_1E)
+        new_RE = triton.load(packed_ref.at[at], mask=new_R1 & (e_1E >= 0), other=0.0)
+        v_RE = joined(v_ref, caches[1], e_1E, new_RE)
         node_1R = node_R[None, :]
         if sizes.is_line:
             seen_QR = node_1R <= token_Q1 + (X - T)
@@ -240,7 +257,7 @@ def _attend_kernel(
             seen_QR = known_QR.astype(jnp.int32) > 0
         if sizes.first:
             seen_QR &= length + node_1R >= sizes.first
-        return see(state, *rows, seen_QR)
+        return see(state, k_2RH, v_RE, seen_QR)
 
     share, used = _share(sizes, length)
 
@@ -270,29 +287,19 @@ def _attend_kernel(
         triton.store(lse_refs[0].at[at], lse_Q, mask=index_Q < G * T)
 
 
-def _load_heads(
-    refs: Sequence[Ref],
-    b: Array,
-    k: Array,
-    token_R1: Array,
-    head: Array | int,
-    there_R1: Array,
-    *,
-    is_turned: bool,
-) -> Array:
-    """Packed heads (R, E) of tokens, rotated as `rotary.rotate` does; zeros where none is."""
+def _load_turned(
+    refs: Sequence[Ref], b: Array, k: Array, token_R1: Array, head: Array | int, there_R1: Array
+) -> tuple[Array, Array]:
+    """The halves (R, H) of packed heads, rotated as `rotary.rotate` does; zeros where none is."""
     packed_ref, cos_ref, sin_ref = refs
-    E = packed_ref.shape[4]
-    e_1E = jnp.arange(E)[None, :]
-    take = functools.partial(triton.load, mask=there_R1 & (e_1E >= 0), other=0.0)
-    x_RE = take(packed_ref.at[b, token_R1, k, head, e_1E])
-    if not is_turned:
-        return x_RE
-    pair_RE = take(packed_ref.at[b, token_R1, k, head, (e_1E + E // 2) % E])
-    cos_RE, sin_RE = (take(ref.at[b, token_R1, e_1E % (E // 2)]) for ref in (cos_ref, sin_ref))
-    turned_RE = x_RE.astype(jnp.float32) * cos_RE
-    turned_RE += pair_RE.astype(jnp.float32) * jnp.where(e_1E < E // 2, -sin_RE, sin_RE)
-    return turned_RE.astype(x_RE.dtype)
+    H = packed_ref.shape[4] // 2
+    h_1H = jnp.arange(H)[None, :]
+    take = functools.partial(triton.load, mask=there_R1 & (h_1H >= 0), other=0.0)
+    halves = [take(packed_ref.at[b, token_R1, k, head, e]) for e in (h_1H, h_1H + H)]
+    low_RH, high_RH = (half.astype(jnp.float32) for half in halves)
+    cos_RH, sin_RH = (take(ref.at[b, token_R1, h_1H]) for ref in (cos_ref, sin_ref))
+    turned = (low_RH * cos_RH - high_RH * sin_RH, high_RH * cos_RH + low_RH * sin_RH)
+    return tuple(half.astype(packed_ref.dtype) for half in turned)
 
 
 def _join_kernel(
