@@ -96,6 +96,7 @@ class Generation:
         self._levels: list[int] = []  # below the root, of each round's draft
         self._ready: set[DraftShape] = set()  # ways that are compiled
         self._round_s: dict[DraftShape, float] = {}  # of each way's last call
+        self._loops: dict[DraftShape, jax.stages.Compiled] = {}  # of the ways taken
         self._backlog = Backlog(session.most_behind)
 
     @property
@@ -128,8 +129,11 @@ class Generation:
             self.catch_up()
         rounds = self._backlog.add(shape, rounds)
         pause = NEVER if rounds >= NEVER else int(self._rounds_B.max()) + rounds
-        limits = self.limits._replace(pause=jnp.int32(pause))
-        decode = session.loop(self.state, limits, self.law, shape)
+        # Of numpy: jax's own takes longer to make than the rest of a call's arguments.
+        limits = self.limits._replace(pause=np.int32(pause))
+        if shape not in self._loops:
+            self._loops[shape] = session.loop(self.state, limits, self.law, shape)
+        decode = self._loops[shape]
         with session.alone:
             begin = time.perf_counter()
             self.state = decode(session.weights, self.state, limits, self.law)
