@@ -3,11 +3,11 @@
     python -m train.grid --config configs/ablations.py
 
 Everything else is as in configs/controls.py, which says how the data are made: updates, batches,
-and the parameters, where MLPs get what is left out; half and double width is that of the MLPs. The
-bound needs a control, as without it there is no staircase either. A draft vocabulary is no setting
-of MoA's training but of its decoding, since MoA uses the target's head: `--draft-vocabulary FILE`
-of infer.generate and infer.evaluate, or a file in the drafter's folder. For a target of the Qwen2
-family: configs/moa_qwen2_7b.py.
+the learning rate of MoA for all, and the parameters, where MLPs get what is left out; half and
+double width is that of the MLPs. The bound needs a control, as without it there is no staircase
+either. A draft vocabulary is no setting of MoA's training but of its decoding, since MoA uses the
+target's head: `--draft-vocabulary FILE` of infer.generate and infer.evaluate, or a file in the
+drafter's folder. For a target of the Qwen2 family: configs/moa_qwen2_7b.py.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ small_llama = TargetConfig(  # a sixth of the target's layers at half its width
 
 
 def with_(**changes: object) -> DistillConfig:
+    """MoA's run with some of its settings changed."""
     return dataclasses.replace(base, **changes)
 
 

@@ -2,7 +2,7 @@
 
     python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
 
-The rates that win stand in `configs/controls.py`.
+Its directory is another one: the grid of the controls has one rate a cell.
 """
 
 import dataclasses

@@ -120,8 +120,8 @@ def _known_programs() -> Iterator[None]:
     """Notes where sessions keep their programs."""
     init = Programs.__init__
 
-    def noted(self: Programs, *arguments: object) -> None:
-        init(self, *arguments)
+    def noted(self: Programs, *arguments: object, **flags: object) -> None:
+        init(self, *arguments, **flags)
         _programs.add(self)
 
     with pytest.MonkeyPatch.context() as patch:

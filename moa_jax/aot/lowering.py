@@ -48,12 +48,12 @@ def compile_for(
     function: Callable[..., Any],
     *arguments: Any,
     donate: tuple[int, ...] = (),
-    num_nodes: int = 1,
+    drafts: bool = False,
 ) -> HloModule:
     """Compiles for a device that need not be there, from the arguments' shapes alone.
 
-    For a mesh they have their shardings, and results get theirs. `num_nodes` are those that a round
-    verifies.
+    For a mesh they have their shardings, and results get theirs. `drafts` says whether rounds
+    verify several tokens.
     """
     if not isinstance(where, Mesh):
         place = SingleDeviceSharding(where)
@@ -63,7 +63,7 @@ def compile_for(
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
-        program = compiled(traced.lower(), compiler_options(_platform(where), num_nodes))
+        program = compiled(traced.lower(), compiler_options(_platform(where), drafts))
         return program._replace(declared=declared(traced.jaxpr))
 
 
@@ -162,8 +162,8 @@ def _compile(
     """Compiles as `decode.programs` does."""
     if isinstance(where, Mesh):
         function, arrays = split(function), on_mesh(arrays, where)
-    nodes = setup.shape.num_nodes
-    return compile_for(where, function, weights, *arrays, donate=donate, num_nodes=nodes)
+    drafts = setup.shape.num_drafted > 0
+    return compile_for(where, function, weights, *arrays, donate=donate, drafts=drafts)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

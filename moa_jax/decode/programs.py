@@ -21,9 +21,9 @@ SMALLEST_BUCKET = 32
 ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 
 # For products of few rows XLA cuts the summed axis into pieces, and adds their sums in a second
-# kernel. In one piece, the sum, the residual and the next norm are one kernel: two launches fewer
-# in each layer. On an H200 that takes 3 % from a round of a tree. A product of one row needs the
-# pieces: without them plain decoding takes 15 % longer (reports/gpu.md).
+# kernel. In one piece, the sum, the residual and the next norm are one kernel, unless cuBLAS, which
+# cuts as it likes, is faster. On an H200 a round of a tree has 3 % less to do so, at batch 1, but a
+# product of one row leaves most of the card idle: plain decoding a tenth more (reports/gpu.md).
 DRAFTING_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
@@ -38,9 +38,12 @@ class Programs:
     the weights lie on a mesh, so do arrays and results, as `sharding.specs_of` has them.
     """
 
-    def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any) -> None:
-        """`setup` is a `step.Setup`; `dtype`, of the weights, decides how products are rounded."""
-        self._setup, self.weights, self._dtype = setup, weights, dtype
+    def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any, *, drafts: bool) -> None:
+        """`setup` is a `step.Setup`; `dtype`, of the weights, decides how products are rounded.
+
+        `drafts` says whether passes verify several tokens of a text.
+        """
+        self._setup, self.weights, self._dtype, self._drafts = setup, weights, dtype, drafts
         self._mesh = sharding.mesh_of(weights)
         self._compiled: dict[Any, Program] = {}
 
@@ -66,7 +69,7 @@ class Programs:
             with matmul_precision(self._dtype), sharding.setting(self._mesh):
                 traced = jax.jit(part, donate_argnums=donated)
                 lowered = traced.lower(*self.weights, *arrays)
-            options = compiler_options(jax.default_backend(), self._setup.shape.num_nodes)
+            options = compiler_options(jax.default_backend(), self._drafts)
             program = lowered.compile(compiler_options=options)
             if sharding.spans_processes(self._mesh):
                 program = functools.partial(_placed, program, self._mesh, len(self.weights))
@@ -131,9 +134,8 @@ def split(function: Program) -> Program:
     return part
 
 
-def compiler_options(platform: str, num_nodes: int) -> dict[str, Any]:
-    """How programs whose rounds verify so many nodes are compiled for such devices."""
-    drafts = num_nodes > 1
+def compiler_options(platform: str, drafts: bool) -> dict[str, Any]:
+    """How programs that decode are compiled for such devices, with drafts or without."""
     return DRAFTING_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {}) if drafts else {}
 
 

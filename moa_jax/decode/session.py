@@ -114,7 +114,10 @@ class Session:
         self.room = Room(positions, self.cache_rows, self._draft_rows, least_rows)
         dtype = target.params["embed"].dtype
         setups = {way: self.setup._replace(shape=way) for way in self.ways}
-        self._programs = {way: Programs(each, (weights,), dtype) for way, each in setups.items()}
+        self._programs = {
+            way: Programs(each, (weights,), dtype, drafts=way.num_drafted > 0)
+            for way, each in setups.items()
+        }
         self.background = Background()
         self.alone = threading.Lock()  # for what is timed, if a thread measures beside another
 

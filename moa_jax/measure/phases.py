@@ -187,7 +187,7 @@ def _timed(
     cost = bytes_read(lambda held, z: turn(held[0], read, held[1], z), (weights, moving), zero)
     with matmul_precision(weights.target["embed"].dtype):
         lowered = jax.jit(loop, donate_argnums=0).lower(moving, weights, read, zero)
-    options = compiler_options(jax.default_backend(), setup.shape.num_nodes)
+    options = compiler_options(jax.default_backend(), setup.shape.num_drafted > 0)
     program = lowered.compile(compiler_options=options)
     moving, found = jax.block_until_ready(program(moving, weights, read, jnp.int32(1)))
     turns, seconds = 3, []

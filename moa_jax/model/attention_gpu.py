@@ -82,8 +82,8 @@ def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sigh
     X = sight.num_behind
     G -= 2 if X else 0
     most = _most_numbers(dtype)
-    queries = min(max(16, pl.next_power_of_2(G * T)), max(16, most // E))
-    rows = max(16, min(128 if queries <= 64 else 64, most // 2 // E))
+    queries = min(max(LEAST, pl.next_power_of_2(G * T)), max(LEAST, most // E))
+    rows = max(LEAST, min(128 if queries <= 64 else 64, most // 2 // E))
     programs = B * K * pl.cdiv(G * T, queries)
     wanted = PROGRAMS * (2 if queries <= 64 else 1)
     splits = max(1, min(wanted // programs, pl.cdiv(S, 2 * rows)))
@@ -356,8 +356,8 @@ def _tokens(T: int) -> int:
 
 
 def _nodes(X: int) -> int:
-    """Rows behind the prefix that are read at a time; products need 16."""
-    return min(max(16, pl.next_power_of_2(X)), 64)
+    """Rows behind the prefix that are read at a time."""
+    return min(max(LEAST, pl.next_power_of_2(X)), 64)
 
 
 def _num_bytes(array: Array | jax.ShapeDtypeStruct) -> int:

@@ -65,7 +65,7 @@ class DraftHalf:
         self._treedef, self.leaves = digest_form(functions, target.config, dtype)
         self._max_tokens = max_tokens
         setup = Setup(self.cfg, functions, DraftShape(1))
-        self._programs = Programs(setup, (self._weights,), dtype)
+        self._programs = Programs(setup, (self._weights,), dtype, drafts=True)
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:

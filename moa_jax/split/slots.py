@@ -128,7 +128,7 @@ class Slots:
         self._scratch = num_slots  # where the padding of a pass writes
         self._slots: list[Slot | None] = [None] * num_slots
         setup = Setup(target.config, functions, DraftShape(1))
-        self._programs = Programs(setup, (self.weights,), dtype)
+        self._programs = Programs(setup, (self.weights,), dtype, drafts=True)
         self._ready = Ready[PassSize]()
         self._renew()
 

@@ -369,7 +369,7 @@ def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
         def compile(self, function, *like, **static):
             return lambda weights, *arrays: rounds.append(int(arrays[-1]))
 
-    noted = Noted((), (session.weights,), np.float32)
+    noted = Noted(session.setup, (session.weights,), np.float32, drafts=False)
     monkeypatch.setattr(shelf, "_programs", {(PLAIN, False): noted})
     shelf.make_call(shelf.largest, PLAIN, EVERY)
     assert rounds == [1]

@@ -88,6 +88,17 @@ def test_kernels_equal_the_einsum(case, kernel):
     np.testing.assert_array_equal(written.v_BKSE, rows.v_BKSE)
 
 
+def test_halves_of_a_head_fill_a_product():
+    """Heads of 32 numbers are the smallest that the kernels for GPUs take."""
+    given, length_B = drawn([100], (1, 2, 2, 3, 32), 128, 3)
+    assert attention_gpu.is_possible(given[0], given[2])
+    sight = masks.sight(length_B, masks.line(3))
+    mixed, _ = jax.jit(KERNELS["gpu"])(*given, sight)
+    np.testing.assert_allclose(mixed, by_einsum(*given, sight)[0], atol=2e-6)
+    (packed, _, past), _ = drawn([100], (1, 2, 2, 3, 16), 128, 3)
+    assert not attention_gpu.is_possible(packed, past)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_line_needs_no_matrix(kernel):

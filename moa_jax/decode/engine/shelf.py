@@ -81,7 +81,7 @@ class Shelf:
         dtype = session.target.params["embed"].dtype
         top = min(logprobs.MOST, session.target.config.vocab_size)
         self._programs = {
-            (way, likely): Programs(setup, (session.weights,), dtype)
+            (way, likely): Programs(setup, (session.weights,), dtype, drafts=way.num_drafted > 0)
             for way in session.ways
             for likely, count in ((False, None), (True, top))
             for setup in [session.setup._replace(shape=way, top_logprobs=count)]
