@@ -129,7 +129,7 @@ def _phases(
         phases["draft"], cache, tree = _timed(setup, draft, weights, cache, (fixed, law))
     verify = functools.partial(_verify, setup)
     phases["verify"], caches, (_, tokens_BD, tapped) = _timed(
-        verify, weights, caches, (fixed, limits, law, tree)
+        setup, verify, weights, caches, (fixed, limits, law, tree)
     )
     if cache is not None:
         extend = functools.partial(_extend, setup)
