@@ -24,7 +24,7 @@ ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 # kernel. In one piece, the sum, the residual and the next norm are one kernel, unless cuBLAS, which
 # cuts as it likes, is faster. On an H200 a round of a tree has 3 % less to do so, at batch 1, but a
 # product of one row leaves most of the card idle: plain decoding a tenth more (reports/gpu.md).
-DRAFTING_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_experimental_force_split_k": 1}}
+DRAFTING_OPTIONS: dict[str, Any] = {"xla_gpu_experimental_force_split_k": 1}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
 AnySize = TypeVar("AnySize")
@@ -136,7 +136,7 @@ def split(function: Program) -> Program:
 
 def compiler_options(platform: str, drafts: bool) -> dict[str, Any]:
     """How programs that decode are compiled for such devices, with drafts or without."""
-    return DRAFTING_OPTIONS.get({"cuda": "gpu"}.get(platform, platform), {}) if drafts else {}
+    return DRAFTING_OPTIONS if drafts and platform in ("gpu", "cuda") else {}
 
 
 class Ready(Generic[AnySize]):

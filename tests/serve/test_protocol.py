@@ -8,10 +8,12 @@ import random
 import socket
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from infer import serve
 from moa_jax.decode.sample import Sampling
 from tests.serve.toy_server import (
     EOS,
@@ -610,6 +612,21 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
             data += runs.recv(1 << 16)
         draining.result(10)
         assert server.engine.ended == {0: "length"}
+
+
+def test_a_server_that_is_lost_is_unready_until_all_have_heard():
+    """As where another of its processes has died."""
+    with running() as server, ThreadPoolExecutor(2) as pool:
+        server.engine.go.clear()
+        asked = pool.submit(server.post, COMPLETIONS, LONG)
+        wait_for(lambda: server.server.answering)
+        ending = pool.submit(serve._abandon, server.engine, server.server, "process 1 has died")
+        wait_for(lambda: server.engine.error)
+        assert server.get("/health").status_code == 503
+        assert not ending.done()
+        server.engine.go.set()
+        ending.result(10)
+        assert error_of(asked.result(10), 500)["message"] == "process 1 has died"
 
 
 def test_a_body_that_comes_while_the_server_drains_is_refused():

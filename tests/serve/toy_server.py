@@ -88,6 +88,9 @@ class ToyEngine:
         with self._lock:
             self.cancelled.append(ticket.id)
 
+    def abandon(self, line: str) -> None:
+        self.error = line
+
     def start(self) -> None:
         self._thread.start()
 
