@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -29,6 +30,8 @@ from tests.train.test_training import distill_config, metrics
 from train import distill
 
 # What process 0 and process 1 do once they have met; what does not fail waits for the others.
+# Each has asked the other for its devices by then and has been answered, which files tell: one
+# that stops or dies earlier is missed by jax before it can do what a test is about.
 WAIT = "multihost_utils.sync_global_devices('all')"
 PROGRAM = """
 import jax
@@ -50,6 +53,10 @@ def main(arguments=None):
     {before}
     with cluster.joined(args, parser.prog):
         print(jax.process_count())
+        here = Path({there!r})
+        (here / str(args.process)).touch()
+        while len(list(here.iterdir())) < 2:
+            time.sleep(0.02)
         if jax.process_index() == 0:
             {first}
         else:
@@ -73,7 +80,8 @@ def ends(
     One that is lost ends by no means of its own, and is killed after the other one has ended.
     """
     place = f"127.0.0.1:{free_port()}"
-    code = PROGRAM.format(first=first, second=second, before=before)
+    there = tempfile.mkdtemp()
+    code = PROGRAM.format(first=first, second=second, before=before, there=there)
     command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     both = [subprocess.Popen([*command, str(index)], **pipes) for index in range(2)]
@@ -89,6 +97,7 @@ def ends(
         for each in both:
             each.kill()
             each.communicate()
+        shutil.rmtree(there)
     return [found[0], found[1]]
 
 
