@@ -11,9 +11,10 @@ import pytest
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.calls import Backlog
-from moa_jax.decode.engine.pace import MeanSeconds, Pace
+from moa_jax.decode.engine.pace import LEAST_MEASURED, Pace, TypicalSeconds
 
 CHAIN, TREE = DraftShape(3), DraftShape(3, 2, 4)
+FOR_A_FIGURE = LEAST_MEASURED + 1  # calls: the first does not count
 
 
 def test_what_the_table_does_not_know_is_measured():
@@ -69,7 +70,7 @@ def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy, table):
     for chain, wanted in ((0.002, CHAIN), (0.1, PLAIN)):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: PLAIN)
         decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
-        for _ in range(3 * (busy > 1)):
+        for _ in range(FOR_A_FIGURE * (busy > 1)):
             pace.took(8, decoded.programs[CHAIN], 1, busy * chain)
             pace.took(8, decoded.programs[PLAIN], 1, 0.001)
         decoded.calls(300)
@@ -89,6 +90,15 @@ def test_a_busy_machine_seldom_changes_a_choice(share):
         assert ways.count(CHAIN if chain < 0.01 else PLAIN) >= 0.9 * len(ways)
 
 
+def test_a_machine_that_slows_down_changes_no_choice():
+    """What is not called at the time is slower as well, though nobody has seen it."""
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+    decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: 0.002})
+    decoded.calls(100)
+    decoded.factor = lambda call: 2.0  # a token of the chain takes longer than plain's took
+    assert decoded.calls(60).count(CHAIN) >= 56
+
+
 def test_a_size_that_comes_back_is_not_measured_anew():
     """A figure ages while its own size is there; elsewhere many calls are made meanwhile."""
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
@@ -106,16 +116,24 @@ def test_a_size_that_comes_back_is_not_measured_anew():
     assert [call(8) for _ in range(30)] == [PLAIN] * 30
     larger = {way: (rows, way) for rows, way in ((512, PLAIN), (512, CHAIN))}
     for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # measured while nobody was there
-        for _ in range(3):
+        for _ in range(FOR_A_FIGURE):
             pace.took(8, larger[way], 1, seconds)
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
 
 
 def test_one_slow_call_does_not_make_a_figure():
-    measured = MeanSeconds()
+    measured = TypicalSeconds()
     for seconds in (5.0, 0.9, 0.1, 0.1):
         measured.add(seconds)
-    assert measured.mean == 0.1
+    assert measured.typical == 0.1
+
+
+def test_the_shortest_call_does_not_make_a_figure():
+    """It began before the host had heard of the one before it."""
+    measured = TypicalSeconds()
+    for late in (1.0, 0.0, 0.5, -0.5, 0.0, 0.0, 0.9, -0.9, 0.0, 0.0, 0.0):
+        measured.add(1.0 + late)
+    assert measured.typical == 1.0
 
 
 def test_nothing_is_tried_beside_a_chunk():
@@ -139,12 +157,12 @@ def test_many_do_not_draft_for_want_of_figures():
         few[CHAIN],
     ]
     for way, seconds in ((CHAIN, 0.001), (PLAIN, 0.1)):
-        for _ in range(3):
+        for _ in range(FOR_A_FIGURE):
             pace.took(8, many[way], 1, seconds)
     assert pace.choose(8, many, True)[0] == many[CHAIN]
     assert pace.choose(16, more, True)[0] == more[CHAIN]
     for way, seconds in ((CHAIN, 0.1), (PLAIN, 0.001)):
-        for _ in range(3):
+        for _ in range(FOR_A_FIGURE):
             pace.took(16, more[way], 1, seconds)
     assert pace.choose(16, more, True)[0] == more[PLAIN]
     assert pace.choose(8, many, True)[0] == many[CHAIN]
@@ -158,7 +176,7 @@ def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     pace, programs = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN), {}
     for each, took in ((PLAIN, 1.0), (CHAIN, seconds)):
         programs[each] = (batch, each)
-        for _ in range(3):
+        for _ in range(FOR_A_FIGURE):
             pace.took(batch, programs[each], 1, took)
     pace.heard(CHAIN, [0, 2] * 40, 80)
     assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
@@ -168,9 +186,9 @@ def test_calls_are_short_where_somebody_is_read():
     """About as long as a chunk; and no call is longer than news may take."""
     pace, program = Pace(None, None, lambda batch: CHAIN), "program"
     assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 1)
-    for _ in range(3):
+    for _ in range(FOR_A_FIGURE):
         pace.took(1, program, 8, 8 * 0.01)
     assert pace.choose(1, {CHAIN: program}, hurry=False) == (program, 5)
-    for _ in range(3):
+    for _ in range(FOR_A_FIGURE):
         pace.took_with_chunk(program, 1, 0.01 + 0.032)
     assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 3)

@@ -89,7 +89,7 @@ class News(NamedTuple):
 
 
 CANCELLED = News([], finish="cancelled")
-MOST_REHEARSALS = 4  # of a call, which has a figure after fewer
+MOST_REHEARSALS = 4  # of a call, which has a figure after fewer; answers make it a sure one
 MOST_READINGS = 4  # prompts that have been read in part, each in a row of its own
 
 

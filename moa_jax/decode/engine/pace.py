@@ -12,9 +12,11 @@ nearest batch stand in, and before there are any the first way of such a batch i
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
 from typing import Any
+
+import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import Chooser
@@ -26,40 +28,41 @@ LEAST_GAIN = 1.08
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 CALLS_OF_A_TRIAL = 2  # since the first has no time of its own where the drafter catches up before
-ROUNDS_OF_A_TRIAL = 2
-LEAST_MEASURED = 2  # calls, before a figure counts
-FEW_MEASURED = 4  # calls of which a figure is the least: one may have come beside something else
+# Of a trial's call, which has two rounds at least: in a short one it counts much when it was heard
+SECONDS_OF_A_TRIAL, LEAST_OF_A_TRIAL = 0.02, 2
+LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is not tried soon again
 # Calls after which a figure is tried again, for the machine may have been busy: first and most
 FIRST_OLD, OLD = 32, 256
-NEW_SHARE, LARGE_SHARE = 0.1, 0.5  # of the last call in a figure
-MOST_TIMES = 2.0  # a figure that a call counts as at most: one slow call must not change a choice
+MOST_LATEST, LOW = 17, 0.25  # calls that make a figure, and the share of them that took no longer
+STILL_COUNT = 2  # of an old figure's calls
+NEW_SHARE, MOST_TIMES = 0.1, 2.0  # of a call in what all take now, and a figure that it may be
 
 
-class MeanSeconds:
-    """Seconds, of which the first are left out, for a device prepares then.
+class TypicalSeconds:
+    """Seconds of the last calls: what a quarter of them took at most.
 
-    Whatever else a machine does only adds to them, so that short ones tell more than long ones.
+    The first call is left out, for a device prepares then. Whatever else a machine does makes calls
+    longer. But where the host wakes up late to hear of a call, which it does on a CPU that is busy
+    with the next one, that one looks shorter: the shortest of all may be no time that a call takes.
     """
 
     def __init__(self) -> None:
-        self.count, self.mean, self.last = -1, 0.0, 0
+        self.count, self.typical, self.last = -1, 0.0, 0
+        self._latest: deque[float] = deque(maxlen=MOST_LATEST)
 
     def add(self, seconds: float, now: int = 0) -> None:
         """Takes a measurement at a time that is counted in calls."""
         self.count += 1
-        tells_much = seconds < self.mean or now - self.last >= OLD
-        share = LARGE_SHARE if tells_much else NEW_SHARE
-        if self.count == 1:
-            self.mean = seconds
-        elif 1 < self.count <= FEW_MEASURED:
-            self.mean = min(self.mean, seconds)
-        elif self.count > FEW_MEASURED:
-            self.mean += share * (min(seconds, MOST_TIMES * self.mean) - self.mean)
+        while self.is_old(now) and len(self._latest) > STILL_COUNT:
+            self._latest.popleft()
+        if self.count:
+            self._latest.append(seconds)
+            self.typical = float(np.quantile(self._latest, LOW, method="lower"))
         self.last = now
 
     def is_old(self, now: int) -> bool:
         """Whether it should be measured again: the sooner, the fewer calls it rests on."""
-        return now - self.last > min(FIRST_OLD * max(self.count, 1), OLD)
+        return self.count < SURE or now - self.last > min(FIRST_OLD * self.count, OLD)
 
 
 class Pace:
@@ -74,8 +77,9 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
-        self._round_s: dict[Any, MeanSeconds] = {}  # by program
-        self._chunk_s = MeanSeconds()
+        self._slowness = 1.0  # how many times as long all programs take as when the first was timed
+        self._round_s: dict[Any, TypicalSeconds] = {}  # by program, as it took then
+        self._chunk_s = TypicalSeconds()
         self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
         self._num_calls, self._last_trial = 0, 0
         self._tried: DraftShape | None = None  # the way of a trial
@@ -93,8 +97,8 @@ class Pace:
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
-            most = self._chunk_s.mean if hurry else LONGEST_S
-            rounds = min(rounds, max(1, int(most / measured.mean)))
+            most = self._chunk_s.typical if hurry else LONGEST_S
+            rounds = min(rounds, max(1, int(most / self._expected(measured))))
         elif hurry:
             rounds = 1
         return program, min(rounds, MOST_ROUNDS)
@@ -108,16 +112,20 @@ class Pace:
 
     def took(self, batch: int, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""
-        if rounds:
-            now = self._calls[batch]
-            self._round_s.setdefault(program, MeanSeconds()).add(seconds / rounds, now)
+        if not rounds:
+            return
+        figure = self._round_s.setdefault(program, TypicalSeconds())
+        if figure.count > 0:
+            times = seconds / rounds / self._expected(figure)
+            self._slowness *= min(max(times, 1 / MOST_TIMES), MOST_TIMES) ** NEW_SHARE
+        figure.add(seconds / rounds / self._slowness, self._calls[batch])
 
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call and a chunk took together."""
         measured = self._round_s.get(program)
         if measured is None or measured.count < 1:
             return
-        if (left := seconds - rounds * measured.mean) > 0:
+        if (left := seconds - rounds * self._expected(measured)) > 0:
             self._chunk_s.add(left)
 
     def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
@@ -141,7 +149,7 @@ class Pace:
             now = self._calls[batch]
             due = untried or [way for way in priced if self._round_s[programs[way]].is_old(now)]
             if (way := self._on_trial(due, programs)) is not None:
-                return way, ROUNDS_OF_A_TRIAL
+                return way, self._rounds_of_a_trial(programs[way])
         if not untried:
             table = own
         elif not table.keys() & set(priced.values()):
@@ -162,6 +170,17 @@ class Pace:
         self._tried, self._last_trial = due[0], self._num_calls
         return self._tried
 
+    def _rounds_of_a_trial(self, program: Any) -> int:
+        """As many as take some time, where it is known what they take."""
+        if self._ms(program) is None:
+            return LEAST_OF_A_TRIAL
+        took = self._expected(self._round_s[program])
+        return max(LEAST_OF_A_TRIAL, int(SECONDS_OF_A_TRIAL / took))
+
+    def _expected(self, figure: TypicalSeconds) -> float:
+        """Seconds, on the machine as it is now."""
+        return figure.typical * self._slowness
+
     def _nearest(self, batch: int, shapes: Set[DraftShape]) -> Mapping[DraftShape, float]:
         """The figures of the nearest batch that has them of all these shapes."""
         found = [each for each, ms in self._ms_of_batch.items() if ms.keys() >= shapes]
@@ -171,4 +190,4 @@ class Pace:
     def _ms(self, program: Any) -> float | None:
         measured = self._round_s.get(program)
         known = measured is not None and measured.count >= LEAST_MEASURED
-        return 1e3 * measured.mean if known else None
+        return 1e3 * measured.typical if known else None
