@@ -223,7 +223,8 @@ def decode(
 ) -> DecodeState:
     """Rounds until every row is done, or until the pause, without leaving the device."""
     full = lambda carried: jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), carried, state)  # noqa: E731
-    lean = cache.lean if traced_platform() == "cpu" else lambda state: state
+    is_one = len(state.rounds_B) == 1  # several would be copied once in and once out for it
+    lean = cache.lean if traced_platform() == "cpu" and is_one else lambda state: state
 
     def goes_on(carried: DecodeState) -> Array:
         now = full(carried)

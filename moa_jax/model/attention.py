@@ -7,17 +7,19 @@ whose scores stay on the chip (`attention_intervals.py`); elsewhere an einsum ma
                      prefix: all see | tree: ancestors | left-overs, never seen
                      every row       |                 |
 
-Allocated rows are S, used rows n + X. The einsum reads all S under a mask. The kernels of
-accelerators read the n rows of the prefix, which need no mask but their number, and apart from
-these the X rows of the tree. They join the two by their log-sum-exps. `attend_cached` chooses: a
-program compiled for a GPU gets Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a
-mesh each device does this for its heads and its rows of the batch.
+Allocated rows are S, used rows n + X. The einsum reads all S under a mask, but on a CPU of several
+long texts only as many as each one may use. The kernels of accelerators read the n rows of the
+prefix, which need no mask but their number, and apart from these the X rows of the tree. They join
+the two by their log-sum-exps. `attend_cached` chooses: a program compiled for a GPU gets
+Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a mesh each device does this for
+its heads and its rows of the batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -26,6 +28,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moa_jax.model import cache, chunks, sharding
@@ -36,6 +39,7 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
 
+LONG, LEAST_READ = 512, 128  # rows of caches whose texts a CPU reads one by one; that it then reads
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 INTERVALS = "scores_of_intervals_"  # names operations, before a number of parts, for `flops.py`
 
@@ -190,14 +194,46 @@ def _write_path(
 
 
 def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
-    """`attend_cached` without a kernel, which reads all rows under a mask; kernels equal it."""
+    """`attend_cached` without a kernel, which reads rows under a mask; kernels equal it."""
     heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
     q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
     if sight.num_behind:
         q_BKGTE = heads_BKXTE[:, :, :-2]
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
         past = cache.write(past, rows, sight.start_B(T))
-    return attend(q_BKGTE, past, sight.mask(T, past.k_BKSE.shape[2])), past
+    mask_BTS = sight.mask(T, past.k_BKSE.shape[2])
+    if _pays_one_by_one(past):
+        return _one_by_one(q_BKGTE, past, mask_BTS, sight.length_B + sight.num_behind), past
+    return attend(q_BKGTE, past, mask_BTS), past
+
+
+def _pays_one_by_one(kv: KV) -> bool:
+    """Whether rows that no text has come to cost more to read than texts to tell apart."""
+    B, _, S, _ = kv.k_BKSE.shape
+    return traced_platform() == "cpu" and B > 1 and S >= LONG
+
+
+def _one_by_one(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:
+    """`attend` for texts of many lengths: of each one's rows the first of the sizes that holds it.
+
+    text 0   x x x . | . . . . . . . .      reads 128 of 512 rows
+    text 1   x x x x   x x . . | . . .      reads 256
+    """
+    S = mask_BTS.shape[2]
+    sizes = [*itertools.takewhile(lambda size: size < S, (LEAST_READ << i for i in range(S))), S]
+    given = (q_BKGTE, kv, jnp.broadcast_to(mask_BTS, (len(used_B), *mask_BTS.shape[1:])))
+
+    def one(index: Array) -> Array:
+        def among(size: int) -> Array:
+            cut = lambda a, axis: lax.slice_in_dim(a, 0, size, axis=axis)  # noqa: E731
+            own = lambda a: lax.dynamic_index_in_dim(a, index, keepdims=True)  # noqa: E731
+            q, rows, mask = jax.tree.map(own, given)
+            return _attend(q, jax.tree.map(lambda a: cut(a, 2), rows), cut(mask, 2))[0]
+
+        which = jnp.searchsorted(np.array(sizes[:-1], np.int32), used_B[index])
+        return lax.switch(which, [functools.partial(among, size) for size in sizes])
+
+    return lax.map(one, jnp.arange(len(used_B)))
 
 
 def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:

@@ -3,6 +3,7 @@
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -63,6 +64,14 @@ def cases() -> list:
 def test_a_round_copies_no_cache(pair, shape, batch):
     session = pair.plain if shape is None else Session(pair.target, pair.drafter, shape)
     assert copies(session, batch) == []
+
+
+def test_a_batch_goes_in_and_out_of_its_rounds_without_copies(pair):
+    """Not even of rows with an axis of 1, which looks like another order of the same numbers."""
+    state, limits, law, _ = pair.plain.start([[5, 6, 7]] * 2, 9, NO_STOP, GREEDY)
+    shape = ",".join(map(str, state.now.target_caches[0].k_BKSE.shape))
+    program = pair.plain.loop(state, limits, law).as_text()
+    assert f"f32[{shape}]" in program and not re.search(rf"= f32\[{shape}\]\S* copy\(", program)
 
 
 @pytest.mark.parametrize(

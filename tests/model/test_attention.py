@@ -88,6 +88,25 @@ def test_kernels_equal_the_einsum(case, kernel):
     np.testing.assert_array_equal(written.v_BKSE, rows.v_BKSE)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of programs for CPUs")
+@pytest.mark.parametrize("T, X", [(1, 1), (3, 3), (2, 0)])
+def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X):
+    """Rows that nobody has come to may hold anything; the rest is what all at once would be."""
+    lengths, S = [0, 3, 128 - X, 129 - X, 600 - X], 600
+    (packed, turn, past), length_B = drawn(lengths, (5, 2, 2, T, 64), S, X)
+    sight = masks.sight(length_B, masks.line(X) if X else None)
+    used = np.array([128, 128, 128, 256, S])[:, None] > np.arange(S)
+    foul = jax.tree.map(lambda rows: jnp.where(used[:, None, :, None], rows, jnp.nan), past)
+    mixed, written = jax.jit(attention.by_einsum)(packed, turn, foul, sight)
+    heads = rotate_packed(packed, turn, has_rows=X > 0)
+    queries = heads[:, :, :-2] if X else heads
+    clean = cache.write(past, KV(heads[:, :, -2], heads[:, :, -1]), length_B) if X else past
+    expected = attention.attend(queries, clean, sight.mask(T, S))
+    sees = np.arange(5) > 0 if not X else slice(None)  # without rows of its own, text 0 has none
+    np.testing.assert_allclose(mixed[sees], expected[sees], atol=2e-6)
+    assert used[0].sum() < S and np.isnan(written.k_BKSE[0]).any()
+
+
 def test_halves_of_a_head_fill_a_product():
     """Heads of 32 numbers are the smallest that the kernels for GPUs take."""
     given, length_B = drawn([100], (1, 2, 2, 3, 32), 128, 3)
