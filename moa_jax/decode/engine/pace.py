@@ -12,6 +12,7 @@ nearest batch stand in, and before there are any the first way of such a batch i
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -24,7 +25,7 @@ from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Of drafting where several sit: means hide that those whose drafts are refused wait for the rest.
-LEAST_GAIN = 1.08
+LEAST_GAIN = 1.25
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 CALLS_OF_A_TRIAL = 2  # since the first has no time of its own where the drafter catches up before
@@ -35,7 +36,7 @@ LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is no
 FIRST_OLD, OLD = 32, 256
 MOST_LATEST, LOW = 17, 0.25  # calls that make a figure, and the share of them that took no longer
 STILL_COUNT = 2  # of an old figure's calls
-NEW_SHARE, MOST_TIMES = 0.1, 2.0  # of a call in what all take now, and a figure that it may be
+LATEST_TIMES = 9  # calls that tell how fast the machine is now
 
 
 class TypicalSeconds:
@@ -77,8 +78,8 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
-        self._slowness = 1.0  # how many times as long all programs take as when the first was timed
-        self._round_s: dict[Any, TypicalSeconds] = {}  # by program, as it took then
+        self._round_s: dict[Any, TypicalSeconds] = {}  # by program, as it took when the first came
+        self._times = deque([1.0], maxlen=LATEST_TIMES)  # as long as that took the last calls
         self._chunk_s = TypicalSeconds()
         self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
         self._num_calls, self._last_trial = 0, 0
@@ -116,9 +117,13 @@ class Pace:
             return
         figure = self._round_s.setdefault(program, TypicalSeconds())
         if figure.count > 0:
-            times = seconds / rounds / self._expected(figure)
-            self._slowness *= min(max(times, 1 / MOST_TIMES), MOST_TIMES) ** NEW_SHARE
+            self._times.append(seconds / rounds / figure.typical)
         figure.add(seconds / rounds / self._slowness, self._calls[batch])
+
+    @property
+    def _slowness(self) -> float:
+        """How many times as long all programs take as when the first was timed."""
+        return statistics.median(self._times)
 
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call and a chunk took together."""

@@ -76,7 +76,6 @@ class Shelf:
         self.rows = powers(LEAST_ROWS, cache_rows_for(num_rows))
         self.chunks = powers(LEAST_CHUNK, session.chunks(1)[0])
         self.ways, self.own = session.ways, session.shape
-        self._few = max(1, num_slots // 4)
         self._session, self._blank, self._is_priced = session, blank, is_priced
         dtype = session.target.params["embed"].dtype
         top = min(logprobs.MOST, session.target.config.vocab_size)
@@ -136,13 +135,12 @@ class Shelf:
 
     def ways_for(self, slots: int) -> list[DraftShape]:
         """The ways that such a batch may take, the one that it takes for want of figures first."""
+        if slots == 1:
+            return sorted(self.ways, key=lambda way: way != self.own)
         ways = self.ways
-        if slots > 1 and not self._is_priced(slots):
+        if not self._is_priced(slots):
             ways = [way for way in ways if way == self.own or not way.num_drafted]
-        if slots <= self._few:
-            return sorted(ways, key=lambda way: way != self.own)
-        modest = [way for way in ways if way.num_drafted <= self.own.num_drafted]
-        return sorted(modest, key=lambda way: way.num_drafted)
+        return sorted(ways, key=lambda way: way.num_drafted)
 
     def kind_of_call(self, size: Size, way: DraftShape, kind: Kind) -> Kind | None:
         """The least kind that serves this one and is compiled, None if none is."""
