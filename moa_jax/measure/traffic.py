@@ -1,8 +1,8 @@
 """Bytes that a phase must read, taken from the program itself, and how fast this device copies.
 
 Decoding is bound by memory: a round reads every weight it uses once and the rows of caches.
-Caches count whole, as they are allocated: the einsum reads all of their rows, and how many an
-accelerator's kernel leaves out depends on the text. Arithmetic on the new tokens, and their rows
+Caches count whole, as they are allocated: how many rows a kernel, or a CPU with several long texts,
+leaves out depends on the texts. Arithmetic on the new tokens, and their rows
 that are written, are small beside that and not counted.
 
 Bandwidth is measured, by a copy, and not taken from a data sheet.
@@ -50,7 +50,7 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
                 inside = _renamed(sizes, operands, body.invars)
                 costs.append(_read(body, inside))
                 sizes |= _renamed(inside, body.outvars, eqn.outvars)
-            total += max(costs)
+            total += max(costs) * eqn.params.get("length", 1)  # of a scan
         elif name == "pallas_call":
             total += sum(sizes.get(id(var), 0) for var in eqn.invars)
             taken_over = eqn.params["input_output_aliases"]

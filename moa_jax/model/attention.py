@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -39,7 +38,7 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
 
-LONG, LEAST_READ = 512, 128  # rows of caches whose texts a CPU reads one by one; that it then reads
+LONG = 512  # rows of caches whose texts a CPU reads one by one
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 INTERVALS = "scores_of_intervals_"  # names operations, before a number of parts, for `flops.py`
 
@@ -76,7 +75,7 @@ def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
 
     By einsum the queries of a group join the token axis, so that both products are plain batched
     matrix products and the scores, the largest array here, are never transposed. There a token
-    that sees nothing gets the mean of all rows, and zeros from a kernel.
+    that sees nothing gets the mean of rows, and zeros from a kernel.
     """
     if isinstance(seen, Intervals):
         if kernels := _by_intervals(q_BKGTE, kv):
@@ -214,26 +213,33 @@ def _pays_one_by_one(kv: KV) -> bool:
 
 
 def _one_by_one(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:
-    """`attend` for texts of many lengths: of each one's rows the first of the sizes that holds it.
+    """`attend` for texts of many lengths: of each one's rows the least of three sizes.
 
-    text 0   x x x . | . . . . . . . .      reads 128 of 512 rows
-    text 1   x x x x   x x . . | . . .      reads 256
+    text 0   x x . . | . . . . | . . . . . . . .      reads a quarter of the rows
+    text 1   x x x x   x x . . | . . . . . . . .      reads half of them
     """
-    S = mask_BTS.shape[2]
-    sizes = [*itertools.takewhile(lambda size: size < S, (LEAST_READ << i for i in range(S))), S]
-    given = (q_BKGTE, kv, jnp.broadcast_to(mask_BTS, (len(used_B), *mask_BTS.shape[1:])))
+    B, _, S, _ = kv.k_BKSE.shape
+    mask_BTS = jnp.broadcast_to(mask_BTS, (B, *mask_BTS.shape[1:]))
+    sizes = (S // 4, S // 2, S)
 
     def one(index: Array) -> Array:
-        def among(size: int) -> Array:
-            cut = lambda a, axis: lax.slice_in_dim(a, 0, size, axis=axis)  # noqa: E731
-            own = lambda a: lax.dynamic_index_in_dim(a, index, keepdims=True)  # noqa: E731
-            q, rows, mask = jax.tree.map(own, given)
-            return _attend(q, jax.tree.map(lambda a: cut(a, 2), rows), cut(mask, 2))[0]
+        branches = [functools.partial(_of_one, q_BKGTE, kv, mask_BTS, index, n) for n in sizes]
+        return lax.switch(jnp.searchsorted(np.array(sizes[:-1]), used_B[index]), branches)
 
-        which = jnp.searchsorted(np.array(sizes[:-1], np.int32), used_B[index])
-        return lax.switch(which, [functools.partial(among, size) for size in sizes])
+    return lax.map(one, jnp.arange(B))
 
-    return lax.map(one, jnp.arange(len(used_B)))
+
+def _of_one(q_BKGTE: Array, kv: KV, mask_BTS: Array, index: Array, size: int) -> Array:
+    """What one text's tokens see of its first `size` rows."""
+
+    def own(array: Array, row_axis: int | None = None) -> Array:
+        shape = [1, *array.shape[1:]]
+        if row_axis is not None:
+            shape[row_axis] = size
+        return lax.dynamic_slice(array, (index, *[0] * (array.ndim - 1)), shape)
+
+    rows = KV(own(kv.k_BKSE, 2), own(kv.v_BKSE, 2))
+    return attend(own(q_BKGTE), rows, own(mask_BTS, 2))[0]
 
 
 def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:

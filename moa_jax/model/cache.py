@@ -56,7 +56,7 @@ def take(rows: KV, path_BD: Array) -> KV:
 
 
 def lean(tree: Any) -> Any:
-    """Arrays without their axes of 1, as a loop on a CPU should carry caches.
+    """Arrays without their axes of 1, as a loop on a CPU should carry the caches of one text.
 
     XLA on CPUs fuses the write of a single row into each bitcast of the cache. Two of these, for
     attention and for the next round, are two writes, and each would get a copy of the cache.

@@ -5,8 +5,7 @@
 XLA's library for CPUs cuts a matrix (D, F) like this in every product with several rows, which
 costs more than multiplying few of them. Cut beforehand and multiplied as `multiply` does, each
 weight is read once, by all cores. That is as true of one row as of eight, so what drafts are added
-to a round is nearly free, as on accelerators. Many rows, as of prompts, are worth the library's own
-cutting, after which all cores multiply: for these the matrix is kept as it was, too.
+to a round is nearly free, as on accelerators.
 """
 
 from __future__ import annotations
@@ -25,26 +24,29 @@ Array = jax.Array
 
 WIDTH = 64  # columns of a panel; 32 are as fast, 16 and 128 are not
 LEAST_ROWS = 2  # of a single row the library makes a sum of its own, 25 times slower
-MANY_ROWS = 32  # for which panels are slower than the matrix (of 16 they are as fast)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["columns_PDC", "kernel"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["columns_PDC"], meta_fields=["outputs"]
 )
 @dataclasses.dataclass(frozen=True)
 class Panels:
     """A matrix (D, *outputs) in the place of an array in a parameter tree."""
 
     columns_PDC: Array
-    kernel: Array  # the matrix, which costs no memory where whoever has cut it still has it
+    outputs: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
+        return (self.columns_PDC.shape[1], *self.outputs)
 
     @property
     def dtype(self) -> Any:
         return self.columns_PDC.dtype
+
+    def whole(self) -> Array:
+        """The matrix (D, *outputs) as it was."""
+        return jnp.moveaxis(self.columns_PDC, 0, 1).reshape(self.shape)
 
 
 def cut(kernel: Any) -> Any:
@@ -58,7 +60,7 @@ def cut(kernel: Any) -> Any:
     is_wide = isinstance(kernel, Array) and kernel.dtype == jnp.float32
     if not is_wide or len(kernel.devices()) > 1 or rest or not is_fast():
         return kernel
-    return Panels(_cut(kernel.reshape(inputs, number, WIDTH)), kernel)
+    return Panels(_cut(kernel.reshape(inputs, number, WIDTH)), tuple(outputs))
 
 
 @jax.jit
@@ -71,8 +73,6 @@ def multiply(x: Array, panels: Panels) -> Array:
     *before, inputs = x.shape
     rows_XD = x.reshape(-1, inputs).astype(panels.dtype)
     X = len(rows_XD)
-    if X >= MANY_ROWS:
-        return (rows_XD @ panels.kernel.reshape(inputs, -1)).reshape(*before, -1)
     rows_XD = jnp.pad(rows_XD, ((0, max(LEAST_ROWS - X, 0)), (0, 0)))
     # Not a `dot_general`, for which XLA would first copy the rows for each panel. And where the
     # same weights are multiplied again, XLA must not see it: it would spread them over the rows
@@ -88,6 +88,6 @@ def is_fast() -> bool:
     if jax.default_backend() != "cpu":
         return False
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)  # noqa: E731
-    panels = Panels(struct(4, 256, WIDTH), struct(256, 4 * WIDTH))
+    panels = Panels(struct(4, 256, WIDTH), (4 * WIDTH,))
     program = jax.jit(multiply).lower(struct(1, 256), panels).compile()
     return "__ynn_fusion" in program.as_text()

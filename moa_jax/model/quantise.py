@@ -262,7 +262,7 @@ def columns(kernel_DV: Matrix, ids_U: Array) -> Matrix:
     if isinstance(kernel_DV, Quantised):
         return Quantised(kernel_DV.values[:, ids_U], kernel_DV.scale[ids_U])
     if isinstance(kernel_DV, Panels):
-        return kernel_DV.kernel[:, ids_U]
+        return kernel_DV.whole()[:, ids_U]
     return kernel_DV[:, ids_U]
 
 

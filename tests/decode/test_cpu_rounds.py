@@ -15,13 +15,14 @@ from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
-from moa_jax.model import panels, quantise
+from moa_jax.model import attention, panels, quantise
 from moa_jax.model.panels import Panels
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, PROMPTS, Pair
 
 CHAIN, TREE = DraftShape(3), DraftShape(4, 3, 8)
 SIZES = dict(hidden_size=128, intermediate_size=64, head_dim=32, vocab_size=128)
+SIZES |= dict(max_position_embeddings=1024)
 
 
 HEADS = {"one-head": 1, "two-heads": 2}
@@ -42,9 +43,9 @@ def pair(request, tmp_path_factory) -> Pair:
     return Pair(folder, 0)
 
 
-def copies(session: Session, batch: int) -> list[Move]:
+def copies(session: Session, batch: int, new_tokens: int = 9) -> list[Move]:
     """What the loop of rounds copies of the size of a cache, or larger."""
-    state, limits, law, _ = session.start([[5, 6, 7]] * batch, 9, NO_STOP, GREEDY)
+    state, limits, law, _ = session.start([[5, 6, 7]] * batch, new_tokens, NO_STOP, GREEDY)
     size = min(rows.nbytes for kv in state.now.target_caches for rows in kv)
     return large_moves(session.loop(state, limits, law).as_text(), size)
 
@@ -66,6 +67,11 @@ def test_a_round_copies_no_cache(pair, shape, batch):
     assert copies(session, batch) == []
 
 
+def test_texts_that_are_read_one_by_one_are_not_copied(pair):
+    assert copies(pair.plain, 2, attention.LONG) == []
+
+
+@pytest.mark.parametrize("pair", [1], ids=["one-head"], indirect=True)
 def test_a_batch_goes_in_and_out_of_its_rounds_without_copies(pair):
     """Not even of rows with an axis of 1, which looks like another order of the same numbers."""
     state, limits, law, _ = pair.plain.start([[5, 6, 7]] * 2, 9, NO_STOP, GREEDY)

@@ -11,7 +11,7 @@ import pytest
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.calls import Backlog
-from moa_jax.decode.engine.pace import LEAST_MEASURED, Pace, TypicalSeconds
+from moa_jax.decode.engine.pace import LEAST_MEASURED, SURE, Pace, TypicalSeconds
 
 CHAIN, TREE = DraftShape(3), DraftShape(3, 2, 4)
 FOR_A_FIGURE = LEAST_MEASURED + 1  # calls: the first does not count
@@ -99,6 +99,19 @@ def test_a_machine_that_slows_down_changes_no_choice():
     assert decoded.calls(60).count(CHAIN) >= 56
 
 
+def test_noise_does_not_add_up():
+    """Neither in figures nor in how fast the machine is: one is divided by the other."""
+    for seed in range(4):
+        draw = np.random.default_rng(seed)
+        factor = lambda call: draw.lognormal(0, 0.2)  # noqa: E731,B023
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+        decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: 0.0015}, factor)
+        decoded.calls(1000)
+        assert decoded.calls(5000).count(CHAIN) > 4500
+        for way, figure in ((way, pace._round_s[decoded.programs[way]]) for way in (PLAIN, CHAIN)):
+            assert 0.5 < figure.typical / decoded.seconds[way] < 2
+
+
 def test_a_size_that_comes_back_is_not_measured_anew():
     """A figure ages while its own size is there; elsewhere many calls are made meanwhile."""
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
@@ -116,7 +129,7 @@ def test_a_size_that_comes_back_is_not_measured_anew():
     assert [call(8) for _ in range(30)] == [PLAIN] * 30
     larger = {way: (rows, way) for rows, way in ((512, PLAIN), (512, CHAIN))}
     for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # measured while nobody was there
-        for _ in range(FOR_A_FIGURE):
+        for _ in range(SURE + 1):
             pace.took(8, larger[way], 1, seconds)
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
 

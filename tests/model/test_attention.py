@@ -89,22 +89,28 @@ def test_kernels_equal_the_einsum(case, kernel):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of programs for CPUs")
-@pytest.mark.parametrize("T, X", [(1, 1), (3, 3), (2, 0)])
-def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X):
+@pytest.mark.parametrize(
+    "T, X, first, dtype",
+    [(1, 1, 0, "float32"), (3, 3, 1, "float32"), (2, 5, 0, "bfloat16"), (2, 0, 0, "float32")],
+    ids=["plain", "tree", "level", "memory"],
+)
+def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype):
     """Rows that nobody has come to may hold anything; the rest is what all at once would be."""
-    lengths, S = [0, 3, 128 - X, 129 - X, 600 - X], 600
-    (packed, turn, past), length_B = drawn(lengths, (5, 2, 2, T, 64), S, X)
-    sight = masks.sight(length_B, masks.line(X) if X else None)
-    used = np.array([128, 128, 128, 256, S])[:, None] > np.arange(S)
+    lengths, S = [1, 3, 150 - X, 151 - X, 600 - X], 600
+    given, length_B = drawn(lengths, (5, 2, 2, T, 64), S, X, dtype)
+    packed, turn, past = given
+    ancestor = tree(jax.random.key(1), 5, T, X) if X else None
+    sight = masks.sight(length_B, ancestor, first)
+    used = np.array([150, 150, 150, 300, S])[:, None] > np.arange(S)
     foul = jax.tree.map(lambda rows: jnp.where(used[:, None, :, None], rows, jnp.nan), past)
     mixed, written = jax.jit(attention.by_einsum)(packed, turn, foul, sight)
-    heads = rotate_packed(packed, turn, has_rows=X > 0)
-    queries = heads[:, :, :-2] if X else heads
-    clean = cache.write(past, KV(heads[:, :, -2], heads[:, :, -1]), length_B) if X else past
-    expected = attention.attend(queries, clean, sight.mask(T, S))
-    sees = np.arange(5) > 0 if not X else slice(None)  # without rows of its own, text 0 has none
-    np.testing.assert_allclose(mixed[sees], expected[sees], atol=2e-6)
-    assert used[0].sum() < S and np.isnan(written.k_BKSE[0]).any()
+    each = [jax.tree.map(lambda a, i=i: a[i : i + 1], given) for i in range(5)]
+    of = lambda a, i: None if a is None else a[i : i + 1]  # noqa: E731
+    seen = [masks.sight(of(length_B, i), of(ancestor, i), first) for i in range(5)]
+    expected = [attention.by_einsum(*one, sees)[0] for one, sees in zip(each, seen, strict=True)]
+    atol = 2e-6 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(*map(np.float32, (mixed, jnp.concatenate(expected))), atol=atol)
+    assert np.isnan(np.float32(written.k_BKSE[0])).any()
 
 
 def test_halves_of_a_head_fill_a_product():

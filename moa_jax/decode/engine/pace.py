@@ -7,6 +7,10 @@ where such figures decide.
 Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
+
+A machine is now faster, now slower, for all programs alike. So figures are of the machine as it was
+when they began, and how many times as long calls of whatever program take now is known apart: else
+a way in use would lose to one that was timed on a better day.
 """
 
 from __future__ import annotations
@@ -16,8 +20,6 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
 from typing import Any
-
-import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import Chooser
@@ -36,7 +38,7 @@ LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is no
 FIRST_OLD, OLD = 32, 256
 MOST_LATEST, LOW = 17, 0.25  # calls that make a figure, and the share of them that took no longer
 STILL_COUNT = 2  # of an old figure's calls
-LATEST_TIMES = 9  # calls that tell how fast the machine is now
+LATEST_TIMES, RETURNING = 9, 0.99  # calls that tell how fast the machine is now; a power below 1
 
 
 class TypicalSeconds:
@@ -48,7 +50,7 @@ class TypicalSeconds:
     """
 
     def __init__(self) -> None:
-        self.count, self.typical, self.last = -1, 0.0, 0
+        self.count, self.typical, self.middle, self.last = -1, 0.0, 0.0, 0
         self._latest: deque[float] = deque(maxlen=MOST_LATEST)
 
     def add(self, seconds: float, now: int = 0) -> None:
@@ -58,7 +60,8 @@ class TypicalSeconds:
             self._latest.popleft()
         if self.count:
             self._latest.append(seconds)
-            self.typical = float(np.quantile(self._latest, LOW, method="lower"))
+            self.typical = sorted(self._latest)[int(LOW * (len(self._latest) - 1))]
+            self.middle = statistics.median(self._latest)
         self.last = now
 
     def is_old(self, now: int) -> bool:
@@ -117,13 +120,17 @@ class Pace:
             return
         figure = self._round_s.setdefault(program, TypicalSeconds())
         if figure.count > 0:
-            self._times.append(seconds / rounds / figure.typical)
+            self._times.append(seconds / rounds / figure.middle)
         figure.add(seconds / rounds / self._slowness, self._calls[batch])
 
     @property
     def _slowness(self) -> float:
-        """How many times as long all programs take as when the first was timed."""
-        return statistics.median(self._times)
+        """How many times as long all programs take as they did.
+
+        It returns to 1 within some hundred calls, for nothing else would hold it: figures are made
+        of what calls took, divided by it.
+        """
+        return statistics.median(self._times) ** RETURNING
 
     def took_with_chunk(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call and a chunk took together."""
@@ -172,7 +179,8 @@ class Pace:
             return self._tried
         if not due or since <= CALLS_BETWEEN_TRIALS:
             return None
-        self._tried, self._last_trial = due[0], self._num_calls
+        others = [way for way in due if way != self._tried]  # its calls may have told nothing
+        self._tried, self._last_trial = (others or due)[0], self._num_calls
         return self._tried
 
     def _rounds_of_a_trial(self, program: Any) -> int:

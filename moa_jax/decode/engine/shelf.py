@@ -7,9 +7,9 @@ A call is also compiled for a way to draft and for a kind of settings: one that 
 can stand in. The thread that decodes uses what is there, and never compiles. `Background` makes
 what is missing, and until then something larger serves.
 
-Where many sit side by side, drafts that are rejected cost most, so plain decoding is the way that
-is made first, and nothing is made that drafts more than the pair's own way. For some, other ways
-than these two are made only where the table of costs knows so many.
+Where several sit side by side, drafts that are rejected cost most, so plain decoding is the way
+that is made first. Other ways than it and the pair's own are made only where the table of costs
+knows so many.
 """
 
 from __future__ import annotations
