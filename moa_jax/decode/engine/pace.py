@@ -38,7 +38,8 @@ LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is no
 FIRST_OLD, OLD = 32, 256
 MOST_LATEST, LOW = 17, 0.25  # calls that make a figure, and the share of them that took no longer
 STILL_COUNT = 2  # of an old figure's calls
-LATEST_TIMES, RETURNING = 9, 0.99  # calls that tell how fast the machine is now; a power below 1
+LATEST_TIMES = 9  # calls that tell how fast the machine is now
+RETURNING = 0.99  # a power: below 1, what was learned of the machine fades
 
 
 class TypicalSeconds:
@@ -81,8 +82,8 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
-        self._round_s: dict[Any, TypicalSeconds] = {}  # by program, as it took when the first came
-        self._times = deque([1.0], maxlen=LATEST_TIMES)  # as long as that took the last calls
+        self._round_s: dict[Any, TypicalSeconds] = {}  # by program, on the machine as it was
+        self._times = deque([1.0], maxlen=LATEST_TIMES)  # how many times that each last call took
         self._chunk_s = TypicalSeconds()
         self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
         self._num_calls, self._last_trial = 0, 0
@@ -185,10 +186,9 @@ class Pace:
 
     def _rounds_of_a_trial(self, program: Any) -> int:
         """As many as take some time, where it is known what they take."""
-        if self._ms(program) is None:
+        if (ms := self._ms(program)) is None:
             return LEAST_OF_A_TRIAL
-        took = self._expected(self._round_s[program])
-        return max(LEAST_OF_A_TRIAL, int(SECONDS_OF_A_TRIAL / took))
+        return max(LEAST_OF_A_TRIAL, int(1e3 * SECONDS_OF_A_TRIAL / (ms * self._slowness)))
 
     def _expected(self, figure: TypicalSeconds) -> float:
         """Seconds, on the machine as it is now."""
