@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_named():
     "process, line", [(0, "of 2 processes these did not come"), (1, "process 0 was not found")]
 )
 def test_a_program_that_is_left_alone_refuses_in_one_line(process, line):
-    code = PROGRAM.format(first="pass", second="pass", before="pass")
+    code = PROGRAM.format(first="pass", second="pass", before="pass", there="")
     flags = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--join-timeout", "2"]
     command = [sys.executable, "-c", code, *flags, "--process", str(process)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
