@@ -340,7 +340,7 @@ def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, starte
 @pytest.mark.slow
 def test_without_room_nothing_more_is_compiled(monkeypatch, started, caplog):
     """Texts are the same, and who asks for log-probabilities has them."""
-    monkeypatch.setattr("moa_jax.decode.engine.engine.has_room", lambda: False)
+    monkeypatch.setattr("moa_jax.decode.engine.making.has_room", lambda: False)
     engine = engine_of(None, num_slots=3)
     requests = mixed(6, 5)
     settle(started(engine), requests)
@@ -500,8 +500,8 @@ def test_nothing_is_learned_while_something_is_compiled(started, monkeypatch):
     request = Request((5, 9), 60, NO_STOP)
     monkeypatch.setattr(engine.session.background, "submit", lambda *job, **rest: True)
     assert_as_alone([request], answers(started(engine), [request]))
-    assert engine._num_makings == 1 and not engine._pace._round_s
-    engine._num_makings = 0
+    assert engine._maker._under_way == 1 and not engine._pace._round_s
+    engine._maker._under_way = 0
     monkeypatch.setattr(engine.session.background, "submit", lambda *job, **rest: False)
     assert_as_alone([request], answers(engine, [request]))
     assert engine._pace._round_s
@@ -841,7 +841,7 @@ def test_a_first_token_outlives_a_call_that_it_is_no_part_of(monkeypatch):
     hear = engine._seats.hear
 
     def broken(flight):
-        if any(not first.job.request.takes_seat for first in engine._firsts):
+        if any(not first.job.request.takes_seat for first in engine._readings.firsts):
             if not has_failed.is_set():
                 has_failed.set()
                 raise RuntimeError("the device is on fire")
@@ -863,8 +863,8 @@ def test_a_first_token_outlives_a_call_that_it_is_no_part_of(monkeypatch):
 def test_prompts_to_score_find_rows_of_their_size_the_next_time(monkeypatch):
     engine, made, shorter = serving("moa-1"), [], 7
     monkeypatch.setattr(engine.shelf, "row_size", lambda rows: shorter)
-    monkeypatch.setattr(engine, "_keep", lambda *_: None)
-    monkeypatch.setattr(engine, "_make_next", lambda wanted: made.extend(wanted))
+    monkeypatch.setattr(engine._readings, "keep", lambda *_: None)
+    monkeypatch.setattr(engine._maker, "make", lambda wanted: made.extend(wanted))
     own = {"stop_ids": NO_STOP, "top_logprobs": 2, "prompt_logprobs": True}
     answers(engine, [Request((5, 9), 0, **own)])
     assert (engine.shelf.make_score, (shorter,)) in [(each.func, each.args) for each in made]
@@ -914,7 +914,7 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
     requests.append(Request((*requests[1].prompt_ids, *answer, 3, 4), 20, NO_STOP))
     engine, drafted = serving(name), {}
     for most_bytes in (1 << 30, 0):
-        monkeypatch.setattr(engine, "_prefixes", Prefixes(most_bytes))
+        monkeypatch.setattr(engine._readings, "prefixes", Prefixes(most_bytes))
         before = engine.load()
         for request in requests:
             assert_as_alone([request], answers(engine, [request]))
@@ -924,14 +924,14 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
             assert (new(lambda x: x.prefix_lookups), new(lambda x: x.prefix_hits)) == (6, 5)
             tokens = sum(len(request.prompt_ids) for request in requests)
             assert new(lambda x: x.prefix_lookup_tokens) == new(lambda x: x.prompt_tokens) == tokens
-            assert engine.load().kept_bytes == engine._prefixes.num_bytes > 0
+            assert engine.load().kept_bytes == engine._readings.prefixes.num_bytes > 0
             # The beginning; two tokens more; the beginning; all but the last of a prompt that
             # was read; and a whole answer but its last token, which no cache holds.
             assert new(lambda x: x.prefix_tokens) == 40 + 42 + 40 + 42 + (43 + 19)
         else:
             assert new(lambda x: x.prefix_lookups) == new(lambda x: x.prefix_hits) == 0
             assert new(lambda x: x.prefix_lookup_tokens) == engine.load().kept_bytes == 0
-            assert len(engine._prefixes) == 0
+            assert len(engine._readings.prefixes) == 0
     assert drafted[1 << 30] == drafted[0]
 
 

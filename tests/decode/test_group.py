@@ -76,7 +76,7 @@ def test_another_process_runs_what_the_first_one_runs(name):
     made = {each.name for each in heard.messages if isinstance(each, Make)}
     assert made >= set(runs)
     engine._seats.reset()
-    engine._prefixes.clear()
+    engine._readings.prefixes.clear()
     gc.collect()
     kept, dead = len(engine.shelf._held), sum(len(each.dead) for each in told)
     assert dead > 100 and kept < 100, (dead, kept)

@@ -101,7 +101,7 @@ def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
 
 def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine, monkeypatch):
     """And what was read so serves others."""
-    monkeypatch.setattr(engine, "_prefixes", Prefixes(1 << 30))
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(1 << 30))
     before, request = engine.load(), asking(TEXT, 0)
     for _ in range(2):
         (listener,) = answers(engine, [request])
@@ -119,7 +119,7 @@ def test_what_was_read_is_told_though_a_call_failed_meanwhile(engine, monkeypatc
     run = engine.shelf.run
 
     def broken(name, *arrays):
-        if name[0] == "call" and engine._scored and not engine._readings:
+        if name[0] == "call" and engine._readings.scored and not engine._readings:
             raise RuntimeError("the device is on fire")
         return run(name, *arrays)
 
