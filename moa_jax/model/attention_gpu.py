@@ -180,111 +180,136 @@ def _join(
     )(length_B, *partial)
 
 
-def _attend_kernel(
-    sizes: Sizes,
-    length_ref: Ref,
-    packed_ref: Ref,
-    cos_ref: Ref,
-    sin_ref: Ref,
-    k_ref: Ref,
-    v_ref: Ref,
-    *refs: Ref,
-) -> None:
-    """One program: some queries of one key-value head over one split of the rows."""
-    ancestor_ref, (mixed_ref, *lse_refs), caches = _sorted(sizes, refs)
-    split, b = pl.program_id(0), pl.program_id(2)
-    k, block = pl.program_id(1) // sizes.blocks, pl.program_id(1) % sizes.blocks
-    G, T, X, S = sizes.G, sizes.T, sizes.X, k_ref.shape[2]
-    e_1E = jnp.arange(sizes.E)[None, :]
-    h_1H = jnp.arange(sizes.E // 2)[None, :]
-    halves_2 = (h_1H, h_1H + sizes.E // 2)
-    index_Q = block * sizes.queries + jnp.arange(sizes.queries)
-    there_Q1 = (index_Q < G * T)[:, None]
-    token_Q1 = (index_Q % T)[:, None]
-    length = length_ref[b]
-    load = functools.partial(_load_turned, (packed_ref, cos_ref, sin_ref), b, k)
-    q_2QH = load(token_Q1, (index_Q // T)[:, None], there_Q1)
-    precision = lax.Precision.HIGHEST if packed_ref.dtype == jnp.float32 else None
-    dot = functools.partial(triton.dot, precision=precision)
+def _attend_kernel(sizes: Sizes, *refs: Ref) -> None:
+    program = _Program(sizes, refs)
+    split = program.split
+    share, used = _share(sizes, program.length)
 
-    def see(state: State, k_2RH: Sequence[Array], v_RE: Array, seen_QR: Array) -> State:
-        """Online softmax over R more rows."""
-        best_Q, total_Q, mixed_QE = state
-        low_QR, high_QR = (dot(q, k, trans_b=True) for q, k in zip(q_2QH, k_2RH, strict=True))
-        score_QR = (low_QR + high_QR) * (sizes.E**-0.5 * LOG2_E)
-        score_QR = jnp.where(seen_QR, score_QR, NOTHING)
-        higher_Q = jnp.maximum(best_Q, jnp.max(score_QR, axis=1))
-        weight_QR = jnp.where(seen_QR, jnp.exp2(score_QR - higher_Q[:, None]), 0.0)
-        fade_Q = jnp.exp2(best_Q - higher_Q)
-        mixed_QE = mixed_QE * fade_Q[:, None] + dot(weight_QR.astype(v_RE.dtype), v_RE)
-        return higher_Q, total_Q * fade_Q + jnp.sum(weight_QR, axis=1), mixed_QE
+    @pl.when((split == 0) | (split * share < used))
+    def _() -> None:
+        state = program.nothing()
+        end = jnp.minimum((split + 1) * share, used)
+        state = lax.fori_loop(split * share, end, program.see_prefix, state)
+        if sizes.writes:
+            blocks = jnp.int32(pl.cdiv(sizes.X, _nodes(sizes.X)))
+            turns = jnp.where(split == 0, blocks, jnp.int32(0))
+            state = lax.fori_loop(jnp.int32(0), turns, program.see_tree, state)
+        program.store(*state)
 
-    def prefix(index: Array, state: State) -> State:
-        row_R = index * sizes.rows + jnp.arange(sizes.rows)
-        seen_R = (row_R < length) & (row_R >= sizes.first) if sizes.first else row_R < length
-        # No row that is seen is behind the cache.
-        take = lambda ref, e: triton.load(  # noqa: E731
-            ref.at[b, k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
+
+class _Program:
+    """One program of kernel 1: some queries of one key-value head over one split of the rows."""
+
+    def __init__(self, sizes: Sizes, refs: Sequence[Ref]) -> None:
+        """Loads the queries, (Q, H) in halves of E, of its tokens and heads."""
+        self.sizes = sizes
+        length_ref, self.packed_ref, cos_ref, sin_ref, self.k_ref, self.v_ref, *rest = refs
+        self.ancestor_ref, self.results, self.written = _sorted(sizes, rest)
+        self.split, self.b = pl.program_id(0), pl.program_id(2)
+        self.k, self.block = pl.program_id(1) // sizes.blocks, pl.program_id(1) % sizes.blocks
+        self.e_1E = jnp.arange(sizes.E)[None, :]
+        h_1H = jnp.arange(sizes.E // 2)[None, :]
+        self.halves_2 = (h_1H, h_1H + sizes.E // 2)
+        self.index_Q = self.block * sizes.queries + jnp.arange(sizes.queries)
+        self.there_Q1 = (self.index_Q < sizes.G * sizes.T)[:, None]
+        self.token_Q1 = (self.index_Q % sizes.T)[:, None]
+        self.length = length_ref[self.b]
+        heads = (self.packed_ref, cos_ref, sin_ref)
+        self.load = functools.partial(_load_turned, heads, self.b, self.k)
+        self.q_2QH = self.load(self.token_Q1, (self.index_Q // sizes.T)[:, None], self.there_Q1)
+
+    def nothing(self) -> State:
+        """The softmax of no rows."""
+        queries = self.sizes.queries
+        return (
+            jnp.full(queries, NOTHING, jnp.float32),
+            jnp.zeros(queries, jnp.float32),
+            jnp.zeros((queries, self.sizes.E), jnp.float32),
         )
-        k_2RH = [take(k_ref, half) for half in halves_2]
-        return see(state, k_2RH, take(v_ref, e_1E), seen_R[None, :])
 
-    def tree(index: Array, state: State) -> State:
+    def see_prefix(self, index: Array, state: State) -> State:
+        """The next block of rows that all tokens see; none that is seen is behind the cache."""
+        sizes = self.sizes
+        row_R = index * sizes.rows + jnp.arange(sizes.rows)
+        seen_R = row_R < self.length
+        if sizes.first:
+            seen_R &= row_R >= sizes.first
+        take = lambda ref, e: triton.load(  # noqa: E731
+            ref.at[self.b, self.k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
+        )
+        k_2RH = [take(self.k_ref, half) for half in self.halves_2]
+        return self._see(state, k_2RH, take(self.v_ref, self.e_1E), seen_R[None, :])
+
+    def see_tree(self, index: Array, state: State) -> State:
+        """The next rows behind the prefix: those of earlier passes, and the new, are written."""
+        T, X, e_1E = self.sizes.T, self.sizes.X, self.e_1E
         node_R = index * _nodes(X) + jnp.arange(_nodes(X))
-        is_row_R = length + node_R < S  # nothing is written behind a cache that is too small
+        # Nothing is written behind a cache that is too small.
+        is_row_R = self.length + node_R < self.k_ref.shape[2]
         new_R1 = ((node_R >= X - T) & (node_R < X) & is_row_R)[:, None]
         old_R1 = ((node_R < X - T) & is_row_R)[:, None]
         token_R1 = node_R[:, None] - (X - T)
 
         def joined(cache_ref: Ref, written_ref: Ref, e: Array, new: Array) -> Array:
             """New rows, which are written, among those of earlier passes."""
-            here = (b, k, length + node_R[:, None], e)
+            here = (self.b, self.k, self.length + node_R[:, None], e)
             old = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
-            triton.store(written_ref.at[here], new, mask=new_R1 & (block == 0) & (e >= 0))
+            at = written_ref.at[here]
+            triton.store(at, new, mask=new_R1 & (self.block == 0) & (e >= 0))
             return jnp.where(new_R1, new, old)
 
-        new_2RH = load(token_R1, G, new_R1)
-        k_2RH = [joined(k_ref, caches[0], *each) for each in zip(halves_2, new_2RH, strict=True)]
-        at = (b, token_R1, k, G + 1, e_1E)
-        new_RE = triton.load(packed_ref.at[at], mask=new_R1 & (e_1E >= 0), other=0.0)
-        v_RE = joined(v_ref, caches[1], e_1E, new_RE)
-        node_1R = node_R[None, :]
-        if sizes.is_line:
-            seen_QR = node_1R <= token_Q1 + (X - T)
-        else:
-            at = (b if ancestor_ref.shape[0] > 1 else 0, token_Q1, node_1R)
-            known_QR = triton.load(ancestor_ref.at[at], mask=there_Q1 & (node_1R < X), other=0)
-            seen_QR = known_QR.astype(jnp.int32) > 0
-        if sizes.first:
-            seen_QR &= length + node_1R >= sizes.first
-        return see(state, k_2RH, v_RE, seen_QR)
+        new_2RH = self.load(token_R1, self.sizes.G, new_R1)
+        halves = zip(self.halves_2, new_2RH, strict=True)
+        k_2RH = [joined(self.k_ref, self.written[0], *each) for each in halves]
+        at = (self.b, token_R1, self.k, self.sizes.G + 1, e_1E)
+        new_RE = triton.load(self.packed_ref.at[at], mask=new_R1 & (e_1E >= 0), other=0.0)
+        v_RE = joined(self.v_ref, self.written[1], e_1E, new_RE)
+        return self._see(state, k_2RH, v_RE, self._ancestors(node_R[None, :]))
 
-    share, used = _share(sizes, length)
-
-    @pl.when((split == 0) | (split * share < used))
-    def _() -> None:
-        state = (
-            jnp.full(sizes.queries, NOTHING, jnp.float32),
-            jnp.zeros(sizes.queries, jnp.float32),
-            jnp.zeros((sizes.queries, sizes.E), jnp.float32),
-        )
-        end = jnp.minimum((split + 1) * share, used)
-        state = lax.fori_loop(split * share, end, prefix, state)
-        if sizes.writes:
-            turns = jnp.where(split == 0, jnp.int32(pl.cdiv(X, _nodes(X))), jnp.int32(0))
-            state = lax.fori_loop(jnp.int32(0), turns, tree, state)
-        best_Q, total_Q, mixed_QE = state
+    def store(self, best_Q: Array, total_Q: Array, mixed_QE: Array) -> None:
+        """What was found; with other splits, the log-sum-exp as well."""
+        sizes, index_Q, e_1E = self.sizes, self.index_Q, self.e_1E
+        mixed_ref, *lse_refs = self.results
         mixed_QE = mixed_QE / jnp.where(total_Q > 0, total_Q, 1.0)[:, None]
+        mask_QE = self.there_Q1 & (e_1E >= 0)
         if not lse_refs:
-            at = (b, token_Q1, k, (index_Q // T)[:, None], e_1E)
-            mixed = mixed_QE.astype(mixed_ref.dtype)
-            triton.store(mixed_ref.at[at], mixed, mask=there_Q1 & (e_1E >= 0))
+            at = (self.b, self.token_Q1, self.k, (index_Q // sizes.T)[:, None], e_1E)
+            triton.store(mixed_ref.at[at], mixed_QE.astype(mixed_ref.dtype), mask=mask_QE)
             return
-        at = (b, k, split, index_Q)
-        mask_QE = there_Q1 & (e_1E >= 0)
-        triton.store(mixed_ref.at[(*at[:3], index_Q[:, None], e_1E)], mixed_QE, mask=mask_QE)
+        at = (self.b, self.k, self.split)
+        triton.store(mixed_ref.at[(*at, index_Q[:, None], e_1E)], mixed_QE, mask=mask_QE)
         lse_Q = jnp.where(total_Q > 0, best_Q + jnp.log2(total_Q), NOTHING)
-        triton.store(lse_refs[0].at[at], lse_Q, mask=index_Q < G * T)
+        triton.store(lse_refs[0].at[(*at, index_Q)], lse_Q, mask=index_Q < sizes.G * sizes.T)
+
+    def _ancestors(self, node_1R: Array) -> Array:
+        """Which rows behind the prefix each query sees."""
+        T, X = self.sizes.T, self.sizes.X
+        if self.sizes.is_line:
+            seen_QR = node_1R <= self.token_Q1 + (X - T)
+        else:
+            at = (self.b if self.ancestor_ref.shape[0] > 1 else 0, self.token_Q1, node_1R)
+            known_QR = triton.load(
+                self.ancestor_ref.at[at], mask=self.there_Q1 & (node_1R < X), other=0
+            )
+            seen_QR = known_QR.astype(jnp.int32) > 0
+        if self.sizes.first:
+            seen_QR &= self.length + node_1R >= self.sizes.first
+        return seen_QR
+
+    def _see(self, state: State, k_2RH: Sequence[Array], v_RE: Array, seen_QR: Array) -> State:
+        """Online softmax over R more rows."""
+        best_Q, total_Q, mixed_QE = state
+        is_single = self.packed_ref.dtype == jnp.float32
+        dot = functools.partial(triton.dot, precision=lax.Precision.HIGHEST if is_single else None)
+        halves = zip(self.q_2QH, k_2RH, strict=True)
+        low_QR, high_QR = (dot(q_QH, k_RH, trans_b=True) for q_QH, k_RH in halves)
+        score_QR = (low_QR + high_QR) * (self.sizes.E**-0.5 * LOG2_E)
+        score_QR = jnp.where(seen_QR, score_QR, NOTHING)
+        higher_Q = jnp.maximum(best_Q, jnp.max(score_QR, axis=1))
+        weight_QR = jnp.where(seen_QR, jnp.exp2(score_QR - higher_Q[:, None]), 0.0)
+        fade_Q = jnp.exp2(best_Q - higher_Q)
+        mixed_QE = mixed_QE * fade_Q[:, None] + dot(weight_QR.astype(v_RE.dtype), v_RE)
+        return higher_Q, total_Q * fade_Q + jnp.sum(weight_QR, axis=1), mixed_QE
 
 
 def _load_turned(
