@@ -67,7 +67,8 @@ def test_a_round_copies_no_cache(pair, shape, batch):
     assert copies(session, batch) == []
 
 
-def test_texts_that_are_read_one_by_one_are_not_copied(pair):
+def test_reading_texts_one_by_one_copies_no_whole_cache(pair):
+    """Of each text the rows that are read are, which a product wants side by side."""
     assert copies(pair.plain, 2, attention.LONG) == []
 
 

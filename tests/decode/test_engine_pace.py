@@ -128,10 +128,22 @@ def test_a_size_that_comes_back_is_not_measured_anew():
             call(batch)
     assert [call(8) for _ in range(30)] == [PLAIN] * 30
     larger = {way: (rows, way) for rows, way in ((512, PLAIN), (512, CHAIN))}
-    for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # measured while nobody was there
+    for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # often enough while nobody was there
         for _ in range(SURE + 1):
             pace.took(8, larger[way], 1, seconds)
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
+
+
+def test_a_way_whose_calls_tell_nothing_keeps_no_other_from_its_trial():
+    """As one whose drafter catches up at each of its calls."""
+    pace = Pace(Chooser((PLAIN, CHAIN, TREE), PLAIN), None, lambda batch: PLAIN)
+    programs = {way: ("program", way) for way in (CHAIN, TREE, PLAIN)}
+    for _ in range(60):
+        program, rounds = pace.choose(2, programs, hurry=False)
+        if program != programs[CHAIN]:
+            pace.took(2, program, rounds, 0.001 * rounds)
+    assert pace.unknown({program: program[1] for program in programs.values()}) == programs[CHAIN]
+    assert pace._round_s.keys() == {programs[PLAIN], programs[TREE]}
 
 
 def test_one_slow_call_does_not_make_a_figure():

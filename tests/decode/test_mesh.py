@@ -72,12 +72,18 @@ def told() -> dict[str, dict]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_writes_the_texts_of_one_device(told, case):
     """Uneven prompts, greedy and drawn; what drafts do is the same where both were asked to."""
-    (drafter, shape, _), on_mesh, alone = case.split(":"), told[case]["mesh"], told[case]["alone"]
+    (drafter, shape, sizes), on_mesh, alone = (
+        case.split(":"),
+        told[case]["mesh"],
+        told[case]["alone"],
+    )
     assert [row["tokens"] for row in on_mesh] == [row["tokens"] for row in alone]
     if "engine" in shape:
         assert {row["finish"] for row in on_mesh} == {"length"}
     if "engine" in shape or shape == "split":
         return
+    if "data=2" in sizes:
+        assert 2 in told[case]["one_by_one"]  # texts of each device
     if shape != "plain" and case not in TOO_NARROW:
         assert max(max(row["accepted"]) for row in on_mesh) > 1  # drafts count
     if shape == "auto":

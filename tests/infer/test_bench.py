@@ -119,6 +119,7 @@ def size(*trees: object) -> int:
 
 def test_bytes_of_small_programs():
     held = {"w": jnp.zeros((4, 4)), "table": jnp.zeros((100, 4)), "unused": jnp.zeros(50)}
+    held["four"] = jnp.zeros((4, 4, 4))
     rows = jnp.zeros((1, 4))
 
     def twice(held, x):
@@ -131,7 +132,16 @@ def test_bytes_of_small_programs():
         table = jax.lax.dynamic_update_slice(held["table"], x, (x[0, 0].astype(int), 0))
         return x @ table.T
 
+    def in_turns(held, x):
+        return jax.lax.scan(lambda x, w: (x @ w @ held["w"], None), x, held["four"])[0]
+
+    def for_each(held, x):
+        part = lambda i: x @ jax.lax.dynamic_index_in_dim(held["four"], i, keepdims=False)  # noqa: E731
+        return jax.lax.map(part, jnp.arange(4))
+
     assert traffic.bytes_read(twice, held, rows) == 2 * 4 * 16
+    assert traffic.bytes_read(in_turns, held, rows) == (4 + 4) * 4 * 16
+    assert traffic.bytes_read(for_each, held, rows) == 4 * 4 * 16
     assert traffic.bytes_read(in_branch, held, rows) == 2 * 4 * 16
     assert traffic.bytes_read(jax.jit(written), held, rows) == 4 * 400
 

@@ -392,8 +392,8 @@ class Engine:
         if job not in self._readings:
             self._waiting.remove(job)
             self._leaves_waiting()
-        chunk, read = self._readings.read_on(job)
         self._read_since = True
+        chunk, read = self._readings.read_on(job)
         if read is not None and job.request.takes_seat:
             self._seats.enter(read.live, read.rows, job.text, self._coming())
         return chunk

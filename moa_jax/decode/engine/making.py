@@ -11,15 +11,13 @@ from moa_jax.decode.engine.shelf import Shelf
 from moa_jax.decode.engine.wanted import Making, name_of
 from moa_jax.decode.mappings import has_room
 
-Order = Callable[[], None]
+Done = Callable[[], None]
 
 
 class Maker:
     """Has programs made; all methods belong to the engine's thread."""
 
-    def __init__(
-        self, shelf: Shelf, background: Background, order: Callable[[Order], None]
-    ) -> None:
+    def __init__(self, shelf: Shelf, background: Background, order: Callable[[Done], None]) -> None:
         self._shelf, self._background, self._order = shelf, background, order
         self._under_way = 0  # makings that were ordered and did not end
         self._has_room = True  # for more programs
@@ -31,7 +29,7 @@ class Maker:
 
     def make(self, wanted: Iterator[Making]) -> None:
         """Has the first of these made that never was, unless something is being made."""
-        if self._has_room and not self._under_way:
+        if self._has_room and not self.is_busy:
             any(self._submit(making) for making in wanted)  # the first that is new ends it
 
     def _submit(self, making: Making) -> bool:

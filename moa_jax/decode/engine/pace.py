@@ -128,8 +128,9 @@ class Pace:
     def _slowness(self) -> float:
         """How many times as long all programs take as they did.
 
-        It returns to 1 within some hundred calls, for nothing else would hold it: figures are made
-        of what calls took, divided by it.
+        It returns to 1 within some thousand calls, for nothing else would hold it: figures are made
+        of what calls took, divided by it. After a great change a way that is seldom called looks a
+        little faster meanwhile, as figures in use follow the machine and its own waits for a trial.
         """
         return statistics.median(self._times) ** RETURNING
 
