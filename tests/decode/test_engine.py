@@ -569,14 +569,14 @@ def test_short_prompts_do_not_wait_for_long_ones(monkeypatch):
     engine, most, told = serving(None), [], []
     read_on, tell = engine._read_on, engine._tell
 
-    def reading(job):
-        found = read_on(job)
+    def reading(task):
+        found = read_on(task)
         most.append(len(engine._readings))
         return found
 
-    def telling(job, news):
-        told.append(job.request)
-        tell(job, news)
+    def telling(task, news):
+        told.append(task.request)
+        tell(task, news)
 
     monkeypatch.setattr(engine, "_read_on", reading)
     monkeypatch.setattr(engine, "_tell", telling)
@@ -841,7 +841,7 @@ def test_a_first_token_outlives_a_call_that_it_is_no_part_of(monkeypatch):
     hear = engine._seats.hear
 
     def broken(flight):
-        if any(not first.job.request.takes_seat for first in engine._readings.firsts):
+        if any(not first.task.request.takes_seat for first in engine._readings.firsts):
             if not has_failed.is_set():
                 has_failed.set()
                 raise RuntimeError("the device is on fire")

@@ -184,7 +184,7 @@ def test_a_full_queue_and_a_failing_engine():
                 client.completions.create(**fields)
         engine.error = "a pass failed"
         engine.go.set()
-        wait_for(lambda: not engine._jobs)
+        wait_for(lambda: not engine._tasks)
         with pytest.raises(openai.APIError, match="a pass failed"):
             list(client.completions.create(**fields, stream=True))
 

@@ -151,7 +151,7 @@ def test_a_stop_text_ends_an_answer_that_never_shows_it(server, stream):
     tokens = sum((part["token_ids"] for part in parts), [])
     assert stop in text_of(tokens) and stop not in text_of(tokens[:-1])
     assert len(server.engine.cancelled) == cancelled + 1
-    wait_for(lambda: not server.engine._jobs)
+    wait_for(lambda: not server.engine._tasks)
 
 
 def test_a_stop_text_may_be_kept(server):
@@ -444,7 +444,7 @@ def test_a_request_that_does_not_fit_leaves_nothing_behind():
             assert error_of(server.post(COMPLETIONS, many), 400)["param"] == "prompt"
             assert len(engine.requests) == 3
         engine.go.set()
-        wait_for(lambda: not engine._jobs)
+        wait_for(lambda: not engine._tasks)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -503,7 +503,7 @@ def test_a_fault_while_tokens_become_an_answer_ends_it(stream, place, monkeypatc
         else:
             error = error_of(server.post(COMPLETIONS, LONG), 500)
         assert error["message"] == "the server failed at this request"
-        wait_for(lambda: not server.engine._jobs)
+        wait_for(lambda: not server.engine._tasks)
         (event,) = server.named("error")
         assert "RuntimeError at test_protocol.py" in event["what"]
 
@@ -712,7 +712,7 @@ def test_a_thousand_malformed_bodies_leave_the_server_as_it_was():
         assert statuses[400] > 500 and statuses[200] > 50 and statuses[404] > 10
         assert server.post(COMPLETIONS, LONG).json()["choices"] == good
         assert not server.named("error") and not server.server.answering
-        wait_for(lambda: not server.engine._jobs)
+        wait_for(lambda: not server.engine._tasks)
 
 
 def test_requests_that_are_no_http_are_refused(server):

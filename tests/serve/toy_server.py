@@ -70,18 +70,18 @@ class ToyEngine:
         self.error = ""
         self.go = threading.Event()  # cleared: nobody hears anything
         self.go.set()
-        self._jobs: dict[int, tuple[Request, Callable[[News], None], list[int]]] = {}
+        self._tasks: dict[int, tuple[Request, Callable[[News], None], list[int]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
 
     def submit(self, request: Request, hear: Callable[[News], None]) -> Ticket:
         with self._lock:
-            if len(self._jobs) >= self.slots + self.max_waiting:
+            if len(self._tasks) >= self.slots + self.max_waiting:
                 raise Full(f"{self.max_waiting} requests are waiting already: try again later")
             ticket = Ticket(len(self.requests))
             self.requests.append(request)
-            self._jobs[ticket.id] = (request, hear, answer_of(request))
+            self._tasks[ticket.id] = (request, hear, answer_of(request))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -101,10 +101,10 @@ class ToyEngine:
         assert not self._thread.is_alive()
 
     def load(self) -> Load:
-        running = min(len(self._jobs), self.slots)
+        running = min(len(self._tasks), self.slots)
         known = {
             "running": running,
-            "waiting": len(self._jobs) - running,
+            "waiting": len(self._tasks) - running,
             "slots": self.slots,
             "accepted_by_position": (3, 1),
             "rounds_by_way": {DraftShape(1): 7, DraftShape(4): 2},
@@ -115,9 +115,9 @@ class ToyEngine:
         while not self._stop.is_set():
             self.go.wait()
             with self._lock:
-                jobs = list(self._jobs.items())[: self.slots]
+                tasks = list(self._tasks.items())[: self.slots]
                 cancelled = set(self.cancelled)
-            for id, (request, hear, left) in jobs:
+            for id, (request, hear, left) in tasks:
                 self._tell(id, request, hear, left, id in cancelled)
             time.sleep(0.0005)
 
@@ -134,7 +134,7 @@ class ToyEngine:
             tokens, finish = [], "cancelled" if is_cancelled else "error"
         if finish:
             with self._lock:
-                del self._jobs[id]
+                del self._tasks[id]
             self.ended[id] = finish
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]

@@ -41,7 +41,7 @@ from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.group import Group, LeadingShelf
-from moa_jax.decode.engine.load import Load, Tally
+from moa_jax.decode.engine.load import Load, Totals
 from moa_jax.decode.engine.making import Maker
 from moa_jax.decode.engine.pace import Pace
 from moa_jax.decode.engine.reading import Readings
@@ -49,9 +49,9 @@ from moa_jax.decode.engine.requests import (
     CANCELLED,
     Closed,
     Full,
-    Job,
     News,
     Request,
+    Task,
     Ticket,
     failed,
 )
@@ -124,18 +124,18 @@ class Engine:
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the next two
         self._num_waiting, self._closed = 0, False
-        self._jobs: dict[int, Job] = {}  # all that have not ended
-        self._waiting: deque[Job] = deque()
+        self._tasks: dict[int, Task] = {}  # all that have not ended
+        self._waiting: deque[Task] = deque()
         self._maker = Maker(self.shelf, self.session.background, self._orders.put)
-        self._tally = Tally(max(way.levels for way in self.session.ways) - 1)
+        self._totals = Totals(max(way.levels for way in self.session.ways) - 1)
         self._readings = Readings(
             self.shelf,
             self._maker,
-            self._tally.counts,
+            self._totals.counts,
             draft_rows=self._draft_rows,
             prefix_bytes=self.shelf.num_bytes // 2 if prefix_bytes is None else prefix_bytes,
         )
-        self._turns = Turns[Job](
+        self._turns = Turns[Task](
             prompts=self._to_read,
             left=self._readings.left,
             crowd=self._crowd,
@@ -167,9 +167,9 @@ class Engine:
             if self._num_waiting >= self.max_waiting + self.num_slots - self._num_running():
                 raise Full(f"{self._num_waiting} requests are waiting already: try again later")
             self._num_waiting += 1
-            job = self._jobs[text.id] = Job(text.id, request, hear, text)
-            self._orders.put(functools.partial(self._enter, job))
-        return Ticket(job.id)
+            task = self._tasks[text.id] = Task(text.id, request, hear, text)
+            self._orders.put(functools.partial(self._enter, task))
+        return Ticket(task.id)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request, which hears "cancelled" unless it ended before."""
@@ -217,15 +217,15 @@ class Engine:
         """All that have not ended hear "error"; for a process that is about to end."""
         with self._lock:
             self._closed = True
-        for job in list(self._jobs.values()):
-            if self._jobs.pop(job.id, None) is not None:
-                self._tell(job, News([], finish="error", error=line))
+        for task in list(self._tasks.values()):
+            if self._tasks.pop(task.id, None) is not None:
+                self._tell(task, News([], finish="error", error=line))
 
     def load(self) -> Load:
         """A snapshot for people and metrics."""
         texts = self._seats.texts
         rows = sum(len(text.tokens) for text in texts) + self._readings.num_read
-        return self._tally.load(
+        return self._totals.load(
             running=self._num_running(),
             waiting=self._num_waiting,
             slots=self.num_slots,
@@ -294,24 +294,24 @@ class Engine:
                 self._orders.get()()
         while not self._orders.empty():  # nobody else takes any
             self._orders.get()()
-        if self._ends_at < math.inf and (not self._jobs or time.monotonic() >= self._ends_at):
+        if self._ends_at < math.inf and (not self._tasks or time.monotonic() >= self._ends_at):
             self._stop()
 
-    def _enter(self, job: Job) -> None:
-        if job.id in self._jobs:  # `abandon` may have ended it meanwhile
-            self._waiting.append(job)
+    def _enter(self, task: Task) -> None:
+        if task.id in self._tasks:  # `abandon` may have ended it meanwhile
+            self._waiting.append(task)
 
     def _cancel(self, id: int) -> None:
-        if job := self._jobs.get(id):
-            self._end(job, CANCELLED)
+        if task := self._tasks.get(id):
+            self._end(task, CANCELLED)
 
     def _end_by(self, when: float) -> None:
         self._ends_at = min(self._ends_at, when)
 
     def _stop(self) -> None:
         self._stopping = True
-        for job in list(self._jobs.values()):
-            self._end(job, CANCELLED)
+        for task in list(self._tasks.values()):
+            self._end(task, CANCELLED)
 
     def _fail(self, error: Exception) -> None:
         """A pass has failed: those who sit are lost with the state, and the others go on."""
@@ -321,30 +321,30 @@ class Engine:
         self._readings.lose_firsts()
         self._lose(lost, error)
 
-    def _lose(self, lost: Sequence[Job], error: Exception) -> None:
+    def _lose(self, lost: Sequence[Task], error: Exception) -> None:
         """Ends those who are lost with what has failed."""
         logging.getLogger(__name__).error("a pass failed", exc_info=error)
-        self._tally.counts["failures"] += 1
+        self._totals.counts["failures"] += 1
         self._readings.prefixes.clear()  # the fault may be in what was copied
-        for job in lost:
-            self._end(job, failed(error))
+        for task in lost:
+            self._end(task, failed(error))
 
-    def _end(self, job: Job, news: News) -> None:
+    def _end(self, task: Task, news: News) -> None:
         """Tells the last news of a request, wherever it is."""
-        if self._jobs.pop(job.id, None) is None:
+        if self._tasks.pop(task.id, None) is None:
             return
-        if job in self._waiting:
-            self._waiting.remove(job)
+        if task in self._waiting:
+            self._waiting.remove(task)
             self._leaves_waiting()
-        self._readings.leave(job)
-        self._seats.leave(job.text)
-        self._tally.finished[news.finish] += 1
-        self._tell(job, news)
+        self._readings.leave(task)
+        self._seats.leave(task.text)
+        self._totals.finished[news.finish] += 1
+        self._tell(task, news)
 
-    def _tell(self, job: Job, news: News) -> None:
-        self._tally.counts["generated_tokens"] += len(news.token_ids)
+    def _tell(self, task: Task, news: News) -> None:
+        self._totals.counts["generated_tokens"] += len(news.token_ids)
         try:
-            job.hear(news)
+            task.hear(news)
         except Exception:  # a listener's fault, of which the others must not suffer
             logging.getLogger(__name__).exception("a listener failed")
 
@@ -354,12 +354,12 @@ class Engine:
 
     # ---- reading prompts ----
 
-    def _to_read(self) -> list[Job]:
+    def _to_read(self) -> list[Task]:
         """Those whose prompts could be read on now, or begun, in the order in which they came."""
-        found = self._readings.jobs
+        found = self._readings.tasks
         if self._num_running() < self.num_slots and len(found) < MOST_READINGS:
             found += self._waiting
-        return sorted(found, key=lambda job: job.id)
+        return sorted(found, key=lambda task: task.id)
 
     def _coming(self) -> int:
         """How many want a seat."""
@@ -370,32 +370,32 @@ class Engine:
         sitting = len(self._seats.texts)
         return min(self._coming(), self.num_slots - sitting), sitting
 
-    def _sitting(self) -> list[Job]:
+    def _sitting(self) -> list[Task]:
         texts = self._seats.texts
-        return [job for text in texts if (job := self._jobs.get(text.id))]  # `abandon` ends some
+        return [task for text in texts if (task := self._tasks.get(text.id))]  # `abandon` ends some
 
-    def _begun(self) -> list[Job]:
+    def _begun(self) -> list[Task]:
         """Whose texts are lost with the state."""
-        firsts = [first.job for first in self._readings.firsts]
-        return [*self._sitting(), *(job for job in firsts if job.request.takes_seat)]
+        firsts = [first.task for first in self._readings.firsts]
+        return [*self._sitting(), *(task for task in firsts if task.request.takes_seat)]
 
-    def _read(self, job: Job) -> None:
+    def _read(self, task: Task) -> None:
         try:
-            self._turns.was_read(self._read_on(job))
+            self._turns.was_read(self._read_on(task))
         except Exception as error:
-            if job not in self._readings:  # it was about to take a seat
+            if task not in self._readings:  # it was about to take a seat
                 raise
             self._lose(self._turns.lost(with_state=False), error)
 
-    def _read_on(self, job: Job) -> int:
+    def _read_on(self, task: Task) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
-        if job not in self._readings:
-            self._waiting.remove(job)
+        if task not in self._readings:
+            self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        chunk, read = self._readings.read_on(job)
-        if read is not None and job.request.takes_seat:
-            self._seats.enter(read.live, read.rows, job.text, self._coming())
+        chunk, read = self._readings.read_on(task)
+        if read is not None and task.request.takes_seat:
+            self._seats.enter(read.live, read.rows, task.text, self._coming())
         return chunk
 
     # ---- decoding ----
@@ -423,68 +423,68 @@ class Engine:
             self._pace.took(flight.program[0].slots, flight.program, turned, seconds)
         elif at_rest and flight.read_before:
             self._pace.took_with_chunk(flight.program, turned, seconds)
-        self._tally.rounds[flight.way] += turned
+        self._totals.rounds[flight.way] += turned
         accepted = []
         for each in heard:
-            self._tally.count(each.rounds)
+            self._totals.count(each.rounds)
             accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
-            job, news = self._jobs[each.text.id], News(each.tokens, each.logprobs)
+            task, news = self._tasks[each.text.id], News(each.tokens, each.logprobs)
             if each.done:
-                self._finish(job, news)
+                self._finish(task, news)
             elif each.tokens:
-                self._tell(job, news)
+                self._tell(task, news)
         self._pace.heard(flight.way, accepted, turned)
 
     def _hear_scored(self) -> None:
         """Tells of prompts; chunks may overlap, and a part is told once."""
         while self._readings.scored:
-            job, found = self._readings.scored.popleft()
-            if job.text.ended:
+            task, found = self._readings.scored.popleft()
+            if task.text.ended:
                 continue
             try:
                 (begin,), found = jax.device_get(found)
             except Exception as error:  # the prompt's row is lost, and no other
-                self._lose([job], error)
+                self._lose([task], error)
                 continue
-            length, told = len(job.request.prompt_ids), max(job.num_scored, 1)
+            length, told = len(task.request.prompt_ids), max(task.num_scored, 1)
             new = slice(told - begin, length - begin)
-            likely = logprobs.as_list(found, 0, new, job.request.top_logprobs)
-            news = News([], prompt_logprobs=likely if job.num_scored else [None, *likely])
-            job.num_scored = told + len(likely)
-            if job.num_scored == length and not job.request.max_new_tokens:
-                self._end(job, news._replace(finish="length"))
+            likely = logprobs.as_list(found, 0, new, task.request.top_logprobs)
+            news = News([], prompt_logprobs=likely if task.num_scored else [None, *likely])
+            task.num_scored = told + len(likely)
+            if task.num_scored == length and not task.request.max_new_tokens:
+                self._end(task, news._replace(finish="length"))
             else:
-                self._tell(job, news)
+                self._tell(task, news)
 
     def _hear_firsts(self) -> None:
         while self._readings.firsts:
-            job, *first = self._readings.firsts[0]
+            task, *first = self._readings.firsts[0]
             try:
                 root_1, done_1, found = jax.device_get(first)
             except Exception as error:
-                if job.request.takes_seat:  # its row is among the others, and all are lost
+                if task.request.takes_seat:  # its row is among the others, and all are lost
                     raise  # while it is here, where `_fail` looks for it
                 self._readings.firsts.popleft()
-                self._lose([job], error)
+                self._lose([task], error)
                 continue
             self._readings.firsts.popleft()
-            if job.text.ended:
+            if task.text.ended:
                 continue
-            news = News(root_1.tolist(), likely_of(job.text, found, 0, 1))
-            job.text.tokens += news.token_ids
+            news = News(root_1.tolist(), likely_of(task.text, found, 0, 1))
+            task.text.tokens += news.token_ids
             if done_1[0]:
-                self._finish(job, news)
+                self._finish(task, news)
             else:
-                self._tell(job, news)
+                self._tell(task, news)
 
-    def _finish(self, job: Job, news: News) -> None:
+    def _finish(self, task: Task, news: News) -> None:
         """The end of an answer that was not cut short; its text is kept for prompts like it."""
-        text = job.text
-        stopped = text.tokens[-1] in job.request.stop_ids
-        if job.request.takes_seat and self._readings.prefixes.wants(text.tokens[: text.known]):
+        text = task.text
+        stopped = text.tokens[-1] in task.request.stop_ids
+        if task.request.takes_seat and self._readings.prefixes.wants(text.tokens[: text.known]):
             live, rows = self._seats.copy(text)
             self._readings.keep(text.tokens[: text.known], live, rows)
-        self._end(job, news._replace(finish="stop" if stopped else "length"))
+        self._end(task, news._replace(finish="stop" if stopped else "length"))
 
     # ---- programs that are not there yet, and those that nobody knows ----
 

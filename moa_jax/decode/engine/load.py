@@ -46,7 +46,7 @@ COUNTED = (
 )
 
 
-class Tally:
+class Totals:
     """What has been done; the engine's thread counts, and any thread may read it."""
 
     def __init__(self, most_drafts: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.making import Maker
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
-from moa_jax.decode.engine.requests import Job
+from moa_jax.decode.engine.requests import Task
 from moa_jax.decode.engine.rows import Live, PromptLogProbs
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import LogProbs
@@ -32,23 +32,23 @@ from moa_jax.decode.logprobs import LogProbs
 class Reading:
     """A prompt that has been read in part."""
 
-    job: Job
+    task: Task
     live: Live
     rows: int
     left: int  # tokens
 
 
-class Scored(NamedTuple):
+class ScoredChunk(NamedTuple):
     """Log-probabilities of a chunk of a prompt that were asked for."""
 
-    job: Job
+    task: Task
     found: PromptLogProbs
 
 
-class First(NamedTuple):
+class FirstToken(NamedTuple):
     """A first token that was asked for."""
 
-    job: Job
+    task: Task
     root_1: jax.Array
     done_1: jax.Array
     logprobs: LogProbs | None
@@ -66,49 +66,49 @@ class Readings:
         draft_rows: int,
         prefix_bytes: int,
     ) -> None:
-        self.scored, self.firsts = deque[Scored](), deque[First]()
+        self.scored, self.firsts = deque[ScoredChunk](), deque[FirstToken]()
         self.prefixes = Prefixes(prefix_bytes)
         self._shelf, self._maker, self._counts = shelf, maker, counts
         self._draft_rows = draft_rows
-        self._under_way: dict[int, Reading] = {}  # by their jobs' ids
+        self._under_way: dict[int, Reading] = {}  # by their tasks' ids
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def __contains__(self, job: Job) -> bool:
-        return job.id in self._under_way
+    def __contains__(self, task: Task) -> bool:
+        return task.id in self._under_way
 
     @property
-    def jobs(self) -> list[Job]:
+    def tasks(self) -> list[Task]:
         """Whose prompts have been read in part."""
-        return [reading.job for reading in self._under_way.values()]
+        return [reading.task for reading in self._under_way.values()]
 
     @property
     def num_read(self) -> int:
         """Tokens that were read of them; any thread may ask."""
         readings = list(self._under_way.values())
-        return sum(len(each.job.request.prompt_ids) - each.left for each in readings)
+        return sum(len(each.task.request.prompt_ids) - each.left for each in readings)
 
-    def left(self, job: Job) -> int:
+    def left(self, task: Task) -> int:
         """Tokens of its prompt that were not read."""
-        reading = self._under_way.get(job.id)
-        return reading.left if reading else len(job.request.prompt_ids)
+        reading = self._under_way.get(task.id)
+        return reading.left if reading else len(task.request.prompt_ids)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, task: Task) -> None:
         """Reads no more of a prompt."""
-        self._under_way.pop(job.id, None)
+        self._under_way.pop(task.id, None)
 
     def lose_firsts(self) -> None:
         """Forgets first tokens of those who have seats; their rows are lost with the state."""
-        self.firsts = deque(each for each in self.firsts if not each.job.request.takes_seat)
+        self.firsts = deque(each for each in self.firsts if not each.task.request.takes_seat)
 
-    def read_on(self, job: Job) -> tuple[int, Reading | None]:
+    def read_on(self, task: Task) -> tuple[int, Reading | None]:
         """Sends one chunk; its size, and what was read if it was the last."""
-        request, prompt, text = job.request, job.request.prompt_ids, job.text
-        if job not in self:
-            self._under_way[job.id] = Reading(job, None, 0, len(prompt))
-            self._begin(self._under_way[job.id])
-        reading = self._under_way[job.id]
+        request, prompt, text = task.request, task.request.prompt_ids, task.text
+        if task not in self:
+            self._under_way[task.id] = Reading(task, None, 0, len(prompt))
+            self._begin(self._under_way[task.id])
+        reading = self._under_way[task.id]
         chunk = self._shelf.chunk(reading.rows, reading.left)
         name = ("read", reading.rows, chunk)
         if request.prompt_logprobs:
@@ -116,7 +116,7 @@ class Readings:
         length_1 = np.array([len(prompt)], np.int32)
         reading.live, hidden_1D, scored = self._shelf.run(name, reading.live, length_1)
         if scored is not None:
-            self.scored.append(Scored(job, scored))
+            self.scored.append(ScoredChunk(task, scored))
         reading.left -= min(chunk, reading.left)
         if reading.left:
             return chunk, None
@@ -125,19 +125,19 @@ class Readings:
             given = device.together([text.given], kind)
             found = self._shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
             reading.live, *first = found
-            self.firsts.append(First(job, *first))
+            self.firsts.append(FirstToken(task, *first))
         self._counts["prompt_tokens"] += len(prompt)
         text.known = len(prompt)
         self.keep(prompt, reading.live, reading.rows)
-        self.leave(job)
+        self.leave(task)
         return chunk, reading
 
     def _begin(self, reading: Reading) -> None:
         """A row for the prompt, with what a kept text that begins alike has of it."""
-        job, kept, common = reading.job, None, 0
-        prompt = job.request.prompt_ids
+        task, kept, common = reading.task, None, 0
+        prompt = task.request.prompt_ids
         rows = len(prompt) + 1 + self._draft_rows  # for a first round, too
-        if job.request.prompt_logprobs:  # what each of its tokens says is needed
+        if task.request.prompt_logprobs:  # what each of its tokens says is needed
             fits, rows = self._shelf.row_size(rows), self._shelf.rows_to_score(rows)
             if fits < rows:  # those who come later find it
                 self._maker.make(iter([functools.partial(self._shelf.make_score, fits)]))

@@ -65,7 +65,7 @@ class Closed(InputError):
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class Task:
     """A request under way, as the engine knows it."""
 
     id: int
