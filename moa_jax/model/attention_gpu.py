@@ -181,6 +181,7 @@ def _join(
 
 
 def _attend_kernel(sizes: Sizes, *refs: Ref) -> None:
+    """The prefix, then the tree in the split that has it; a split without rows does nothing."""
     program = _Program(sizes, refs)
     split = program.split
     share, used = _share(sizes, program.length)
