@@ -48,9 +48,10 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
             for body in bodies:
                 operands = eqn.invars[-len(body.invars) :] if body.invars else []
                 inside = _renamed(sizes, operands, body.invars)
-                if name == "scan":  # which gives each turn a part of the arrays behind these
-                    whole = eqn.params["num_consts"] + eqn.params["num_carry"]
-                    parts = [each for each in body.invars[whole:] if id(each) in inside]
+                if name == "scan":  # of the arrays it goes along, each turn gets a part
+                    pairs = zip(operands, body.invars, strict=True)
+                    parts = [each for array, each in pairs if array.aval.shape != each.aval.shape]
+                    parts = [each for each in parts if id(each) in inside]
                     inside |= {id(part): _size(part.aval) for part in parts}
                 costs.append(_read(body, inside))
                 sizes |= _renamed(inside, body.outvars, eqn.outvars)
