@@ -55,6 +55,8 @@ LONGEST = (
     "split/test_disconnect.py",
     "decode/test_spec.py",
     "decode/test_engine.py",
+    "decode/test_engine_sizes.py",
+    "decode/test_engine_late.py",
     "serve/test_endurance.py",
     "serve/test_processes.py",
     "decode/test_switching.py",

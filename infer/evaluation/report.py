@@ -7,6 +7,7 @@ Spec-Bench.
     ... of totals   plain decoding's seconds for all questions / those taken
     ... of rounds   the median again, of tokens after each first one over seconds after prefill
     tau             tokens after each first one / rounds, both summed over all questions
+    ... of another  over the tau of the first drafter that drafts in the same mode
     ... a question  the mean over questions of their own tau
     target calls    prefills and rounds
     repeated        share of 8-grams that an answer has had before: loops flatter tau
@@ -24,9 +25,10 @@ from infer.evaluation import paper
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
+from moa_jax.measure.bootstrap import DRAWS, SHARE, TauCounts, interval_of
 from moa_jax.measure.figures import acceptance, median, quartiles
 from moa_jax.measure.report import precision
-from moa_jax.measure.tables import number, numbers, table_of
+from moa_jax.measure.tables import number, numbers, table_of, with_interval
 
 Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]
@@ -69,6 +71,7 @@ def document_of(
         for model, answer in found.items()
         if answer.difference
     ]
+    _compare(rows, answers, settings)
     papers = {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
     return {
         "rows": rows,
@@ -118,6 +121,30 @@ def _row(
     }
 
 
+def _compare(rows: list[Row], answers: Answered, settings: Mapping[str, Any]) -> None:
+    """Adds to the last rows how sure their tau is, also as a share of the first one's."""
+    modes = {model: shape["mode"] for model, shape in settings["models"].items()}
+    for row in rows:
+        if row["set"] == ALL and row["mode"] != PLAIN and row["rounds"]:
+            first = next(model for model, mode in modes.items() if mode == row["mode"])
+            ours, theirs = (_counts(answers, model) for model in (row["model"], first))
+            row["tau_interval"] = interval_of([ours])
+            if first != row["model"] and theirs.rounds_P.any():
+                row["tau_over"] = first
+                row["tau_over_first"] = _tau(ours) / _tau(theirs)
+                row["tau_over_first_interval"] = interval_of([ours], [theirs])
+
+
+def _counts(answers: Answered, model: str) -> TauCounts:
+    found = [each[model] for each in answers.values()]
+    tokens_P = np.array([sum(answer.accept_lengths) for answer in found])
+    return TauCounts(tokens_P, np.array([answer.rounds for answer in found]))
+
+
+def _tau(counts: TauCounts) -> float:
+    return float(counts.tokens_P.sum() / counts.rounds_P.sum())
+
+
 def repeats(tokens: list[int]) -> tuple[int, int]:
     """How many 8-grams of an answer it has had before, and how many it has."""
     grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
@@ -154,6 +181,8 @@ def render(document: Mapping[str, Any]) -> str:
         table_of(_overview(rows)),
         CAUTION if _is_papers(rows) else "",
         table_of([_detail(row, rows) for row in drafted]),
+        f"Tau over all sets, with what {SHARE:.0%} of {DRAWS:,} draws of the questions hold:",
+        table_of([_comparison(row) for row in last]),
         "Accepted drafts by position, over all sets:",
         table_of(positions),
         _skips(document["skipped"]),
@@ -221,6 +250,15 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
     if _is_papers(rows):
         cells[f"paper, {paper.MAIN}"] = _papers_cell(paper.MAIN, row["set"], rows)
     return cells
+
+
+def _comparison(row: Row) -> dict[str, str]:
+    share = "-"
+    if first := row.get("tau_over"):
+        found = with_interval(row["tau_over_first"], row["tau_over_first_interval"])
+        share = f"{found} of {first}"
+    tau = with_interval(row["tau"], row.get("tau_interval"))
+    return {"decoder": row["model"], "tau": tau, "share": share}
 
 
 def _skips(skipped: list[dict[str, Any]]) -> str:

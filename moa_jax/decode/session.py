@@ -41,7 +41,6 @@ GREEDY = Sampling()
 DEFAULT_DEPTH = 5
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
 SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer
-MOST_BEHIND = 32  # tokens of plain decoding that a drafter reads in one call afterwards
 
 
 class Session:
@@ -100,16 +99,17 @@ class Session:
             )
         self.chooser = Chooser(self.ways, self.shape) if len(self.ways) > 1 else None
         self.costs = costs
-        self.most_behind = MOST_BEHIND if self.chooser else 0
+        self.catches_up = self.chooser is not None  # the drafter, after rounds of plain decoding
         self.setup = Setup(
-            target.config, functions, self.shape, choose, self.most_behind, top_logprobs
+            target.config, functions, self.shape, choose, self.catches_up, top_logprobs
         )
         self.vocabulary = vocabulary if drafter else None
         head = self.vocabulary and _slice_of_head(target.params, self.vocabulary)
         weights = for_decoding(Weights(target.params, drafter and drafter.params, head))
         self.cache_rows = cache_rows and cache_rows_for(cache_rows)
         self._chunk = chunk
-        self._draft_rows = max(self.most_behind, *(way.num_rows for way in self.ways))
+        rows = [way.num_rows for way in self.ways]
+        self._draft_rows = max(*rows, step.CATCH_UP if self.catches_up else 0)
         positions = target.config.max_position_embeddings
         self.room = Room(positions, self.cache_rows, self._draft_rows, least_rows)
         dtype = target.params["embed"].dtype

@@ -16,8 +16,8 @@ engine's calls for a few rounds; an engine's programs that read prompts; the spl
 whose passes have no draft cache, and its clients, which have no target; and `measure.phases`, which
 times each function alone.
 
-Rounds of plain decoding between drafted ones leave out `extend`. What they leave is `Behind`, and
-`catch_up` makes up for it in one call.
+Rounds of plain decoding between drafted ones leave out `extend`, and so may reading a prompt. What
+they leave is `Behind`, and `catch_up` makes up for it before a drafted round.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ from moa_jax.model.quantise import Matrix
 Array = jax.Array
 
 NEVER = np.int32(2**31 - 1)  # rounds until a pause
+CATCH_UP = 32  # tokens of each row that a turn of `catch_up` reads
 
 
 class Setup(NamedTuple):
     """What is fixed when a program is compiled: who decodes, and how much a round drafts.
 
-    Without a drafter the depth is 1. With one, rounds of depth 1 leave `extend` to `catch_up`.
+    Without a drafter the depth is 1. With one whose caches may be late, rounds of depth 1 leave
+    `extend` to `catch_up`.
     """
 
     target: TargetConfig
@@ -57,7 +59,7 @@ class Setup(NamedTuple):
     shape: DraftShape
     # (setup, law, now, tree, logits_BNV) -> choice_BN, instead of the target's own
     choose: Callable[..., Array] | None = None
-    most_behind: int = 0  # tokens that the drafter may be behind; 0: its caches are never late
+    catches_up: bool = False  # whether the drafter's caches may be late
     # Likeliest tokens whose log-probabilities are kept beside each token's own; None: not even that
     top_logprobs: int | None = None
 
@@ -87,17 +89,19 @@ class Limits(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """What the drafter needs to read the verified tokens from `known` on; W = `most_behind`.
+    """What the drafter needs to read the verified tokens from `known` on, in rows like the caches'.
 
     Keys and values of the target are not here, since they are in its caches.
 
         position   0 ....... known-1 | known ........ length-1 | length
-                   drafter has read  | row 0, 1, ... of these  | root
+                   drafter has read  | it reads these before   | root
+                                     | it drafts again         |
+        rows here  whatever          | of these tokens         | left-overs
     """
 
     known_B: Array
-    streams: tuple[Array, ...]  # (B, W, D) each
-    hidden_BWD: Array
+    streams: tuple[Array, ...]  # (B, S, D) each
+    hidden_BSD: Array | None  # None where the drafter does not read it
 
 
 class RoundState(NamedTuple):
@@ -211,7 +215,7 @@ def advance(
         tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
         draft_cache = extend(setup, weights, draft_cache, tokens_BD, now.length_B, found.tapped)
     elif behind is not None:
-        behind = _set_aside(behind, found.tapped, now.length_B)
+        behind = set_aside(behind, found.tapped, now.length_B)
     now = now._replace(target_caches=found.caches, draft_cache=draft_cache, behind=behind)
     with jax.named_scope("commit"):
         state = record(state._replace(now=now), tree, found, limits)
@@ -260,11 +264,11 @@ def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> Ro
     """The state before anything is read, with caches of so many rows."""
     dtype = weights.target["embed"].dtype
     behind = None
-    if setup.most_behind:
-        width = setup.target.block.hidden_size
-        set_aside = lambda: jnp.zeros((batch, setup.most_behind, width), dtype)  # noqa: E731
-        streams = tuple(set_aside() for _ in setup.drafter.taps.streams)
-        behind = Behind(jnp.zeros(batch, jnp.int32), streams, set_aside())
+    if setup.catches_up:
+        taps, width = setup.drafter.taps, setup.target.block.hidden_size
+        nothing = lambda: jnp.zeros((batch, rows, width), dtype)  # noqa: E731
+        streams = tuple(nothing() for _ in taps.streams)
+        behind = Behind(jnp.zeros(batch, jnp.int32), streams, nothing() if taps.hidden else None)
     state = RoundState(
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),
@@ -283,8 +287,11 @@ def read_chunk(
     text_BC: Array,
     prompt_length_B: Array,
     size: int,
+    late: bool = False,
 ) -> tuple[RoundState, Array, Tapped]:
     """Target and drafter read the next `size` tokens of each prompt, or of shorter caches all rows.
+
+    Where it is `late` the drafter does not, and what it needs for them is set aside.
 
     A row with fewer tokens left goes back, and its chunk ends with its last token. So nothing is
     ever written behind the caches' end, and rows that are done wait for others. What is read
@@ -302,7 +309,9 @@ def read_chunk(
     count_B = jnp.minimum(prompt_length_B - start_B, size)
     now = now._replace(length_B=start_B)
     now, hidden_BD, tapped = read(setup, weights, now, tokens_BT, count_B)
-    if setup.drafter is not None:
+    if late:
+        now = now._replace(behind=set_aside(now.behind, tapped, start_B))
+    elif setup.drafter is not None:
         draft_cache = extend(setup, weights, now.draft_cache, tokens_BT, start_B, tapped)
         now = now._replace(draft_cache=draft_cache)
     return now, hidden_BD, tapped
@@ -440,6 +449,8 @@ def extend(
     tapped: Tapped,
 ) -> Cache:
     """The drafter's cache with T tokens that the target has just processed."""
+    if not setup.drafter.taps.hidden:
+        tapped = tapped._replace(hidden_BTD=None)  # as it would be in `catch_up`
     with jax.named_scope("extend"):
         digest = setup.drafter.digest(weights.drafter, length_B, tapped)
         shared = borrowed(setup, weights)
@@ -449,31 +460,47 @@ def extend(
 
 
 def catch_up(setup: Setup, weights: Weights, state: DecodeState) -> DecodeState:
-    """The drafter reads in one call what rounds of plain decoding have left: at most W tokens.
+    """The drafter reads all verified tokens that it did not, in turns of at most CATCH_UP of a row.
 
-    The caches must have W rows behind the root, because W rows are written whatever is left.
+    Caches must have so many rows behind the root: they are written whatever is left of a row.
     """
-    now, behind = state.now, state.now.behind
-    B, W, _ = behind.hidden_BWD.shape
-    cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (W,)))
-    rows = None
-    if _reads_rows(setup):
-        place_BW = behind.known_B[:, None] + jnp.arange(W)
-        rows = llama.stack_rows([cache.take(past, place_BW) for past in now.target_caches])
-    tapped = Tapped(rows, behind.streams, behind.hidden_BWD)
-    tokens_BW = cut(state.tokens_BC, behind.known_B)
-    draft_cache = extend(setup, weights, now.draft_cache, tokens_BW, behind.known_B, tapped)
+    now = state.now
+    cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (CATCH_UP,)))
+
+    def is_late(carry: tuple[Array, Array, Cache]) -> Array:
+        is_first, known_B, _ = carry  # even of a state of zeros, on which programs are prepared
+        return is_first | jnp.any(~now.done_B & (known_B < now.length_B))
+
+    def turn(carry: tuple[Array, Array, Cache]) -> tuple[Array, Array, Cache]:
+        _, known_B, draft_cache = carry
+        tapped = _tapped_before(setup, now, known_B[:, None] + jnp.arange(CATCH_UP))
+        tokens_BT = cut(state.tokens_BC, known_B)
+        draft_cache = extend(setup, weights, draft_cache, tokens_BT, known_B, tapped)
+        return jnp.array(False), jnp.minimum(known_B + CATCH_UP, now.length_B), draft_cache
+
+    begin = (jnp.array(True), now.behind.known_B, now.draft_cache)
+    *_, draft_cache = lax.while_loop(is_late, turn, begin)
     return state._replace(now=all_known(now._replace(draft_cache=draft_cache)))
 
 
-def _set_aside(behind: Behind, tapped: Tapped, length_B: Array) -> Behind:
-    """Keeps the activations of each root; its driver sees to it that no row is full."""
-    row_B = length_B - behind.known_B
-    place = lambda rows, new: cache.write_rows(rows[:, None], new[:, None], row_B)[:, 0]  # noqa: E731
+def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:
+    """What earlier passes gave for these positions: from the target's caches, and set aside."""
+    of_places = lambda rows_BSD: jnp.take_along_axis(rows_BSD, place_BT[..., None], axis=1)  # noqa: E731
+    rows = None
+    if _reads_rows(setup):
+        rows = llama.stack_rows([cache.take(past, place_BT) for past in now.target_caches])
+    streams, hidden = jax.tree.map(of_places, (now.behind.streams, now.behind.hidden_BSD))
+    return Tapped(rows, streams, hidden)
+
+
+def set_aside(behind: Behind, tapped: Tapped, start_B: Array) -> Behind:
+    """Keeps the activations of T tokens from `start` on."""
+    place = lambda rows, new: cache.write_rows(rows[:, None], new[:, None], start_B)[:, 0]  # noqa: E731
     streams = zip(behind.streams, tapped.streams, strict=True)
+    hidden = behind.hidden_BSD
     return behind._replace(
         streams=tuple(place(rows, new) for rows, new in streams),
-        hidden_BWD=place(behind.hidden_BWD, tapped.hidden_BTD),
+        hidden_BSD=None if hidden is None else place(hidden, tapped.hidden_BTD),
     )
 
 

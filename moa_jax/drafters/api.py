@@ -30,6 +30,7 @@ class Taps(NamedTuple):
 
     rows: bool = False  # keys and values of every layer
     streams: tuple[int, ...] = ()  # residual streams, by the layer they enter
+    hidden: bool = False  # the final-normed state, which is always there when tokens are processed
 
 
 class Tapped(NamedTuple):
@@ -37,7 +38,7 @@ class Tapped(NamedTuple):
 
     rows_LBKTE: KV | None
     streams: tuple[Array, ...]  # (B, T, D) each
-    hidden_BTD: Array  # after the target's final norm
+    hidden_BTD: Array | None  # after the target's final norm
 
 
 NOTHING = -1  # the token of a node that is not there: no target ever chooses it

@@ -61,7 +61,7 @@ def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
     module = EagleLayer(block, cfg.input_norm, cfg.fc_bias)
     return feedback.Layer(
         block=block,
-        taps=Taps(),
+        taps=Taps(hidden=True),
         init=partial(feedback.init_layer, module),
         fuse=lambda params, tapped: tapped.hidden_BTD,
         rows=lambda params, *rest: module.apply({"params": params}, *rest, method="rows"),

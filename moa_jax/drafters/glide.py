@@ -169,7 +169,7 @@ def init_cache(layer: GlideLayer, batch: int, rows: int, dtype: jnp.dtype) -> Gl
 
 def digest(layer: GlideLayer, params: Params, length_B: Array, tapped: Tapped) -> KV:
     """Memory of verified tokens: the target's last layer."""
-    position_BT = length_B[:, None] + jnp.arange(tapped.hidden_BTD.shape[1])
+    position_BT = length_B[:, None] + jnp.arange(tapped.rows_LBKTE.k_BKSE.shape[3])
     return memory_of(tapped, rotation(layer.block, position_BT))
 
 

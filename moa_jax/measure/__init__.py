@@ -8,6 +8,7 @@ simulate.py     a choice of tokens that accepts drafts with a given probability
 random_pair.py  targets and drafters of any shape with random weights
 pricing.py      what a round of each way costs, which mode auto chooses by
 arrivals.py     clients who come by a Poisson law
+bootstrap.py    how sure a tau is, by prompts and seeds
 fidelity.py     what quantised weights cost in accuracy
 tables.py       tables                    report.py    the results of infer.bench
 plot.py         pictures

@@ -17,6 +17,7 @@ import numpy as np
 from moa_jax.config import DraftShape
 from moa_jax.decode.generation import Generation
 from moa_jax.decode.session import GREEDY, Session
+from moa_jax.decode.step import CATCH_UP
 from moa_jax.errors import InputError
 from moa_jax.measure.turns import in_turns
 
@@ -42,7 +43,7 @@ def price(
         found.take(session.ways[turn.way], ROUNDS_BEFORE)
         way, rounds, spent = found.take(session.ways[turn.way], ROUNDS)
         if not way.num_drafted:  # it pays for its share of catching up
-            spent += found.catch_up() * rounds / session.most_behind
+            spent += found.catch_up() * rounds / CATCH_UP
         if turn.is_counted and rounds:
             seconds[way].append(spent / rounds)
     return {way: 1e3 * float(np.median(each)) for way, each in seconds.items() if each}

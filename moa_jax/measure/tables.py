@@ -34,6 +34,14 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def with_interval(value: float | None, bounds: tuple[float, float] | None, digits: int = 2) -> str:
+    """A number, and in brackets the bounds of its interval where it has one."""
+    if bounds is None:
+        return number(value)
+    low, high = (number(bound, digits) for bound in bounds)
+    return f"{number(value)} ({low} to {high})"
+
+
 def short(value: float | None) -> str:
     """A number with three digits, or all of those before the point."""
     if value is None:

@@ -218,7 +218,7 @@ def bundled_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     """The same for the bundled pair, which compiles sooner, in a session that chooses."""
     target, shape = demo_target.config.target, DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(demo_drafter.config.drafter, target)
-    setup = Setup(target, drafter, shape, most_behind=32)
+    setup = Setup(target, drafter, shape, catches_up=True)
     weights = abstract_weights(setup)
     return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 

@@ -10,7 +10,6 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import PLAIN, Chooser
-from moa_jax.decode.calls import Backlog
 from moa_jax.decode.engine.pace import LEAST_MEASURED, SURE, Pace, TypicalSeconds
 
 CHAIN, TREE = DraftShape(3), DraftShape(3, 2, 4)
@@ -39,7 +38,7 @@ class PacedCalls:
         self, pace: Pace, seconds: dict[DraftShape, float], factor=lambda call: 1.0
     ) -> None:
         """`seconds` of a round, times the factor of a call."""
-        self.pace, self.seconds, self.factor, self.backlog = pace, seconds, factor, Backlog(32)
+        self.pace, self.seconds, self.factor, self.is_late = pace, seconds, factor, False
         self.programs = {way: ("program", way) for way in seconds}
 
     def calls(self, count: int) -> list[DraftShape]:
@@ -48,10 +47,8 @@ class PacedCalls:
         for call in range(count):
             program, rounds = self.pace.choose(8, self.programs, hurry=False)
             ways.append(way := program[1])
-            if due := self.backlog.is_due(way):
-                self.backlog.clear()
-            rounds = self.backlog.add(way, rounds)
-            if not due:
+            catches_up, self.is_late = self.is_late and way != PLAIN, way == PLAIN
+            if not catches_up:
                 self.pace.took(8, program, rounds, rounds * self.seconds[way] * self.factor(call))
             self.pace.heard(way, [way.levels - 1] * rounds, rounds)
         return ways

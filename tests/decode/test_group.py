@@ -17,8 +17,8 @@ from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine import group as group_module
 from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow, gather, join
 from moa_jax.model import processes
+from tests.decode.engines import CHAIN, answers, assert_as_alone, mixed
 from tests.decode.test_chunks import drafter, target
-from tests.decode.test_engine import CHAIN, answers, assert_as_alone, mixed
 
 SETTINGS = dict(num_slots=2, max_tokens=140, chunk=32, prefix_bytes=1 << 20)
 

@@ -18,7 +18,7 @@ from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.engine.prefixes import Prefixes
 from moa_jax.errors import InputError
 from moa_jax.model import llama, masks
-from tests.decode.test_engine import (
+from tests.decode.engines import (
     Listener,
     alone,
     answers,
@@ -26,8 +26,8 @@ from tests.decode.test_engine import (
     failing,
     mixed,
     split,
-    target,
 )
+from tests.decode.test_chunks import target
 
 CHUNK = 32
 RANDOM = np.random.default_rng(3)

@@ -148,7 +148,7 @@ def test_a_price_leaves_out_the_rounds_in_which_caches_warm_up(monkeypatch):
 
     ways = (PLAIN, OWN)
     monkeypatch.setattr("moa_jax.measure.pricing._begin", lambda session, batch: Cold())
-    found = price(SimpleNamespace(ways=ways, most_behind=32))
+    found = price(SimpleNamespace(ways=ways))
     assert found == {PLAIN: 1e3 * (0.25 + 1 / 32), OWN: 250.0}  # plain: its share of catching up
 
 

@@ -93,6 +93,29 @@ def test_tau_is_that_of_rounds_and_of_questions(document):
     assert (calls["tau"], calls["rounds"], calls["target_calls"]) == (1, 11, 14)
 
 
+def test_tau_is_compared_on_the_same_draws_of_questions():
+    """With the first drafter that drafts alike; here the other one needs twice the rounds."""
+    other, tree = "other-chain", "other-tree"
+    models = SETTINGS["models"] | {other: {"mode": "chain", "levels": 3}}
+    settings = SETTINGS | {"models": models | {tree: {"mode": "tree", "levels": 3}}}
+    found = answers()
+    for each in found.values():
+        slow = [turn([1, *r.accept_lengths[1:], 0] * 2, 1.0, 1.0, 2) for r in each[CHAIN].results]
+        each |= {other: Answer(slow, each[CHAIN].texts), tree: each[CHAIN]}
+    document = report.document_of(found, {}, settings)
+    first, second, alone = (row_of(document, "all", name) for name in (CHAIN, other, tree))
+    assert "tau_over" not in first and "tau_over" not in alone
+    low, high = first["tau_interval"]
+    assert low < first["tau"] == alone["tau"] < high
+    assert second["tau_over"] == CHAIN
+    assert second["tau_over_first"] == pytest.approx(second["tau"] / first["tau"])
+    low, high = second["tau_over_first_interval"]
+    assert low < second["tau_over_first"] < high < 1
+    lines = report.render(document).splitlines()
+    assert f"| {other} | {second['tau']:.2f} (" in "".join(lines)
+    assert "tau_interval" not in row_of(document, "qa")
+
+
 def test_acceptance_leaves_out_rounds_that_were_cut(document):
     """The last round of each turn is left out: of 3, 1 and 2 two accept a first draft."""
     row = row_of(document, "humaneval")

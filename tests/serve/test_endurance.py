@@ -1,7 +1,7 @@
 """Nothing is lost: infer.serve on the bundled pair, and clients that stay, leave, and misbehave.
 
-`tests/decode/test_engine.py` has the same without HTTP: what failing passes and cancelled requests
-do to an engine.
+`tests/decode/test_engine_ends.py` has the same without HTTP: what failing passes and cancelled
+requests do to an engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The report of a grid: what its figures rest on, and how it reads.
-
-References: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13 (percentiles).
-"""
+"""The report of a grid: what its figures rest on, and how it reads."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moa_jax.measure.tables import table
+from moa_jax.measure.bootstrap import DRAWS, SHARE, Interval, TauCounts, interval_of
+from moa_jax.measure.tables import table, with_interval
 from moa_jax.training.fingerprint import listed
 
 ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
-DRAWS, SHARE = 1000, 0.9  # of the bootstrap, and of its draws what an interval holds
 FIRST = 3  # drafted positions whose acceptance is told one by one
 Document = dict[str, Any]  # as report.json has it; train.grid fills it
 
@@ -40,42 +37,20 @@ class Decoded(NamedTuple):
     taus: list[dict[str, Tau]]
 
 
-def interval(tau: Tau, base: Tau | None = None) -> tuple[float, float] | None:
+def interval(tau: Tau, base: Tau | None = None) -> Interval | None:
     """Where tau lies in most draws of as many prompts; with `base`, its ratio to that one's.
 
-    The same prompts are drawn for both. None where the counts of prompts are not known.
+    None where the counts of prompts are not known.
     """
     return interval_over_seeds([tau], [base] if base else [])
 
 
-def interval_over_seeds(
-    taus: Sequence[Tau], bases: Sequence[Tau] = ()
-) -> tuple[float, float] | None:
-    """Where the mean of some seeds lies in most draws of as many seeds and prompts.
-
-    With `bases`, its ratio to their mean: of the same prompts, but seeds of their own. None where
-    the counts of prompts are not known.
-    """
+def interval_over_seeds(taus: Sequence[Tau], bases: Sequence[Tau] = ()) -> Interval | None:
+    """The same of the mean of some seeds, and of its ratio to that of others."""
     if any(tau.tokens_P is None for tau in (*taus, *bases)):
         return None
-    count = len(taus[0].tokens_P)
-    prompts_DP = np.random.default_rng(0).integers(count, size=(DRAWS, count))
-    rate_D = _mean_of_seeds(taus, prompts_DP, draw=1)
-    if bases:
-        rate_D = rate_D / _mean_of_seeds(bases, prompts_DP, draw=2)
-    low, high = np.quantile(rate_D, [(1 - SHARE) / 2, (1 + SHARE) / 2])
-    return float(low), float(high)
-
-
-def _mean_of_seeds(taus: Sequence[Tau], prompts_DP: np.ndarray, draw: int) -> np.ndarray:
-    rate_DS = np.stack([_rates(tau, prompts_DP) for tau in taus], axis=1)
-    seeds_DS = np.random.default_rng(draw).integers(len(taus), size=rate_DS.shape)
-    return np.take_along_axis(rate_DS, seeds_DS, axis=1).mean(axis=1)
-
-
-def _rates(tau: Tau, prompts_DP: np.ndarray) -> np.ndarray:
-    tokens_D, rounds_D = (by_P[prompts_DP].sum(1) for by_P in (tau.tokens_P, tau.rounds_P))
-    return tokens_D / np.maximum(rounds_D, 1)
+    ours, theirs = ([TauCounts(t.tokens_P, t.rounds_P) for t in each] for each in (taus, bases))
+    return interval_of(ours, theirs)
 
 
 def figures(tau: Tau, base: Tau | None) -> dict[str, Any]:
@@ -187,10 +162,10 @@ def _of_all_seeds(document: Document, index: int) -> list[str]:
         line = [mean["cell"], ", ".join(map(str, mean["seeds"]))]
         for key in ENDINGS:
             found = mean["decoded"][index][key]
-            line.append(_with_interval(found["tau"], found["interval"], 2))
+            line.append(with_interval(found["tau"], found["interval"], 2))
             ratio = found["of_reference"]
             within = found["of_reference_interval"]
-            line.append("" if ratio is None else _with_interval(ratio, within, 2))
+            line.append("" if ratio is None else with_interval(ratio, within, 2))
         lines.append(line)
     ratio = f"of {document['reference']}"
     columns = ["mean of", "seeds", "tau", ratio, "tau past end", ratio]
@@ -229,10 +204,10 @@ def _taus(decoded: list[dict[str, Any]] | None, index: int) -> Iterator[str]:
             yield from ("", "", "")
             continue
         found = decoded[index][key]
-        yield _with_interval(found["tau"], found["interval"], 1)
+        yield with_interval(found["tau"], found["interval"], 1)
         yield f"{found['tokens']} / {found['rounds']}" if found["rounds"] is not None else "-"
         ratio = found["of_reference"]
-        yield "" if ratio is None else _with_interval(ratio, found["of_reference_interval"], 2)
+        yield "" if ratio is None else with_interval(ratio, found["of_reference_interval"], 2)
 
 
 def _pairs_of(ones: Iterable[int], others: Iterable[int]) -> str:
@@ -244,13 +219,6 @@ def _counts_of(pairs: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The inverse of `_pairs_of`."""
     found = [pair.split("/") for pair in pairs.split()]
     return tuple(int(one) for one, _ in found), tuple(int(other) for _, other in found)
-
-
-def _with_interval(value: float, bounds: tuple[float, float] | None, digits: int) -> str:
-    if bounds is None:
-        return f"{value:.2f}"
-    low, high = (f"{bound:.{digits}f}" for bound in bounds)
-    return f"{value:.2f} ({low} to {high})"
 
 
 def _pairs(values: dict[str, Any]) -> str:

@@ -116,8 +116,7 @@ class Engine:
         num_rows = max_tokens + self._draft_rows
         shelf = functools.partial(LeadingShelf, group) if group else Shelf
         self.shelf = shelf(self.session, num_slots, num_rows, blank, is_priced)
-        behind = self.session.most_behind
-        self._seats = Seats(self.shelf, self._nobody, self._draft_rows, behind)
+        self._seats = Seats(self.shelf, self._nobody, self._draft_rows)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731
         self._pace = Pace(self.session.chooser, costs, first_way)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -393,9 +392,10 @@ class Engine:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        chunk, read = self._readings.read_on(task)
+        chunk, read = self._readings.read_on(task, self._seats.is_drafting)
         if read is not None and task.request.takes_seat:
-            self._seats.enter(read.live, read.rows, task.text, self._coming())
+            waits = (self._coming(), read.is_late)
+            self._seats.enter(read.live, read.rows, task.text, *waits)
         return chunk
 
     # ---- decoding ----
@@ -481,9 +481,9 @@ class Engine:
         """The end of an answer that was not cut short; its text is kept for prompts like it."""
         text = task.text
         stopped = text.tokens[-1] in task.request.stop_ids
-        if task.request.takes_seat and self._readings.prefixes.wants(text.tokens[: text.known]):
-            live, rows = self._seats.copy(text)
-            self._readings.keep(text.tokens[: text.known], live, rows)
+        verified = text.tokens[: text.surely]
+        if task.request.takes_seat and self._readings.prefixes.wants(verified):
+            self._readings.keep(verified, *self._seats.copy(text))
         self._end(task, news._replace(finish="stop" if stopped else "length"))
 
     # ---- programs that are not there yet, and those that nobody knows ----

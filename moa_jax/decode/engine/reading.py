@@ -36,6 +36,7 @@ class Reading:
     live: Live
     rows: int
     left: int  # tokens
+    is_late: bool = False  # whether the drafter has not read all that the target has
 
 
 class ScoredChunk(NamedTuple):
@@ -102,8 +103,11 @@ class Readings:
         """Forgets first tokens of those who have seats; their rows are lost with the state."""
         self.firsts = deque(each for each in self.firsts if not each.task.request.takes_seat)
 
-    def read_on(self, task: Task) -> tuple[int, Reading | None]:
-        """Sends one chunk; its size, and what was read if it was the last."""
+    def read_on(self, task: Task, is_drafting: bool) -> tuple[int, Reading | None]:
+        """Sends one chunk; its size, and what was read if it was the last.
+
+        The drafter reads it, too, where one `is_drafting` or it could not do so later.
+        """
         request, prompt, text = task.request, task.request.prompt_ids, task.text
         if task not in self:
             self._under_way[task.id] = Reading(task, None, 0, len(prompt))
@@ -118,16 +122,19 @@ class Readings:
         if scored is not None:
             self.scored.append(ScoredChunk(task, scored))
         reading.left -= min(chunk, reading.left)
-        if reading.left:
-            return chunk, None
-        if request.max_new_tokens:
+        reading.is_late = self._shelf.catches_up
+        if request.max_new_tokens and not reading.left:
             kind = self._shelf.kind_of_first(reading.rows, text.kind)
             given = device.together([text.given], kind)
             found = self._shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
             reading.live, *first = found
             self.firsts.append(FirstToken(task, *first))
+        if reading.is_late and is_drafting and request.takes_seat:  # after the first token
+            catch_up = ("catch_up", Size(1, reading.rows))
+            reading.live, reading.is_late = self._shelf.run(catch_up, reading.live), False
+        if reading.left:
+            return chunk, None
         self._counts["prompt_tokens"] += len(prompt)
-        text.known = len(prompt)
         self.keep(prompt, reading.live, reading.rows)
         self.leave(task)
         return chunk, reading

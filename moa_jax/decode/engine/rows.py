@@ -73,7 +73,6 @@ class Report(NamedTuple):
     count_B: Array  # new tokens
     tokens_BW: Array  # these, and then whatever stands there
     done_B: Array
-    known_B: Array  # tokens that all caches hold
     counts_B2R: Array  # of each round: tokens committed, nodes drafted; 0 where a row was done
     logprobs: LogProbs | None  # of the W tokens, where the setup asks for them
 
@@ -95,9 +94,12 @@ def empty(setup: Setup, weights: Weights, *, slots: int, rows: int) -> Live:
 
 
 def restart(setup: Setup, weights: Weights, live: Live, tokens_BC: Array, length_B: Array) -> Live:
-    """The rows with other texts, whose first `length` tokens all caches hold already."""
-    now = live.now._replace(length_B=length_B, done_B=jnp.zeros_like(live.now.done_B))
-    return Live(step.all_known(now), tokens_BC)
+    """The rows with other texts, whose first `length` tokens the target's caches hold already."""
+    now, behind = live.now, live.now.behind
+    if behind is not None:
+        behind = behind._replace(known_B=jnp.minimum(behind.known_B, length_B))
+    now = now._replace(length_B=length_B, done_B=jnp.zeros_like(now.done_B), behind=behind)
+    return Live(now, tokens_BC)
 
 
 def insert(setup: Setup, weights: Weights, live: Live, row: Live, index: Array) -> Live:
@@ -135,12 +137,13 @@ def read(
 ) -> tuple[Live, Array, PromptLogProbs | None]:
     """Reads the next chunk of the prompts; also the last state (B, D) that was read.
 
-    What the target thought of the next tokens comes with it where the setup asks for it.
+    A drafter that may be late leaves it to `catch_up`. What the target thought of the next tokens
+    comes with it where the setup asks for it.
     """
     now, hidden_BD, tapped = step.read_chunk(
-        setup, weights, live.now, live.tokens_BC, prompt_length_B, chunk
+        setup, weights, live.now, live.tokens_BC, prompt_length_B, chunk, late=setup.catches_up
     )
-    live = Live(step.all_known(now), live.tokens_BC)
+    live = Live(now, live.tokens_BC)
     if setup.top_logprobs is None:
         return live, hidden_BD, None
     T = tapped.hidden_BTD.shape[1]
@@ -194,7 +197,6 @@ def call(
         now.length_B - begin_B,
         _picked(state.tokens_BC, index_BW),
         now.done_B,
-        now.length_B if now.behind is None else now.behind.known_B,
         state.counts_B2R,
         jax.tree.map(lambda rows: _picked(rows, index_BW), state.logprobs),
     )
@@ -202,7 +204,7 @@ def call(
 
 
 def catch_up(setup: Setup, weights: Weights, live: Live) -> Live:
-    """The drafter reads what rounds of plain decoding have left."""
+    """The drafter reads what `read` and rounds of plain decoding have left."""
     nothing_B = jnp.zeros(0, jnp.int32)
     state = DecodeState(live.now, live.tokens_BC, nothing_B, nothing_B)
     return Live(step.catch_up(setup, weights, state).now, live.tokens_BC)

@@ -22,7 +22,6 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
-from moa_jax.decode.calls import Backlog
 from moa_jax.decode.engine.rows import (
     GREEDY,
     Kind,
@@ -50,7 +49,6 @@ class Text:
     given: RowSettings  # its one row of settings
     kind: Kind
     top_logprobs: int | None = None  # likeliest tokens that it wants to know beside each
-    known: int = 0  # tokens that all caches hold for certain
     ended: bool = False
     surely: int = 0  # verified tokens
     ahead: int = 0  # tokens that calls which were sent may add
@@ -91,12 +89,10 @@ class Seats:
     While they move from one state to another, both are in memory.
     """
 
-    def __init__(
-        self, shelf: Shelf, nobody: RowSettings, draft_rows: int, most_behind: int
-    ) -> None:
+    def __init__(self, shelf: Shelf, nobody: RowSettings, draft_rows: int) -> None:
         """`nobody` is what a call is given for a row in which nobody sits."""
-        self._shelf, self._nobody = shelf, nobody
-        self._draft_rows, self._backlog = draft_rows, Backlog(most_behind)
+        self._shelf, self._nobody, self._draft_rows = shelf, nobody, draft_rows
+        self.is_drafting = True  # as the last call did
         self.reset()
 
     def reset(self) -> None:
@@ -105,7 +101,7 @@ class Seats:
         self._size: Size | None = None
         self._texts: list[Text | None] = []
         self._ended: set[int] = set()  # rows that the device may think of as under way
-        self._backlog.clear()
+        self._is_late = False  # whether the drafter has not read all of them
         self._given: dict[Kind, RowSettings] = {}  # on the device
         self._wasted = 0  # what a smaller state would have saved, in costs of rounds
         self._best: Size | None = None  # for those who sit and come, of what is there
@@ -127,13 +123,16 @@ class Seats:
 
     # ---- come and go ----
 
-    def enter(self, row: Live, rows: int, text: Text, coming: int = 0) -> None:
+    def enter(
+        self, row: Live, rows: int, text: Text, coming: int = 0, is_late: bool = False
+    ) -> None:
         """Seats a text that was read in a row of its own; there is always a state large enough.
 
-        `coming` more will soon want a seat.
+        `coming` more will soon want a seat. The drafter has not read all of a text that `is_late`.
         """
         self._fit([*self.texts, text], coming)
         self._put(row, rows, text)
+        self._is_late |= is_late
 
     def leave(self, text: Text) -> None:
         """Frees a seat; the next call leaves its row as it is."""
@@ -201,9 +200,9 @@ class Seats:
         moving = [(i, text) for i, text in sitting if text is not None]
         if not moving:
             old = self._state = None  # its memory is free before more is taken
-        behind = self._backlog.rounds if moving else 0
+        is_late = self._is_late and bool(moving)
         self.reset()
-        self._size, self._texts, self._backlog.rounds = size, [None] * size.slots, behind
+        self._size, self._texts, self._is_late = size, [None] * size.slots, is_late
         self._state = self._shelf.run(("empty", size))
         for index, text in moving:
             row = self._shelf.run(("take", before), old, np.int32(index))
@@ -235,11 +234,13 @@ class Seats:
     def send(self, program: tuple[Size, DraftShape, Kind], rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
-        if self._backlog.is_due(way):
+        self.is_drafting = way.num_drafted > 0
+        if not self.is_drafting:
+            self._is_late = self._shelf.catches_up
+        elif self._is_late:
             self._state = self._shelf.run(("catch_up", size), self._state)
-            self._backlog.clear()
-            self._disturbed = True
-        rounds = self._backlog.add(way, int(min(rounds, self._rounds_left(way))))
+            self._is_late, self._disturbed = False, True
+        rounds = int(min(rounds, self._rounds_left(way)))
         self._wasted += rounds * max(0, size.cost - self._best.cost)
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
@@ -279,7 +280,6 @@ def _of_row(text: Text, report: Report, row: int) -> Heard:
     tokens = report.tokens_BW[row, :count].tolist()
     text.tokens += tokens
     text.surely += count
-    text.known = int(report.known_B[row])
     committed_R, drafted_R = report.counts_B2R[row].tolist()
     rounds = [(n, k) for n, k in zip(committed_R, drafted_R, strict=True) if n]
     likely = likely_of(text, report.logprobs, row, count)

@@ -76,6 +76,7 @@ class Shelf:
         self.rows = powers(LEAST_ROWS, cache_rows_for(num_rows))
         self.chunks = powers(LEAST_CHUNK, session.chunks(1)[0])
         self.ways, self.own = session.ways, session.shape
+        self.catches_up = session.catches_up
         self._session, self._blank, self._is_priced = session, blank, is_priced
         dtype = session.target.params["embed"].dtype
         top = min(logprobs.MOST, session.target.config.vocab_size)
@@ -194,9 +195,9 @@ class Shelf:
 
     def make_state(self, size: Size) -> None:
         """What a state of this size needs beside calls."""
-        names = ("empty", "insert", "take", *(["catch_up"] if self._session.most_behind else []))
-        for name in names:
+        for name in ("empty", "insert", "take"):
             self.make((name, size))
+        self._make_catch_up(size)
 
     def make_rows(self, rows: int) -> None:
         """What reading a prompt into so many rows needs, in the largest chunk."""
@@ -206,10 +207,15 @@ class Shelf:
         self.make(("restart", rows))
         self.make_read(rows, self.chunks[-1])
         self.make_first(rows, LIKELY)
+        self._make_catch_up(Size(1, rows))
         there = sorted({*self._ready_rows, rows})
         for pair in ((a, b) for a in there for b in there if rows in (a, b)):
             self.make(("resized", *pair))
         self._ready_rows = tuple(there)
+
+    def _make_catch_up(self, size: Size) -> None:
+        if self.catches_up:
+            self.make(("catch_up", size))
 
     def make_read(self, rows: int, chunk: int) -> None:
         """Reading a prompt in smaller chunks."""

@@ -36,7 +36,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
     propose, go_on = by_level(partial(decode.step, moa))
     return Drafter(
-        taps=Taps(rows=True, streams=(layers - reused,) if reused else ()),
+        taps=Taps(True, (layers - reused,) if reused else (), cfg.hidden_in_memory),
         borrow=moa.borrow,
         init=moa.init,
         init_cache=partial(decode.init_cache, moa),

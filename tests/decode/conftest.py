@@ -1,0 +1,35 @@
+"""Engines end with the tests that use them."""
+
+from __future__ import annotations
+
+import pytest
+
+from moa_jax.decode.engine import Engine
+from tests.decode.engines import close_all
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closing():
+    yield
+    close_all()
+
+
+@pytest.fixture
+def started():
+    """Engines that are closed in the end: `started(engine)`."""
+    engines = []
+
+    def start(engine: Engine) -> Engine:
+        engines.append(engine)
+        engine.start()
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Caches of 128 and 256 rows."""
+    monkeypatch.setattr("moa_jax.decode.engine.shelf.LEAST_ROWS", 128)

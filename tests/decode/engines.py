@@ -1,0 +1,153 @@
+"""Engines that answer tests, and what their answers are to be."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moa_jax import Session
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.engine import Engine, News, Request
+from tests.decode.test_chunks import drafter, target
+
+NO_STOP: tuple[int, ...] = ()
+CHAIN, TREE, LONG = DraftShape(3), DraftShape(3, 2, 4), DraftShape(5)
+WAIT_S = 120.0
+LAWS = (
+    Sampling(),
+    Sampling(0.9, seed=4),
+    Sampling(0.8, top_k=20, top_p=0.9, seed=3),
+    Sampling(1.2, min_p=0.02, repetition_penalty=1.3, seed=9),
+    Sampling(repetition_penalty=1.2, logit_bias=((5, 2.0), (7, float("-inf")))),
+    Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.8, seed=2),
+)
+
+
+class Listener:
+    """Keeps what a request hears, in its order."""
+
+    def __init__(self) -> None:
+        self.all: list[News] = []
+        self._end: queue.SimpleQueue[News] = queue.SimpleQueue()
+
+    def __call__(self, news: News) -> None:
+        self.all.append(news)
+        if news.finish:
+            self._end.put(news)
+
+    def wait(self) -> News:
+        return self._end.get(timeout=WAIT_S)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for news in self.all for token in news.token_ids]
+
+    def assert_one_end(self) -> None:
+        assert [bool(news.finish) for news in self.all] == [False] * (len(self.all) - 1) + [True]
+
+
+@functools.cache
+def plain() -> Session:
+    return Session(target())
+
+
+@functools.cache
+def alone(request: Request) -> tuple[list[int], str]:
+    """What plain decoding says, and how it ends."""
+    prompts, stops = [list(request.prompt_ids)], list(request.stop_ids)
+    (row,) = plain().generate(prompts, request.max_new_tokens, stops, [request.sampling])
+    return row.token_ids, row.finish_reason
+
+
+def mixed(count: int, seed: int, longest: int = 90) -> list[Request]:
+    """Requests of mixed lengths, settings and seeds, some of which end at a stop."""
+    random, requests = np.random.default_rng(seed), []
+    for index in range(count):
+        prompt = tuple(random.integers(0, 61, random.integers(1, longest)).tolist())
+        sampling = LAWS[index % len(LAWS)]
+        stops = (11, 23) if index % 3 == 0 else ()
+        requests.append(Request(prompt, int(random.integers(1, 40)), stops, sampling))
+    return requests
+
+
+def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Engine:
+    settings = dict(num_slots=4, max_tokens=200, chunk=32) | rest
+    found = Engine(target(), name and drafter(name), shape if name else None, **settings)
+    found.prepare()
+    found._make_ahead = lambda: None  # most of a test is compiling
+    return found
+
+
+SERVING: dict[Any, Engine] = {}
+
+
+def kept(key: Any, make: Callable[[], Engine]) -> Engine:
+    """An engine that runs until the end of a file, since most of a test is compiling."""
+    if key not in SERVING:
+        engine = SERVING[key] = make()
+        engine.session.background.submit = lambda *job, **rest: None  # what is there serves
+        engine.start()
+    return SERVING[key]
+
+
+def serving(name: str | None, shape: DraftShape | None = CHAIN) -> Engine:
+    """A kept engine that decodes in one way."""
+    return kept((name, shape), lambda: engine_of(name, shape))
+
+
+def close_all() -> None:
+    """Closes those that were kept."""
+    for engine in SERVING.values():
+        engine.close()
+    SERVING.clear()
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
+    """Sends all at once, and waits for all."""
+    listeners = [Listener() for _ in requests]
+    for request, listener in zip(requests, listeners, strict=True):
+        engine.submit(request, listener)
+    for listener in listeners:
+        listener.wait()
+    return listeners
+
+
+def settle(engine: Engine, requests: list[Request]) -> None:
+    """Asks again and again, until nothing more is made for such requests."""
+    known, before = engine.session.background._known, -1
+    while len(known) > before:
+        engine.session.background.wait()
+        before = len(known)
+        answers(engine, requests)
+
+
+def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
+    for request, listener in zip(requests, listeners, strict=True):
+        listener.assert_one_end()
+        assert (listener.token_ids, listener.all[-1].finish) == alone(request)
+
+
+def failing(engine: Engine, monkeypatch, what: str, times: list[int]) -> None:
+    """Programs of this name fail at these runs, counted from 0."""
+    run, count = engine.shelf.run, itertools.count()
+
+    def broken(name, *arrays):
+        if name[0] == what and next(count) in times:
+            raise RuntimeError("the device is on fire")
+        return run(name, *arrays)
+
+    monkeypatch.setattr(engine.shelf, "run", broken)
+
+
+def split(found: list[Listener]) -> tuple[list[int], list[int]]:
+    """Which requests ended with an error, and which did not."""
+    lost = [index for index, each in enumerate(found) if each.all[-1].finish == "error"]
+    for index in lost:
+        assert "on fire" in found[index].all[-1].error
+        found[index].assert_one_end()
+    return lost, [index for index in range(len(found)) if index not in lost]

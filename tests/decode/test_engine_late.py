@@ -1,0 +1,148 @@
+"""The drafter of an engine that chooses reads prompts and answers no sooner than it drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.auto import PLAIN
+from moa_jax.decode.engine import Engine, Request
+from moa_jax.decode.engine.prefixes import Kept, Prefixes
+from moa_jax.decode.engine.rows import EVERY
+from moa_jax.decode.engine.shelf import Size
+from tests.decode.engines import (
+    CHAIN,
+    LAWS,
+    LONG,
+    NO_STOP,
+    answers,
+    assert_as_alone,
+    engine_of,
+    kept,
+    serving,
+)
+from tests.decode.test_chunks import KINDS
+
+NEW = 40
+BEGINNING = tuple((5 + 3 * i * i) % 61 for i in range(70))  # three chunks, and three turns
+TAILS = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30))]
+REQUESTS = [Request((*BEGINNING, *tail), NEW, NO_STOP, LAWS[i]) for i, tail in enumerate(TAILS)]
+PLAIN_CALLS = 4  # of a text, before those that draft
+
+
+def choosing(name: str) -> Engine:
+    """An engine that may choose between a chain and plain decoding."""
+
+    def make() -> Engine:
+        engine = engine_of(name, CHAIN, ways=(LONG,))
+        for size in (engine.shelf.largest, Size(1, engine.shelf.rows[0])):
+            for way in (PLAIN, CHAIN):
+                engine.shelf.make_call(size, way, EVERY)
+        return engine
+
+    return kept((name, "choosing"), make)
+
+
+class Reader:
+    """Has an engine answer, one request after the other, and counts what it runs."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, *plain_calls: int) -> None:
+        """So many first calls of each text are plain decoding's; the last number goes on."""
+        self._engine, self._patch, self._plain_calls = engine, patch, plain_calls
+        self._calls, self._most_plain, self.ran = 0, plain_calls[-1], Counter[str]()
+        if engine.session.chooser:
+            patch.setattr(engine._pace, "_way", self._way)
+        run = engine.shelf.run
+
+        def noted(name, *arrays):
+            self.ran[name[0]] += 1
+            return run(name, *arrays)
+
+        patch.setattr(engine.shelf, "run", noted)
+
+    def _way(self, batch: int, programs, alone: bool) -> tuple[DraftShape, int]:
+        self._calls += 1
+        return (PLAIN if self._calls <= self._most_plain else CHAIN), 3
+
+    def drafts(self, at_once: bool) -> tuple[tuple[int, int], list[Kept]]:
+        """Tokens drafted and accepted where the drafter reads prompts `at_once` or late; and texts
+        that were kept, of which each prompt but the first one uses some."""
+        readings, kept = self._engine._readings, Prefixes(1 << 30)
+        read_on, before = type(readings).read_on, self._engine.load()
+        forced = lambda task, is_drafting: read_on(readings, task, at_once)  # noqa: E731
+        self._patch.setattr(readings, "read_on", forced)
+        self._patch.setattr(readings, "prefixes", kept)
+        for index, request in enumerate(REQUESTS):
+            self._calls = 0
+            self._most_plain = self._plain_calls[min(index, len(self._plain_calls) - 1)]
+            assert_as_alone([request], answers(self._engine, [request]))
+        found = self._engine.load()
+        assert found.prefix_hits - before.prefix_hits == len(REQUESTS) - 1
+        drafted = found.drafted_tokens - before.drafted_tokens
+        accepted = found.accepted_tokens - before.accepted_tokens
+        texts = [text for text in kept._kept if len(text.tokens) >= len(BEGINNING) + NEW - 1]
+        return (drafted, accepted), sorted(texts, key=lambda text: text.tokens.tolist())
+
+
+def assert_same_drafter(kept: Sequence[Kept], others: Sequence[Kept]) -> int:
+    """The drafter holds the same of these texts, as far as it has read; how many it has read.
+
+    The first row and the last one are for roots.
+    """
+    whole = 0
+    for one, other in zip(kept, others, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        known = int(one.live.now.behind.known_B[0])
+        whole += known == len(one.tokens)
+        caches = [jax.tree.leaves(each.live.now.draft_cache) for each in (one, other)]
+        for ours, theirs in zip(*caches, strict=True):
+            axis = 0 if ours.ndim == 2 else 1  # of a text, or of (K, S, E)
+            rows = range(1, known - 1)
+            ours, theirs = (np.take(np.asarray(leaf)[0], rows, axis) for leaf in (ours, theirs))
+            largest = abs(theirs).max(initial=0)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
+    return whole
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("moa-1", "eagle") else pytest.param(name, marks=pytest.mark.slow)
+        for name in KINDS
+    ],
+)
+def test_drafts_are_as_good_however_late_a_text_is_read(name, monkeypatch):
+    """Prompts that begin alike are read from there on, too, by a drafter that did not read it."""
+    never_late, kept = Reader(serving(name), monkeypatch, 0).drafts(at_once=True)
+    for plain_calls in [(0,), (PLAIN_CALLS,), (1000, 0)]:
+        reader = Reader(choosing(name), monkeypatch, *plain_calls)
+        at_once, late = reader.drafts(at_once=True), reader.drafts(at_once=False)
+        assert at_once[0] == late[0]
+        assert plain_calls != (0,) or late[0] == never_late
+        never_drafted = plain_calls[0] == 1000  # the first text
+        for found in (at_once[1], late[1]):
+            assert assert_same_drafter(found, kept) == len(REQUESTS) - never_drafted
+
+
+def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
+    """While calls are plain decoding's, and for an answer that has no rounds."""
+    engine = choosing("moa-1")
+    reader = Reader(engine, monkeypatch, 1000)
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    answers(engine, REQUESTS[:1])
+    reader.ran.clear()
+    assert_as_alone(REQUESTS, answers(engine, REQUESTS))
+    assert reader.ran["read"] == 3 * len(REQUESTS) + 1 and reader.ran["catch_up"] == 0
+    reader._most_plain = 0
+    first = Request(BEGINNING, 1, NO_STOP)
+    assert_as_alone([REQUESTS[0], first], answers(engine, [REQUESTS[0], first]))
+    reader.ran.clear()
+    answers(engine, [first])
+    assert reader.ran["read"] == 3 and reader.ran["catch_up"] == 0
+    answers(engine, REQUESTS[:1])
+    assert reader.ran["catch_up"] == 3  # one behind each chunk
