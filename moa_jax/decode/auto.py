@@ -27,7 +27,8 @@ the highest that are likely. Fresh counts bound them; when all has faded, any sh
 likely. So a way that could not win at shares of 1 is never tried. The probe is the shorter, the
 more it is expected to lose. Where drafting was given up nothing is expected of it, and it costs
 about two tokens if nothing is accepted. Waits double up to 256 rounds, and such a probe then takes
-one token in a hundred. After longer waits, changes of text would cost more than probes do. The wait
+one token in a hundred; before it the drafter reads the text since the last one, which is not
+counted. After longer waits, changes of text would cost more than probes do. The wait
 is short again where drafting was given up, and where the best way became faster or slower by a
 quarter, for then it is another text.
 """

@@ -99,7 +99,7 @@ class Session:
             )
         self.chooser = Chooser(self.ways, self.shape) if len(self.ways) > 1 else None
         self.costs = costs
-        self.catches_up = self.chooser is not None  # the drafter, after rounds of plain decoding
+        self.catches_up = self.chooser is not None  # the drafter may be late
         self.setup = Setup(
             target.config, functions, self.shape, choose, self.catches_up, top_logprobs
         )
@@ -243,8 +243,8 @@ class Session:
         return self._programs[shape or self.shape].prepare(step.decode, state, limits, law)
 
     def catching_up(self, state: DecodeState) -> jax.stages.Compiled:
-        """The compiled `step.catch_up`: (weights, state) -> state, which it donates."""
-        return self._programs[self.shape].compile(step.catch_up, state)
+        """The compiled `step.caught_up`: (weights, state) -> state, which it donates."""
+        return self._programs[self.shape].compile(step.caught_up, state)
 
     def next(
         self, arrays: tuple[DecodeState, Limits, Law], ready: set[DraftShape]

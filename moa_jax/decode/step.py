@@ -107,7 +107,7 @@ class Behind(NamedTuple):
 class RoundState(NamedTuple):
     """What one round reads and replaces."""
 
-    length_B: Array  # verified tokens, in all caches alike
+    length_B: Array  # verified tokens, in the target's caches, and the drafter's but for `behind`
     done_B: Array  # rows that stay as they are
     said: Said = Said()  # in committed tokens, for penalties
     target_caches: llama.Caches = ()
@@ -219,7 +219,11 @@ def advance(
     now = now._replace(target_caches=found.caches, draft_cache=draft_cache, behind=behind)
     with jax.named_scope("commit"):
         state = record(state._replace(now=now), tree, found, limits)
-    return state._replace(now=all_known(state.now)) if setup.shape.num_drafted else state
+    if setup.shape.num_drafted and behind is not None:
+        known_B = jnp.where(now.done_B, behind.known_B, state.now.length_B)
+        behind = behind._replace(known_B=known_B)
+        state = state._replace(now=state.now._replace(behind=behind))
+    return state
 
 
 def decode(
@@ -459,28 +463,60 @@ def extend(
         )
 
 
-def catch_up(setup: Setup, weights: Weights, state: DecodeState) -> DecodeState:
-    """The drafter reads all verified tokens that it did not, in turns of at most CATCH_UP of a row.
+def catch_up(
+    setup: Setup,
+    weights: Weights,
+    now: RoundState,
+    text_BC: Array,
+    sizes: Sequence[int] = (CATCH_UP,),
+    most_turns: Array = NEVER,
+) -> RoundState:
+    """The drafter reads the verified tokens of rows under way that it did not, in turns.
 
-    Caches must have so many rows behind the root: they are written whatever is left of a row.
+    A turn reads so many tokens of each row as the first of `sizes` says, until no row has as many
+    left, and so on; the last size reads what remains, and there are at most so many of its turns.
+    Caches must have that many rows behind the root, since they are written whatever is left of a
+    row. All larger sizes are for one row.
     """
-    now = state.now
-    cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (CATCH_UP,)))
+    *larger, least = sizes
+    for size in larger:
+        now = _read_in_turns(setup, weights, now, text_BC, size, size, NEVER)
+    return _read_in_turns(setup, weights, now, text_BC, least, 1, most_turns)
 
-    def is_late(carry: tuple[Array, Array, Cache]) -> Array:
-        is_first, known_B, _ = carry  # even of a state of zeros, on which programs are prepared
-        return is_first | jnp.any(~now.done_B & (known_B < now.length_B))
 
-    def turn(carry: tuple[Array, Array, Cache]) -> tuple[Array, Array, Cache]:
-        _, known_B, draft_cache = carry
-        tapped = _tapped_before(setup, now, known_B[:, None] + jnp.arange(CATCH_UP))
-        tokens_BT = cut(state.tokens_BC, known_B)
+def _read_in_turns(
+    setup: Setup,
+    weights: Weights,
+    now: RoundState,
+    text_BC: Array,
+    size: int,
+    enough: int,
+    most_turns: Array,
+) -> RoundState:
+    """Turns of a size, while a row has `enough` tokens that the drafter did not read."""
+    cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (size,)))
+
+    def goes_on(carry: tuple[Array, Array, Cache]) -> Array:
+        turn, known_B, _ = carry
+        is_late = jnp.any(~now.done_B & (now.length_B - known_B >= enough))
+        is_blank = jnp.all(now.length_B == 0)  # a state on which programs are prepared
+        return (turn < most_turns) & (is_late | is_blank & (turn == 0))
+
+    def read(carry: tuple[Array, Array, Cache]) -> tuple[Array, Array, Cache]:
+        turn, known_B, draft_cache = carry
+        tapped = _tapped_before(setup, now, known_B[:, None] + jnp.arange(size))
+        tokens_BT = cut(text_BC, known_B)
         draft_cache = extend(setup, weights, draft_cache, tokens_BT, known_B, tapped)
-        return jnp.array(False), jnp.minimum(known_B + CATCH_UP, now.length_B), draft_cache
+        return turn + 1, jnp.minimum(known_B + size, now.length_B), draft_cache
 
-    begin = (jnp.array(True), now.behind.known_B, now.draft_cache)
-    *_, draft_cache = lax.while_loop(is_late, turn, begin)
-    return state._replace(now=all_known(now._replace(draft_cache=draft_cache)))
+    begin = (jnp.int32(0), now.behind.known_B, now.draft_cache)
+    _, known_B, draft_cache = lax.while_loop(goes_on, read, begin)
+    return now._replace(draft_cache=draft_cache, behind=now.behind._replace(known_B=known_B))
+
+
+def caught_up(setup: Setup, weights: Weights, state: DecodeState) -> DecodeState:
+    """A generation whose drafter has read all that it did not."""
+    return state._replace(now=catch_up(setup, weights, state.now, state.tokens_BC))
 
 
 def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:

@@ -30,7 +30,7 @@ class Taps(NamedTuple):
 
     rows: bool = False  # keys and values of every layer
     streams: tuple[int, ...] = ()  # residual streams, by the layer they enter
-    hidden: bool = False  # the final-normed state, which is always there when tokens are processed
+    hidden: bool = False  # the final-normed state; in training it is always there
 
 
 class Tapped(NamedTuple):

@@ -26,10 +26,11 @@ class TauCounts(NamedTuple):
 def interval_of(seeds: Sequence[TauCounts], bases: Sequence[TauCounts] = ()) -> Interval:
     """Where the mean tau of some seeds lies in most draws of as many seeds and prompts.
 
-    With `bases`, its ratio to their mean: of the same prompts, but seeds of their own.
+    With `bases`, its ratio to their mean: of the same prompts, but seeds of their own. Prompts
+    without a round, whose answers are one token, are not drawn; there must be others.
     """
-    count = len(seeds[0].tokens_P)
-    prompts_DP = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    (some,) = np.nonzero(np.all([counts.rounds_P for counts in (*seeds, *bases)], axis=0))
+    prompts_DP = some[np.random.default_rng(0).integers(len(some), size=(DRAWS, len(some)))]
     tau_D = _mean_of_seeds(seeds, prompts_DP, draw=1)
     if bases:
         tau_D = tau_D / _mean_of_seeds(bases, prompts_DP, draw=2)
@@ -45,4 +46,4 @@ def _mean_of_seeds(seeds: Sequence[TauCounts], prompts_DP: np.ndarray, draw: int
 
 def _taus(counts: TauCounts, prompts_DP: np.ndarray) -> np.ndarray:
     tokens_D, rounds_D = (by_P[prompts_DP].sum(1) for by_P in counts)
-    return tokens_D / np.maximum(rounds_D, 1)
+    return tokens_D / rounds_D

@@ -35,7 +35,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def with_interval(value: float | None, bounds: tuple[float, float] | None, digits: int = 2) -> str:
-    """A number, and in brackets the bounds of its interval where it has one."""
+    """A number, and in brackets its interval where it has one, with so many digits."""
     if bounds is None:
         return number(value)
     low, high = (number(bound, digits) for bound in bounds)

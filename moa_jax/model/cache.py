@@ -7,7 +7,7 @@ A cache of S rows while a round is under way (n = length, N = nodes of the round
 
 The commit of a chain moves no rows: accepted nodes already stand where they belong, and the
 length grows over them. The accepted path of a tree is written again, from row n on. All caches
-of a generation have the same length.
+of a generation have the same length, but for a drafter's that is late (decode/step.py).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -20,32 +21,48 @@ from tests.decode.engines import (
     LAWS,
     LONG,
     NO_STOP,
+    alone,
     answers,
     assert_as_alone,
     engine_of,
+    failing,
     kept,
     serving,
+    split,
 )
 from tests.decode.test_chunks import KINDS
 
-NEW = 40
-BEGINNING = tuple((5 + 3 * i * i) % 61 for i in range(70))  # three chunks, and three turns
+NEW, FAST = 40, ("moa-1", "eagle")
+BEGINNING = tuple((5 + 3 * i * i) % 61 for i in range(70))  # two chunks, and three turns
 TAILS = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30))]
 REQUESTS = [Request((*BEGINNING, *tail), NEW, NO_STOP, LAWS[i]) for i, tail in enumerate(TAILS)]
 PLAIN_CALLS = 4  # of a text, before those that draft
+
+
+@pytest.fixture(autouse=True)
+def _hidden_in_memory(monkeypatch):
+    """The kind that is bundled, which reads rows of the target and its final-normed state."""
+    method, config = KINDS["moa-0"]
+    monkeypatch.setitem(KINDS, "moa-hidden", (method, replace(config, hidden_in_memory=True)))
 
 
 def choosing(name: str) -> Engine:
     """An engine that may choose between a chain and plain decoding."""
 
     def make() -> Engine:
-        engine = engine_of(name, CHAIN, ways=(LONG,))
+        engine = engine_of(name, CHAIN, ways=(LONG,), chunk=64)
         for size in (engine.shelf.largest, Size(1, engine.shelf.rows[0])):
             for way in (PLAIN, CHAIN):
                 engine.shelf.make_call(size, way, EVERY)
         return engine
 
     return kept((name, "choosing"), make)
+
+
+def stopped() -> Request:
+    """Its answer ends with the first token, so the drafter never reads all that is kept of it."""
+    request = Request(BEGINNING[:67], 2, NO_STOP)
+    return replace(request, stop_ids=(alone(request)[0][0],))
 
 
 class Reader:
@@ -71,22 +88,26 @@ class Reader:
 
     def drafts(self, at_once: bool) -> tuple[tuple[int, int], list[Kept]]:
         """Tokens drafted and accepted where the drafter reads prompts `at_once` or late; and texts
-        that were kept, of which each prompt but the first one uses some."""
+        that were kept, of which each prompt uses some."""
         readings, kept = self._engine._readings, Prefixes(1 << 30)
         read_on, before = type(readings).read_on, self._engine.load()
         forced = lambda task, is_drafting: read_on(readings, task, at_once)  # noqa: E731
         self._patch.setattr(readings, "read_on", forced)
         self._patch.setattr(readings, "prefixes", kept)
-        for index, request in enumerate(REQUESTS):
+        for index, request in enumerate([stopped(), *REQUESTS], start=-1):
             self._calls = 0
-            self._most_plain = self._plain_calls[min(index, len(self._plain_calls) - 1)]
+            self._most_plain = self._plain_calls[min(max(index, 0), len(self._plain_calls) - 1)]
             assert_as_alone([request], answers(self._engine, [request]))
         found = self._engine.load()
-        assert found.prefix_hits - before.prefix_hits == len(REQUESTS) - 1
+        assert found.prefix_hits - before.prefix_hits == len(REQUESTS)
         drafted = found.drafted_tokens - before.drafted_tokens
         accepted = found.accepted_tokens - before.accepted_tokens
-        texts = [text for text in kept._kept if len(text.tokens) >= len(BEGINNING) + NEW - 1]
-        return (drafted, accepted), sorted(texts, key=lambda text: text.tokens.tolist())
+        return (drafted, accepted), in_order(kept)
+
+
+def in_order(kept: Prefixes) -> list[Kept]:
+    """The texts, each with its answer, as prompts make room for what begins with them."""
+    return sorted(kept._kept, key=lambda text: text.tokens.tolist())
 
 
 def assert_same_drafter(kept: Sequence[Kept], others: Sequence[Kept]) -> int:
@@ -112,8 +133,8 @@ def assert_same_drafter(kept: Sequence[Kept], others: Sequence[Kept]) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("moa-1", "eagle") else pytest.param(name, marks=pytest.mark.slow)
-        for name in KINDS
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in [*KINDS, "moa-hidden"]
     ],
 )
 def test_drafts_are_as_good_however_late_a_text_is_read(name, monkeypatch):
@@ -129,6 +150,39 @@ def test_drafts_are_as_good_however_late_a_text_is_read(name, monkeypatch):
             assert assert_same_drafter(found, kept) == len(REQUESTS) - never_drafted
 
 
+@pytest.mark.parametrize("which", ["all must be read in pieces", "one ends that has more left"])
+def test_texts_side_by_side_are_read_as_far_as_they_are_said_to_be(which, monkeypatch):
+    """Some have more to be read than others, and some end before the drafter reads them."""
+    requests = [Request(BEGINNING[:45], 8, NO_STOP), Request(BEGINNING[30:50], 60, NO_STOP)]
+    if "pieces" in which:
+        new = (6, 14, 22, 70)
+        requests = [replace(r, max_new_tokens=n) for r, n in zip(REQUESTS, new, strict=True)]
+    expected = Prefixes(1 << 30)
+    monkeypatch.setattr(serving("moa-1")._readings, "prefixes", expected)
+    for request in requests:
+        assert_as_alone([request], answers(serving("moa-1"), [request]))
+    engine, found = choosing("moa-1"), []
+    for plain_calls in range(2, 10):
+        reader, kept = Reader(engine, monkeypatch, plain_calls), Prefixes(1 << 30)
+        monkeypatch.setattr(engine._readings, "prefixes", kept)
+        engine._seats.is_drafting = False  # as under load
+        assert_as_alone(requests, answers(engine, requests))
+        found.append(assert_same_drafter(in_order(kept), in_order(expected)))
+        assert found[-1] >= 1 and reader.ran["catch_up"] >= (2 if "pieces" in which else 1)
+    assert min(found) < len(requests)
+
+
+def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
+    engine = choosing("moa-1")
+    Reader(engine, monkeypatch, 6)
+    engine._seats.is_drafting = False
+    failing(engine, monkeypatch, "catch_up", [0])
+    lost, fine = split(found := answers(engine, REQUESTS))
+    assert lost
+    assert_as_alone([REQUESTS[i] for i in fine], [found[i] for i in fine])
+    assert_as_alone(REQUESTS, answers(engine, REQUESTS))
+
+
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
     """While calls are plain decoding's, and for an answer that has no rounds."""
     engine = choosing("moa-1")
@@ -137,12 +191,12 @@ def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
     answers(engine, REQUESTS[:1])
     reader.ran.clear()
     assert_as_alone(REQUESTS, answers(engine, REQUESTS))
-    assert reader.ran["read"] == 3 * len(REQUESTS) + 1 and reader.ran["catch_up"] == 0
+    assert reader.ran["read"] == 2 * len(REQUESTS) and reader.ran["catch_up"] == 0
     reader._most_plain = 0
     first = Request(BEGINNING, 1, NO_STOP)
     assert_as_alone([REQUESTS[0], first], answers(engine, [REQUESTS[0], first]))
     reader.ran.clear()
     answers(engine, [first])
-    assert reader.ran["read"] == 3 and reader.ran["catch_up"] == 0
+    assert reader.ran["read"] == 2 and reader.ran["catch_up"] == 0
     answers(engine, REQUESTS[:1])
-    assert reader.ran["catch_up"] == 3  # one behind each chunk
+    assert reader.ran["catch_up"] == 2  # one behind each chunk

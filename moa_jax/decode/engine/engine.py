@@ -37,6 +37,7 @@ import jax
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
+from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
@@ -394,8 +395,7 @@ class Engine:
         self._read_since = True
         chunk, read = self._readings.read_on(task, self._seats.is_drafting)
         if read is not None and task.request.takes_seat:
-            waits = (self._coming(), read.is_late)
-            self._seats.enter(read.live, read.rows, task.text, *waits)
+            self._seats.enter(read.live, read.rows, task.text, self._coming())
         return chunk
 
     # ---- decoding ----
@@ -408,6 +408,7 @@ class Engine:
         slots = self._seats.size.slots
         can_read = bool(self._to_read())
         program, rounds = self._pace.choose(slots, programs, can_read, at_rest)
+        program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False
         flight.at_rest = at_rest
@@ -421,7 +422,7 @@ class Engine:
         at_rest = flight.at_rest and not self._maker.is_busy
         if at_rest and flight.alone and not flight.read_before:
             self._pace.took(flight.program[0].slots, flight.program, turned, seconds)
-        elif at_rest and flight.read_before:
+        elif at_rest and flight.read_before and not flight.caught_up:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._totals.rounds[flight.way] += turned
         accepted = []

@@ -26,7 +26,7 @@ LEAST_REUSED = 16  # tokens; fewer are read as soon
 class Kept:
     """A text in caches of its own."""
 
-    tokens: np.ndarray  # those that all caches hold
+    tokens: np.ndarray  # those that the target's caches hold
     live: Live  # one row
     rows: int  # of its caches
 

@@ -26,6 +26,7 @@ from moa_jax.decode.engine.requests import Task
 from moa_jax.decode.engine.rows import Live, PromptLogProbs
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import LogProbs
+from moa_jax.decode.step import NEVER
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +37,6 @@ class Reading:
     live: Live
     rows: int
     left: int  # tokens
-    is_late: bool = False  # whether the drafter has not read all that the target has
 
 
 class ScoredChunk(NamedTuple):
@@ -106,7 +106,7 @@ class Readings:
     def read_on(self, task: Task, is_drafting: bool) -> tuple[int, Reading | None]:
         """Sends one chunk; its size, and what was read if it was the last.
 
-        The drafter reads it, too, where one `is_drafting` or it could not do so later.
+        Where the engine `is_drafting` the drafter reads it, too, else not before it has to.
         """
         request, prompt, text = task.request, task.request.prompt_ids, task.text
         if task not in self:
@@ -122,16 +122,17 @@ class Readings:
         if scored is not None:
             self.scored.append(ScoredChunk(task, scored))
         reading.left -= min(chunk, reading.left)
-        reading.is_late = self._shelf.catches_up
+        text.unread = len(prompt) - reading.left if self._shelf.catches_up else 0
         if request.max_new_tokens and not reading.left:
             kind = self._shelf.kind_of_first(reading.rows, text.kind)
             given = device.together([text.given], kind)
             found = self._shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
             reading.live, *first = found
             self.firsts.append(FirstToken(task, *first))
-        if reading.is_late and is_drafting and request.takes_seat:  # after the first token
-            catch_up = ("catch_up", Size(1, reading.rows))
-            reading.live, reading.is_late = self._shelf.run(catch_up, reading.live), False
+        if text.unread and is_drafting and request.takes_seat:  # after the first token
+            arrays = (reading.live, np.zeros(1, bool), NEVER)
+            reading.live = self._shelf.run(("catch_up", Size(1, reading.rows)), *arrays)
+            text.unread = 0
         if reading.left:
             return chunk, None
         self._counts["prompt_tokens"] += len(prompt)

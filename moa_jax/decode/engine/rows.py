@@ -7,7 +7,8 @@
 `call` decodes some rounds of all rows. A prompt is read in a state of its own, which has one row:
 `restart` gives it its tokens, `read` reads a chunk of them and `first` chooses what follows. Then
 `insert` puts it among the others; `take` is the way back. `resized` copies a row into longer or
-shorter caches, which may be done as no row of a cache depends on those behind it.
+shorter caches, which may be done as no row of a cache depends on those behind it. In an engine that
+may decode plainly the drafter's caches are late: `catch_up` has it read, before it drafts.
 
 What a program needs to know of a row comes with each call, as `RowSettings`. No setting is part of
 the state, so one state serves all of them.
@@ -203,11 +204,22 @@ def call(
     return Live(now, state.tokens_BC), report
 
 
-def catch_up(setup: Setup, weights: Weights, live: Live) -> Live:
-    """The drafter reads what `read` and rounds of plain decoding have left."""
-    nothing_B = jnp.zeros(0, jnp.int32)
-    state = DecodeState(live.now, live.tokens_BC, nothing_B, nothing_B)
-    return Live(step.catch_up(setup, weights, state).now, live.tokens_BC)
+def catch_up(
+    setup: Setup,
+    weights: Weights,
+    live: Live,
+    ended_B: Array,
+    most_turns: Array,
+    *,
+    sizes: Sequence[int],
+) -> Live:
+    """The drafter reads what `read` and rounds of plain decoding have left, in some turns.
+
+    Nothing is read of rows that the host has ended.
+    """
+    now = live.now._replace(done_B=live.now.done_B | ended_B)
+    now = step.catch_up(setup, weights, now, live.tokens_BC, sizes, most_turns)
+    return Live(now, live.tokens_BC)
 
 
 def _picked(rows_BC: Array, index_BW: Array) -> Array:

@@ -32,11 +32,16 @@ from moa_jax.decode.engine.rows import (
 )
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
+from moa_jax.decode.step import CATCH_UP
 
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
 ROUNDS_AHEAD = 3
+LIGHTER = 4  # so many times as fast as a target its drafter reads, about
 ROUNDS_OF_A_MOVE = 16  # of the smaller state: what there and back costs, and figures that are lost
+
+
+Program = tuple[Size, DraftShape, Kind]  # of a call
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,18 +57,20 @@ class Text:
     ended: bool = False
     surely: int = 0  # verified tokens
     ahead: int = 0  # tokens that calls which were sent may add
+    unread: int = 0  # verified tokens at most that the drafter has not read
 
 
 @dataclasses.dataclass
 class Flight:
     """A call that was sent."""
 
-    program: tuple[Size, DraftShape, Kind]
+    program: Program
     rounds: int  # at most
     texts: list[Text | None]  # by row
     report: Report  # on the device
     sent: float  # seconds
     alone: bool  # nothing else was sent to the state since the call before it
+    caught_up: bool  # the drafter read what it had not, since then
     read_before: bool = False  # a chunk was sent since then
     at_rest: bool = True  # nothing was compiled beside it
 
@@ -101,11 +108,11 @@ class Seats:
         self._size: Size | None = None
         self._texts: list[Text | None] = []
         self._ended: set[int] = set()  # rows that the device may think of as under way
-        self._is_late = False  # whether the drafter has not read all of them
         self._given: dict[Kind, RowSettings] = {}  # on the device
         self._wasted = 0  # what a smaller state would have saved, in costs of rounds
         self._best: Size | None = None  # for those who sit and come, of what is there
         self._disturbed = True  # something else than a call was sent
+        self._caught_up = False  # and the drafter read for long, perhaps
 
     @property
     def texts(self) -> list[Text]:
@@ -123,16 +130,13 @@ class Seats:
 
     # ---- come and go ----
 
-    def enter(
-        self, row: Live, rows: int, text: Text, coming: int = 0, is_late: bool = False
-    ) -> None:
+    def enter(self, row: Live, rows: int, text: Text, coming: int = 0) -> None:
         """Seats a text that was read in a row of its own; there is always a state large enough.
 
-        `coming` more will soon want a seat. The drafter has not read all of a text that `is_late`.
+        `coming` more will soon want a seat.
         """
         self._fit([*self.texts, text], coming)
         self._put(row, rows, text)
-        self._is_late |= is_late
 
     def leave(self, text: Text) -> None:
         """Frees a seat; the next call leaves its row as it is."""
@@ -200,9 +204,8 @@ class Seats:
         moving = [(i, text) for i, text in sitting if text is not None]
         if not moving:
             old = self._state = None  # its memory is free before more is taken
-        is_late = self._is_late and bool(moving)
         self.reset()
-        self._size, self._texts, self._is_late = size, [None] * size.slots, is_late
+        self._size, self._texts = size, [None] * size.slots
         self._state = self._shelf.run(("empty", size))
         for index, text in moving:
             row = self._shelf.run(("take", before), old, np.int32(index))
@@ -221,7 +224,7 @@ class Seats:
 
     # ---- calls ----
 
-    def ready(self, coming: int = 0) -> dict[DraftShape, tuple[Size, DraftShape, Kind]]:
+    def ready(self, coming: int = 0) -> dict[DraftShape, Program]:
         """The ways that a call can take now, each with its program; `coming` more will sit soon."""
         self._fit(self.texts, coming)
         kind, found = self.kind, {}
@@ -231,30 +234,49 @@ class Seats:
                 found[way] = (self._size, way, served)
         return found
 
-    def send(self, program: tuple[Size, DraftShape, Kind], rounds: int) -> Flight:
+    def prepared(self, program: Program, plain: Program | None) -> Program:
+        """Has the drafter read before a call that drafts, and says which call can follow.
+
+        It reads about as long as the target reads a chunk. Where that is not enough the next call
+        is `plain` decoding's, if there is one.
+        """
+        size, way, _ = program
+        turns = max(1, LIGHTER * self._shelf.chunks[-1] // (size.slots * CATCH_UP))
+        while way.num_drafted and any(text.unread for text in self.texts):
+            arrays = (self._state, self._ended_rows(), np.int32(turns))
+            self._state = self._shelf.run(("catch_up", size), *arrays)
+            self._disturbed = self._caught_up = True
+            for text in self.texts:
+                text.unread = max(0, text.unread - turns * CATCH_UP)
+            if plain is not None and any(text.unread for text in self.texts):
+                return plain
+        return program
+
+    def send(self, program: Program, rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
         self.is_drafting = way.num_drafted > 0
-        if not self.is_drafting:
-            self._is_late = self._shelf.catches_up
-        elif self._is_late:
-            self._state = self._shelf.run(("catch_up", size), self._state)
-            self._is_late, self._disturbed = False, True
         rounds = int(min(rounds, self._rounds_left(way)))
         self._wasted += rounds * max(0, size.cost - self._best.cost)
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
             self._given[kind] = self._shelf.put(together(rows, kind))
-        ended = np.zeros(size.slots, bool)
-        ended[list(self._ended)] = True
+        arrays = (self._state, self._given[kind], self._ended_rows(), np.int32(rounds))
         self._ended = set()
-        arrays = (self._state, self._given[kind], ended, np.int32(rounds))
         begin, alone = time.perf_counter(), not self._disturbed
         self._state, report = self._shelf.run(("call", *program), *arrays)
-        self._disturbed = False
         for text in self.texts:
             text.ahead += rounds * way.levels
-        return Flight(program, rounds, list(self._texts), report, begin, alone)
+            if self._shelf.catches_up and not self.is_drafting:
+                text.unread += rounds
+        caught_up, self._disturbed, self._caught_up = self._caught_up, False, False
+        return Flight(program, rounds, list(self._texts), report, begin, alone, caught_up)
+
+    def _ended_rows(self) -> np.ndarray:
+        """Which rows nobody sits in any more."""
+        ended = np.zeros(self._size.slots, bool)
+        ended[list(self._ended)] = True
+        return ended
 
     def hear(self, flight: Flight) -> tuple[list[Heard], int]:
         """Waits for a call: what it did for each, and how many rounds it had."""

@@ -254,7 +254,10 @@ class Shelf:
             case "take", size:
                 return Recipe(device.take, (self._form(size), number), donate=False)
             case "catch_up", size:
-                return Recipe(device.catch_up, (self._form(size),))
+                like = (self._form(size), np.zeros(size.slots, bool), number)
+                larger = [self.chunks[-1]] if size.slots == 1 else []
+                sizes = (*(one for one in larger if one > step.CATCH_UP), step.CATCH_UP)
+                return Recipe(device.catch_up, like, static={"sizes": sizes})
             case "resized", before, rows:
                 row = self._form(Size(1, before))
                 return Recipe(device.resized, (row,), donate=False, static={"rows": rows})
