@@ -275,7 +275,7 @@ class Session:
 
     def _is_ready(self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]) -> bool:
         own = self._programs[self.shape]
-        needs = way.num_drafted or own.is_compiled(step.catch_up, arrays[0])
+        needs = way.num_drafted or own.is_compiled(step.caught_up, arrays[0])
         return needs and self._programs[way].is_compiled(step.decode, *arrays)
 
     def _preparing(

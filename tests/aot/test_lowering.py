@@ -205,7 +205,7 @@ def session_rows(num_nodes: int) -> int:
 def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     """The 8B pair with eight layers in bfloat16, and the bytes of its weights.
 
-    test_decode_plan.py compiles all of them.
+    test_decode_plan_program.py compiles all of them.
     """
     cfg, shape = dataclasses.replace(LLAMA, num_layers=LAYERS), DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(PAPER.drafter, cfg) if shape.num_drafted else None

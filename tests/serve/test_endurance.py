@@ -33,8 +33,8 @@ from moa_jax.config import Sampling
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import before_stop
 from tests.serve.test_clients import HELLO_IDS, KEY, start_program
-from tests.serve.test_protocol import CHATS, COMPLETIONS, send_malformed
-from tests.serve.toy_server import DEMO, TOKENIZER, VOCAB, wait_for
+from tests.serve.test_protocol_errors import send_malformed
+from tests.serve.toy_server import CHATS, COMPLETIONS, DEMO, TOKENIZER, VOCAB, wait_for
 
 pytestmark = pytest.mark.slow
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))

@@ -42,8 +42,7 @@ from tests.serve.test_endurance import (
     assert_nothing_is_held,
     mixed,
 )
-from tests.serve.test_protocol import COMPLETIONS
-from tests.serve.toy_server import DEMO, VOCAB
+from tests.serve.toy_server import COMPLETIONS, DEMO, VOCAB
 from tests.train.test_processes import ends
 
 LONG = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)

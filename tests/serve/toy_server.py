@@ -33,6 +33,11 @@ VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on ar
 TOKENIZER = load_tokenizer(DEMO / "target")
 
 
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello."}]
+LONG = {"prompt": [7, 8], "max_tokens": 400, "ignore_eos": True, "seed": 1}
+
+
 def next_token(tokens: list[int], sampling: Sampling) -> int:
     """What the toy model says: a hash of the last tokens and the settings; one in 40 is the end."""
     if not sampling.temperature:
@@ -248,3 +253,15 @@ def running(
         yield server
     finally:
         server.stop()
+
+
+def text_of(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error

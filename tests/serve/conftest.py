@@ -1,0 +1,13 @@
+"""A server on a toy engine for the tests of a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serve.toy_server import running
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as made:
+        yield made
