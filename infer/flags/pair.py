@@ -19,7 +19,7 @@ from infer.program import positive
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH, for_decoding
-from moa_jax.decode.step import Weights
+from moa_jax.decode.state import Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError

@@ -27,7 +27,7 @@ from moa_jax.aot.lowering import HloModule, num_bytes
 from moa_jax.aot.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
-from moa_jax.decode.step import DecodeState, Setup, Weights
+from moa_jax.decode.state import DecodeState, Setup, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import convert, quantise
 from moa_jax.model.precision import matmul_precision

@@ -25,7 +25,7 @@ from moa_jax.config import MeshConfig
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
 from moa_jax.decode.sample import Law
-from moa_jax.decode.step import DecodeState, Limits, Setup, Weights
+from moa_jax.decode.state import DecodeState, Limits, Setup, Weights
 from moa_jax.model import llama
 from moa_jax.model.quantise import Format, quantise_params
 from moa_jax.model.sharding import make_mesh

@@ -8,7 +8,7 @@ sample.py       laws, noise, rejection       vocabulary.py  which tokens may be 
 text.py         tokens as text, stop texts   room.py        what fits a cache and a target
 exactness.py    where two answers differ     logprobs.py    what the target thought of them
 order.py        answers and prompts in turn  mappings.py    how many programs a process may have
-calls.py        what senders of calls know
+calls.py        what senders of calls know   state.py       what a round reads and replaces
 
 engine/         many answers at once
 """

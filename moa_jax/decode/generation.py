@@ -23,7 +23,7 @@ from moa_jax.decode.calls import that_tell
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.programs import Program
 from moa_jax.decode.sample import Law
-from moa_jax.decode.step import NEVER, DecodeState, Limits
+from moa_jax.decode.state import NEVER, DecodeState, Limits
 from moa_jax.model.processes import gathered
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
 from moa_jax.decode.room import Room, check_prompt
 from moa_jax.decode.sample import Law, law_of
-from moa_jax.decode.step import NEVER, DecodeState, Limits, Setup, Weights
+from moa_jax.decode.state import NEVER, DecodeState, Limits, Setup, Vocabulary, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
@@ -395,13 +395,13 @@ def _with_head(params: Any) -> Any:
     return quantise.in_panels(params)
 
 
-def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> step.Vocabulary:
+def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> Vocabulary:
     """The part of the target's head that the drafter reads, once and for all."""
     ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
     head = params["lm_head"] if "lm_head" in params else quantise.transposed(params["embed"])
-    found = step.Vocabulary(ids_U, quantise.columns(head, ids_U))
+    found = Vocabulary(ids_U, quantise.columns(head, ids_U))
     if (mesh := sharding.mesh_of(params)) is None:
         return found
     place = lambda leaf, *axes: NamedSharding(mesh, sharding.dividing(axes, leaf.shape, mesh))  # noqa: E731
     cut = quantise.sharding_as(("head",), found.head_DU, place(found.head_DU, None, "vocab"))
-    return jax.device_put(found, step.Vocabulary(place(ids_U, None), cut))
+    return jax.device_put(found, Vocabulary(place(ids_U, None), cut))

@@ -6,10 +6,7 @@
               commit:  the accepted path and a bonus token, cut at a stop or at the limit
               extend:  the drafter reads the target's activations of the path
 
-Every shape is fixed, and each row of a batch advances by its own count. Row b of `tokens_BC`:
-
-    index    0 ........ length-1 | length | length+1 ...
-             verified, in caches | root   | left-overs
+Every shape is fixed, and each row of a batch advances by its own count (state.py has its picture).
 
 These drivers call the functions: the loop of rounds here, which sessions run to the end and an
 engine's calls for a few rounds; an engine's programs that read prompts; the split server's slots,
@@ -22,131 +19,34 @@ they leave is `Behind`, and `catch_up` makes up for it before a drafted round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode import logprobs, sample
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.sample import Law, Said
+from moa_jax.decode.sample import Law
+from moa_jax.decode.state import (
+    NEVER,
+    Behind,
+    DecodeState,
+    Limits,
+    RoundState,
+    Setup,
+    Verified,
+    Weights,
+)
 from moa_jax.decode.verify import Verdict, verify
-from moa_jax.drafters.api import NOTHING, Cache, Drafter, Guide, Shared, Tapped, Tree, chain
+from moa_jax.drafters.api import NOTHING, Cache, Guide, Shared, Tapped, Tree, chain
 from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
 from moa_jax.model.devices import traced_platform
-from moa_jax.model.quantise import Matrix
 
 Array = jax.Array
 
-NEVER = np.int32(2**31 - 1)  # rounds until a pause
 CATCH_UP = 32  # tokens of each row that a turn of `catch_up` reads
-
-
-class Setup(NamedTuple):
-    """What is fixed when a program is compiled: who decodes, and how much a round drafts.
-
-    Without a drafter the depth is 1. With one whose caches may be late, rounds of depth 1 leave
-    `extend` to `catch_up`.
-    """
-
-    target: TargetConfig
-    drafter: Drafter | None
-    shape: DraftShape
-    # (setup, law, now, tree, logits_BNV) -> choice_BN, instead of the target's own
-    choose: Callable[..., Array] | None = None
-    catches_up: bool = False  # whether the drafter's caches may be late
-    # Likeliest tokens whose log-probabilities are kept beside each token's own; None: not even that
-    top_logprobs: int | None = None
-
-
-class Weights(NamedTuple):
-    """The parameters of both models; what a driver does without is None."""
-
-    target: Any
-    drafter: Any
-    vocabulary: Vocabulary | None = None
-    shared: Any = None  # what the drafter borrows, where the target itself is elsewhere
-
-
-class Vocabulary(NamedTuple):
-    """A draft vocabulary: the drafter's head is this slice of the target's."""
-
-    ids_U: Array  # the target's ids
-    head_DU: Matrix
-
-
-class Limits(NamedTuple):
-    """Where generation ends; arrays, so that no value compiles anew."""
-
-    total_B: Array  # tokens a row may hold, prompt included
-    stop_ids_BX: Array  # a token of these ends its row and is kept; -1 matches nothing
-    pause: Array = NEVER  # rounds after which the loop returns to its caller
-
-
-class Behind(NamedTuple):
-    """What the drafter needs to read the verified tokens from `known` on, in rows like the caches'.
-
-    Keys and values of the target are not here, since they are in its caches.
-
-        position   0 ....... known-1 | known ........ length-1 | length
-                   drafter has read  | it reads these before   | root
-                                     | it drafts again         |
-        rows here  whatever          | of these tokens         | left-overs
-    """
-
-    known_B: Array
-    streams: tuple[Array, ...]  # (B, S, D) each
-    hidden_BSD: Array | None  # None where the drafter does not read it
-
-
-class RoundState(NamedTuple):
-    """What one round reads and replaces."""
-
-    length_B: Array  # verified tokens, in the target's caches, and the drafter's but for `behind`
-    done_B: Array  # rows that stay as they are
-    said: Said = Said()  # in committed tokens, for penalties
-    target_caches: llama.Caches = ()
-    draft_cache: Cache = None
-    behind: Behind | None = None  # None where every round extends
-
-
-class DecodeState(NamedTuple):
-    """Everything a generation carries from round to round."""
-
-    now: RoundState
-    tokens_BC: Array
-    rounds_B: Array  # verifications so far
-    counts_B2R: Array  # of each round: tokens committed, and nodes proposed, the root apart
-    logprobs: LogProbs | None = None  # of the answers' tokens, where the setup asks for them
-
-    @property
-    def accept_lengths_BR(self) -> Array:
-        """Tokens committed by each round."""
-        return self.counts_B2R[:, 0]
-
-    @property
-    def drafted_BR(self) -> Array:
-        """Nodes proposed in each round, the root apart."""
-        return self.counts_B2R[:, 1]
-
-    @property
-    def root_B(self) -> Array:
-        """Each row's newest token, which is committed and not in any cache yet."""
-        return jnp.take_along_axis(self.tokens_BC, self.now.length_B[:, None], axis=1)[:, 0]
-
-
-class Verified(NamedTuple):
-    """What one target pass over a tree gives: the verdict, and the accepted path's activations."""
-
-    verdict: Verdict
-    tapped: Tapped
-    caches: llama.Caches
-    logprobs: LogProbs | None = None  # of the emitted tokens
 
 
 # ---- the loop of rounds -------------------------------------------------------------------

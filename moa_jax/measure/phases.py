@@ -29,7 +29,7 @@ from jax import lax
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_of, compiler_options
 from moa_jax.decode.session import GREEDY, Session
-from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
+from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import chain
 from moa_jax.measure.traffic import bytes_read
 from moa_jax.model.precision import matmul_precision

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moa_jax.decode import sample
 from moa_jax.decode.sample import Law
-from moa_jax.decode.step import RoundState, Setup
+from moa_jax.decode.state import RoundState, Setup
 from moa_jax.drafters.api import Tree
 
 Array = jax.Array

@@ -22,7 +22,7 @@ from moa_jax.decode import sample, step
 from moa_jax.decode.programs import Programs, bucket, cache_rows_for, one
 from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
-from moa_jax.decode.step import RoundState, Setup, Weights
+from moa_jax.decode.state import RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import llama, quantise

@@ -30,7 +30,7 @@ from moa_jax.decode.programs import Programs, Ready, at_least, bucket, cache_row
 from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, law_of
 from moa_jax.decode.session import for_decoding
-from moa_jax.decode.step import Limits, RoundState, Setup, Weights
+from moa_jax.decode.state import Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import cache, llama, sharding

@@ -29,7 +29,7 @@ from moa_jax.aot.lowering import (
 from moa_jax.aot.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
 from moa_jax.decode.room import Room
-from moa_jax.decode.step import Setup
+from moa_jax.decode.state import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import llama, masks
 

@@ -13,7 +13,7 @@ from configs.moa_llama3_8b import config as PAPER
 from moa_jax.aot import hlo
 from moa_jax.aot.lowering import abstract_weights, compile_decode, num_bytes
 from moa_jax.aot.machines import devices
-from moa_jax.decode.step import Setup
+from moa_jax.decode.state import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import quantise
 from tests.aot.test_lowering import DRAFTS, H200, LLAMA, needs_compiler, reported, session_rows

@@ -9,7 +9,8 @@ import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode import logprobs, step
+from moa_jax.decode import logprobs
+from moa_jax.decode.state import Setup
 from moa_jax.model import llama, masks
 from tests.model_folders import refusal
 from tests.pairs import NO_STOP, Pair, random_pair_of
@@ -97,7 +98,7 @@ def test_without_them_nothing_is_kept(pair):
     session = Session(pair.target, pair.drafter, CHAIN)
     state, *_ = session.start(PROMPTS, NEW, NO_STOP, LAWS)
     assert state.logprobs is None and session.setup == session.setup._replace(top_logprobs=None)
-    assert step.Setup._field_defaults["top_logprobs"] is None
+    assert Setup._field_defaults["top_logprobs"] is None
 
 
 def test_too_many_are_one_line(pair):

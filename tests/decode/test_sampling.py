@@ -19,7 +19,7 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
 from moa_jax.decode.sample import Said, law_of
 from moa_jax.decode.session import rows_of
-from moa_jax.decode.step import Setup, Weights
+from moa_jax.decode.state import RoundState, Setup, Vocabulary, Weights
 from moa_jax.model import pieces
 from tests.model_folders import refusal
 from tests.sampling_law import PLAIN, law_by_definition
@@ -235,11 +235,11 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
 
     @jax.jit
     def guided(weights, law, logits_BNU):
-        now = step.RoundState(None, np.zeros(1, bool), Said(said.seen[:, 0], said.times[:, 0]))
+        now = RoundState(None, np.zeros(1, bool), Said(said.seen[:, 0], said.times[:, 0]))
         return step.guide(setup, weights, now, law).adjusted(logits_BNU, path_BNP)
 
     whole_BNV = guided(Weights(None, None), law, logits_BNV)
-    narrow = Weights(None, None, step.Vocabulary(ids_U, None))
+    narrow = Weights(None, None, Vocabulary(ids_U, None))
     narrow_BNU = guided(narrow, law, logits_BNV[..., ids_U])
     for b, n in itertools.product(*map(range, whole_BNV.shape[:2])):
         seen, answer = in_words(said, b, 0)

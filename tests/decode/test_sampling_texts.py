@@ -20,7 +20,7 @@ from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
 from moa_jax.decode.sample import law_of
-from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
+from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Vocabulary, Weights
 from moa_jax.drafters import grow
 from moa_jax.drafters.api import Drafter, Taps
 from tests.oracle import random_pair
@@ -77,7 +77,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     tokens_BC = jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32)
     state = DecodeState(now, tokens_BC, zero_B, zero_B2R)
     limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1))
-    head = ids and step.Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
+    head = ids and Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
     with monkeypatch.context() as patch:
         patch.setattr(step, "target_pass", target_pass)
         patch.setattr(step.llama, "unembed", lambda table_VV, hidden_BNV: hidden_BNV @ table_VV)

@@ -29,6 +29,7 @@ from moa_jax.decode import step
 from moa_jax.decode.exactness import scores_after
 from moa_jax.decode.sample import law_of
 from moa_jax.decode.session import GREEDY, rows_of
+from moa_jax.decode.state import Limits, Setup, Weights
 from moa_jax.drafters import DRAFTERS
 from moa_jax.measure import figures, phases, random_pair, report, traffic
 from moa_jax.measure.fidelity import fidelity
@@ -163,9 +164,9 @@ def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
 def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:
     """Setup, weights and a state like that after prefill."""
     functions = DRAFTERS["moa"].make(drafter.config, TARGET)
-    setup = step.Setup(TARGET, functions, shape, choose)
-    weights = step.Weights(target.params, drafter.params)
-    limits = step.Limits(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
+    setup = Setup(TARGET, functions, shape, choose)
+    weights = Weights(target.params, drafter.params)
+    limits = Limits(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
     prompt = (jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))
     prefill = functools.partial(step.prefill, setup, capacity=40, chunks=(32,))
     return setup, weights, blank(prefill, weights, *prompt, limits, LAW), limits
@@ -245,9 +246,9 @@ def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
     """Accept lengths of simulated rounds, those that the limit cut apart."""
     target, drafter = tiny()
     functions = DRAFTERS["moa"].make(drafter.config, TARGET)
-    setup = step.Setup(TARGET, functions, shape, accept_with(probability))
-    weights = step.Weights(target.params, drafter.params)
-    limits = step.Limits(jnp.full(rows, 200), jnp.full((rows, 8), -1), jnp.int32(2**31 - 1))
+    setup = Setup(TARGET, functions, shape, accept_with(probability))
+    weights = Weights(target.params, drafter.params)
+    limits = Limits(jnp.full(rows, 200), jnp.full((rows, 8), -1), jnp.int32(2**31 - 1))
 
     @jax.jit
     def run(weights, prompt_BT, length_B):

@@ -16,7 +16,7 @@ from moa_jax.config import BlockConfig, DataConfig, TargetConfig
 from moa_jax.data import batches, chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.decode.session import for_decoding
-from moa_jax.decode.step import Weights
+from moa_jax.decode.state import Weights
 from moa_jax.model import llama as llama
 from moa_jax.model import masks
 from moa_jax.pretrained import SpecialIds, save_target

@@ -17,7 +17,7 @@ from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import Session
-from moa_jax.decode.step import Weights
+from moa_jax.decode.state import Weights
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding

@@ -26,7 +26,7 @@ from moa_jax.decode.engine.requests import Task
 from moa_jax.decode.engine.rows import Live, PromptLogProbs
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.step import NEVER
+from moa_jax.decode.state import NEVER
 
 
 @dataclasses.dataclass(eq=False)

@@ -33,7 +33,7 @@ from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.programs import one
 from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, settings_of
-from moa_jax.decode.step import DecodeState, Limits, RoundState, Setup, Weights
+from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import llama
 

@@ -1,0 +1,130 @@
+"""What a round of speculative decoding is made of: its settings, its weights, its state.
+
+Row b of a state's `tokens_BC`:
+
+    index    0 ........ length-1 | length | length+1 ...
+             verified, in caches | root   | left-overs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import DraftShape, TargetConfig
+from moa_jax.decode.logprobs import LogProbs
+from moa_jax.decode.sample import Said
+from moa_jax.decode.verify import Verdict
+from moa_jax.drafters.api import Cache, Drafter, Tapped
+from moa_jax.model import llama
+from moa_jax.model.quantise import Matrix
+
+Array = jax.Array
+
+NEVER = np.int32(2**31 - 1)  # rounds until a pause
+
+
+class Setup(NamedTuple):
+    """What is fixed when a program is compiled: who decodes, and how much a round drafts.
+
+    Without a drafter the depth is 1. With one whose caches may be late, rounds of depth 1 leave
+    `extend` to `catch_up`.
+    """
+
+    target: TargetConfig
+    drafter: Drafter | None
+    shape: DraftShape
+    # (setup, law, now, tree, logits_BNV) -> choice_BN, instead of the target's own
+    choose: Callable[..., Array] | None = None
+    catches_up: bool = False  # whether the drafter's caches may be late
+    # Likeliest tokens whose log-probabilities are kept beside each token's own; None: not even that
+    top_logprobs: int | None = None
+
+
+class Weights(NamedTuple):
+    """The parameters of both models; what a driver does without is None."""
+
+    target: Any
+    drafter: Any
+    vocabulary: Vocabulary | None = None
+    shared: Any = None  # what the drafter borrows, where the target itself is elsewhere
+
+
+class Vocabulary(NamedTuple):
+    """A draft vocabulary: the drafter's head is this slice of the target's."""
+
+    ids_U: Array  # the target's ids
+    head_DU: Matrix
+
+
+class Limits(NamedTuple):
+    """Where generation ends; arrays, so that no value compiles anew."""
+
+    total_B: Array  # tokens a row may hold, prompt included
+    stop_ids_BX: Array  # a token of these ends its row and is kept; -1 matches nothing
+    pause: Array = NEVER  # rounds after which the loop returns to its caller
+
+
+class Behind(NamedTuple):
+    """What the drafter needs to read the verified tokens from `known` on, in rows like the caches'.
+
+    Keys and values of the target are not here, since they are in its caches.
+
+        position   0 ....... known-1 | known ........ length-1 | length
+                   drafter has read  | it reads these before   | root
+                                     | it drafts again         |
+        rows here  whatever          | of these tokens         | left-overs
+    """
+
+    known_B: Array
+    streams: tuple[Array, ...]  # (B, S, D) each
+    hidden_BSD: Array | None  # None where the drafter does not read it
+
+
+class RoundState(NamedTuple):
+    """What one round reads and replaces."""
+
+    length_B: Array  # verified tokens, in the target's caches, and the drafter's but for `behind`
+    done_B: Array  # rows that stay as they are
+    said: Said = Said()  # in committed tokens, for penalties
+    target_caches: llama.Caches = ()
+    draft_cache: Cache = None
+    behind: Behind | None = None  # None where every round extends
+
+
+class DecodeState(NamedTuple):
+    """Everything a generation carries from round to round."""
+
+    now: RoundState
+    tokens_BC: Array
+    rounds_B: Array  # verifications so far
+    counts_B2R: Array  # of each round: tokens committed, and nodes proposed, the root apart
+    logprobs: LogProbs | None = None  # of the answers' tokens, where the setup asks for them
+
+    @property
+    def accept_lengths_BR(self) -> Array:
+        """Tokens committed by each round."""
+        return self.counts_B2R[:, 0]
+
+    @property
+    def drafted_BR(self) -> Array:
+        """Nodes proposed in each round, the root apart."""
+        return self.counts_B2R[:, 1]
+
+    @property
+    def root_B(self) -> Array:
+        """Each row's newest token, which is committed and not in any cache yet."""
+        return jnp.take_along_axis(self.tokens_BC, self.now.length_B[:, None], axis=1)[:, 0]
+
+
+class Verified(NamedTuple):
+    """What one target pass over a tree gives: the verdict, and the accepted path's activations."""
+
+    verdict: Verdict
+    tapped: Tapped
+    caches: llama.Caches
+    logprobs: LogProbs | None = None  # of the emitted tokens
