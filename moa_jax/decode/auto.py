@@ -28,9 +28,9 @@ likely. So a way that could not win at shares of 1 is never tried. The probe is 
 more it is expected to lose. Where drafting was given up nothing is expected of it, and it costs
 about two tokens if nothing is accepted. Waits double up to 256 rounds, and such a probe then takes
 one token in a hundred; before it the drafter reads the text since the last one, which is not
-counted. After longer waits, changes of text would cost more than probes do. The wait
-is short again where drafting was given up, and where the best way became faster or slower by a
-quarter, for then it is another text.
+counted. After longer waits, changes of text would cost more than probes do. The wait is short
+again where drafting was given up, and where `own` commits a quarter more or less, for then it is
+another text. How fast it is would say less: rounds of a longer text take longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from moa_jax.decode.costs import priced_as
 PLAIN = DraftShape(1)
 ROUNDS_BETWEEN_CHOICES = 8  # fewer at first, as many as were heard
 FIRST_WAIT, LAST_WAIT = 32, 256  # rounds from one probe to the next
-CHANGED = math.log(1.25)  # of the best way's speed: what a probe found holds no more
+CHANGED = math.log(1.25)  # of what a round of `own` commits: what a probe found holds no more
 LEAST_PROBE, MOST_PROBE = 1, 32  # rounds
 TOKENS_OF_A_PROBE = 2.0  # that it may be expected to lose
 KEPT = 1 - 1 / 128  # of what was heard, from one round to the next
@@ -113,7 +113,7 @@ class Chooser:
         first = _Position(FIRST_SHARE, FIRST_HEARD)
         self._chains = [first, *(_Position() for _ in range(later))]
         self._trees: dict[DraftShape, list[_Position]] = {}
-        self._best, self._rate = own, 1.0  # tokens a millisecond, when the wait was set
+        self._best, self._text = own, 1.0  # tokens of a round of `own`, when the wait was set
         self._wait, self._since = FIRST_WAIT, 0  # rounds from probe to probe, and those so far
         self._probe: DraftShape | None = None
         self._left = 0  # rounds of the probe
@@ -165,7 +165,7 @@ class Chooser:
         best = max(known, key=lambda way: rates[way] * weight(way))
         if self._probe in known and self._left > 0:
             return ShapeChoice(self._probe, self._left)
-        self._judge(best, rates[best])
+        self._judge(best)
         if self._since >= self._wait and (probe := _probe(best, known, tokens, least_gain)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
@@ -198,14 +198,15 @@ class Chooser:
             tokens[way] = _Tokens(expected[way.levels - 1], most[way.levels - 1])
         return tokens
 
-    def _judge(self, best: DraftShape, rate: float) -> None:
+    def _judge(self, best: DraftShape) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         gave_up = not best.num_drafted and self._best.num_drafted
-        changed = abs(math.log(rate / self._rate)) > CHANGED
+        text = self._tokens([self._own])[self._own].expected
+        changed = abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
             self._wait = FIRST_WAIT if paid else min(2 * self._wait, LAST_WAIT)
-            self._rate = rate
+            self._text = text
         if self._probe or gave_up:
             self._probe, self._since = None, 0
         self._best = best

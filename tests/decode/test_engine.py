@@ -99,7 +99,7 @@ def test_every_way_gives_the_same_texts(monkeypatch):
     """From each way to each other one, with drafters that wait behind rounds of plain decoding."""
     engine = serving_ways()
     turns = itertools.cycle([(CHAIN, 2), (PLAIN, 3), (TREE, 1), (PLAIN, 7), (LONG, 2)])
-    there = lambda batch, programs, hurry: next(turn for turn in turns if turn[0] in programs)  # noqa: E731
+    there = lambda batch, programs, *alone: next(turn for turn in turns if turn[0] in programs)  # noqa: E731
     monkeypatch.setattr(engine._pace, "_way", there)
     requests = mixed(10, 4)
     assert_as_alone(requests, answers(engine, requests))

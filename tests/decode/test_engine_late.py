@@ -82,7 +82,7 @@ class Reader:
 
         patch.setattr(engine.shelf, "run", noted)
 
-    def _way(self, batch: int, programs, alone: bool) -> tuple[DraftShape, int]:
+    def _way(self, batch: int, programs, *alone: bool) -> tuple[DraftShape, int]:
         self._calls += 1
         return (PLAIN if self._calls <= self._most_plain else CHAIN), 3
 

@@ -45,7 +45,8 @@ class PacedCalls:
         """The ways of so many calls; one beside a catch-up has no time of its own."""
         ways = []
         for call in range(count):
-            program, rounds = self.pace.choose(8, self.programs, hurry=False)
+            late = dict(is_late=self.is_late)
+            program, rounds = self.pace.choose(8, self.programs, hurry=False, **late)
             ways.append(way := program[1])
             catches_up, self.is_late = self.is_late and way != PLAIN, way == PLAIN
             if not catches_up:

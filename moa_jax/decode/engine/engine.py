@@ -407,7 +407,8 @@ class Engine:
         at_rest = not self._maker.is_busy
         slots = self._seats.size.slots
         can_read = bool(self._to_read())
-        program, rounds = self._pace.choose(slots, programs, can_read, at_rest)
+        is_late = self._seats.is_late
+        program, rounds = self._pace.choose(slots, programs, can_read, at_rest, is_late)
         program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False

@@ -30,7 +30,8 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 LEAST_GAIN = 1.25
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
-CALLS_OF_A_TRIAL = 2  # since the first has no time of its own where the drafter catches up before
+# The first has no time of its own where the drafter catches up before it; other trials have one.
+CALLS_OF_A_LATE_TRIAL = 2
 # Of a trial's call, which has two rounds at least: in a short one it counts much when it was heard
 SECONDS_OF_A_TRIAL, LEAST_OF_A_TRIAL = 0.02, 2
 LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is not tried soon again
@@ -88,17 +89,24 @@ class Pace:
         self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
         self._num_calls, self._last_trial = 0, 0
         self._tried: DraftShape | None = None  # the way of a trial
+        self._is_long = False  # whether it has several calls
 
     def choose(
-        self, batch: int, programs: Mapping[DraftShape, Any], hurry: bool, at_rest: bool = True
+        self,
+        batch: int,
+        programs: Mapping[DraftShape, Any],
+        hurry: bool,
+        at_rest: bool = True,
+        is_late: bool = False,
     ) -> tuple[Any, int]:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
-        Nothing is tried where the machine is not `at_rest`, for nothing would be learned.
+        Nothing is tried where the machine is not `at_rest`, for nothing would be learned. Where the
+        drafter `is_late` it catches up before a call that drafts.
         """
         self._num_calls += 1
         self._calls[batch] += 1
-        way, rounds = self._way(batch, programs, at_rest and not hurry)
+        way, rounds = self._way(batch, programs, at_rest and not hurry, is_late)
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -148,7 +156,7 @@ class Pace:
             self._chooser.heard(way, accepted, rounds)
 
     def _way(
-        self, batch: int, programs: Mapping[DraftShape, Any], alone: bool
+        self, batch: int, programs: Mapping[DraftShape, Any], alone: bool, is_late: bool
     ) -> tuple[DraftShape, int]:
         first = self._first(batch)
         if self._chooser is None:
@@ -162,7 +170,7 @@ class Pace:
         if alone and not (untried and table.keys() >= set(priced.values())):
             now = self._calls[batch]
             due = untried or [way for way in priced if self._round_s[programs[way]].is_old(now)]
-            if (way := self._on_trial(due, programs)) is not None:
+            if (way := self._on_trial(due, programs, is_late)) is not None:
                 return way, self._rounds_of_a_trial(programs[way])
         if not untried:
             table = own
@@ -173,16 +181,17 @@ class Pace:
         return self._chooser.next(table, programs, LEAST_GAIN if batch > 1 else 1.0)
 
     def _on_trial(
-        self, due: list[DraftShape], programs: Mapping[DraftShape, Any]
+        self, due: list[DraftShape], programs: Mapping[DraftShape, Any], is_late: bool
     ) -> DraftShape | None:
         """The way of a trial that goes on or begins; None if this call is none."""
         since = self._num_calls - self._last_trial
-        if since < CALLS_OF_A_TRIAL and self._tried in programs:
+        if self._is_long and since < CALLS_OF_A_LATE_TRIAL and self._tried in programs:
             return self._tried
         if not due or since <= CALLS_BETWEEN_TRIALS:
             return None
         others = [way for way in due if way != self._tried]  # its calls may have told nothing
         self._tried, self._last_trial = (others or due)[0], self._num_calls
+        self._is_long = is_late and self._tried.num_drafted > 0
         return self._tried
 
     def _rounds_of_a_trial(self, program: Any) -> int:

@@ -124,6 +124,11 @@ class Seats:
         return self._size
 
     @property
+    def is_late(self) -> bool:
+        """Whether the drafter may not have read all of those who sit."""
+        return any(text.unread for text in self.texts)
+
+    @property
     def kind(self) -> Kind:
         """The least kind of a call that serves all who sit."""
         return _most([text.kind for text in self.texts])
@@ -242,13 +247,13 @@ class Seats:
         """
         size, way, _ = program
         turns = max(1, LIGHTER * self._shelf.chunks[-1] // (size.slots * CATCH_UP))
-        while way.num_drafted and any(text.unread for text in self.texts):
+        while way.num_drafted and self.is_late:
             arrays = (self._state, self._ended_rows(), np.int32(turns))
             self._state = self._shelf.run(("catch_up", size), *arrays)
             self._disturbed = self._caught_up = True
             for text in self.texts:
                 text.unread = max(0, text.unread - turns * CATCH_UP)
-            if plain is not None and any(text.unread for text in self.texts):
+            if plain is not None and self.is_late:
                 return plain
         return program
 
