@@ -145,12 +145,14 @@ class Chooser:
         costs: Mapping[DraftShape, float],
         ready: Collection[DraftShape],
         least_gain: float = 1.0,
+        gain_of_probe: float = 1.0,
     ) -> ShapeChoice:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
-        What drafts must be `least_gain` times as fast as what does not. A way without a cost is
-        left out. Where no way has one it is `own`, else plain decoding, else the first way that is
-        ready. Raises ValueError if nothing is ready.
+        What drafts must be `least_gain` times as fast as what does not, and a probe must promise
+        `gain_of_probe` times as much. A way without a cost is left out. Where no way has one it is
+        `own`, else plain decoding, else the first way that is ready. Raises ValueError if nothing
+        is ready.
         """
         known = {
             way: costs[priced]
@@ -166,7 +168,7 @@ class Chooser:
         if self._probe in known and self._left > 0:
             return ShapeChoice(self._probe, self._left)
         self._judge(best)
-        if self._since >= self._wait and (probe := _probe(best, known, tokens, least_gain)):
+        if self._since >= self._wait and (probe := _probe(best, known, tokens, gain_of_probe)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
         rounds = min(max(self._heard, 1), ROUNDS_BETWEEN_CHOICES)

@@ -14,7 +14,7 @@ whose passes have no draft cache, and its clients, which have no target; and `me
 times each function alone.
 
 Rounds of plain decoding between drafted ones leave out `extend`, and so may reading a prompt. What
-they leave is `Behind`, and `catch_up` makes up for it before a drafted round.
+they leave is `Behind`, and `catch_up` makes up for it. What is drafted before is worse, no text is.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def advance(
     if setup.shape.num_drafted:
         tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
         draft_cache = extend(setup, weights, draft_cache, tokens_BD, now.length_B, found.tapped)
-    elif behind is not None:
+    if behind is not None:
         behind = set_aside(behind, found.tapped, now.length_B)
     now = now._replace(target_caches=found.caches, draft_cache=draft_cache, behind=behind)
     with jax.named_scope("commit"):
         state = record(state._replace(now=now), tree, found, limits)
-    if setup.shape.num_drafted and behind is not None:
-        known_B = jnp.where(now.done_B, behind.known_B, state.now.length_B)
-        behind = behind._replace(known_B=known_B)
-        state = state._replace(now=state.now._replace(behind=behind))
+    if setup.shape.num_drafted and behind is not None:  # whoever was late before is late still
+        is_late_B = now.done_B | (behind.known_B < now.length_B)
+        known_B = jnp.where(is_late_B, behind.known_B, state.now.length_B)
+        state = state._replace(now=state.now._replace(behind=behind._replace(known_B=known_B)))
     return state
 
 

@@ -267,6 +267,16 @@ def test_a_probe_that_an_answer_ends_is_taken_up_again():
     assert chooser.next(CPU, {PLAIN}).shape == PLAIN  # it is not ready any more
 
 
+def test_a_probe_promises_what_it_is_asked_to():
+    chooser = Chooser(list(CPU), OWN)
+    while (choice := chooser.next(CPU, set(CPU))).shape != PLAIN:
+        chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+    for _ in range(100):
+        assert chooser.next(CPU, set(CPU), gain_of_probe=10.0).shape == PLAIN
+        chooser.heard(PLAIN, [0] * 8, 8)
+    assert chooser.next(CPU, set(CPU)).shape != PLAIN
+
+
 def test_where_no_draft_can_win_none_is_tried():
     found = choices(Chooser(list(LOADED), OWN), LOADED, accepted=7, looks=300)
     assert {choice.shape for choice in found} == {PLAIN}

@@ -172,6 +172,34 @@ def test_texts_side_by_side_are_read_as_far_as_they_are_said_to_be(which, monkey
     assert min(found) < len(requests)
 
 
+def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
+    """That costs no catching up, tells nothing of what is accepted, and is made up for later."""
+    expected, kept = Prefixes(1 << 30), Prefixes(1 << 30)
+    monkeypatch.setattr(serving("moa-1")._readings, "prefixes", expected)
+    assert_as_alone(REQUESTS[:1], answers(serving("moa-1"), REQUESTS[:1]))
+    engine, heard = choosing("moa-1"), []
+    reader = Reader(engine, monkeypatch, 6)
+
+    def way(batch: int, programs, *alone: bool) -> tuple[DraftShape, int]:
+        found = reader._way(batch, programs, *alone)
+        engine._pace.is_trying = reader._calls in (2, 4)
+        if reader._calls == 5:
+            assert reader.ran["catch_up"] == 0
+        return (CHAIN, 3) if engine._pace.is_trying else found
+
+    def heard_of(way: DraftShape, accepted: list[int], rounds: int) -> None:
+        heard.append((way, len(accepted)))
+
+    monkeypatch.setattr(engine._pace, "_way", way)
+    monkeypatch.setattr(engine._pace, "heard", heard_of)
+    monkeypatch.setattr(engine._readings, "prefixes", kept)
+    engine._seats.is_drafting = False
+    assert_as_alone(REQUESTS[:1], answers(engine, REQUESTS[:1]))
+    assert assert_same_drafter(in_order(kept), in_order(expected)) == 1
+    assert [told > 0 for way, told in heard if way == CHAIN][:3] == [False, False, True]
+    assert reader.ran["catch_up"] == 1
+
+
 def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
     engine = choosing("moa-1")
     Reader(engine, monkeypatch, 6)

@@ -48,7 +48,8 @@ class PacedCalls:
             late = dict(is_late=self.is_late)
             program, rounds = self.pace.choose(8, self.programs, hurry=False, **late)
             ways.append(way := program[1])
-            catches_up, self.is_late = self.is_late and way != PLAIN, way == PLAIN
+            catches_up = self.is_late and way != PLAIN and not self.pace.is_trying
+            self.is_late = way == PLAIN or self.is_late and self.pace.is_trying
             if not catches_up:
                 self.pace.took(8, program, rounds, rounds * self.seconds[way] * self.factor(call))
             self.pace.heard(way, [way.levels - 1] * rounds, rounds)
@@ -142,6 +143,20 @@ def test_a_way_whose_calls_tell_nothing_keeps_no_other_from_its_trial():
             pace.took(2, program, rounds, 0.001 * rounds)
     assert pace.unknown({program: program[1] for program in programs.values()}) == programs[CHAIN]
     assert pace._round_s.keys() == {programs[PLAIN], programs[TREE]}
+
+
+def test_trials_are_single_calls():
+    """Of whatever way: the drafter need not catch up for them."""
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+    programs, ways = {way: ("program", way) for way in (PLAIN, CHAIN)}, []
+    for _ in range(60):
+        program, rounds = pace.choose(8, programs, hurry=False, is_late=True)
+        ways.append(program[1])
+        assert pace.is_trying or ways[-1] == PLAIN
+        if ways[-1] == PLAIN:
+            pace.took(8, program, rounds, 0.001 * rounds)
+    trials = [len([*same]) for way, same in itertools.groupby(ways) if way == CHAIN]
+    assert len(trials) > 5 and set(trials) == {1}
 
 
 def test_one_slow_call_does_not_make_a_figure():

@@ -409,7 +409,8 @@ class Engine:
         can_read = bool(self._to_read())
         is_late = self._seats.is_late
         program, rounds = self._pace.choose(slots, programs, can_read, at_rest, is_late)
-        program = self._seats.prepared(program, programs.get(PLAIN))
+        if not self._pace.is_trying:
+            program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False
         flight.at_rest = at_rest
@@ -429,7 +430,8 @@ class Engine:
         accepted = []
         for each in heard:
             self._totals.count(each.rounds)
-            accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
+            if each.text.id not in flight.late:
+                accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
             task, news = self._tasks[each.text.id], News(each.tokens, each.logprobs)
             if each.done:
                 self._finish(task, news)

@@ -2,8 +2,8 @@
 
 Costs come from a table where it knows the batch, until the engine's own calls have told them of
 every way. While nobody is there, calls for nobody tell them. Where neither the table nor they know
-all, a way that has no figure yet gets two calls now and then, and so does one with an old figure
-where such figures decide.
+all, a way that has no figure yet gets a call now and then, and so does one with an old figure
+where such figures decide. What it drafts does not matter then: its drafter need not have read.
 Such figures belong to a program, so to slots, rows and kind of settings, and none is written to the
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
@@ -28,10 +28,9 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Of drafting where several sit: means hide that those whose drafts are refused wait for the rest.
 LEAST_GAIN = 1.25
+GAIN_OF_A_PROBE = 1.5  # of what may be, where the drafter has to read for it what all have
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
-# The first has no time of its own where the drafter catches up before it; other trials have one.
-CALLS_OF_A_LATE_TRIAL = 2
 # Of a trial's call, which has two rounds at least: in a short one it counts much when it was heard
 SECONDS_OF_A_TRIAL, LEAST_OF_A_TRIAL = 0.02, 2
 LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is not tried soon again
@@ -89,7 +88,7 @@ class Pace:
         self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
         self._num_calls, self._last_trial = 0, 0
         self._tried: DraftShape | None = None  # the way of a trial
-        self._is_long = False  # whether it has several calls
+        self.is_trying = False  # whether the last choice is a trial
 
     def choose(
         self,
@@ -102,9 +101,9 @@ class Pace:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
         Nothing is tried where the machine is not `at_rest`, for nothing would be learned. Where the
-        drafter `is_late` it catches up before a call that drafts.
+        drafter `is_late` it has to catch up before a call that drafts and is no trial.
         """
-        self._num_calls += 1
+        self._num_calls, self.is_trying = self._num_calls + 1, False
         self._calls[batch] += 1
         way, rounds = self._way(batch, programs, at_rest and not hurry, is_late)
         program = programs[way]
@@ -170,7 +169,8 @@ class Pace:
         if alone and not (untried and table.keys() >= set(priced.values())):
             now = self._calls[batch]
             due = untried or [way for way in priced if self._round_s[programs[way]].is_old(now)]
-            if (way := self._on_trial(due, programs, is_late)) is not None:
+            if (way := self._on_trial(due)) is not None:
+                self.is_trying = True
                 return way, self._rounds_of_a_trial(programs[way])
         if not untried:
             table = own
@@ -178,20 +178,17 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        return self._chooser.next(table, programs, LEAST_GAIN if batch > 1 else 1.0)
+        gain = LEAST_GAIN if batch > 1 else 1.0
+        of_probe = GAIN_OF_A_PROBE if is_late and batch > 1 else gain
+        return self._chooser.next(table, programs, gain, of_probe)
 
-    def _on_trial(
-        self, due: list[DraftShape], programs: Mapping[DraftShape, Any], is_late: bool
-    ) -> DraftShape | None:
-        """The way of a trial that goes on or begins; None if this call is none."""
+    def _on_trial(self, due: list[DraftShape]) -> DraftShape | None:
+        """The way of a trial; None if this call is none."""
         since = self._num_calls - self._last_trial
-        if self._is_long and since < CALLS_OF_A_LATE_TRIAL and self._tried in programs:
-            return self._tried
         if not due or since <= CALLS_BETWEEN_TRIALS:
             return None
         others = [way for way in due if way != self._tried]  # its calls may have told nothing
         self._tried, self._last_trial = (others or due)[0], self._num_calls
-        self._is_long = is_late and self._tried.num_drafted > 0
         return self._tried
 
     def _rounds_of_a_trial(self, program: Any) -> int:

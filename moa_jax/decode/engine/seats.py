@@ -71,6 +71,7 @@ class Flight:
     sent: float  # seconds
     alone: bool  # nothing else was sent to the state since the call before it
     caught_up: bool  # the drafter read what it had not, since then
+    late: set[int]  # of texts that the drafter may not have read
     read_before: bool = False  # a chunk was sent since then
     at_rest: bool = True  # nothing was compiled beside it
 
@@ -99,7 +100,7 @@ class Seats:
     def __init__(self, shelf: Shelf, nobody: RowSettings, draft_rows: int) -> None:
         """`nobody` is what a call is given for a row in which nobody sits."""
         self._shelf, self._nobody, self._draft_rows = shelf, nobody, draft_rows
-        self.is_drafting = True  # as the last call did
+        self.is_drafting = True  # or is about to, when all is read; trials apart
         self.reset()
 
     def reset(self) -> None:
@@ -246,8 +247,9 @@ class Seats:
         is `plain` decoding's, if there is one.
         """
         size, way, _ = program
+        self.is_drafting = way.num_drafted > 0
         turns = max(1, LIGHTER * self._shelf.chunks[-1] // (size.slots * CATCH_UP))
-        while way.num_drafted and self.is_late:
+        while self.is_drafting and self.is_late:
             arrays = (self._state, self._ended_rows(), np.int32(turns))
             self._state = self._shelf.run(("catch_up", size), *arrays)
             self._disturbed = self._caught_up = True
@@ -260,7 +262,6 @@ class Seats:
     def send(self, program: Program, rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
-        self.is_drafting = way.num_drafted > 0
         rounds = int(min(rounds, self._rounds_left(way)))
         self._wasted += rounds * max(0, size.cost - self._best.cost)
         if kind not in self._given:
@@ -270,12 +271,13 @@ class Seats:
         self._ended = set()
         begin, alone = time.perf_counter(), not self._disturbed
         self._state, report = self._shelf.run(("call", *program), *arrays)
+        late = {text.id for text in self.texts if text.unread}
         for text in self.texts:
             text.ahead += rounds * way.levels
-            if self._shelf.catches_up and not self.is_drafting:
-                text.unread += rounds
+            if self._shelf.catches_up and (text.unread or not way.num_drafted):
+                text.unread += rounds * way.levels
         caught_up, self._disturbed, self._caught_up = self._caught_up, False, False
-        return Flight(program, rounds, list(self._texts), report, begin, alone, caught_up)
+        return Flight(program, rounds, list(self._texts), report, begin, alone, caught_up, late)
 
     def _ended_rows(self) -> np.ndarray:
         """Which rows nobody sits in any more."""
