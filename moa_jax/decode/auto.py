@@ -149,10 +149,10 @@ class Chooser:
     ) -> ShapeChoice:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
-        What drafts must be `least_gain` times as fast as what does not, and a probe must promise
-        `gain_of_probe` times as much. A way without a cost is left out. Where no way has one it is
-        `own`, else plain decoding, else the first way that is ready. Raises ValueError if nothing
-        is ready.
+        What drafts must be `least_gain` times as fast as what does not, and a probe beside plain
+        decoding must promise `gain_of_probe` times as much. A way without a cost is left out. Where
+        no way has one it is `own`, else plain decoding, else the first way that is ready. Raises
+        ValueError if nothing is ready.
         """
         known = {
             way: costs[priced]

@@ -39,7 +39,7 @@ class Programs:
     """
 
     def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any, *, drafts: bool) -> None:
-        """`setup` is a `step.Setup`; `dtype`, of the weights, decides how products are rounded.
+        """`setup` is a `state.Setup`; `dtype`, of the weights, decides how products are rounded.
 
         `drafts` says whether passes verify several tokens of a text.
         """

@@ -75,8 +75,8 @@ class Behind(NamedTuple):
     Keys and values of the target are not here, since they are in its caches.
 
         position   0 ....... known-1 | known ........ length-1 | length
-                   drafter has read  | it reads these before   | root
-                                     | it drafts again         |
+                   drafter has read  | it reads these when it  | root
+                                     | catches up              |
         rows here  whatever          | of these tokens         | left-overs
     """
 

@@ -374,13 +374,15 @@ def catch_up(
     """The drafter reads the verified tokens of rows under way that it did not, in turns.
 
     A turn reads so many tokens of each row as the first of `sizes` says, until no row has as many
-    left, and so on; the last size reads what remains, and there are at most so many of its turns.
+    left, and so on; the last size reads what remains. There are at most so many turns of the last
+    size, and of each other one as many as read as much.
     Caches must have that many rows behind the root, since they are written whatever is left of a
     row. All larger sizes are for one row.
     """
     *larger, least = sizes
     for size in larger:
-        now = _read_in_turns(setup, weights, now, text_BC, size, size, NEVER)
+        most = -(-most_turns // (size // least))  # one at least, as programs are prepared with one
+        now = _read_in_turns(setup, weights, now, text_BC, size, size, most)
     return _read_in_turns(setup, weights, now, text_BC, least, 1, most_turns)
 
 

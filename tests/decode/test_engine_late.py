@@ -196,7 +196,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
     engine._seats.is_drafting = False
     assert_as_alone(REQUESTS[:1], answers(engine, REQUESTS[:1]))
     assert assert_same_drafter(in_order(kept), in_order(expected)) == 1
-    assert [told > 0 for way, told in heard if way == CHAIN][:3] == [False, False, True]
+    assert heard[:6] == [(PLAIN, 0)] * 6 and heard[6][0] == CHAIN and heard[6][1] > 0
     assert reader.ran["catch_up"] == 1
 
 

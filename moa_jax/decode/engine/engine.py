@@ -437,7 +437,8 @@ class Engine:
                 self._finish(task, news)
             elif each.tokens:
                 self._tell(task, news)
-        self._pace.heard(flight.way, accepted, turned)
+        way = flight.way if accepted else PLAIN  # for a probe that tells nothing is none
+        self._pace.heard(way, accepted, turned)
 
     def _hear_scored(self) -> None:
         """Tells of prompts; chunks may overlap, and a part is told once."""

@@ -26,7 +26,7 @@ from moa_jax.decode.engine.requests import Task
 from moa_jax.decode.engine.rows import Live, PromptLogProbs
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.state import NEVER
+from moa_jax.decode.step import CATCH_UP
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,9 +130,10 @@ class Readings:
             reading.live, *first = found
             self.firsts.append(FirstToken(task, *first))
         if text.unread and is_drafting and request.takes_seat:  # after the first token
-            arrays = (reading.live, np.zeros(1, bool), NEVER)
+            turns = self._shelf.turns_at_once(1)  # more than a chunk has, where it had read less
+            arrays = (reading.live, np.zeros(1, bool), np.int32(turns))
             reading.live = self._shelf.run(("catch_up", Size(1, reading.rows)), *arrays)
-            text.unread = 0
+            text.unread = max(0, text.unread - turns * CATCH_UP)
         if reading.left:
             return chunk, None
         self._counts["prompt_tokens"] += len(prompt)

@@ -8,7 +8,7 @@
 `restart` gives it its tokens, `read` reads a chunk of them and `first` chooses what follows. Then
 `insert` puts it among the others; `take` is the way back. `resized` copies a row into longer or
 shorter caches, which may be done as no row of a cache depends on those behind it. In an engine that
-may decode plainly the drafter's caches are late: `catch_up` has it read, before it drafts.
+may decode plainly the drafter's caches are late: `catch_up` has it read, so that it drafts well.
 
 What a program needs to know of a row comes with each call, as `RowSettings`. No setting is part of
 the state, so one state serves all of them.
@@ -215,7 +215,7 @@ def catch_up(
 ) -> Live:
     """The drafter reads what `read` and rounds of plain decoding have left, in some turns.
 
-    Nothing is read of rows that the host has ended.
+    Rows that the host has ended are not waited for.
     """
     now = live.now._replace(done_B=live.now.done_B | ended_B)
     now = step.catch_up(setup, weights, now, live.tokens_BC, sizes, most_turns)

@@ -37,7 +37,6 @@ from moa_jax.decode.step import CATCH_UP
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
 ROUNDS_AHEAD = 3
-LIGHTER = 4  # so many times as fast as a target its drafter reads, about
 ROUNDS_OF_A_MOVE = 16  # of the smaller state: what there and back costs, and figures that are lost
 
 
@@ -248,7 +247,7 @@ class Seats:
         """
         size, way, _ = program
         self.is_drafting = way.num_drafted > 0
-        turns = max(1, LIGHTER * self._shelf.chunks[-1] // (size.slots * CATCH_UP))
+        turns = self._shelf.turns_at_once(size.slots)
         while self.is_drafting and self.is_late:
             arrays = (self._state, self._ended_rows(), np.int32(turns))
             self._state = self._shelf.run(("catch_up", size), *arrays)

@@ -34,6 +34,7 @@ Name = tuple[Any, ...]  # of a program: what it does, and for which sizes
 LEAST_ROWS = 256
 LEAST_CHUNK = 16
 ROUNDS_OF_A_REHEARSAL = 4
+LIGHTER = 4  # so many times as fast as a target its drafter reads, about
 
 
 class Size(NamedTuple):
@@ -164,6 +165,10 @@ class Shelf:
         """The chunk to read `count` tokens in, the largest one if it takes several."""
         there = [size for size in self.chunks if ("read", rows, size) in self._ready]
         return next((size for size in there if size >= count), there[-1])
+
+    def turns_at_once(self, slots: int) -> int:
+        """Turns of catching up that take so many texts about as long as the target a chunk."""
+        return max(1, LIGHTER * self.chunks[-1] // (slots * step.CATCH_UP))
 
     def calls(self) -> list[tuple[Size, DraftShape, Kind]]:
         """The calls that are there."""
