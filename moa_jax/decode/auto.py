@@ -204,7 +204,8 @@ class Chooser:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         gave_up = not best.num_drafted and self._best.num_drafted
         text = self._tokens([self._own])[self._own].expected
-        changed = abs(math.log(text / self._text)) > CHANGED
+        # Beside plain decoding nothing is heard, and only what was heard fades.
+        changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
             self._wait = FIRST_WAIT if paid else min(2 * self._wait, LAST_WAIT)

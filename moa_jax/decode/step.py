@@ -115,7 +115,7 @@ def advance(
         tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
         draft_cache = extend(setup, weights, draft_cache, tokens_BD, now.length_B, found.tapped)
     if behind is not None:
-        behind = set_aside(behind, found.tapped, now.length_B)
+        behind = _set_aside(behind, found.tapped, now.length_B)
     now = now._replace(target_caches=found.caches, draft_cache=draft_cache, behind=behind)
     with jax.named_scope("commit"):
         state = record(state._replace(now=now), tree, found, limits)
@@ -214,7 +214,7 @@ def read_chunk(
     now = now._replace(length_B=start_B)
     now, hidden_BD, tapped = read(setup, weights, now, tokens_BT, count_B)
     if late:
-        now = now._replace(behind=set_aside(now.behind, tapped, start_B))
+        now = now._replace(behind=_set_aside(now.behind, tapped, start_B))
     elif setup.drafter is not None:
         draft_cache = extend(setup, weights, now.draft_cache, tokens_BT, start_B, tapped)
         now = now._replace(draft_cache=draft_cache)
@@ -431,7 +431,7 @@ def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:
     return Tapped(rows, streams, hidden)
 
 
-def set_aside(behind: Behind, tapped: Tapped, start_B: Array) -> Behind:
+def _set_aside(behind: Behind, tapped: Tapped, start_B: Array) -> Behind:
     """Keeps the activations of T tokens from `start` on."""
     place = lambda rows, new: cache.write_rows(rows[:, None], new[:, None], start_B)[:, 0]  # noqa: E731
     streams = zip(behind.streams, tapped.streams, strict=True)

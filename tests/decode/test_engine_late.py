@@ -12,7 +12,7 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import PLAIN
-from moa_jax.decode.engine import Engine, Request
+from moa_jax.decode.engine import Engine, Request, shelf
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY
 from moa_jax.decode.engine.shelf import Size
@@ -209,6 +209,24 @@ def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
     assert lost
     assert_as_alone([REQUESTS[i] for i in fine], [found[i] for i in fine])
     assert_as_alone(REQUESTS, answers(engine, REQUESTS))
+
+
+def test_a_prompt_that_is_read_in_many_chunks_is_not_late(monkeypatch):
+    """However little the drafter may read at once: it has read each chunk before the next."""
+    engine, late = choosing("moa-1"), []
+    Reader(engine, monkeypatch, 0)
+    monkeypatch.setattr(shelf, "LIGHTER", 1)  # 64 tokens at once, for a prompt of 100
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    send = engine._seats.send
+
+    def noted(*call):
+        late.append(engine._seats.is_late)
+        return send(*call)
+
+    monkeypatch.setattr(engine._seats, "send", noted)
+    engine._seats.is_drafting = True
+    assert_as_alone(REQUESTS[3:], answers(engine, REQUESTS[3:]))
+    assert late and not any(late)
 
 
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):

@@ -26,7 +26,6 @@ from moa_jax.decode.engine.requests import Task
 from moa_jax.decode.engine.rows import Live, PromptLogProbs
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.step import CATCH_UP
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,8 +120,9 @@ class Readings:
         reading.live, hidden_1D, scored = self._shelf.run(name, reading.live, length_1)
         if scored is not None:
             self.scored.append(ScoredChunk(task, scored))
-        reading.left -= min(chunk, reading.left)
-        text.unread = len(prompt) - reading.left if self._shelf.catches_up else 0
+        read = min(chunk, reading.left)
+        reading.left -= read
+        text.unread += read * self._shelf.catches_up
         if request.max_new_tokens and not reading.left:
             kind = self._shelf.kind_of_first(reading.rows, text.kind)
             given = device.together([text.given], kind)
@@ -130,10 +130,9 @@ class Readings:
             reading.live, *first = found
             self.firsts.append(FirstToken(task, *first))
         if text.unread and is_drafting and request.takes_seat:  # after the first token
-            turns = self._shelf.turns_at_once(1)  # more than a chunk has, where it had read less
-            arrays = (reading.live, np.zeros(1, bool), np.int32(turns))
-            reading.live = self._shelf.run(("catch_up", Size(1, reading.rows)), *arrays)
-            text.unread = max(0, text.unread - turns * CATCH_UP)
+            size, nobody = Size(1, reading.rows), np.zeros(1, bool)
+            reading.live, most = self._shelf.catch_up(size, reading.live, nobody)
+            text.unread = max(0, text.unread - most)
         if reading.left:
             return chunk, None
         self._counts["prompt_tokens"] += len(prompt)
@@ -167,6 +166,7 @@ class Readings:
         length_1 = np.array([common], np.int32)
         reading.live = self._shelf.run(("restart", rows), live, tokens_1C, length_1)
         reading.rows, reading.left = rows, len(prompt) - common
+        task.text.unread = common * self._shelf.catches_up  # of the kept text, perhaps
 
     def keep(self, tokens: Sequence[int], live: Live, rows: int) -> None:
         """Keeps the caches of a text, in as few rows as they need."""

@@ -32,7 +32,6 @@ from moa_jax.decode.engine.rows import (
 )
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
-from moa_jax.decode.step import CATCH_UP
 
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
@@ -247,13 +246,11 @@ class Seats:
         """
         size, way, _ = program
         self.is_drafting = way.num_drafted > 0
-        turns = self._shelf.turns_at_once(size.slots)
         while self.is_drafting and self.is_late:
-            arrays = (self._state, self._ended_rows(), np.int32(turns))
-            self._state = self._shelf.run(("catch_up", size), *arrays)
+            self._state, most = self._shelf.catch_up(size, self._state, self._ended_rows())
             self._disturbed = self._caught_up = True
             for text in self.texts:
-                text.unread = max(0, text.unread - turns * CATCH_UP)
+                text.unread = max(0, text.unread - most)
             if plain is not None and self.is_late:
                 return plain
         return program

@@ -166,9 +166,11 @@ class Shelf:
         there = [size for size in self.chunks if ("read", rows, size) in self._ready]
         return next((size for size in there if size >= count), there[-1])
 
-    def turns_at_once(self, slots: int) -> int:
-        """Turns of catching up that take so many texts about as long as the target a chunk."""
-        return max(1, LIGHTER * self.chunks[-1] // (slots * step.CATCH_UP))
+    def catch_up(self, size: Size, live: Live, ended: np.ndarray) -> tuple[Live, int]:
+        """Has the drafter read about as long as the target reads a chunk, and says how many tokens
+        of each text at most; of none that has `ended`."""
+        turns = max(1, LIGHTER * self.chunks[-1] // (size.slots * step.CATCH_UP))
+        return self.run(("catch_up", size), live, ended, np.int32(turns)), turns * step.CATCH_UP
 
     def calls(self) -> list[tuple[Size, DraftShape, Kind]]:
         """The calls that are there."""
