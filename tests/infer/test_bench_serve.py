@@ -511,12 +511,14 @@ def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capf
     assert "1 programs WERE COMPILED" in tables.render(measured(toys, line, monkeypatch))
 
 
-def test_warming_ends_when_nothing_is_compiled(monkeypatch):
-    toy = ToyServer()
-    toy.compiling = {run.WARMING + 3}
+def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
+    """Each number of clients asks until a program is long past, and the next one begins."""
+    toy, asks = ToyServer(), run.LEAST_WARMING
+    toy.compiling = {run.WARMING + 3, run.WARMING + 2 * asks + 3}
     measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
     warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"] < 2 * run.WARMING]
-    assert sorted(warming) == [run.WARMING + i for i in range(2 * (2 + 4))]
+    passes = 3 + 2 * run.QUIET_WARMINGS  # with a program, none, a program; then none, twice
+    assert sorted(warming) == [run.WARMING + i for i in range(passes * asks)]
 
 
 def test_capacity_beside_a_compiler_is_measured_again(monkeypatch):

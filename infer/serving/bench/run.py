@@ -47,7 +47,9 @@ from moa_jax.measure.turns import rotated
 DIFFERENT = 1  # exit code, as of infer.evaluate
 CAPACITY_SECONDS, FILLING_SECONDS = 6.0, 1.5  # the second: until all slots are surely full
 WARMING = 1_000_000  # index of the first request that is not measured
-MOST_WARMINGS = 6  # of which the last compiles nothing, if all goes well
+# By number of clients: requests at least, since texts of other lengths want other programs; and how
+# often, of which the last ones in a row make nothing new
+LEAST_WARMING, MOST_WARMINGS, QUIET_WARMINGS = 8, 24, 2
 ATTEMPTS = 3  # at a cell in which something is compiled
 
 
@@ -140,22 +142,23 @@ async def _model_of(server: Server) -> tuple[str, int]:
 
 
 async def _prepare(server: Server, questions: Questions, slots: int) -> float | None:
-    """Asks with more and more clients until nothing new is compiled; how idle the server is then.
+    """Asks with more and more clients, with each number until it makes nothing new.
 
-    Raises InputError where the server does not answer.
+    Returns how idle the server is then. Raises InputError where it does not answer.
     """
-    share, before, begin = None, -1.0, WARMING
+    share, begin = None, WARMING
     async with clients.client_of(server.url) as client:
-        for _ in range(MOST_WARMINGS):
-            for count in [1 << power for power in range(slots.bit_length())]:
-                asks = itertools.islice(questions.from_(begin), 2 * count)
+        for count in [1 << power for power in range(slots.bit_length())]:
+            num_asks, quiet = max(2 * count, LEAST_WARMING), 0
+            for _ in range(MOST_WARMINGS):
+                before = await counts.num_programs(client)
+                asks = itertools.islice(questions.from_(begin), num_asks)
                 _check(server, await clients.keep_asking(client, asks, count))
-                begin += 2 * count
-            share = server.settle()
-            programs = await counts.num_programs(client)
-            if programs == before:
-                break
-            before = programs
+                begin += num_asks
+                share = server.settle()
+                quiet = quiet + 1 if await counts.num_programs(client) == before else 0
+                if quiet == QUIET_WARMINGS:
+                    break
     return share
 
 
