@@ -1,13 +1,14 @@
 """MoA with one thing changed at a time, and two baselines that are no EAGLE: the bundled target.
 
-    python -m train.grid --config configs/ablations.py
+    python -m train.grid --config configs/ablations.py --target-cache runs/target_cache
 
-Everything else is as in configs/controls.py, which says how the data are made: updates, batches,
-the learning rate of MoA for all, and the parameters, where MLPs get what is left out; half and
-double width is that of the MLPs. The bound needs a control, as without it there is no staircase
-either. A draft vocabulary is no setting of MoA's training but of its decoding, since MoA uses the
-target's head: `--draft-vocabulary FILE` of infer.generate and infer.evaluate, or a file in the
-drafter's folder. For a target of the Qwen2 family: configs/moa_qwen2_7b.py.
+Everything else is as in configs/controls.py, which says how the data are made: batches, the
+learning rate of MoA for all, and the parameters, where MLPs get what is left out; half and double
+width is that of the MLPs. Updates are a third of those there, a warm-up a tenth of them as there.
+The bound needs a control, as without it there is no staircase either. A draft vocabulary is no
+setting of MoA's training but of its decoding, since MoA uses the target's head: `--draft-vocabulary
+FILE` of infer.generate and infer.evaluate, or a file in the drafter's folder. For a target of the
+Qwen2 family: configs/moa_qwen2_7b.py.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from moa_jax.config import (
 controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
 moa = controls["moa"]
 base: DistillConfig = dict(controls["config"].cells)["moa"]
+UPDATES = 1000
 small_llama = TargetConfig(  # a sixth of the target's layers at half its width
     "llama", 2048, 2, BlockConfig(128, 2, 1, 64, 600, 1e-5, 10_000.0, None), True, 1024
 )
@@ -35,7 +37,12 @@ small_llama = TargetConfig(  # a sixth of the target's layers at half its width
 
 def with_(**changes: object) -> DistillConfig:
     """MoA's run with some of its settings changed."""
-    return dataclasses.replace(base, **changes)
+    warmup = UPDATES // 10
+    optim = dataclasses.replace(
+        base.optim, warmup_steps=warmup, decay_steps=UPDATES - warmup, total_steps=UPDATES
+    )
+    run = dataclasses.replace(base.run, eval_every=UPDATES // 5, save_every=UPDATES // 10)
+    return dataclasses.replace(base, optim=optim, run=run, **changes)
 
 
 config: GridConfig = dataclasses.replace(
