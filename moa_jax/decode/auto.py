@@ -14,7 +14,8 @@ that of the position before it, and what a chain's share says of a tree's, or a 
 **At first.** One missed round says little, and many answers are too short to wait for a probe. So
 a chain's first token starts as if a few rounds had mostly accepted it. These fade as others do: a
 guess of that weight would come back when what was heard has faded. And the first choices hold for
-1, 1, 2 and 4 rounds, then for 8, so that few rounds are lost while each tells much.
+1, 1, 2 and 4 rounds, then for 8, so that few rounds are lost while each tells much; one of plain
+decoding, which tells nothing, soon holds for 32.
 
 **What is not known.** Nothing is heard of what is not drafted, plain decoding hears nothing at all.
 So now and then a few rounds are a probe, and there is no other exploration:
@@ -49,6 +50,7 @@ from moa_jax.decode.costs import priced_as
 
 PLAIN = DraftShape(1)
 ROUNDS_BETWEEN_CHOICES = 8  # fewer at first, as many as were heard
+ROUNDS_OF_PLAIN = 32  # the same of what tells nothing
 FIRST_WAIT, LAST_WAIT = 32, 256  # rounds from one probe to the next
 CHANGED = math.log(1.25)  # of what a round of `own` commits: what a probe found holds no more
 LEAST_PROBE, MOST_PROBE = 1, 32  # rounds
@@ -146,13 +148,15 @@ class Chooser:
         ready: Collection[DraftShape],
         least_gain: float = 1.0,
         gain_of_probe: float = 1.0,
+        under_way: ShapeChoice | None = None,
     ) -> ShapeChoice:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
         What drafts must be `least_gain` times as fast as what does not, and a probe beside plain
-        decoding must promise `gain_of_probe` times as much. A way without a cost is left out. Where
-        no way has one it is `own`, else plain decoding, else the first way that is ready. Raises
-        ValueError if nothing is ready.
+        decoding must promise `gain_of_probe` times as much. What is `under_way` was begun and not
+        heard: a probe is not sent twice. A way without a cost is left out. Where no way has one it
+        is `own`, else plain decoding, else the first way that is ready. Raises ValueError if
+        nothing is ready.
         """
         known = {
             way: costs[priced]
@@ -166,12 +170,16 @@ class Chooser:
         weight = lambda way: 1.0 if way.num_drafted else least_gain  # noqa: E731
         best = max(known, key=lambda way: rates[way] * weight(way))
         if self._probe in known and self._left > 0:
-            return ShapeChoice(self._probe, self._left)
+            sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
+            if self._left > sent:
+                return ShapeChoice(self._probe, self._left - sent)
+            return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
         self._judge(best)
         if self._since >= self._wait and (probe := _probe(best, known, tokens, gain_of_probe)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
-        rounds = min(max(self._heard, 1), ROUNDS_BETWEEN_CHOICES)
+        most = ROUNDS_BETWEEN_CHOICES if best.num_drafted else ROUNDS_OF_PLAIN
+        rounds = min(max(self._heard, 1), most)
         left = self._wait - self._since
         return ShapeChoice(best, min(left, rounds) if left > 0 else rounds)
 

@@ -4,6 +4,8 @@ There is no clock: rounds take what a table says, and a way that is chosen count
 commit on average, so that luck shows in the choices alone.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -252,8 +254,9 @@ def test_a_probe_that_pays_is_followed_by_an_early_one():
     assert found[-1].shape.num_drafted >= 5
     assert {choice.shape for choice in found[first + 20 :]} <= {DraftShape(6), DraftShape(8), TREE}
     found = choices(chooser, CPU, accepted=0, looks=200)
-    start = [choice.shape for choice in found].index(PLAIN)
-    assert sum(c.rounds for c in found[start : start + 5] if c.shape == PLAIN) == 32
+    given_up = itertools.dropwhile(lambda choice: choice.shape != PLAIN, found)
+    plain = itertools.takewhile(lambda choice: choice.shape == PLAIN, given_up)
+    assert sum(choice.rounds for choice in plain) == 32
 
 
 def test_a_probe_that_an_answer_ends_is_taken_up_again():
@@ -265,6 +268,30 @@ def test_a_probe_that_an_answer_ends_is_taken_up_again():
     chooser.heard(choice.shape, [0], 1)
     assert chooser.next(CPU, set(CPU)) == ShapeChoice(choice.shape, choice.rounds - 1)
     assert chooser.next(CPU, {PLAIN}).shape == PLAIN  # it is not ready any more
+
+
+def test_a_probe_is_sent_once():
+    """Where a call is heard after the next one was sent."""
+    chooser, waits = Chooser(list(CPU), OWN), None
+    sent: list[ShapeChoice] = []
+    for _ in range(400):
+        sent.append(chooser.next(CPU, set(CPU), under_way=waits))
+        if waits:
+            chooser.heard(waits.shape, [0] * waits.rounds, waits.rounds)
+        waits = sent[-1]
+    late = [choice.shape != PLAIN for choice in sent[20:]]
+    assert sum(late) > 8 and not any(map(operator.and_, late, late[1:]))
+    rounds = sum(choice.rounds for choice in sent[20:] if choice.shape == PLAIN)
+    assert rounds / sum(late) > 0.9 * auto.LAST_WAIT
+
+
+def test_a_long_probe_goes_on_while_a_part_of_it_is_under_way():
+    shape = DraftShape(2)
+    chooser = Chooser([PLAIN, shape], shape)
+    chooser._probe, chooser._left = shape, 9
+    costs, half = {PLAIN: 1.0, shape: 1.1}, ShapeChoice(shape, 5)
+    assert chooser.next(costs, set(costs), under_way=half) == ShapeChoice(shape, 4)
+    assert chooser.next(costs, set(costs), under_way=ShapeChoice(PLAIN, 5)).rounds == 9
 
 
 def test_a_probe_promises_what_it_is_asked_to():
@@ -283,9 +310,9 @@ def test_where_no_draft_can_win_none_is_tried():
 
 
 def test_the_first_choices_hold_for_few_rounds():
-    for accepted in (0, 7):
+    for accepted, later in ((0, [8, 16]), (7, [8, 8])):  # plain decoding tells nothing
         found = choices(Chooser(list(CPU), OWN), CPU, accepted, looks=6)
-        assert [choice.rounds for choice in found] == [1, 1, 2, 4, 8, 8]
+        assert [choice.rounds for choice in found] == [1, 1, 2, 4, *later]
 
 
 def test_a_first_guess_does_not_come_back():

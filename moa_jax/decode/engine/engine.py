@@ -37,7 +37,7 @@ import jax
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs
-from moa_jax.decode.auto import PLAIN
+from moa_jax.decode.auto import PLAIN, ShapeChoice
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import rows as device
@@ -408,7 +408,8 @@ class Engine:
         slots = self._seats.size.slots
         can_read = bool(self._to_read())
         is_late = self._seats.is_late
-        program, rounds = self._pace.choose(slots, programs, can_read, at_rest, is_late)
+        sent = self._flight and ShapeChoice(self._flight.way, self._flight.rounds)
+        program, rounds = self._pace.choose(slots, programs, can_read, at_rest, is_late, sent)
         if not self._pace.is_trying:
             program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.auto import Chooser
+from moa_jax.decode.auto import Chooser, ShapeChoice
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
@@ -97,15 +97,17 @@ class Pace:
         hurry: bool,
         at_rest: bool = True,
         is_late: bool = False,
+        under_way: ShapeChoice | None = None,
     ) -> tuple[Any, int]:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
         Nothing is tried where the machine is not `at_rest`, for nothing would be learned. Where the
-        drafter `is_late` it has to catch up before a call that drafts and is no trial.
+        drafter `is_late` it has to catch up before a call that drafts and is no trial. What is
+        `under_way` was sent, and is heard after this choice.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._calls[batch] += 1
-        way, rounds = self._way(batch, programs, at_rest and not hurry, is_late)
+        way, rounds = self._way(batch, programs, at_rest and not hurry, is_late, under_way)
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -155,7 +157,12 @@ class Pace:
             self._chooser.heard(way, accepted, rounds)
 
     def _way(
-        self, batch: int, programs: Mapping[DraftShape, Any], alone: bool, is_late: bool
+        self,
+        batch: int,
+        programs: Mapping[DraftShape, Any],
+        alone: bool,
+        is_late: bool,
+        under_way: ShapeChoice | None,
     ) -> tuple[DraftShape, int]:
         first = self._first(batch)
         if self._chooser is None:
@@ -180,7 +187,7 @@ class Pace:
                 return first, MOST_ROUNDS
         gain = LEAST_GAIN if batch > 1 else 1.0
         of_probe = GAIN_OF_A_PROBE if is_late and batch > 1 else gain
-        return self._chooser.next(table, programs, gain, of_probe)
+        return self._chooser.next(table, programs, gain, of_probe, under_way)
 
     def _on_trial(self, due: list[DraftShape]) -> DraftShape | None:
         """The way of a trial; None if this call is none."""
