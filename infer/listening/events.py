@@ -70,14 +70,15 @@ def place_of(error: BaseException) -> str:
 
 
 class WarningsTo(logging.Handler):
-    """Turns warnings of uvicorn into events of a log, without their tracebacks.
+    """Turns warnings of uvicorn and of our own into events of a log, without their tracebacks.
 
-    It is a context, in which uvicorn writes nowhere else.
+    It is a context, in which neither writes anywhere else.
     """
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
-        self._log, self._logger = log, logging.getLogger("uvicorn")
+        self._log = log
+        self._loggers = [logging.getLogger(name) for name in ("uvicorn", "moa_jax")]
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -85,11 +86,13 @@ class WarningsTo(logging.Handler):
         self._log("library", name=record.name, level=record.levelname.lower(), what=what)
 
     def __enter__(self) -> Self:
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.WARNING)
-        self._logger.propagate = False
+        for logger in self._loggers:
+            logger.addHandler(self)
+            logger.setLevel(logging.WARNING)
+            logger.propagate = False
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.propagate = True
+        for logger in self._loggers:
+            logger.removeHandler(self)
+            logger.propagate = True

@@ -6,7 +6,7 @@ One request passes through these files from top to bottom, and its answer comes 
     wanted.py      a body as Wanted: every field checked; fields.py reads them one by one
     replies.py     answers as JSON and as events, in the shapes of completions and of chats
     answering.py   Answering: the choices of a request, from the engine's news to text
-    engine.py      in moa_jax/decode: many answers at once
+    decode/engine  in moa_jax: many answers at once
 
 Beside them:
 

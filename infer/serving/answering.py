@@ -60,13 +60,14 @@ class Choice:
         self.finish, self.num_tokens = "", 0
         self.ticket: Ticket | None = None
         self._answering, self._wanted = answering, wanted
+        self._echoed = wanted.prompts[prompt]
         self._text = GrowingText(
             answering.model.tokenizer,
             wanted.stops,
             keep_stop=wanted.keep_stop,
             skip_special=wanted.skip_special,
+            behind=() if wanted.chat else self._echoed.ids,
         )
-        self._echoed = wanted.prompts[prompt]
         self._num_scored = self._num_shown = 0  # tokens and characters of the prompt
         self._part = Part("" if wanted.prompt_logprobs else self._echoed.text)
 
@@ -190,7 +191,8 @@ class Answering:
                     top_logprobs=wanted.top_logprobs,
                     prompt_logprobs=wanted.prompt_logprobs,
                 )
-                choice.ticket = self.engine.submit(request, choice.hear)
+                others = len(self.choices) - 1 - choice.index
+                choice.ticket = self.engine.submit(request, choice.hear, others)
         except Full as error:
             self.cancel()
             seconds = self.metrics.seconds_until_room(self.engine.load())

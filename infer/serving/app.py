@@ -295,7 +295,7 @@ class OpenAIServer:
             raise stopping()
 
     def _check_key(self, request: Request) -> None:
-        if not self._keys or request.url.path in OPEN_PATHS:
+        if not self._keys or request.scope["path"] in OPEN_PATHS:  # no header changes that
             return
         if not is_bearer(request.headers.get("authorization", ""), self._keys):
             raise Refusal(
@@ -308,7 +308,7 @@ class OpenAIServer:
     async def _no_such(self, request: Request, error: Exception) -> Response:
         """The answer to a path or a method that is not there."""
         status = error.status_code if isinstance(error, HTTPException) else FAULT
-        path = request.url.path[:100]
+        path = request.scope["path"][:100]
         message = f"{path}: nothing answers there: see /v1/models, /v1/completions"
         if status == BAD_METHOD:
             message = f"{path} does not answer to {request.method}: see the header Allow"

@@ -52,7 +52,7 @@ class Replies:
         found = self._choice(choice, part, "delta")
         if self._wanted.with_ids and not self._wanted.chat and not first:
             del found["prompt_token_ids"]
-        yield event(self._reply([found], first) | rest)
+        yield event(self._reply([found], first=False) | rest)
 
     def last_events(self) -> Iterator[bytes]:
         """The events at the end of a stream: the usage, if it was asked for, and the mark."""

@@ -15,12 +15,12 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, bytes]] = {}
         self._byte_of = _bytes_of_characters()
+        self._word = [] if tokenizer is None else _word_of(tokenizer)
 
     def __call__(self, token: int) -> tuple[str, bytes]:
         """The token's text and its bytes; without a tokenizer its id.
 
-        A token that is a part of a character has the text `bytes:\\xe2\\x82`, as OpenAI writes it,
-        so that different tokens have different texts.
+        A token that is a part of a character has the text `bytes:\\xe2\\x82`, as OpenAI writes it.
         """
         if token not in self._known:
             self._known[token] = self._found(token)
@@ -29,7 +29,7 @@ class TokenTexts:
     def _found(self, token: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
             return str(token), str(token).encode()
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        text = self._behind_a_word(token)
         if "\ufffd" not in text:
             return text, text.encode()
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
@@ -40,6 +40,23 @@ class TokenTexts:
         else:
             return text, text.encode()
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+    def _behind_a_word(self, token: int) -> str:
+        """The token's text; alone, some tokenizers would drop the space before it."""
+        before, text = (
+            self._tokenizer.decode(ids, skip_special_tokens=False)
+            for ids in (self._word, [*self._word, token])
+        )
+        if not text.startswith(before):
+            return self._tokenizer.decode([token], skip_special_tokens=False)
+        return text[len(before) :]
+
+
+def _word_of(tokenizer: Any) -> list[int]:
+    """Tokens of some word, none where its text is not whole."""
+    ids = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    return [] if text.endswith("\ufffd") else ids
 
 
 def _bytes_of_characters() -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 from infer.serving.errors import bad, shown
 from infer.serving.fields import Fields, is_number, is_text
@@ -70,6 +70,14 @@ SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "pro
 SILENT += ("parallel_tool_calls", "spaces_between_special_tokens", "request_id", "priority")
 
 
+class MostTokens(NamedTuple):
+    """How many tokens an answer may have."""
+
+    name: str  # of the field that says so
+    asked: int | None  # None: it does not
+    usual: int | None = None  # where nobody asks; None: as many as fit
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """One prompt, with its text where the answer repeats it."""
@@ -116,11 +124,10 @@ def completion_of(body: dict[str, Any], model: Model) -> Wanted:
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
         raise fields.wrong("best_of", "the same number as n: all choices are returned")
-    most = _most_tokens(fields, 0)
-    most = USUAL_TOKENS if most is None else most
-    if not (most or scored):
-        raise fields.wrong("max_tokens", "1 or more; 0 goes with echo and logprobs alone")
-    fields.refuse(OF_CHATS)
+    most = _most_tokens(fields, 0)._replace(usual=USUAL_TOKENS)
+    if most.asked == 0 and not scored:
+        raise fields.wrong(most.name, "1 or more; 0 goes with echo and logprobs alone")
+    fields.refuse(REFUSED | OF_CHATS)
     special = fields.flag("add_special_tokens", default=True)
     prompts = _prompts_of(fields, model, special, echo)
     wanted = _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)
@@ -150,13 +157,15 @@ def chat_of(body: dict[str, Any], model: Model) -> Wanted:
     return _wanted(fields, model, [prompt], n, most, top_logprobs, chat=True, echo=False)
 
 
-def _most_tokens(fields: Fields, least: int) -> int | None:
-    """The most tokens of an answer, by the older or the newer name; None where none is given."""
+def _most_tokens(fields: Fields, least: int) -> MostTokens:
+    """The most tokens of an answer, by the older or the newer name."""
     older = fields.whole("max_tokens", None, least, 1 << 31)
     newer = fields.whole("max_completion_tokens", None, least, 1 << 31)
     if None not in (older, newer) and older != newer:
         raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
-    return older if newer is None else newer
+    if newer is None:
+        return MostTokens("max_tokens", older)
+    return MostTokens("max_completion_tokens" if older is None else "max_tokens", newer)
 
 
 def messages_of(fields: Fields) -> list[Message]:
@@ -238,14 +247,13 @@ def _wanted(
     model: Model,
     prompts: list[Prompt],
     n: int,
-    most: int | None,
+    most: MostTokens,
     top_logprobs: int | None,
     *,
     chat: bool,
     echo: bool,
 ) -> Wanted:
     """The part of a request that both APIs share."""
-    fields.refuse(REFUSED)
     if len(prompts) * n > MOST_CHOICES:
         raise bad("n", f"n is {n} for {len(prompts)} prompts: {MOST_CHOICES} choices are the most")
     stream, options = fields.flag("stream"), fields.within("stream_options")
@@ -274,7 +282,7 @@ def _wanted(
     return dataclasses.replace(wanted, ignored=(*fields.unread(), *options.unread()))
 
 
-def _new_tokens(prompt: Prompt, most: int | None, model: Model) -> int:
+def _new_tokens(prompt: Prompt, most: MostTokens, model: Model) -> int:
     """How many tokens may follow a prompt; raises Refusal where that is less than was asked for."""
     place, length = prompt.place, len(prompt.ids)
     if not length:
@@ -282,13 +290,16 @@ def _new_tokens(prompt: Prompt, most: int | None, model: Model) -> int:
     if length > model.max_prompt:
         raise model.too_long(place, length)
     fits = model.max_tokens - length
-    if most is not None and most > fits:
+    if most.asked is None:
+        return fits if most.usual is None else min(most.usual, fits)
+    if most.asked > fits:
         raise bad(
-            "max_tokens",
-            f"max_tokens is {most}, and after a prompt of {length} tokens {fits} fit: ask for less",
+            most.name,
+            f"{most.name} is {most.asked}, and after a prompt of {length} tokens {fits} fit: ask "
+            "for less",
             "context_length_exceeded",
         )
-    return fits if most is None else most
+    return most.asked
 
 
 def _sampling_of(fields: Fields, model: Model) -> Sampling:

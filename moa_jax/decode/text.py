@@ -30,17 +30,22 @@ class GrowingText:
         *,
         keep_stop: bool = False,
         skip_special: bool = True,
+        behind: Sequence[int] = (),
     ) -> None:
         """Without a tokenizer there is no text, and token ids stand for it.
 
         `keep_stop` leaves the stop text in the text, and `skip_special` special tokens out of it.
+        The text follows the tokens that it is `behind`: some tokenizers drop the first space of a
+        text, which between two words is none to drop.
         """
         self._tokenizer, self._stops, self._keep_stop = tokenizer, tuple(stops), keep_stop
         self._skip_special = skip_special
-        self._window: list[int] = []  # the last tokens
-        self._shown = 0  # characters of their text that were returned
-        self._last = ""  # their text
-        self._before = 0  # characters of the text before theirs
+        self._window = [] if tokenizer is None else list(behind[-CONTEXT:])  # the last tokens
+        self._last = self._text(self._window)  # their text
+        if self._last.endswith(HALF):
+            self._window, self._last = [], ""
+        self._shown = len(self._last)  # characters of it that were returned, or are not ours
+        self._before = -len(self._last)  # characters of the text before theirs
         self.num_tokens = 0  # up to the one that completed a stop text, if one did
         self.num_characters = 0  # of these tokens
         self.begin = 0  # where the last tokens that were added begin in the text
@@ -89,8 +94,8 @@ class GrowingText:
         text, kept = self._last, self._window[-CONTEXT:]
         context = self._text(kept)
         waits = text[self._shown :]
-        whole = context and not context.endswith(HALF) and text.endswith(context)
-        if whole and context.endswith(waits):
+        whole = not context.endswith(HALF) and text.endswith(context)
+        if whole and context.endswith(waits):  # nothing, of special tokens alone
             self._before += len(text) - len(context)
             self._window, self._last = kept, context
             self._shown = len(context) - len(waits)

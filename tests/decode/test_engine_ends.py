@@ -89,6 +89,17 @@ def test_who_waits_too_long_in_line_is_turned_away(started):
     assert_as_alone([request] * 3, listeners)
 
 
+def test_those_who_come_together_find_room_together():
+    engine = engine_of(None, max_waiting=2, num_slots=1)
+    request = Request((5,), 3, NO_STOP)
+    with pytest.raises(Full):
+        engine.submit(request, Listener(), others=3)
+    assert engine.load().waiting == 0
+    for others in (2, 1, 0):
+        engine.submit(request, Listener(), others)
+    assert engine.load().waiting == 3
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -200,6 +211,21 @@ def test_a_pass_that_fails_ends_those_in_it_alone(what, most, monkeypatch):
     lost, fine = split(found := answers(engine, requests))
     assert 1 <= len(lost) <= most and engine.load().failures == failures + 1
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
+
+
+@pytest.mark.parametrize("what", ["take", "keep"])
+def test_a_text_that_cannot_be_kept_is_not_lost(what, monkeypatch, caplog):
+    """Neither is anybody else: what is kept for later prompts is not needed now."""
+    engine, requests = serving("moa-1"), [Request((7, i), 30, NO_STOP) for i in range(8)]
+    failures, prefixes = engine.load().failures, engine._readings.prefixes
+    monkeypatch.setattr(prefixes, "wants", lambda tokens: True)
+    if what == "keep":  # that of a prompt, which is about to take a seat
+        monkeypatch.setattr(prefixes, "keep", lambda kept: 1 / 0)
+    else:  # that of an answer, which is about to end
+        failing(engine, monkeypatch, what, [0])
+    found = answers(engine, requests)
+    assert_as_alone(requests, found)
+    assert engine.load().failures == failures and "could not be kept" in caplog.text
 
 
 def test_news_that_cannot_be_read_are_a_failed_pass(monkeypatch):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
 
 from moa_jax.decode.text import GrowingText, Writer, before_stop, stop_finder
 
@@ -78,6 +81,47 @@ def test_a_growing_text_decodes_few_tokens():
     growing = GrowingText(tokenizer, ("never there",))
     assert "".join(growing.add([token]) for token in SENTENCE.encode()) in SENTENCE
     assert tokenizer.most < 50
+
+
+def test_special_tokens_in_a_row_are_not_decoded_again_and_again():
+    """As where a model goes on behind its end."""
+
+    class WithSpecials(Bytes):
+        most = 0
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            self.most = max(self.most, len(tokens))
+            return super().decode([t for t in tokens if t < 256], skip_special_tokens)
+
+    tokenizer = WithSpecials()
+    growing = GrowingText(tokenizer)
+    parts = [*b"caf\xc3\xa9", *[256] * 300, *b"!\xe2", 256]
+    assert "".join(growing.add([token]) for token in parts) + growing.end() == "café!\ufffd"
+    assert tokenizer.most < 50 and growing.num_characters == 6
+
+
+def test_the_space_before_a_word_is_kept_behind_a_prompt():
+    """Decoders of SentencePiece drop the first one of a text."""
+    hello, world = pieces_ids = (4, 5)
+    pieces = sentence_pieces()
+    assert pieces.decode(pieces_ids) == "Hello world" and pieces.decode([world]) == "world"
+    growing = GrowingText(pieces, ["wor"], behind=[hello])
+    assert growing.add([world]) == " " and (growing.begin, growing.num_characters) == (0, 6)
+    growing = GrowingText(Bytes(), behind=b"caf\xc3")  # half a character is no context
+    assert growing.add(b"\xa9!") == "\ufffd!"
+    long = GrowingText(pieces, behind=[hello] * 99)
+    assert "".join(long.add([token]) for token in [world, 3] * 50) == " worldthe" * 50
+    assert long.num_characters == 9 * 50
+
+
+def sentence_pieces() -> PreTrainedTokenizerFast:
+    """A tokenizer of the form that Llama-2 has."""
+    vocab = {"<unk>": 0, "\u2581a": 1, "\u2581the": 2, "the": 3, "\u2581Hello": 4, "\u2581world": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def test_a_stop_text_may_be_kept():

@@ -168,6 +168,8 @@ def test_token_ids_are_returned_to_those_who_ask(server):
     said = server.post(CHATS, chat).json()
     assert said["prompt_token_ids"] == list(server.engine.requests[-1].prompt_ids)
     assert said["choices"][0]["token_ids"] == answer_of(server.engine.requests[-1])
+    events = server.stream(CHATS, chat)[:-1]
+    assert ["prompt_token_ids" in event for event in events] == [True, *[False] * (len(events) - 1)]
 
 
 # ---- log-probabilities ----------------------------------------------------------------------

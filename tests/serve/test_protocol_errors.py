@@ -99,12 +99,12 @@ def test_a_request_that_does_not_fit_leaves_nothing_behind():
         with server.socket(COMPLETIONS, LONG):
             wait_for(lambda: engine.requests)
             error_of(server.post(COMPLETIONS, LONG | {"n": 3}), 429)
-            assert sorted(engine.cancelled) == [1, 2]
+            assert not engine.cancelled  # so it never took room from others
             error = error_of(server.post(COMPLETIONS, LONG | {"n": 4}), 400)  # at no time
             assert error["param"] == "n" and "ask for 3 at most" in error["message"]
             many = LONG | {"prompt": ["Hello."] * 4}
             assert error_of(server.post(COMPLETIONS, many), 400)["param"] == "prompt"
-            assert len(engine.requests) == 3
+            assert len(engine.requests) == 1
         engine.go.set()
         wait_for(lambda: not engine._tasks)
 

@@ -12,6 +12,7 @@ from infer.serving.model import Model
 from infer.serving.tokens import TokenTexts
 from infer.serving.wanted import REFUSED, Wanted, chat_of, completion_of
 from moa_jax.config import Sampling
+from tests.decode.test_text import sentence_pieces
 from tests.serve.toy_server import EOS, TOKENIZER, VOCAB
 
 MODEL = Model("toy", TOKENIZER, VOCAB, (EOS,), max_tokens=64, max_prompt=50, created=5)
@@ -138,7 +139,11 @@ def test_stops_are_texts_and_ids():
 
 def test_limits_on_tokens():
     assert completion(max_tokens=62).new_tokens == (62,)
-    assert "62 fit" in str(refusal(completion, max_tokens=63))
+    too_many = refusal(completion, max_tokens=63)
+    assert "62 fit" in str(too_many) and too_many.param == "max_tokens"
+    assert refusal(chat, max_completion_tokens=63).param == "max_completion_tokens"
+    assert refusal(chat, max_completion_tokens=63, max_tokens=63).param == "max_tokens"
+    assert completion(prompt=[7] * 50).new_tokens == (14,)  # for 16, which nobody asked for
     assert chat(max_completion_tokens=9).new_tokens == chat(max_tokens=9).new_tokens == (9,)
     assert chat(max_completion_tokens=9, max_tokens=9).new_tokens == (9,)
     assert refusal(completion, prompt=[7] * 51).code == "context_length_exceeded"
@@ -311,8 +316,11 @@ def test_a_body_of_unicode_is_read():
 
 def test_bytes_of_a_vocabulary_of_sentencepiece_are_known():
     class Pieces:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [1]}
+
         def decode(self, ids, skip_special_tokens):
-            return "\ufffd" if ids == [3] else "<0xE2>"
+            return "".join({1: "a", 3: "\ufffd", 4: "<0xE2>"}[token] for token in ids)
 
         def convert_ids_to_tokens(self, token):
             return "<0xE2>"
@@ -320,3 +328,8 @@ def test_bytes_of_a_vocabulary_of_sentencepiece_are_known():
     texts = TokenTexts(Pieces())
     assert texts(3) == ("bytes:\\xe2", b"\xe2")
     assert texts(4) == ("<0xE2>", b"<0xE2>")  # written so
+
+
+def test_tokens_that_differ_in_a_space_have_different_texts():
+    texts = TokenTexts(sentence_pieces())
+    assert [texts(token)[0] for token in (2, 3)] == [" the", "the"]

@@ -80,9 +80,9 @@ class ToyEngine:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
 
-    def submit(self, request: Request, hear: Callable[[News], None]) -> Ticket:
+    def submit(self, request: Request, hear: Callable[[News], None], others: int = 0) -> Ticket:
         with self._lock:
-            if len(self._tasks) >= self.slots + self.max_waiting:
+            if len(self._tasks) + others >= self.slots + self.max_waiting:
                 raise Full(f"{self.max_waiting} requests are waiting already: try again later")
             ticket = Ticket(len(self.requests))
             self.requests.append(request)

@@ -15,10 +15,11 @@ A turn of the thread: take orders; send chunks of prompts, and a call, which is 
 who sit (decode/order.py decides on both); hear the call before it; hear first tokens. So the device
 has its next work before the host looks at the last, and whoever ended idles for one call.
 
-Every text is that of `Session` without a drafter, alone and with the same seed: noise belongs to
-positions, and rows know nothing of each other. A program that is not compiled yet is made in the
-background while a larger one serves; the engine's thread itself never compiles. One is made at a
-time, that which is wanted most just then; and while nobody is there, what will be wanted first.
+Every text is that of `Session` without a drafter, alone and with the same seed, in float32 and
+unless candidates are drawn: noise belongs to positions, and rows know nothing of each other. A
+program that is not compiled yet is made in the background while a larger one serves; the engine's
+thread itself never compiles. One is made at a time, that which is wanted most just then; and while
+nobody is there, what will be wanted first.
 """
 
 from __future__ import annotations
@@ -153,10 +154,11 @@ class Engine:
 
     # ---- for any thread ----
 
-    def submit(self, request: Request, hear: Callable[[News], None]) -> Ticket:
+    def submit(self, request: Request, hear: Callable[[News], None], others: int = 0) -> Ticket:
         """Takes a request, whose news the engine's thread tells `hear`, which must not block.
 
-        It returns at once, however busy the device is.
+        It returns at once, however busy the device is. So many `others` will come with it, and
+        none is taken where they would not find room.
         Each request that was taken hears exactly one News with a `finish`, the last. Raises
         InputError for a request that cannot be answered, Full where too many wait, and Closed.
         """
@@ -164,7 +166,8 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise Closed("the server is stopping: ask another one, or later")
-            if self._num_waiting >= self.max_waiting + self.num_slots - self._num_running():
+            room = self.max_waiting + self.num_slots - self._num_running() - self._num_waiting
+            if room <= others:
                 raise Full(f"{self._num_waiting} requests are waiting already: try again later")
             self._num_waiting += 1
             task = self._tasks[text.id] = Task(text.id, request, hear, text)
@@ -487,9 +490,9 @@ class Engine:
         """The end of an answer that was not cut short; its text is kept for prompts like it."""
         text = task.text
         stopped = text.tokens[-1] in task.request.stop_ids
-        verified = text.tokens[: text.surely]
-        if task.request.takes_seat and self._readings.prefixes.wants(verified):
-            self._readings.keep(verified, *self._seats.copy(text))
+        if task.request.takes_seat:
+            copy = functools.partial(self._seats.copy, text)
+            self._readings.keep(text.tokens[: text.surely], copy)
         self._end(task, news._replace(finish="stop" if stopped else "length"))
 
     # ---- programs that are not there yet, and those that nobody knows ----

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -136,7 +137,7 @@ class Readings:
         if reading.left:
             return chunk, None
         self._counts["prompt_tokens"] += len(prompt)
-        self.keep(prompt, reading.live, reading.rows)
+        self.keep(prompt, lambda: (reading.live, reading.rows))
         self.leave(task)
         return chunk, reading
 
@@ -168,11 +169,19 @@ class Readings:
         reading.rows, reading.left = rows, len(prompt) - common
         task.text.unread = common * self._shelf.catches_up  # of the kept text, perhaps
 
-    def keep(self, tokens: Sequence[int], live: Live, rows: int) -> None:
-        """Keeps the caches of a text, in as few rows as they need."""
+    def keep(self, tokens: Sequence[int], caches: Callable[[], tuple[Live, int]]) -> None:
+        """Keeps a text, in as few rows as it needs, if it is wanted; `caches` are its own.
+
+        Where this fails, as for want of memory, nothing is kept, and nobody's answer is lost.
+        """
         if not self.prefixes.wants(tokens):
             return
-        fewer = self._shelf.row_size(len(tokens) + 1)
-        if fewer < rows:
-            live, rows = self._shelf.run(("resized", rows, fewer), live), fewer
-        self.prefixes.keep(Kept(np.array(tokens, np.int32), live, rows))
+        try:
+            live, rows = caches()
+            fewer = self._shelf.row_size(len(tokens) + 1)
+            if fewer < rows:
+                live, rows = self._shelf.run(("resized", rows, fewer), live), fewer
+            self.prefixes.keep(Kept(np.array(tokens, np.int32), live, rows))
+        except Exception:
+            logging.getLogger(__name__).warning("a text could not be kept", exc_info=True)
+            self.prefixes.clear()
