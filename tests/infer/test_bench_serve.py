@@ -38,6 +38,9 @@ def refused(line: str, capfd) -> str:
     return said.err
 
 
+FOUR = run.Played(4.0, None, None, [])  # requests a second
+
+
 def args_of(line: str):
     args = parser_of("").parse_args(line.split())
     check(args)
@@ -53,6 +56,8 @@ def args_of(line: str):
         ("--rates 0", "'0' is no rate above 0"),
         ("--rates 1,nan", "'nan' is no rate"),
         ("--rates 1,fast", "'fast' is no rate"),
+        ("--rates 1.5c", "'1.5c' is no rate"),
+        ("--rates 0c", "'0c' is no rate"),
         ("--rates ,", "no rate"),
         ("--requests 3 --seconds 2", "not allowed with"),
         ("--modes plain,quick", "--modes plain,quick: choose from"),
@@ -93,15 +98,15 @@ def test_each_way_has_a_server_with_its_flags():
 def test_cells_go_on_with_other_questions_at_other_times():
     args = args_of("--seconds 20 --suite demo --temperature 0.5 --seed 7")
     asked = Questions(args, MOST_TOKENS)
-    first = run.cell_of(args, asked, 4.0, 0)
-    second = run.cell_of(args, asked, 4.0, len(first.asks))
+    first = run.cell_of(args, asked, FOUR, 0)
+    second = run.cell_of(args, asked, FOUR, len(first.asks))
     assert 60 < len(first.asks) < 100 and first.times[-1] < 20
     assert first.times[1:4] != second.times[1:4]
     indices = [each.index for cell in (first, second) for each in cell.asks]
     assert indices == list(range(len(indices)))
     assert [each.body["seed"] for each in first.asks[:3]] == [7, 8, 9]
-    assert run.cell_of(args, Questions(args, MOST_TOKENS), 4.0, 0) == first
-    few = run.cell_of(args_of("--requests 5 --modes plain"), asked, 4.0, 0)
+    assert run.cell_of(args, Questions(args, MOST_TOKENS), FOUR, 0) == first
+    few = run.cell_of(args_of("--requests 5 --modes plain"), asked, FOUR, 0)
     assert (len(few.asks), len(few.times)) == (5, 5)
 
 
@@ -201,16 +206,17 @@ def test_capacity_counts_what_lies_between_two_times():
 
 def test_the_worst_of_all_rates():
     names = ("speedup", "throughput_over_plain", "p95_over_plain")
-    ratios = {2.0: (1.1, 0.9, 1.2), 1.0: (1.5, 1.0, None), 0.5: (None, None, 0.1)}
+    ratios = {0.5: (None, None, 0.1), 1.0: (1.5, 1.0, None), 2.0: (1.1, 0.9, 1.2)}
     rows = [
-        {"rate": rate, "runs": [dict(zip(names, known, strict=True))] * 2}
+        {"rate": rate, "clients": None, "runs": [dict(zip(names, known, strict=True))] * 2}
         | dict(zip(names, known, strict=True))
         for rate, known in ratios.items()
     ]
+    twice = lambda rate, value: dict(rate=rate, clients=None, value=value, runs=[value] * 2)  # noqa: E731
     assert figures.worst(rows) == {
-        "speedup_at_lowest_rate": {"rate": 1.0, "value": 1.5, "runs": [1.5, 1.5]},
-        "lowest_throughput_over_plain": {"rate": 2.0, "value": 0.9, "runs": [0.9, 0.9]},
-        "lowest_p95_over_plain": {"rate": 2.0, "value": 1.2, "runs": [1.2, 1.2]},
+        "speedup_at_lowest_rate": twice(1.0, 1.5),
+        "lowest_throughput_over_plain": twice(2.0, 0.9),
+        "lowest_p95_over_plain": twice(2.0, 1.2),
     }
     assert tables._sure({"value": 0.987, "runs": [0.96, None, 1.02]}) == "0.987 (0.96 to 1.02)"
 
@@ -500,7 +506,7 @@ def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capf
         seeds = [body["seed"] for body in toy.bodies if body["seed"] < run.WARMING]
         assert sorted(seeds) == list(range(12))  # two repeats, one of them twice
         assert min(warming) == run.WARMING
-    assert "auto compiled at 60/s: once more" in capfd.readouterr().err
+    assert "auto compiled at 60 (0." in capfd.readouterr().err
     (rate,) = document["rates"]
     assert [(row["requests"], row["compiled"]) for row in rate["ways"]] == [(8, 0), (8, 0)]
     assert [len(row["runs"]) for row in rate["ways"]] == [2, 2]
@@ -527,6 +533,25 @@ def test_capacity_beside_a_compiler_is_measured_again(monkeypatch):
     measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
     seeds = {body["seed"] for body in toy.bodies}
     assert 2 * run.WARMING in seeds and 3 * run.WARMING in seeds
+
+
+def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):
+    """As many at a time as there are; their rows come first, and no rate is theirs."""
+    toys = [ToyServer(seconds=0.05), ToyServer(seconds=0.05)]
+    document = measured(toys, f"{LINE} --rates 60,2c,1c --requests 4 --repeats 2", monkeypatch)
+    facts = [(rate["rate"], rate["clients"], rate["requests"]) for rate in document["rates"]]
+    assert facts == [(None, 1, 8), (None, 2, 8), (60, None, 8)]
+    alone, two, _ = (rate["ways"][1] for rate in document["rates"])
+    assert alone["requests_per_s"] < 1.1 / 0.05 < 1.2 * two["requests_per_s"] < 1.3 * 2 / 0.05
+    assert alone["compared"] == two["compared"] == 8 and alone["sent_late_ms"] < 20
+    assert document["beside_plain"][0]["speedup_at_lowest_rate"]["clients"] == 1
+    told = [body["seed"] for body in toys[1].bodies if body["seed"] < run.WARMING]
+    assert sorted(told) == list(range(24))
+    shown = tables.render(document)
+    assert "| 1 client | plain" in shown and "| 2 clients | plain" in shown
+    picture.plot(document, tmp_path / "figure.svg")
+    document = measured(toys, f"{LINE} --rates 2c --repeats 1", monkeypatch)
+    assert document["rates"][0]["requests"] == 24  # twelve each
 
 
 def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):

@@ -116,9 +116,9 @@ def differences(runs: Runs, others: Runs, facts: Mapping[str, Any]) -> list[dict
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the rows of one way: the speedup at the lowest rate, and the worst of the others."""
+    """Of the rows of one way, the least load first: the speedup there, and the worst of all."""
     known = [row for row in rows if row.get("speedup") is not None]
-    low = min(known, key=lambda row: row["rate"])
+    low = known[0]
     least = lambda key: min((row for row in known if row[key]), key=lambda row: row[key])  # noqa: E731
     return {
         "speedup_at_lowest_rate": _of_all_and_each(low, "speedup"),
@@ -132,7 +132,7 @@ def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _of_all_and_each(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     """A figure of one rate, and the same of each run alone."""
     each = [run[key] for run in row["runs"]]
-    return {"rate": row["rate"], "value": row[key], "runs": each}
+    return {"rate": row["rate"], "clients": row["clients"], "value": row[key], "runs": each}
 
 
 def _said(answer: RequestOutcome) -> tuple[str, int]:

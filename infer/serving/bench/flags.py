@@ -21,11 +21,22 @@ RATES = "0.1x,0.3x,0.5x,0.75x,1x,1.25x,1.5x"
 SECONDS = 10.0  # of arrivals, for each rate and repeat
 
 
+EACH = 12  # requests of each client who asks again and again, for each repeat
+
+
 class Rate(NamedTuple):
-    """How many requests come, in a second or as a share of plain decoding's capacity."""
+    """How many requests come in a second, or how many clients ask again once they are answered."""
 
     value: float
-    of_capacity: bool
+    unit: str  # "" of requests a second, "x" of plain decoding's capacity, "c" of clients
+
+    @property
+    def of_capacity(self) -> bool:
+        return self.unit == "x"
+
+    @property
+    def clients(self) -> int | None:
+        return int(self.value) if self.unit == "c" else None
 
 
 class ServedWay(NamedTuple):
@@ -79,7 +90,8 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         type=_rates,
         default=RATES,
         metavar="R,R",
-        help="requests a second; 0.5x is half of what plain decoding can serve, which is measured",
+        help="requests a second; 0.5x is half of what plain decoding can serve, which is measured; "
+        "2c are two clients who ask again once they are answered",
     )
     size = group.add_mutually_exclusive_group()
     size.add_argument(
@@ -88,7 +100,12 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"during which requests come, for each rate and repeat; default: {SECONDS:g}",
     )
-    size.add_argument("--requests", type=positive, metavar="N", help="of them, instead")
+    size.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help=f"of them, instead; clients have {EACH} each by default",
+    )
     group.add_argument(
         "--repeats", type=positive, default=2, help="of each rate, with other questions each time"
     )
@@ -168,10 +185,12 @@ def _rates(text: str) -> tuple[Rate, ...]:
 
 
 def _rate(text: str) -> Rate:
+    unit = text[-1:] if text[-1:] in ("x", "c") else ""
+    number = text.removesuffix(unit)
     try:
-        return Rate(above_zero(text.removesuffix("x")), text.endswith("x"))
+        return Rate(positive(number) if unit == "c" else above_zero(number), unit)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no rate above 0: give requests a second, or a share of plain's capacity "
-            "like 0.5x"
+            f"{text!r} is no rate above 0: give requests a second, a share of plain's capacity "
+            "like 0.5x, or a number of clients like 2c"
         ) from None

@@ -18,7 +18,8 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(13, 4), layout="constrained")
     latency, throughput, speedup = figure.subplots(1, 3)
     for index, way in enumerate(server["way"] for server in document["servers"]):
-        rows = [row for rate in document["rates"] for row in rate["ways"] if row["way"] == way]
+        rates = [rate for rate in document["rates"] if rate["rate"] is not None]
+        rows = [row for rate in rates for row in rate["ways"] if row["way"] == way]
         look = {"color": colour(index), "marker": "o", "markersize": 4}
         at = lambda key, name=None, rows=rows: _series(rows, key, name)  # noqa: E731
         latency.plot(*at("latency_s", "p50"), label=way, **look)

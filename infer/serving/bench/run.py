@@ -1,16 +1,16 @@
 """Measures infer.serve under load: plain decoding and drafting, at several rates of requests.
 
     python -m infer.bench --serve                                   the bundled pair
-    python -m infer.bench --serve --rates 0.5,1,2 --modes plain,auto --json
+    python -m infer.bench --serve --rates 1c,0.5,1,2 --modes plain,auto --json
     python -m infer.bench --serve --target DIR --draft moa=A --draft eagle=B --plot serve.png
 
 Each way to decode has a server of its own, all on this machine and on the same pair. From this
 process clients send each of them the same questions at the same times, which follow a Poisson law,
 and read streams. The ways take turns rate by rate, another one first each time, and only one server
 is loaded at a time; all rates come again with other questions as often as --repeats says. Rates
-such as 0.5x are shares of what plain decoding does with all slots full. What was measured while a
-server compiled is measured again. Texts of the same request are compared; where one differs in
-float32, the exit code is 1.
+such as 0.5x are shares of what plain decoding does with all slots full, and 2c are two clients who
+ask again once they are answered. What was measured while a server compiled is measured again. Texts
+of the same request are compared; where one differs in float32, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infer.serving.bench import clients, counts, figures, picture, tables
 from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.counts import ServerCounts
 from infer.serving.bench.figures import Capacity
-from infer.serving.bench.flags import SECONDS, Rate, check, parser_of, ways_of
+from infer.serving.bench.flags import EACH, SECONDS, Rate, check, parser_of, ways_of
 from infer.serving.bench.questions import Asked, Questions
 from infer.serving.bench.stage import Server, serving
 from moa_jax.errors import InputError
@@ -56,9 +56,9 @@ ATTEMPTS = 3  # at a cell in which something is compiled
 class Cell(NamedTuple):
     """What every server is sent at one rate."""
 
-    rate: float
     asks: list[Asked]
-    times: list[float]  # seconds
+    times: list[float]  # seconds at which requests come; with clients there are none
+    clients: int | None  # who ask one after the other
 
 
 class ServerFound(NamedTuple):
@@ -77,9 +77,19 @@ class ServerFound(NamedTuple):
 class Played(NamedTuple):
     """One rate with every server, as often as it was played."""
 
-    rate: float
+    rate: float | None  # requests a second
     of_capacity: float | None
+    clients: int | None
     cells: list[list[ServerFound]]  # by repeat and server
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        return tables.name_of_rate(self.facts)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"rate": self.rate, "of_capacity": self.of_capacity, "clients": self.clients}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,18 +193,32 @@ async def _capacity(server: Server, questions: Questions, slots: int) -> Capacit
     return figures.capacity_of(answers, begin + FILLING_SECONDS, end)
 
 
-def cell_of(args: argparse.Namespace, questions: Questions, rate: float, begin: int) -> Cell:
+def cell_of(args: argparse.Namespace, questions: Questions, played: Played, begin: int) -> Cell:
     """What is sent at a rate: the questions from one on, at times that depend on the first."""
     seed = args.seed + begin
-    if args.requests:
-        times = arrivals(args.requests, rate, seed)
+    if played.clients:
+        times, count = [], args.requests or EACH * played.clients
     else:
-        times = arrivals_within(args.seconds or SECONDS, rate, seed)
-    return Cell(rate, list(itertools.islice(questions.from_(begin), len(times))), times)
+        if args.requests:
+            times = arrivals(args.requests, played.rate, seed)
+        else:
+            times = arrivals_within(args.seconds or SECONDS, played.rate, seed)
+        count = len(times)
+    asks = itertools.islice(questions.from_(begin), count)
+    return Cell(list(asks), times, played.clients)
 
 
-def _per_second(rate: Rate, plain: Capacity | None) -> float:
-    return rate.value * plain.requests_per_s if rate.of_capacity and plain else rate.value
+def _to_play(rates: Sequence[Rate], plain: Capacity | None) -> list[Played]:
+    """Clients, the fewest first, and then rates, the lowest first."""
+    crowds = sorted(rate.clients for rate in rates if rate.clients)
+    whole = plain.requests_per_s if plain else 1.0
+    per_second = [
+        rate.value * (whole if rate.of_capacity else 1.0) for rate in rates if not rate.clients
+    ]
+    share = lambda rate: rate / whole if plain else None  # noqa: E731
+    return [Played(None, None, count, []) for count in crowds] + [
+        Played(rate, share(rate), None, []) for rate in sorted(per_second)
+    ]
 
 
 # ---- measuring ----------------------------------------------------------------------------
@@ -207,20 +231,17 @@ async def _in_turns(
     plain: Capacity | None,
 ) -> list[Played]:
     """Plays every rate with every server, the slowest first, and all of them again."""
-    rates = sorted(_per_second(rate, plain) for rate in args.rates)
-    share = lambda rate: rate / plain.requests_per_s if plain else None  # noqa: E731
-    found = [Played(rate, share(rate), []) for rate in rates]
-    begin = 0
-    with progress(args.repeats * len(rates) * len(servers), "cells") as bar:
+    found, begin = _to_play(args.rates, plain), 0
+    with progress(args.repeats * len(found) * len(servers), "cells") as bar:
         for repeat, (index, played) in itertools.product(range(args.repeats), enumerate(found)):
             order = rotated(range(len(servers)), repeat + index)
             for _ in range(ATTEMPTS):
-                cell = cell_of(args, questions, played.rate, begin)
+                cell = cell_of(args, questions, played, begin)
                 begin += len(cell.asks)
                 each = {way: await _play(servers[way], cell) for way in order}
                 if not (late := [servers[way].way.label for way in order if each[way].compiled]):
                     break
-                bar.line(f"{' and '.join(late)} compiled at {played.rate:.3g}/s: once more")
+                bar.line(f"{' and '.join(late)} compiled at {played.name}: once more")
             bar.step(len(servers))
             played.cells.append([each[way] for way in range(len(servers))])
     return found
@@ -231,8 +252,12 @@ async def _play(server: Server, cell: Cell) -> ServerFound:
     try:
         async with clients.client_of(server.url) as client, counts.watched(client) as seen:
             before = await counts.read_counts(client)
-            last = time.perf_counter() + cell.times[-1]
-            answers = await clients.come(client, cell.asks, cell.times)
+            if cell.clients:
+                answers = await clients.keep_asking(client, cell.asks, cell.clients)
+                last = time.perf_counter()
+            else:
+                last = time.perf_counter() + cell.times[-1]
+                answers = await clients.come(client, cell.asks, cell.times)
             server.settle()  # what it compiles now must not slow down the next one
             after = await counts.read_counts(client)
     except httpx.HTTPError as error:
@@ -254,7 +279,7 @@ def _rate_of(
     differences: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """All ways at one rate; texts are compared with those of the first way."""
-    facts = {"rate": played.rate, "of_capacity": played.of_capacity}
+    facts = played.facts
     runs_of = lambda way: [cell[way].answers for cell in played.cells]  # noqa: E731
     first = runs_of(plain or 0)
     rows = []
@@ -267,7 +292,7 @@ def _rate_of(
         if plain is None:
             row |= dict.fromkeys((key for key in row if "plain" in key), None)
             row |= {"speedup": None, "runs": []}
-        wrong = figures.differences(runs, first, {"rate": played.rate} | who)
+        wrong = figures.differences(runs, first, facts | who)
         rows.append(row | {"different": len(wrong)})
         differences += wrong
     return facts | {"requests": sum(map(len, first)), "ways": rows}

@@ -47,7 +47,7 @@ def _rate(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """A line for each way at one rate, which the first line names."""
     for index, row in enumerate(rows):
         yield {
-            "requests/s": "" if index else _named(row),
+            "requests/s": "" if index else name_of_rate(row),
             "way": row["way"],
             "tokens/s": short(row["tokens_per_s"]),
             "over plain": short(row["throughput_over_plain"]),
@@ -63,7 +63,7 @@ def _rate(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
 def _work(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     for index, row in enumerate(rows):
         yield {
-            "requests/s": "" if index else _named(row),
+            "requests/s": "" if index else name_of_rate(row),
             "way": row["way"],
             "tau": short(row["tau"]),
             "accepted": percent(row["acceptance_rate"]),
@@ -74,8 +74,11 @@ def _work(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
         }
 
 
-def _named(row: Mapping[str, Any]) -> str:
-    of_capacity = row["of_capacity"]
+def name_of_rate(row: Mapping[str, Any]) -> str:
+    """`2 clients`, or `1.5 (0.5x)` requests a second."""
+    of_capacity, clients = row["of_capacity"], row["clients"]
+    if clients:
+        return f"{clients} client" + "s" * (clients > 1)
     return short(row["rate"]) + ("" if of_capacity is None else f" ({of_capacity:.3g}x)")
 
 
@@ -92,7 +95,7 @@ def _same(row: Mapping[str, Any]) -> str:
 def _worst(found: Mapping[str, Any]) -> str:
     return (
         f"{found['way']}: {_sure(found['speedup_at_lowest_rate'])} times as fast as plain at the "
-        f"lowest rate; at worst {_sure(found['lowest_throughput_over_plain'])} of its throughput "
+        f"lowest load; at worst {_sure(found['lowest_throughput_over_plain'])} of its throughput "
         f"and {_sure(found['lowest_p95_over_plain'])} times as fast at p95."
     )
 
