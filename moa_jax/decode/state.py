@@ -21,6 +21,7 @@ from moa_jax.decode.sample import Said
 from moa_jax.decode.verify import Verdict
 from moa_jax.drafters.api import Cache, Drafter, Tapped
 from moa_jax.model import llama
+from moa_jax.model.cache import States
 from moa_jax.model.quantise import Matrix
 
 Array = jax.Array
@@ -81,8 +82,8 @@ class Behind(NamedTuple):
     """
 
     known_B: Array
-    streams: tuple[Array, ...]  # (B, S, D) each
-    hidden_BSD: Array | None  # None where the drafter does not read it
+    streams: tuple[States, ...]
+    hidden: States | None  # None where the drafter does not read it
 
 
 class RoundState(NamedTuple):

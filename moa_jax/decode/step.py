@@ -42,6 +42,7 @@ from moa_jax.decode.verify import Verdict, verify
 from moa_jax.drafters.api import NOTHING, Cache, Guide, Shared, Tapped, Tree, chain
 from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
+from moa_jax.model.cache import States
 from moa_jax.model.devices import traced_platform
 
 Array = jax.Array
@@ -170,7 +171,7 @@ def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> Ro
     behind = None
     if setup.catches_up:
         taps, width = setup.drafter.taps, setup.target.block.hidden_size
-        nothing = lambda: jnp.zeros((batch, rows, width), dtype)  # noqa: E731
+        nothing = lambda: States(jnp.zeros((batch, rows, width), dtype))  # noqa: E731
         streams = tuple(nothing() for _ in taps.streams)
         behind = Behind(jnp.zeros(batch, jnp.int32), streams, nothing() if taps.hidden else None)
     state = RoundState(
@@ -427,18 +428,23 @@ def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:
     rows = None
     if _reads_rows(setup):
         rows = llama.stack_rows([cache.take(past, place_BT) for past in now.target_caches])
-    streams, hidden = jax.tree.map(of_places, (now.behind.streams, now.behind.hidden_BSD))
-    return Tapped(rows, streams, hidden)
+    streams = tuple(of_places(stream.x_BSD) for stream in now.behind.streams)
+    hidden = now.behind.hidden
+    return Tapped(rows, streams, None if hidden is None else of_places(hidden.x_BSD))
 
 
 def _set_aside(behind: Behind, tapped: Tapped, start_B: Array) -> Behind:
     """Keeps the activations of T tokens from `start` on."""
-    place = lambda rows, new: cache.write_rows(rows[:, None], new[:, None], start_B)[:, 0]  # noqa: E731
-    streams = zip(behind.streams, tapped.streams, strict=True)
-    hidden = behind.hidden_BSD
+
+    def place(kept: States, new_BTD: Array) -> States:
+        rows_B1SD = cache.write_rows(kept.x_BSD[:, None], new_BTD[:, None], start_B)
+        return sharding.constrain_state(States(rows_B1SD[:, 0]))
+
+    pairs = zip(behind.streams, tapped.streams, strict=True)
+    hidden = behind.hidden
     return behind._replace(
-        streams=tuple(place(rows, new) for rows, new in streams),
-        hidden_BSD=None if hidden is None else place(hidden, tapped.hidden_BTD),
+        streams=tuple(place(kept, new_BTD) for kept, new_BTD in pairs),
+        hidden=None if hidden is None else place(hidden, tapped.hidden_BTD),
     )
 
 

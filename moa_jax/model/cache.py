@@ -30,6 +30,12 @@ class KV(NamedTuple):
     v_BKSE: Array
 
 
+class States(NamedTuple):
+    """A vector of each token, as of a residual stream; a mesh splits it by features."""
+
+    x_BSD: Array
+
+
 def empty(cfg: BlockConfig, batch: int, rows: int, dtype: jnp.dtype) -> KV:
     """A zeroed cache for one layer of `cfg`."""
     shape = (batch, cfg.num_kv_heads, rows, cfg.head_dim)

@@ -42,7 +42,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from moa_jax.config import MeshConfig
 from moa_jax.errors import InputError
 from moa_jax.model import convert
-from moa_jax.model.cache import KV
+from moa_jax.model.cache import KV, States
 
 MESH_AXES = ("data", "fsdp", "tensor")
 DECODE_AXES = ("data", "tensor")
@@ -282,15 +282,15 @@ def dividing(axes: convert.Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh
 def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
     """How decoding splits arrays whose first axis, if they have one, is rows of a batch.
 
-    Caches are split by their heads besides.
+    Caches are split by their heads besides, and kept states by their features.
     """
-    cache = ("rows", "kv_heads", None, None)
-    axes = lambda part: cache if isinstance(part, KV) else ("rows",)  # noqa: E731
+    kept = {KV: ("rows", "kv_heads", None, None), States: ("rows", None, "features")}
+    axes = lambda part: kept.get(type(part), ("rows",))  # noqa: E731
 
     def place(part: Any) -> Any:
         return jax.tree.map(lambda leaf: dividing(axes(part), leaf.shape, mesh), part)
 
-    return jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, KV))
+    return jax.tree.map(place, state, is_leaf=lambda part: type(part) in kept)
 
 
 def of_state(state: Any, mesh: Mesh) -> Any:

@@ -45,7 +45,7 @@ from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.files import placement
 from moa_jax.measure.random_pair import random_drafter, random_target
 from moa_jax.model import attention, convert, quantise, sharding
-from moa_jax.model.cache import KV
+from moa_jax.model.cache import KV, States
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import (
     LoadedDrafter,
@@ -193,19 +193,22 @@ def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> lis
 
 
 def assert_is_split(state: Any, rows: int, mesh: Mesh) -> None:
-    """Every cache is cut by its heads and rows where they divide, and no device holds a whole."""
-    caches = [part for part in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(part)]
-    assert len(caches) >= CONFIG.num_layers
-    data, tensor = mesh.shape["data"], mesh.shape["tensor"]
-    for leaf in jax.tree.leaves(caches):
-        B, K, *rest = leaf.shape
-        assert B == rows
-        part = (B // data if B % data == 0 else B, K // tensor if K % tensor == 0 else K, *rest)
-        assert {shard.data.shape for shard in leaf.addressable_shards} == {part}, leaf.shape
+    """Caches are cut by heads, kept states by features, both by rows, where these divide."""
+    kept = [part for part in jax.tree.leaves(state, is_leaf=is_kept) if is_kept(part)]
+    assert sum(isinstance(part, KV) for part in kept) >= CONFIG.num_layers
+    for part in kept:
+        axes = {0: "data", 1 if isinstance(part, KV) else 2: "tensor"}
+        for leaf in part:
+            sizes = list(leaf.shape)
+            assert sizes[0] == rows
+            for axis, name in axes.items():
+                if sizes[axis] % mesh.shape[name] == 0:
+                    sizes[axis] //= mesh.shape[name]
+            assert {shard.data.shape for shard in leaf.addressable_shards} == {tuple(sizes)}
 
 
-def is_cache(part: Any) -> bool:
-    return isinstance(part, KV)
+def is_kept(part: Any) -> bool:
+    return isinstance(part, KV | States)
 
 
 def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from infer.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.model import sharding
+from moa_jax.model.cache import KV, States
 from moa_jax.pretrained import check_mesh
 from tests.conftest import golden_cases
 from tests.decode.mesh_run import CONFIG, LIKE_ALONE
@@ -185,6 +186,15 @@ def test_the_program_decodes_on_a_mesh():
 def test_what_a_mesh_does_not_divide_is_whole_everywhere(axes, shape, expected):
     mesh = AbstractMesh((2, 4), sharding.DECODE_AXES)
     assert sharding.dividing(axes, shape, mesh) == expected
+
+
+def test_a_mesh_splits_what_is_kept_of_a_text():
+    """Caches by heads, the states that a late drafter will read by features, all by rows."""
+    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, np.float32)  # noqa: E731
+    state = (KV(*[array(2, 4, 6, 8)] * 2), States(array(2, 6, 32)), array(2, 6, 32))
+    specs = sharding.specs_of(state, AbstractMesh((2, 4), sharding.DECODE_AXES))
+    heads = P("data", "tensor", None, None)
+    assert specs == (KV(heads, heads), States(P("data", None, "tensor")), P("data"))
 
 
 @pytest.mark.parametrize(("rows", "said"), [(3, 1), (4, 0)])
