@@ -28,10 +28,11 @@ the highest that are likely. Fresh counts bound them; when all has faded, any sh
 likely. So a way that could not win at shares of 1 is never tried. The probe is the shorter, the
 more it is expected to lose. Where drafting was given up nothing is expected of it, and it costs
 about two tokens if nothing is accepted. Waits double up to 256 rounds, and such a probe then takes
-one token in a hundred; before it the drafter reads the text since the last one, which is not
-counted. After longer waits, changes of text would cost more than probes do. The wait is short
-again where drafting was given up, and where `own` commits a quarter more or less, for then it is
-another text. How fast it is would say less: rounds of a longer text take longer.
+one token in a hundred. Before it the drafter reads the text since the last one, and of several
+texts whole prompts, for which they may double up to `Terms.most_wait`. After longer waits, changes
+of text would cost more than probes do. The wait is short again where drafting was given up, and
+where `own` commits a quarter more or less, for then it is another text. How fast it is would say
+less: rounds of a longer text take longer.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ class ShapeChoice(NamedTuple):
 
     shape: DraftShape
     rounds: int
+
+
+class Terms(NamedTuple):
+    """What drafting must promise, beside plain decoding, and how often it is probed."""
+
+    gain: float = 1.0  # times as fast
+    gain_of_probe: float = 1.0  # the same of a probe, at the highest shares that are likely
+    most_wait: int = LAST_WAIT  # rounds from one probe to the next
+
+
+USUAL = Terms()
 
 
 class _Tokens(NamedTuple):
@@ -146,17 +158,14 @@ class Chooser:
         self,
         costs: Mapping[DraftShape, float],
         ready: Collection[DraftShape],
-        least_gain: float = 1.0,
-        gain_of_probe: float = 1.0,
+        terms: Terms = USUAL,
         under_way: ShapeChoice | None = None,
     ) -> ShapeChoice:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
-        What drafts must be `least_gain` times as fast as what does not, and a probe beside plain
-        decoding must promise `gain_of_probe` times as much. What is `under_way` was begun and not
-        heard: a probe is not sent twice. A way without a cost is left out. Where no way has one it
-        is `own`, else plain decoding, else the first way that is ready. Raises ValueError if
-        nothing is ready.
+        What drafts must keep to the `terms`. What is `under_way` was begun and not heard: a probe
+        is not sent twice. A way without a cost is left out. Where no way has one it is `own`, else
+        plain decoding, else the first way that is ready. Raises ValueError if nothing is ready.
         """
         known = {
             way: costs[priced]
@@ -167,20 +176,20 @@ class Chooser:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens = self._tokens(known)
         rates = {way: tokens[way].expected / ms for way, ms in known.items()}
-        weight = lambda way: 1.0 if way.num_drafted else least_gain  # noqa: E731
+        weight = lambda way: 1.0 if way.num_drafted else terms.gain  # noqa: E731
         best = max(known, key=lambda way: rates[way] * weight(way))
         if self._probe in known and self._left > 0:
             sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
             if self._left > sent:
                 return ShapeChoice(self._probe, self._left - sent)
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
-        self._judge(best)
-        if self._since >= self._wait and (probe := _probe(best, known, tokens, gain_of_probe)):
+        self._judge(best, terms.most_wait)
+        left = min(self._wait, terms.most_wait) - self._since
+        if left <= 0 and (probe := _probe(best, known, tokens, terms.gain_of_probe)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
         most = ROUNDS_BETWEEN_CHOICES if best.num_drafted else ROUNDS_OF_PLAIN
         rounds = min(max(self._heard, 1), most)
-        left = self._wait - self._since
         return ShapeChoice(best, min(left, rounds) if left > 0 else rounds)
 
     def _heard_of(self, way: DraftShape) -> list[_Position]:
@@ -208,7 +217,7 @@ class Chooser:
             tokens[way] = _Tokens(expected[way.levels - 1], most[way.levels - 1])
         return tokens
 
-    def _judge(self, best: DraftShape) -> None:
+    def _judge(self, best: DraftShape, most_wait: int) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         gave_up = not best.num_drafted and self._best.num_drafted
         text = self._tokens([self._own])[self._own].expected
@@ -216,7 +225,7 @@ class Chooser:
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
-            self._wait = FIRST_WAIT if paid else min(2 * self._wait, LAST_WAIT)
+            self._wait = FIRST_WAIT if paid else min(2 * self._wait, most_wait)
             self._text = text
         if self._probe or gave_up:
             self._probe, self._since = None, 0

@@ -13,7 +13,7 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import auto
-from moa_jax.decode.auto import PLAIN, Chooser, ShapeChoice
+from moa_jax.decode.auto import PLAIN, Chooser, ShapeChoice, Terms
 
 TREE, OWN = DraftShape(7, 8, 62), DraftShape(5)
 CPU = {PLAIN: 1.0, TREE: 4.0} | {
@@ -196,7 +196,7 @@ def of_the_best_ways(costs: dict[DraftShape, float], text: list[Stretch]) -> flo
 @pytest.mark.parametrize(
     "text, without",
     [
-        ("0.0 to 0.9", {"FIRST_WAIT": 10**9}),
+        ("0.0 to 0.9", {"_probe": lambda *asked: None}),
         ("0.9 to 0.0", {"KEPT": 1.0, "MOST_HEARD": float("inf")}),
         ("0.9 to 0.3", {"KEPT": 1.0, "MOST_HEARD": float("inf")}),
     ],
@@ -244,6 +244,20 @@ def test_probes_become_rare_but_never_stop():
     assert set(stretches[4:]) == {auto.LAST_WAIT} and len(stretches) > 8
     probes = [choice for choice in found[8:] if choice.shape != PLAIN]
     assert max(choice.rounds * (CPU[choice.shape] - 1) for choice in probes) < 3
+
+
+def test_probes_are_as_rare_as_their_terms_say():
+    """Also where the terms change in the middle of a wait."""
+    chooser, rare = Chooser(list(CPU), OWN), Terms(most_wait=1024)
+    waits: list[int] = []
+    for look in range(4000):
+        choice = chooser.next(CPU, set(CPU), rare if look < 2000 else Terms())
+        chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+        if choice.shape == PLAIN:
+            waits[-1:] = [sum(waits[-1:]) + choice.rounds]
+        elif waits[-1:] != [0]:
+            waits.append(0)
+    assert waits[:7] == [32, 64, 128, 256, 512, 1024, 1024] and waits[-3:-1] == [256, 256]
 
 
 def test_a_probe_that_pays_is_followed_by_an_early_one():
@@ -299,7 +313,7 @@ def test_a_probe_promises_what_it_is_asked_to():
     while (choice := chooser.next(CPU, set(CPU))).shape != PLAIN:
         chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
     for _ in range(100):
-        assert chooser.next(CPU, set(CPU), gain_of_probe=10.0).shape == PLAIN
+        assert chooser.next(CPU, set(CPU), Terms(gain_of_probe=10.0)).shape == PLAIN
         chooser.heard(PLAIN, [0] * 8, 8)
     assert chooser.next(CPU, set(CPU)).shape != PLAIN
 

@@ -22,13 +22,14 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.auto import Chooser, ShapeChoice
+from moa_jax.decode.auto import LAST_WAIT, USUAL, Chooser, ShapeChoice, Terms
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
-# Of drafting where several sit: means hide that those whose drafts are refused wait for the rest.
-LEAST_GAIN = 1.25
-GAIN_OF_A_PROBE = 1.5  # of what may be, where the drafter has to read for it what all have
+# Means hide that those whose drafts are refused wait for the rest. Before a probe the drafter may
+# have to read what all have, prompts and answers: then probes take about a hundredth of the time.
+TOGETHER = Terms(gain=1.25, gain_of_probe=1.25)
+LATE_TOGETHER = TOGETHER._replace(gain_of_probe=1.5, most_wait=4 * LAST_WAIT)
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 # Of a trial's call, which has two rounds at least: in a short one it counts much when it was heard
@@ -185,9 +186,8 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        gain = LEAST_GAIN if batch > 1 else 1.0
-        of_probe = GAIN_OF_A_PROBE if is_late and batch > 1 else gain
-        return self._chooser.next(table, programs, gain, of_probe, under_way)
+        terms = USUAL if batch == 1 else LATE_TOGETHER if is_late else TOGETHER
+        return self._chooser.next(table, programs, terms, under_way)
 
     def _on_trial(self, due: list[DraftShape]) -> DraftShape | None:
         """The way of a trial; None if this call is none."""
