@@ -78,7 +78,9 @@ class Terms(NamedTuple):
 
     gain: float = 1.0  # times as fast
     gain_of_probe: float = 1.0  # the same of a probe, at the highest shares that are likely
-    most_wait: int = LAST_WAIT  # rounds from one probe to the next
+    first_wait: int = FIRST_WAIT  # rounds from one probe to the next
+    most_wait: int = LAST_WAIT
+    least_probe: int = LEAST_PROBE  # rounds
 
 
 USUAL = Terms()
@@ -183,9 +185,9 @@ class Chooser:
             if self._left > sent:
                 return ShapeChoice(self._probe, self._left - sent)
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
-        self._judge(best, terms.most_wait)
+        self._judge(best, terms)
         left = min(self._wait, terms.most_wait) - self._since
-        if left <= 0 and (probe := _probe(best, known, tokens, terms.gain_of_probe)):
+        if left <= 0 and (probe := _probe(best, known, tokens, terms)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
         most = ROUNDS_BETWEEN_CHOICES if best.num_drafted else ROUNDS_OF_PLAIN
@@ -217,7 +219,7 @@ class Chooser:
             tokens[way] = _Tokens(expected[way.levels - 1], most[way.levels - 1])
         return tokens
 
-    def _judge(self, best: DraftShape, most_wait: int) -> None:
+    def _judge(self, best: DraftShape, terms: Terms) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         gave_up = not best.num_drafted and self._best.num_drafted
         text = self._tokens([self._own])[self._own].expected
@@ -225,7 +227,7 @@ class Chooser:
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
-            self._wait = FIRST_WAIT if paid else min(2 * self._wait, most_wait)
+            self._wait = terms.first_wait if paid else min(2 * self._wait, terms.most_wait)
             self._text = text
         if self._probe or gave_up:
             self._probe, self._since = None, 0
@@ -236,11 +238,11 @@ def _probe(
     best: DraftShape,
     costs: Mapping[DraftShape, float],
     tokens: Mapping[DraftShape, _Tokens],
-    least_gain: float,
+    terms: Terms,
 ) -> ShapeChoice | None:
     """The probe that may gain most before it has lost what it may; None if none can gain."""
     rate = tokens[best].expected / costs[best]
-    to_beat = rate if best.num_drafted else rate * least_gain
+    to_beat = rate if best.num_drafted else rate * terms.gain_of_probe
     found, largest = None, 0.0
     for way, ms in costs.items():
         commits = tokens[way].expected if best.num_drafted else 1.0  # what gave up is not trusted
@@ -248,7 +250,7 @@ def _probe(
         rounds = TOKENS_OF_A_PROBE / lost
         gain = rounds * (tokens[way].most / ms - to_beat)
         if gain > largest and _tells_more(way, best):
-            found, largest = ShapeChoice(way, max(LEAST_PROBE, round(rounds))), gain
+            found, largest = ShapeChoice(way, max(terms.least_probe, round(rounds))), gain
     return found
 
 

@@ -248,16 +248,17 @@ def test_probes_become_rare_but_never_stop():
 
 def test_probes_are_as_rare_as_their_terms_say():
     """Also where the terms change in the middle of a wait."""
-    chooser, rare = Chooser(list(CPU), OWN), Terms(most_wait=1024)
+    chooser, rare = Chooser(list(CPU), OWN), Terms(first_wait=64, most_wait=1024, least_probe=7)
     waits: list[int] = []
     for look in range(4000):
-        choice = chooser.next(CPU, set(CPU), rare if look < 2000 else Terms())
+        choice = chooser.next(CPU, set(CPU), terms := rare if look < 2000 else Terms())
+        assert choice.shape == PLAIN or len(waits) < 2 or (choice.rounds >= 7) == (terms == rare)
         chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
         if choice.shape == PLAIN:
             waits[-1:] = [sum(waits[-1:]) + choice.rounds]
         elif waits[-1:] != [0]:
             waits.append(0)
-    assert waits[:7] == [32, 64, 128, 256, 512, 1024, 1024] and waits[-3:-1] == [256, 256]
+    assert waits[:7] == [64, 128, 256, 512, 1024, 1024, 1024] and waits[-3:-1] == [256, 256]
 
 
 def test_a_probe_that_pays_is_followed_by_an_early_one():

@@ -45,8 +45,7 @@ class PacedCalls:
         """The ways of so many calls; one beside a catch-up has no time of its own."""
         ways = []
         for call in range(count):
-            late = dict(is_late=self.is_late)
-            program, rounds = self.pace.choose(8, self.programs, hurry=False, **late)
+            program, rounds = self.pace.choose(8, self.programs, hurry=False)
             ways.append(way := program[1])
             catches_up = self.is_late and way != PLAIN and not self.pace.is_trying
             self.is_late = way == PLAIN or self.is_late and self.pace.is_trying
@@ -150,7 +149,7 @@ def test_trials_are_single_calls():
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
     programs, ways = {way: ("program", way) for way in (PLAIN, CHAIN)}, []
     for _ in range(60):
-        program, rounds = pace.choose(8, programs, hurry=False, is_late=True)
+        program, rounds = pace.choose(8, programs, hurry=False)
         ways.append(program[1])
         assert pace.is_trying or ways[-1] == PLAIN
         if ways[-1] == PLAIN:

@@ -410,9 +410,8 @@ class Engine:
         at_rest = not self._maker.is_busy
         slots = self._seats.size.slots
         can_read = bool(self._to_read())
-        is_late = self._seats.is_late
         sent = self._flight and ShapeChoice(self._flight.way, self._flight.rounds)
-        program, rounds = self._pace.choose(slots, programs, can_read, at_rest, is_late, sent)
+        program, rounds = self._pace.choose(slots, programs, can_read, at_rest, sent)
         if not self._pace.is_trying:
             program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)

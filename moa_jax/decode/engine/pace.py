@@ -22,14 +22,20 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.auto import LAST_WAIT, USUAL, Chooser, ShapeChoice, Terms
+from moa_jax.decode.auto import FIRST_WAIT, LAST_WAIT, USUAL, Chooser, ShapeChoice, Terms
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Means hide that those whose drafts are refused wait for the rest. Before a probe the drafter may
-# have to read what all have, prompts and answers: then probes take about a hundredth of the time.
-TOGETHER = Terms(gain=1.25, gain_of_probe=1.25)
-LATE_TOGETHER = TOGETHER._replace(gain_of_probe=1.5, most_wait=4 * LAST_WAIT)
+# have to read what all have, prompts and answers: then probes are rare, and tell enough that chance
+# seldom makes it read in vain. All in all they take about a hundredth of the time.
+TOGETHER = Terms(
+    gain=1.25,
+    gain_of_probe=1.5,
+    first_wait=4 * FIRST_WAIT,
+    most_wait=4 * LAST_WAIT,
+    least_probe=8,
+)
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 # Of a trial's call, which has two rounds at least: in a short one it counts much when it was heard
@@ -97,18 +103,16 @@ class Pace:
         programs: Mapping[DraftShape, Any],
         hurry: bool,
         at_rest: bool = True,
-        is_late: bool = False,
         under_way: ShapeChoice | None = None,
     ) -> tuple[Any, int]:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
-        Nothing is tried where the machine is not `at_rest`, for nothing would be learned. Where the
-        drafter `is_late` it has to catch up before a call that drafts and is no trial. What is
+        Nothing is tried where the machine is not `at_rest`, for nothing would be learned. What is
         `under_way` was sent, and is heard after this choice.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._calls[batch] += 1
-        way, rounds = self._way(batch, programs, at_rest and not hurry, is_late, under_way)
+        way, rounds = self._way(batch, programs, at_rest and not hurry, under_way)
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -162,7 +166,6 @@ class Pace:
         batch: int,
         programs: Mapping[DraftShape, Any],
         alone: bool,
-        is_late: bool,
         under_way: ShapeChoice | None,
     ) -> tuple[DraftShape, int]:
         first = self._first(batch)
@@ -186,7 +189,7 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        terms = USUAL if batch == 1 else LATE_TOGETHER if is_late else TOGETHER
+        terms = USUAL if batch == 1 else TOGETHER
         return self._chooser.next(table, programs, terms, under_way)
 
     def _on_trial(self, due: list[DraftShape]) -> DraftShape | None:
