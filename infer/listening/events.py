@@ -82,14 +82,16 @@ class WarningsTo(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        what = place_of(error) if error else record.getMessage().partition("\n")[0]
+        what = record.getMessage().partition("\n")[0]
+        if error:
+            what = f"{what}: {place_of(error)}"
         self._log("library", name=record.name, level=record.levelname.lower(), what=what)
 
     def __enter__(self) -> Self:
         for logger in self._loggers:
             logger.addHandler(self)
-            logger.setLevel(logging.WARNING)
             logger.propagate = False
+        self._loggers[0].setLevel(logging.WARNING)  # uvicorn says more
         return self
 
     def __exit__(self, *exception: object) -> None:

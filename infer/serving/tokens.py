@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, bytes]] = {}
         self._byte_of = _bytes_of_characters()
-        self._word = [] if tokenizer is None else _word_of(tokenizer)
+        self._word = ("", []) if tokenizer is None else _word_of(tokenizer)
 
     def __call__(self, token: int) -> tuple[str, bytes]:
         """The token's text and its bytes; without a tokenizer its id.
@@ -43,20 +44,17 @@ class TokenTexts:
 
     def _behind_a_word(self, token: int) -> str:
         """The token's text; alone, some tokenizers would drop the space before it."""
-        before, text = (
-            self._tokenizer.decode(ids, skip_special_tokens=False)
-            for ids in (self._word, [*self._word, token])
-        )
-        if not text.startswith(before):
-            return self._tokenizer.decode([token], skip_special_tokens=False)
-        return text[len(before) :]
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        word, ids = self._word
+        text = decode([*ids, token])
+        return text[len(word) :] if text.startswith(word) else decode([token])
 
 
-def _word_of(tokenizer: Any) -> list[int]:
-    """Tokens of some word, none where its text is not whole."""
+def _word_of(tokenizer: Any) -> tuple[str, list[int]]:
+    """The text and the tokens of some word, none where the text is not whole."""
     ids = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     text = tokenizer.decode(ids, skip_special_tokens=False)
-    return [] if text.endswith("\ufffd") else ids
+    return ("", []) if text.endswith("\ufffd") else (text, ids)
 
 
 def _bytes_of_characters() -> dict[str, int]:

@@ -28,11 +28,11 @@ the highest that are likely. Fresh counts bound them; when all has faded, any sh
 likely. So a way that could not win at shares of 1 is never tried. The probe is the shorter, the
 more it is expected to lose. Where drafting was given up nothing is expected of it, and it costs
 about two tokens if nothing is accepted. Waits double up to 256 rounds, and such a probe then takes
-one token in a hundred. Before it the drafter reads the text since the last one, and of several
-texts whole prompts, for which they may double up to `Terms.most_wait`. After longer waits, changes
-of text would cost more than probes do. The wait is short again where drafting was given up, and
-where `own` commits a quarter more or less, for then it is another text. How fast it is would say
-less: rounds of a longer text take longer.
+one token in a hundred, the drafter's reading of the text since the last one not counted. After
+longer waits, changes of text would cost more than that. For several texts, whose prompts the
+drafter may have to read as well, `Terms` make probes rarer and longer. The wait is short again
+where drafting was given up, and where `own` commits a quarter more or less, for then it is another
+text. How fast it is would say less: rounds of a longer text take longer.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Chooser:
                 return ShapeChoice(self._probe, self._left - sent)
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
         self._judge(best, terms)
-        left = min(self._wait, terms.most_wait) - self._since
+        left = min(max(self._wait, terms.first_wait), terms.most_wait) - self._since
         if left <= 0 and (probe := _probe(best, known, tokens, terms)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
@@ -247,10 +247,10 @@ def _probe(
     for way, ms in costs.items():
         commits = tokens[way].expected if best.num_drafted else 1.0  # what gave up is not trusted
         lost = max(rate * ms - commits, TOKENS_OF_A_PROBE / MOST_PROBE)
-        rounds = TOKENS_OF_A_PROBE / lost
+        rounds = max(terms.least_probe, TOKENS_OF_A_PROBE / lost)
         gain = rounds * (tokens[way].most / ms - to_beat)
         if gain > largest and _tells_more(way, best):
-            found, largest = ShapeChoice(way, max(terms.least_probe, round(rounds))), gain
+            found, largest = ShapeChoice(way, round(rounds)), gain
     return found
 
 

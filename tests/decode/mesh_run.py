@@ -41,6 +41,7 @@ from moa_jax.config import (
 )
 from moa_jax.decode.costs import Costs, Place
 from moa_jax.decode.engine import Engine, Request
+from moa_jax.decode.state import Setup
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.files import placement
 from moa_jax.measure.random_pair import random_drafter, random_target
@@ -180,7 +181,8 @@ def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> lis
         session.background.wait()
         found = session.generate(PROMPTS, NEW, NO_STOP, LAWS)
     if mesh is not None:
-        assert_is_split(session.start(PROMPTS, NEW, NO_STOP, LAWS)[0], len(PROMPTS), mesh)
+        state = session.start(PROMPTS, NEW, NO_STOP, LAWS)[0]
+        assert_is_split(state, len(PROMPTS), mesh, session.setup)
     return [
         {
             "tokens": row.token_ids,
@@ -192,10 +194,13 @@ def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> lis
     ]
 
 
-def assert_is_split(state: Any, rows: int, mesh: Mesh) -> None:
+def assert_is_split(state: Any, rows: int, mesh: Mesh, setup: Setup) -> None:
     """Caches are cut by heads, kept states by features, both by rows, where these divide."""
     kept = [part for part in jax.tree.leaves(state, is_leaf=is_kept) if is_kept(part)]
     assert sum(isinstance(part, KV) for part in kept) >= CONFIG.num_layers
+    taps = setup.drafter and setup.drafter.taps
+    sets_aside = setup.catches_up and bool(taps.streams or taps.hidden)
+    assert any(isinstance(part, States) for part in kept) == sets_aside
     for part in kept:
         axes = {0: "data", 1 if isinstance(part, KV) else 2: "tensor"}
         for leaf in part:
@@ -220,7 +225,7 @@ def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     engine = Engine(*NamedPair(name, mesh).pair, SHAPES[shape], **rest)
     engine.start()
     empty, *_ = engine.shelf.run(("empty", engine.shelf.largest))
-    assert_is_split(empty, 2, mesh)
+    assert_is_split(empty, 2, mesh, engine.session.setup)
     heard: list[queue.SimpleQueue] = []
     for prompt, law in zip(PROMPTS, LAWS, strict=True):
         heard.append(queue.SimpleQueue())

@@ -259,6 +259,14 @@ def test_probes_are_as_rare_as_their_terms_say():
         elif waits[-1:] != [0]:
             waits.append(0)
     assert waits[:7] == [64, 128, 256, 512, 1024, 1024, 1024] and waits[-3:-1] == [256, 256]
+    chooser = Chooser(list(CPU), OWN)
+    while chooser.next(CPU, set(CPU)).shape != PLAIN:  # the usual terms set a wait of 32
+        chooser.heard(OWN, [0], 1)
+    waited = 0
+    while (choice := chooser.next(CPU, set(CPU), rare)).shape == PLAIN:
+        chooser.heard(PLAIN, [], choice.rounds)
+        waited += choice.rounds
+    assert waited == 64
 
 
 def test_a_probe_that_pays_is_followed_by_an_early_one():

@@ -213,7 +213,7 @@ def test_a_pass_that_fails_ends_those_in_it_alone(what, most, monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
-@pytest.mark.parametrize("what", ["take", "keep"])
+@pytest.mark.parametrize("what", ["copy", "keep"])
 def test_a_text_that_cannot_be_kept_is_not_lost(what, monkeypatch, caplog):
     """Neither is anybody else: what is kept for later prompts is not needed now."""
     engine, requests = serving("moa-1"), [Request((7, i), 30, NO_STOP) for i in range(8)]
@@ -222,7 +222,7 @@ def test_a_text_that_cannot_be_kept_is_not_lost(what, monkeypatch, caplog):
     if what == "keep":  # that of a prompt, which is about to take a seat
         monkeypatch.setattr(prefixes, "keep", lambda kept: 1 / 0)
     else:  # that of an answer, which is about to end
-        failing(engine, monkeypatch, what, [0])
+        monkeypatch.setattr(engine._seats, "copy", lambda text: 1 / 0)
     found = answers(engine, requests)
     assert_as_alone(requests, found)
     assert engine.load().failures == failures and "could not be kept" in caplog.text

@@ -219,6 +219,22 @@ def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
 
 
+@pytest.mark.parametrize(("batch", "wait", "least"), [(1, 32, 1), (8, 128, 8)])
+def test_probes_of_several_are_rare_and_long(batch, wait, least):
+    """The drafter may have to read whole prompts for them."""
+    pace, programs = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN), {}
+    for each, took in ((PLAIN, 1.0), (CHAIN, 1.3)):
+        programs[each] = (batch, each)
+        for _ in range(SURE + 1):
+            pace.took(batch, programs[each], 1, took)
+    pace.heard(CHAIN, [0] * 8, 8)  # so it is given up
+    waited = 0
+    while (choice := pace.choose(batch, programs, hurry=False, at_rest=False))[0][1] == PLAIN:
+        waited += choice[1]
+        pace.heard(PLAIN, [], choice[1])
+    assert waited == wait and pace._chooser._left >= least  # which may take several calls
+
+
 def test_calls_are_short_where_somebody_is_read():
     """About as long as a chunk; and no call is longer than news may take."""
     pace, program = Pace(None, None, lambda batch: CHAIN), "program"

@@ -176,7 +176,7 @@ def test_warnings_of_libraries_become_events_without_their_text():
                 logging.getLogger(name).exception("failed")
     assert events[0]["what"] == "first line"
     for event in events[1:]:
-        assert event["what"].startswith("ValueError at test_split_program.py:")
+        assert event["what"].startswith("failed: ValueError at test_split_program.py:")
     assert len(events) == 3
 
 

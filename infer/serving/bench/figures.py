@@ -116,9 +116,12 @@ def differences(runs: Runs, others: Runs, facts: Mapping[str, Any]) -> list[dict
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the rows of one way, the least load first: the speedup there, and the worst of all."""
+    """Of the rows of one way: the speedup at the lowest rate, and the worst of all.
+
+    Rates come in their order; of clients alone it is that of the fewest.
+    """
     known = [row for row in rows if row.get("speedup") is not None]
-    low = known[0]
+    low = next((row for row in known if row["rate"] is not None), known[0])
     least = lambda key: min((row for row in known if row[key]), key=lambda row: row[key])  # noqa: E731
     return {
         "speedup_at_lowest_rate": _of_all_and_each(low, "speedup"),

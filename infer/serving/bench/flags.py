@@ -98,7 +98,8 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=above_zero,
         metavar="S",
-        help=f"during which requests come, for each rate and repeat; default: {SECONDS:g}",
+        help="during which requests come, for each rate and repeat, but not for clients; default: "
+        f"{SECONDS:g}",
     )
     size.add_argument(
         "--requests",
@@ -180,7 +181,9 @@ def _flags_of(values: dict[str, object]) -> list[str]:
 def _rates(text: str) -> tuple[Rate, ...]:
     found = tuple(map(_rate, names(text)))
     if not found:
-        raise argparse.ArgumentTypeError("no rate: give requests a second, or shares like 0.5x")
+        raise argparse.ArgumentTypeError(
+            "no rate: give requests a second, shares like 0.5x, or clients like 2c"
+        )
     return found
 
 

@@ -95,7 +95,7 @@ def _same(row: Mapping[str, Any]) -> str:
 def _worst(found: Mapping[str, Any]) -> str:
     return (
         f"{found['way']}: {_sure(found['speedup_at_lowest_rate'])} times as fast as plain at the "
-        f"lowest load; at worst {_sure(found['lowest_throughput_over_plain'])} of its throughput "
+        f"lowest rate; at worst {_sure(found['lowest_throughput_over_plain'])} of its throughput "
         f"and {_sure(found['lowest_p95_over_plain'])} times as fast at p95."
     )
 

@@ -28,7 +28,7 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Means hide that those whose drafts are refused wait for the rest. Before a probe the drafter may
 # have to read what all have, prompts and answers: then probes are rare, and tell enough that chance
-# seldom makes it read in vain. All in all they take about a hundredth of the time.
+# seldom makes it read in vain: at the longest wait about one round in a hundred.
 TOGETHER = Terms(
     gain=1.25,
     gain_of_probe=1.5,

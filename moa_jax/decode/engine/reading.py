@@ -172,7 +172,8 @@ class Readings:
     def keep(self, tokens: Sequence[int], caches: Callable[[], tuple[Live, int]]) -> None:
         """Keeps a text, in as few rows as it needs, if it is wanted; `caches` are its own.
 
-        Where this fails, as for want of memory, nothing is kept, and nobody's answer is lost.
+        Where this fails, as for want of memory, nothing is kept, and nobody's answer is lost but
+        in a group of processes, which ends then.
         """
         if not self.prefixes.wants(tokens):
             return
