@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from dataclasses import replace
+from typing import NoReturn
 
 import jax
 import pytest
@@ -219,13 +220,15 @@ def test_a_text_that_cannot_be_kept_is_not_lost(what, monkeypatch, caplog):
     engine, requests = serving("moa-1"), [Request((7, i), 30, NO_STOP) for i in range(8)]
     failures, prefixes = engine.load().failures, engine._readings.prefixes
     monkeypatch.setattr(prefixes, "wants", lambda tokens: True)
-    if what == "keep":  # that of a prompt, which is about to take a seat
-        monkeypatch.setattr(prefixes, "keep", lambda kept: 1 / 0)
-    else:  # that of an answer, which is about to end
-        monkeypatch.setattr(engine._seats, "copy", lambda text: 1 / 0)
+
+    def full(of: object) -> NoReturn:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nwherever")
+
+    # That of an answer, which is about to end, or of a prompt, which is about to take a seat.
+    monkeypatch.setattr(engine._seats if what == "copy" else prefixes, what, full)
     found = answers(engine, requests)
     assert_as_alone(requests, found)
-    assert engine.load().failures == failures and "could not be kept" in caplog.text
+    assert engine.load().failures == failures and "not kept: RESOURCE_EXHAUSTED" in caplog.text
 
 
 def test_news_that_cannot_be_read_are_a_failed_pass(monkeypatch):

@@ -83,11 +83,6 @@ class Played(NamedTuple):
     cells: list[list[ServerFound]]  # by repeat and server
 
     @property
-    def name(self) -> str:
-        """As people read it."""
-        return tables.name_of_rate(self.facts)
-
-    @property
     def facts(self) -> dict[str, Any]:
         return {"rate": self.rate, "of_capacity": self.of_capacity, "clients": self.clients}
 
@@ -241,7 +236,8 @@ async def _in_turns(
                 each = {way: await _play(servers[way], cell) for way in order}
                 if not (late := [servers[way].way.label for way in order if each[way].compiled]):
                     break
-                bar.line(f"{' and '.join(late)} compiled at {played.name}: once more")
+                name = tables.name_of_rate(played.facts)
+                bar.line(f"{' and '.join(late)} compiled at {name}: once more")
             bar.step(len(servers))
             played.cells.append([each[way] for way in range(len(servers))])
     return found

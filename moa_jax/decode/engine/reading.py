@@ -27,6 +27,7 @@ from moa_jax.decode.engine.requests import Task
 from moa_jax.decode.engine.rows import Live, PromptLogProbs
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import LogProbs
+from moa_jax.errors import first_line
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,8 +173,8 @@ class Readings:
     def keep(self, tokens: Sequence[int], caches: Callable[[], tuple[Live, int]]) -> None:
         """Keeps a text, in as few rows as it needs, if it is wanted; `caches` are its own.
 
-        Where this fails, as for want of memory, nothing is kept, and nobody's answer is lost but
-        in a group of processes, which ends then.
+        Where the device cannot, as for want of memory, nothing is kept, and nobody's answer is
+        lost but in a group of processes, which ends then.
         """
         if not self.prefixes.wants(tokens):
             return
@@ -183,6 +184,6 @@ class Readings:
             if fewer < rows:
                 live, rows = self._shelf.run(("resized", rows, fewer), live), fewer
             self.prefixes.keep(Kept(np.array(tokens, np.int32), live, rows))
-        except Exception:
-            logging.getLogger(__name__).warning("a text could not be kept", exc_info=True)
+        except jax.errors.JaxRuntimeError as error:
+            logging.getLogger(__name__).warning("a text was not kept: %s", first_line(error))
             self.prefixes.clear()
