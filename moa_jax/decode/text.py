@@ -95,7 +95,7 @@ class GrowingText:
         context = self._text(kept)
         waits = text[self._shown :]
         whole = not context.endswith(HALF) and text.endswith(context)
-        if whole and context.endswith(waits):  # nothing, of special tokens alone
+        if whole and context.endswith(waits):  # both empty behind many special tokens
             self._before += len(text) - len(context)
             self._window, self._last = kept, context
             self._shown = len(context) - len(waits)
