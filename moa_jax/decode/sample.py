@@ -33,7 +33,7 @@ from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.drafters.api import NOTHING, Tree
 from moa_jax.errors import InputError
-from moa_jax.model.pieces import in_pieces
+from moa_jax.model.pieces import in_pieces, likeliest
 
 Array = jax.Array
 
@@ -341,7 +341,7 @@ def _noise(
 
 def draw(log_law_BNV: Array, noise_BNV: Array) -> Array:
     """One token (B, N) from each law."""
-    return jnp.argmax(log_law_BNV + noise_BNV, axis=-1).astype(jnp.int32)
+    return likeliest(log_law_BNV + noise_BNV)
 
 
 def accept(

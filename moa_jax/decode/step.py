@@ -44,6 +44,7 @@ from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
 from moa_jax.model.cache import States
 from moa_jax.model.devices import traced_platform
+from moa_jax.model.pieces import likeliest
 
 Array = jax.Array
 
@@ -249,7 +250,7 @@ def choose_after(
     """The token (B,) that the target chooses after the verified ones; it counts as said then."""
     logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
     score_B1V = sample.scores(law, logits_B1V, now.said.each(), now.length_B[:, None])
-    root_B = jnp.argmax(score_B1V[:, 0], axis=-1).astype(jnp.int32)
+    root_B = likeliest(score_B1V[:, 0])
     return now._replace(said=sample.said_in_answer(now.said, root_B[:, None])), root_B
 
 
@@ -501,7 +502,7 @@ def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Arra
         said = sample.said_along(said, above_BNN[..., 1:])
     after_BNV = sample.after(law, logits_BNV, said)
     if law.key_B is None:
-        return jnp.argmax(after_BNV, axis=-1).astype(jnp.int32)
+        return likeliest(after_BNV)
     position_BD = now.length_B[:, None] + 1 + jnp.arange(setup.shape.levels)
     of_node = lambda x_BDX: jnp.take_along_axis(x_BDX, tree.depth_BN[..., None], axis=1)  # noqa: E731
     noise_BNV = of_node(sample.gumbel(law, sample.TARGET, position_BD, logits_BNV.shape[-1]))

@@ -1,10 +1,15 @@
-"""Large vocabularies in pieces, because a GPU gives each row to one of its many processors."""
+"""The likeliest tokens of a vocabulary, in the way that the device finds them fast.
+
+Large vocabularies are cut in pieces, because a GPU gives each row to one of its many processors.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from moa_jax.model.devices import traced_platform
 
 Array = jax.Array
 
@@ -24,10 +29,23 @@ def in_pieces(x_BNV: Array, fill: float | int) -> Array:
     return x_BNV.reshape(B, N, X, -1)
 
 
+def likeliest(order_XV: Array) -> Array:
+    """`argmax` over the last axis of (..., V), ties and NaN included, as int32 (...).
+
+    XLA for CPUs goes through an argmax number by number, and through a maximum vector by vector.
+    """
+    if traced_platform() != "cpu":
+        return jnp.argmax(order_XV, axis=-1).astype(jnp.int32)
+    V = order_XV.shape[-1]
+    is_best_XV = order_XV == order_XV.max(axis=-1, keepdims=True)
+    place_XV = lax.broadcasted_iota(jnp.int32, order_XV.shape, order_XV.ndim - 1)
+    return jnp.where(is_best_XV | jnp.isnan(order_XV), place_XV, V).min(axis=-1)
+
+
 def top_k(order_BNV: Array, count: int) -> tuple[Array, Array]:
     """`lax.top_k`, ties included: of each piece, then of what is best in all pieces."""
     if count == 1:
-        index_BN1 = jnp.argmax(order_BNV, axis=-1, keepdims=True).astype(jnp.int32)
+        index_BN1 = likeliest(order_BNV)[..., None]
         return jnp.take_along_axis(order_BNV, index_BN1, axis=-1), index_BN1
     order_BNXP = in_pieces(order_BNV, -jnp.inf)
     B, N, X, P = order_BNXP.shape

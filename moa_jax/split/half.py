@@ -26,6 +26,7 @@ from moa_jax.decode.state import RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Cache, Drafter, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import llama, quantise
+from moa_jax.model.pieces import likeliest
 from moa_jax.pretrained import (
     LoadedDrafter,
     Target,
@@ -234,7 +235,7 @@ def _chain(
         logits_11U = logits_1U.astype(jnp.float32)[:, None]
         given = (fed.law, logits_11U, said.each(), at_1[:, None] + 1, vocabulary)
         score_11U = sample.scores(*given)
-        best_1 = jnp.argmax(score_11U[:, 0], axis=-1)
+        best_1 = likeliest(score_11U[:, 0])
         token_1 = (best_1 if ids_U is None else jnp.array(ids_U)[best_1]).astype(jnp.int32)
         said = sample.said_in_answer(said, token_1[:, None])
         return tokens_S.at[count].set(token_1[0]), token_1, cache, said
