@@ -116,8 +116,10 @@ def load_target(
     format that the device lacks, and for a mesh that does not divide the feed-forward.
     """
     check_format(weights)
-    if weights is not None and layers == "stacked":
-        raise ValueError("weights are quantised for decoding, from a list of layers")
+    if layers == "stacked" and (weights is not None or mesh is not None):
+        raise ValueError("`weights` and `mesh` are for decoding, from a list of layers")
+    if sharding is not None and mesh is not None:
+        raise ValueError("`mesh` says where arrays lie: leave out `sharding`")
     target = _describe(folders.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
     reader = folders.TensorReader(target.folder)
@@ -258,10 +260,16 @@ def load_drafter(
         check_pairing(config.get("target", {}), _fingerprint(target))
         files = Files(config, shapes, reader.read)
         cfg, notices = kind.read_config(files, target.config, target_layer_inference)
+        if target_layer_inference is not None and not hasattr(cfg, "target_layer_inference"):
+            raise InputError(
+                f"target_layer_inference is for MoA drafters, and {folder} holds one of kind "
+                f"{method!r}: leave it out"
+            )
         table = kind.table(cfg, target.config)
         depth = _depth_of(config)
     used = _clients_table(method, cfg, target) if for_client else table
-    _check(reader, folder, table, used, [*kind.constants(cfg, target.config), *kind.extras])
+    extras = [*kind.constants(cfg, target.config), *kind.extras, *_rotary_tables(reader)]
+    _check(reader, folder, table, used, extras)
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
     mesh = mesh_of(target.params) if mesh is None else mesh
@@ -425,6 +433,8 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
     method = asked or config.get("method") or config.get("speculators_model_type")
     if method is None:
         method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
+    if needs_no_files(method or ""):
+        raise InputError(f"a drafter of kind {method!r} has no files: name it instead of {folder}")
     if method not in DRAFTERS:
         known = ", ".join(DRAFTERS)
         found = f"a drafter of kind {method!r}" if method else "no drafter that we recognise"
@@ -461,4 +471,8 @@ def _depth_of(config: dict[str, Any]) -> int | None:
 def _harmless_extras(reader: folders.TensorReader, cfg: TargetConfig) -> list[str]:
     """Tensors that some writers add: rotary tables, and the second copy of a tied head."""
     tied = ["lm_head.weight"] if cfg.tie_word_embeddings else []
-    return tied + [name for name in reader.shapes if name.endswith("rotary_emb.inv_freq")]
+    return tied + _rotary_tables(reader)
+
+
+def _rotary_tables(reader: folders.TensorReader) -> list[str]:
+    return [name for name in reader.shapes if name.endswith("rotary_emb.inv_freq")]

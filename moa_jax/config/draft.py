@@ -18,7 +18,8 @@ class DraftShape:
     chain          breadth 1: depth - 1 tokens, one after the other
     dynamic tree   every level keeps its `breadth` likeliest nodes and gives each as many
                    children; the `total_tokens` likeliest of all are verified
-    static tree    `paths` says which: (0, 1) is the second child of the root's first
+    static tree    `paths` says which: (0, 1) is the second child of the root's first;
+                   `static` puts them in order and counts the depth
     """
 
     depth: int
@@ -45,7 +46,7 @@ class DraftShape:
     def static(cls, paths: Any, **rest: Any) -> DraftShape:
         """A static tree from its paths, in any order; InputError where they make no tree."""
         try:
-            ordered = sorted({tuple(map(int, path)) for path in paths}, key=lambda p: (len(p), p))
+            ordered = sorted({tuple(map(int, path)) for path in paths}, key=_level_by_level)
         except (TypeError, ValueError) as error:
             raise InputError(
                 "the paths of a tree are lists of child ranks: [[0], [1], [0, 0]]"
@@ -65,6 +66,12 @@ class DraftShape:
                         f"the tree has the path {list(path)} but not {list(needed)}: give every "
                         "node its parent and its elder siblings"
                     )
+        in_order = sorted(known - {()}, key=_level_by_level)
+        if list(self.paths) != in_order or self.depth != 1 + len(in_order[-1]):
+            raise InputError(
+                f"paths {list(map(list, self.paths))} of a tree of depth {self.depth} are not in "
+                "order, or of another depth: let `DraftShape.static` make it"
+            )
 
     @property
     def is_dynamic(self) -> bool:
@@ -109,6 +116,11 @@ class DraftShape:
     def tree_paths(self) -> tuple[tuple[int, ...], ...]:
         """The paths of a static tree; a chain is one whose nodes are first children."""
         return self.paths or tuple((0,) * k for k in range(1, self.levels))
+
+
+def _level_by_level(path: tuple[int, ...]) -> tuple[Any, ...]:
+    """What the nodes of a tree are sorted by, as drafting makes them."""
+    return len(path), path
 
 
 RANGES = (

@@ -87,7 +87,7 @@ class Generation:
 
         One that `teaches` tells the session's chooser what is accepted.
         """
-        self.prompts, self.decode_s = prompts, 0.0
+        self.prompts, self.decode_s = [list(map(int, prompt)) for prompt in prompts], 0.0
         self.state, self.limits, self.law, self.prefill_s = started
         self._session = session
         self._chooser = session.chooser if teaches else None
@@ -204,9 +204,7 @@ class Generation:
             written = slice(len(prompt), len(prompt) + len(tokens))
             thought = rows and logprobs.as_list(rows, row, written)
             results.append(
-                Result(
-                    list(prompt), tokens, reason, accepted, *times, drafted, levels, thought or ()
-                )
+                Result(prompt, tokens, reason, accepted, *times, drafted, levels, thought or ())
             )
         return results
 

@@ -6,6 +6,7 @@ Nothing is compiled while it is timed, and any thread may compile while another 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 DRAFTING_OPTIONS: dict[str, Any] = {"xla_gpu_experimental_force_split_k": 1}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
+_tracing = threading.Lock()  # jax fails now and then where two threads trace
 AnySize = TypeVar("AnySize")
 
 
@@ -66,7 +68,7 @@ class Programs:
             donated = len(self.weights) if donate else ()
             if self._mesh is not None:
                 part, arrays = split(part), on_mesh(arrays, self._mesh)
-            with matmul_precision(self._dtype), sharding.setting(self._mesh):
+            with _tracing, matmul_precision(self._dtype), sharding.setting(self._mesh):
                 traced = jax.jit(part, donate_argnums=donated)
                 lowered = traced.lower(*self.weights, *arrays)
             options = compiler_options(jax.default_backend(), self._drafts)

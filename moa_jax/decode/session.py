@@ -24,6 +24,7 @@ from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.background import Background
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
+from moa_jax.decode.mappings import has_room
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
 from moa_jax.decode.room import Room, check_prompt
 from moa_jax.decode.sample import Law, law_of
@@ -44,7 +45,11 @@ SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer
 
 
 class Session:
-    """A pair ready to decode; programs compile once per (batch, rows of the caches)."""
+    """A pair ready to decode.
+
+    Programs compile once for each way, batch, number of rows of the caches, and combination of
+    settings that a batch's samplings use, and stay.
+    """
 
     def __init__(
         self,
@@ -65,7 +70,8 @@ class Session:
 
         With `ways` every few rounds take one of them, of `shape` or of plain decoding: the one
         that is expected to write most tokens a millisecond. `costs` says what each costs, and
-        where it says nothing `shape` is taken. A way is compiled in the background.
+        where it says nothing `shape` is taken. A way is compiled in the background. Where `shape`
+        is plain there is nothing to choose.
 
         `vocabulary` narrows what is drafted, and `decode.vocabulary.default_vocabulary` finds that
         of a drafter's folder; None drafts from all tokens. `cache_rows` fixes the caches' size,
@@ -92,7 +98,7 @@ class Session:
         for way in self.ways:
             _check_breadth(way, target, functions, vocabulary)
         logprobs.check(top_logprobs, target.config.vocab_size)
-        self.target, self.mesh = target, sharding.mesh_of(target.params)
+        self.mesh = sharding.mesh_of(target.params)
         if drafter and drafter.params and sharding.mesh_of(drafter.params) != self.mesh:
             raise InputError(
                 "target and drafter lie on different devices: load both with the same mesh"
@@ -106,6 +112,7 @@ class Session:
         self.vocabulary = vocabulary if drafter else None
         head = self.vocabulary and _slice_of_head(target.params, self.vocabulary)
         weights = for_decoding(Weights(target.params, drafter and drafter.params, head))
+        self.target = target._replace(params=weights.target)  # or a CPU would hold both forms
         self.cache_rows = cache_rows and cache_rows_for(cache_rows)
         self._chunk = chunk
         rows = [way.num_rows for way in self.ways]
@@ -129,6 +136,7 @@ class Session:
     @weights.setter
     def weights(self, weights: Weights) -> None:
         weights = for_decoding(weights)
+        self.target = self.target._replace(params=weights.target)
         for programs in self._programs.values():
             programs.weights = (weights,)
 
@@ -150,16 +158,17 @@ class Session:
         `max_new_tokens` is one number, or one for each prompt. `stop_ids` is one list, or one for
         each prompt; the default is the target's end-of-text ids. With a single `sampling`, row
         i gets its seed plus i. Every few rounds `stop_when` is given the tokens of a row, and
-        may say where to cut it. Raises InputError for an empty prompt, ids outside the
+        may say where to cut it. Raises InputError for an empty prompt, tokens outside the
         vocabulary, more tokens than the target's positions, or a cache too small for them.
         """
         found = self.begin(prompts, max_new_tokens, stop_ids, sampling)
         most = None if stop_when is None else ROUNDS_BETWEEN_LOOKS
-        while not found.done:
-            found.call(most)
+        while True:
             if stop_when is not None:
                 found.look(stop_when)
-        return found.results()
+            if found.done:
+                return found.results()
+            found.call(most)
 
     def stream(
         self,
@@ -285,6 +294,8 @@ class Session:
         like = shapes_of(arrays)  # which outlive the arrays
 
         def prepare() -> None:
+            if not has_room():
+                return
             self.loop(*like, way)
             if not way.num_drafted:
                 self.catching_up(like[0])
@@ -295,10 +306,15 @@ class Session:
     def _stops(
         self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
     ) -> jax.Array:
-        """Stop ids (B, X), padded with -1 so that their number seldom compiles anew."""
-        ids = self.target.generation.eos_ids if stop_ids is None else stop_ids
+        """Stop ids (B, X), padded with -1 so that their number seldom compiles anew.
+
+        One outside the vocabulary stops nothing.
+        """
+        ids = list(self.target.generation.eos_ids if stop_ids is None else stop_ids)
         one_each = len(ids) and not isinstance(ids[0], int | np.integer)
-        rows = [list(row) for row in ids] if one_each else [list(ids)] * batch
+        rows = [list(row) for row in ids] if one_each else [ids] * batch
+        known = range(self.target.config.vocab_size)
+        rows = [[int(id) if id in known else -1 for id in row] for row in rows]
         if len(rows) != batch:
             raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
         width = max(8, *(-(-len(row) // 8) * 8 for row in rows))
@@ -309,9 +325,9 @@ class Session:
     ) -> list[int]:
         """How many tokens each prompt may get; raises InputError as `generate` does."""
         vocab_size = self.target.config.vocab_size
-        same = isinstance(max_new_tokens, int)
+        same = isinstance(max_new_tokens, int | np.integer)
         wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
-        if not prompts:
+        if not len(prompts):
             raise InputError("no prompts: give at least one")
         if len(wanted_B) != len(prompts):
             raise InputError(f"{len(wanted_B)} lengths for {len(prompts)} prompts: give one each")
@@ -383,7 +399,7 @@ def for_decoding(weights: Weights) -> Weights:
     head = weights.vocabulary
     return weights._replace(
         target=_with_head(weights.target),
-        drafter=quantise.in_panels(weights.drafter),
+        drafter=_with_head(weights.drafter),  # small models have a table of their own
         vocabulary=head and head._replace(head_DU=panels.cut(head.head_DU)),
         shared=_with_head(weights.shared),
     )

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moa_jax.errors import InputError
 from moa_jax.files import folders, packed
 from moa_jax.model import convert, quantise
+from moa_jax.model.panels import Panels
 from moa_jax.model.quantise import Format, Matrix, Quantised
 from moa_jax.model.sharding import ShardingOf
 
@@ -113,11 +114,16 @@ def write_params(
     """
     constants = constants or {}
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
-    tensors = (
-        named for packing, leaf in leaves for named in convert.unpack(packing, np.asarray(leaf))
-    )
+    tensors = (named for packing, leaf in leaves for named in convert.unpack(packing, _whole(leaf)))
     shapes = convert.stored_shapes(table) | {name: a.shape for name, a in constants.items()}
     folders.write_tensors(folder, shapes, dtype, itertools.chain(tensors, constants.items()))
+
+
+def _whole(leaf: Any) -> np.ndarray:
+    """A matrix as it is stored, though it be cut for decoding; InputError for one of eight bits."""
+    if isinstance(leaf, Quantised):
+        raise InputError("weights of eight bits cannot be saved: load them without `weights`")
+    return np.asarray(leaf.whole() if isinstance(leaf, Panels) else leaf)
 
 
 # Bytes below which the host turns an array, whose program need not be compiled then. None stands

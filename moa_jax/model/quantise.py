@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moa_jax.errors import InputError
 from moa_jax.model import panels, sharding
 from moa_jax.model.devices import traced_platform
 from moa_jax.model.panels import Panels
@@ -67,8 +68,11 @@ def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
 
     The scale is rounded first, so that its own error is not in what the values stand for. A
     channel of zeros, or of numbers too small to divide by, gets a scale of 1. A channel that is
-    not finite gets a scale that is not.
+    not finite gets a scale that is not. Raises InputError for float16, which has no numbers small
+    enough for scales.
     """
+    if weight.dtype == jnp.float16:
+        raise InputError("float16 has no room for the scales of eight bits: choose another dtype")
     largest = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=summed, keepdims=True)
     scale = largest / _LARGEST[weights]
     scale = scale.astype(weight.dtype)

@@ -6,6 +6,7 @@ import itertools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
 from moa_jax.model import attention, panels, quantise
 from moa_jax.model.panels import Panels
+from moa_jax.pretrained import load_target, save_target
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, PROMPTS, Pair
 
@@ -101,6 +103,16 @@ def test_weights_that_take_the_place_of_others_are_cut_too(pair):
     before = session.weights
     session.weights = before._replace(target=pair.target.params)
     same = jax.tree.map(np.array_equal, session.weights, before)
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_session_holds_weights_as_it_decodes_with_them_and_they_are_saved_whole(pair, tmp_path):
+    session = Session(pair.target, pair.drafter, CHAIN)
+    given, held = pair.target, session.target
+    assert held.params is session.weights.target
+    save_target(tmp_path, held.config, held.params, dtype=jnp.float32)
+    saved = load_target(tmp_path, jnp.float32).params
+    same = jax.tree.map(np.array_equal, saved, given.params)
     assert all(jax.tree.leaves(same))
 
 

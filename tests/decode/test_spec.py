@@ -2,10 +2,12 @@
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
+import json
 import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moa_jax import InputError, Result, Session
@@ -81,6 +83,19 @@ def test_rows_end_where_they_would_alone(pair):
         session.generate(PROMPTS, 4, [[1], [2]])
     with pytest.raises(InputError, match="2 lengths for 3 prompts"):
         session.generate(PROMPTS, [4, 4], NO_STOP)
+
+
+def test_numbers_of_numpy_are_numbers(simple_pair):
+    prompts, stops = np.array([[5, 6, 7]]), np.array([simple_pair.target.config.vocab_size])
+    (found,) = simple_pair.plain.generate(prompts, np.int64(8), stops)
+    (same,) = simple_pair.plain.generate([[5, 6, 7]], 8, {1 << 40})  # which stops nothing
+    assert json.loads(json.dumps(found._asdict()))["token_ids"] == same.token_ids
+    assert len(same.token_ids) == 8
+
+
+def test_a_text_that_ends_with_its_first_token_ends_by_its_stop(simple_pair):
+    (found,) = simple_pair.plain.generate([[5, 6, 7]], 1, NO_STOP, stop_when=lambda tokens: 1)
+    assert (len(found.token_ids), found.finish_reason) == (1, "stop")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["each round", "many rounds"])

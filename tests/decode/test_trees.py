@@ -281,6 +281,12 @@ def test_chain_is_the_likeliest_path():
         (lambda: DraftShape.static([[1]]), r"path \[1\] but not \[0\]"),
         (lambda: DraftShape.static([[-1]]), "parent"),
         (lambda: DraftShape.static("x"), "lists of child ranks"),
+        (
+            lambda: DraftShape(2, paths=((0,), (1,), (0, 0))),
+            "another depth: let `DraftShape",
+        ),
+        (lambda: DraftShape(3, paths=((0,), (0, 0), (1,))), "not in order"),
+        (lambda: DraftShape(2, paths=((0,), (0,))), "not in order"),
     ],
 )
 def test_impossible_trees_are_one_line(make, line):

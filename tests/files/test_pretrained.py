@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -149,6 +150,9 @@ def test_formats_are_refused_where_there_are_none(pair, monkeypatch):
     assert "this device is cpu: choose int8" in refusal(load_target, pair / "x", weights="fp8")
     target = describe_target(pair / "target")
     assert "fp8 weights need" in refusal(load_drafter, pair / "draft", target, weights="fp8")
+    assert "no room for the scales" in refusal(
+        load_target, pair / "target", jnp.float16, weights="int8"
+    )
     with pytest.raises(ValueError, match="list of layers"):
         load_target(pair / "target", layers="stacked", weights="int8")
 
@@ -225,7 +229,25 @@ def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):
     shutil.copytree(saved / "qwen2" / "target", tmp_path / "target")
     extras = {"lm_head.weight": np.ones((101, 56)), "model.rotary_emb.inv_freq": np.ones(4)}
     edit_tensors(tmp_path / "target", **extras)
-    assert "lm_head" not in load_target(tmp_path / "target").params
+    target = load_target(tmp_path / "target")
+    assert "lm_head" not in target.params
+    assert load_drafter(tmp_path / "target", target, method="independent").params
+
+
+def test_drafters_are_asked_for_what_they_have(pair):
+    target = describe_target(pair / "target")
+    asked = functools.partial(refusal, load_drafter, target=target)
+    assert "holds one of kind 'independent': leave it out" in asked(
+        pair / "target", method="independent", target_layer_inference=3
+    )
+    assert "'lookup' has no files: name it" in asked(pair / "draft", method="lookup")
+
+
+def test_weights_of_eight_bits_are_not_saved(pair, tmp_path):
+    target = load_target(pair / "target", weights="int8")
+    assert "load them without `weights`" in refusal(
+        save_target, tmp_path / "new", target.config, target.params
+    )
 
 
 # ---- where arrays live --------------------------------------------------------------------
