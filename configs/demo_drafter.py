@@ -1,6 +1,6 @@
 """The drafter of the bundled pair, trained on the target's own answers.
 
-    python -m train.distill --config configs/demo_drafter.py --target-cache runs/target_cache
+    python -m train.distill --config configs/demo_drafter.py --target-cache runs/demo_cache
 
 `train.regenerate` makes the data beforehand, and the same config trains on with more of it
 (moa_jax/demo/README.md). Some are answers to prompts of kinds that the target never saw, for people

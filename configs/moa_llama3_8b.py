@@ -54,7 +54,7 @@ config = DistillConfig(
         peak=20.0,
         total_steps=40 * EPOCH,
     ),
-    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice; a v5e has no room
+    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice; presets say where it must be
     run=RunConfig(
         directory="runs/moa_llama3_8b",
         log_every=20,
@@ -68,9 +68,10 @@ config = DistillConfig(
 
 # Settings for machines, as `--preset NAME` takes them.
 presets = {
-    # A copy of the target, 15.0 GiB, would fill a chip of 15.75, so two chips share one. Where all
-    # cut it (`--mesh.tensor 1 --mesh.target cut --chunks.head 0 --chunks.memory 0`) a step is a
-    # tenth faster by plan, but each chip then receives twice as much.
+    # A copy of the target, 15.0 GiB, would fill a chip of 15.75, so two chips share one, and what
+    # it leaves asks for chunks. Where all cut it there is room without them (`--mesh.tensor 1
+    # --mesh.target cut --chunks.head 0 --chunks.memory 0`): a step is then a tenth faster by plan,
+    # but each chip receives twice as much.
     "v5e:4x4": {
         "mesh.tensor": "2",
         "mesh.target": "copied",

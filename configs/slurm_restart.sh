@@ -21,8 +21,8 @@ newest_checkpoint() {
 newest_before=$(newest_checkpoint)
 
 start_again() { # the exit code of all processes together
-    if [ -e "$run/final/config.json" ]; then
-        exit 0
+    if [ -e "$run/final/config.json" ]; then # perhaps an earlier one's
+        exit "$1"
     fi
     if [ "$(newest_checkpoint)" = "$newest_before" ]; then
         echo "ended with code $1 and no new checkpoint in $run: not started again" >&2

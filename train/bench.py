@@ -34,7 +34,7 @@ from moa_jax.model.precision import matmul_precision
 from moa_jax.training.distillation import TrainStep, abstract_frozen, make_train_step
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.metrics import peak_flops
-from train.plan import shapes_of
+from train.plan import with_shapes
 from train.run.settings import config_parser, parse_config
 
 
@@ -49,7 +49,7 @@ class Runner(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> None:
     config, args = parse_config(_parser(), DistillConfig, arguments)
-    target_cfg = shapes_of(config.target)
+    config, target_cfg = with_shapes(config)
     runners = [_runner("distill", config, target_cfg, jax.devices())]
     if not args.no_plain:
         alone = plain(config)

@@ -29,15 +29,17 @@ from moa_jax.training.distillation import make_train_step
 from moa_jax.training.metrics import read_records
 from train.distill import save, with_vocabulary
 from train.run.frequent import frequent_in
+from train.run.loop import check_output
 from train.run.settings import config_parser, parse_config
 
 
 def export(config: DistillConfig, step: int) -> None:
     """Writes the drafter of one checkpoint of a run as `config.output`, on one device.
 
-    Its draft vocabulary, if one is asked for, is counted anew. Raises InputError as `read_state`,
-    and for data that cannot be read.
+    Its draft vocabulary, if one is asked for, is counted anew. Raises InputError as `read_state`
+    and `check_output`, and for data that cannot be read.
     """
+    check_output(config)
     target = describe_target(config.target)
     config = with_vocabulary(config, target)
     here = sharding.make_mesh(MeshConfig(), jax.devices()[:1])

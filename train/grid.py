@@ -41,12 +41,12 @@ from moa_jax.training.metrics import read_records
 from train.distill import distill, with_vocabulary
 from train.run import target_cache
 from train.run.earlier import Earlier, read_earlier
-from train.run.grid_decoding import decode, decoded_of, decoding_of
+from train.run.grid_decoding import decode, decoded_of, decoding_of, prompts_of
 from train.run.grid_document import GridRow, document_of
 from train.run.grid_files import files_of, inputs_of
 from train.run.grid_report import render
 from train.run.grid_runs import GridRun, check_alike, chosen_runs, rate_name, runs_of
-from train.run.settings import check_paths
+from train.run.settings import expanded
 from train.run.target_cache import CacheFlags
 
 Number = TypeVar("Number", int, float)
@@ -82,7 +82,7 @@ def train(
     configs = [(each.cell, each.config) for each in runs]
     flags = flags and target_cache.shared(flags, configs, target.config)
     for each in runs:
-        if not is_finished(each, target) and not _earlier_of(each, earlier):
+        if not is_done(each, target, earlier):
             print(f"{each.config.run.directory}: training", file=sys.stderr)
             if not distill(each.config, flags):
                 return False
@@ -91,6 +91,11 @@ def train(
             write_json(Path(each.config.run.directory) / FINISHED, content)
             jax.clear_caches()  # or the programs of all cells pile up
     return True
+
+
+def is_done(each: GridRun, target: Target, earlier: Sequence[Earlier]) -> bool:
+    """Whether a run need not be trained; raises InputError as `is_finished`."""
+    return is_finished(each, target) or _earlier_of(each, earlier) is not None
 
 
 def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:
@@ -190,8 +195,7 @@ def _simulated_tau(each: GridRun) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
-    grid = read_config(args.config, GridConfig)
-    check_paths(grid)
+    grid = expanded(read_config(args.config, GridConfig))
     if args.reference:
         grid = dataclasses.replace(grid, reference=args.reference)
     check_alike(grid)
@@ -203,6 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     earlier = _earlier_rows(names(args.done), grid, runs, target)
     rows = rows_of(grid, runs, target, earlier)  # refuses before anything is trained
     if not args.report:
+        if not all(is_done(each, target, earlier) for each in mine):
+            prompts_of(grid, target)  # so does this
         if not train(mine, target, earlier, target_cache.flags_of(args)):
             return
         best = [row.best for row in rows_of(grid, runs, target, earlier) if not row.decoded]

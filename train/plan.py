@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from configs.shapes import SHAPES
@@ -32,7 +33,8 @@ from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.measure.tables import columns, gib
-from moa_jax.pretrained import describe_target
+from moa_jax.pretrained import SpecialIds, Target, describe_target
+from train.distill import with_vocabulary
 from train.run.best import search
 from train.run.settings import NO_PRESET, config_parser, overridden, parse_config
 
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise InputError(f"--fill {args.fill}: choose above 0 and at most 1")
     wanted = machine(args.topology)
     check_compiler(wanted)
-    target_cfg = shapes_of(config.target)
+    config, target_cfg = with_shapes(config)
     best = None
     if args.best:
         best = search(config, speeds(target_cfg, wanted, args.fill, not args.full))
@@ -80,9 +82,17 @@ def _asked(arguments: list[str]) -> tuple[DistillConfig, argparse.Namespace]:
     return config, args
 
 
-def shapes_of(name: str) -> TargetConfig:
-    """The sizes of a target that a config names: known ones, else those of its folder."""
-    return SHAPES[name] if name in SHAPES else describe_target(name).config
+def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
+    """The config with its draft vocabulary, and the sizes of its target.
+
+    Known targets need no folder; that a vocabulary is of their tokenizer is then not checked.
+    """
+    name = config.target
+    if name in SHAPES:
+        target = Target(SHAPES[name], None, Path(name), SpecialIds())
+    else:
+        target = describe_target(name)
+    return with_vocabulary(config, target), target.config
 
 
 def speeds(

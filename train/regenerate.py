@@ -29,6 +29,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from infer.flags.auto import costs_of
 from infer.flags.mesh import add_mesh_flag
 from infer.flags.pair import BUNDLED, add_weights_flag, open_drafter, open_target, target_options
@@ -43,7 +45,7 @@ from moa_jax.decode.engine import Engine
 from moa_jax.decode.room import Room
 from moa_jax.decode.vocabulary import default_vocabulary
 from moa_jax.errors import InputError
-from moa_jax.pretrained import Target, describe_target
+from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
 from train.run.completions import AnswerFields
 from train.run.connection import address_of
@@ -79,7 +81,7 @@ def regenerate(args: argparse.Namespace) -> None:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
         raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
     answers = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
-    with Partial(output, _settings(args, answers)) as partial:
+    with Partial(output, *_settings(args, answers)) as partial:
         _answer(records, answers, rules, partial)
         drifted, dropped = partial.drifted, partial.finish()
     if drifted:
@@ -104,13 +106,15 @@ def _answer(
             raise InputError(f"{error}; {done}: the same command goes on there") from error
 
 
-def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
-    """What decides the text."""
+def _settings(args: argparse.Namespace, answers: Answers) -> list[dict[str, Any]]:
+    """What decides the text, then the same as earlier versions wrote it: of the dtype its flag."""
     flags = DECISIVE + (DRAWING if args.temperature else ())
+    settings = {flag: getattr(args, flag) for flag in flags}
     if isinstance(answers, EndpointAnswers):
-        return {flag: getattr(args, flag) for flag in flags} | {"model": answers.model}
-    flags += ("dtype", "weights") if args.weights else ("dtype",)  # else older files go on
-    return {flag: getattr(args, flag) for flag in flags}
+        return [settings | {"model": answers.model}]
+    settings |= {"weights": args.weights} if args.weights else {}  # else older files go on
+    dtype = args.dtype or jnp.dtype(default_dtype()).name
+    return [settings | {"dtype": each} for each in (dtype, args.dtype)]
 
 
 def _records(args: argparse.Namespace) -> Iterator[tuple[int, Record]]:

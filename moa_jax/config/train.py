@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from moa_jax.config.checks import at_least
-from moa_jax.config.draft import DraftShape
+from moa_jax.config.draft import MAX_DEPTH, DraftShape
 from moa_jax.config.model import DrafterConfig, TargetConfig
 from moa_jax.errors import InputError
 
@@ -49,6 +49,10 @@ class DataConfig:
             )
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise InputError(f"weights are {self.weights}: choose numbers above 0")
+        if self.longest_first and not self.pack:
+            raise InputError(
+                "longest_first with pack False: it is an order of packing, so set it to False"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +263,8 @@ class DistillConfig(Objective):
 
     def __post_init__(self) -> None:
         at_least(1, self, "horizon")
+        if self.horizon >= MAX_DEPTH:  # the drafter's folder states a chain that is longer by one
+            raise InputError(f"horizon is {self.horizon}: choose at most {MAX_DEPTH - 1}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,3 +297,5 @@ class GridConfig:
                 raise InputError(f"no cell {name!r} among {', '.join(names)}: name one of them")
         if not self.seeds:
             raise InputError("a grid needs at least one seed")
+        at_least(1, self, "prompts")
+        at_least(2, self, "max_new_tokens")  # the first comes before any round

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.drafters import method_of
 
 Settings = dict[str, Any]  # dotted names -> values as JSON gives them back
 
@@ -28,25 +29,26 @@ FREE = (
 DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
 OF_A_HOST = ("data.cache", "data.workers")  # what processes of one run may set apart
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
+KIND = "drafter.kind"  # of two kinds the settings may be alike; older files do not say it
 MOST_SHOWN = 6
 LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands of ids
 
 
 def fingerprint(config: PretrainConfig | DistillConfig) -> Settings:
     """The settings that decide what a run computes."""
-    return _decisive(_flat(dataclasses.asdict(config)))
+    return _decisive(_settings(config))
 
 
 def common(config: PretrainConfig | DistillConfig) -> Settings:
     """The settings that all processes of a run must share: free ones decide what they compile."""
-    settings = _flat(dataclasses.asdict(config))
-    return {name: value for name, value in settings.items() if name not in OF_A_HOST}
+    return {name: value for name, value in _settings(config).items() if name not in OF_A_HOST}
 
 
 def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> list[str]:
     """One text for each decisive setting that differs, as `optim.b1: 0.9 -> 0.8`."""
     saved = {FORMER.get(name, name): value for name, value in _flat(saved).items()}
-    old, new = _decisive(_defaults(config) | saved), fingerprint(config)
+    unsaid = _defaults(config) | _kind_of(config)
+    old, new = _decisive(unsaid | saved), fingerprint(config)
     names = [*new, *(name for name in old if name not in new)]
     return [
         f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
@@ -60,6 +62,14 @@ def listed(differences: list[str]) -> str:
     more = len(differences) - MOST_SHOWN
     rest = [f"{more} more"] if more > 0 else []
     return ", ".join(differences[:MOST_SHOWN] + rest)
+
+
+def _settings(config: PretrainConfig | DistillConfig) -> Settings:
+    return _kind_of(config) | _flat(dataclasses.asdict(config))
+
+
+def _kind_of(config: PretrainConfig | DistillConfig) -> Settings:
+    return {KIND: method_of(config.drafter)} if isinstance(config, DistillConfig) else {}
 
 
 def _flat(tree: dict[str, Any], above: str = "") -> Settings:

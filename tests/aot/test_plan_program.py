@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from configs import tiny
 from configs.shapes import SHAPES
 from moa_jax.aot import child, lowering, machines, planning
 from moa_jax.aot.machines import GIB, machine
-from moa_jax.config import DistillConfig
+from moa_jax.config import DistillConfig, Eagle3Config
+from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.errors import InputError
 from tests.aot.compiling import needs, run_plan
+from tests.model_folders import refusal
 from train import plan
 from train.run.settings import load_config
 
@@ -133,6 +138,22 @@ def test_the_best_flags_are_searched(monkeypatch, capsys):
     assert found["rows_per_batch"] == 64
     assert "--data.rows_per_batch 128: does not fit" in captured.err
     assert "tensor 4 does not divide" in captured.err
+
+
+def test_a_drafter_is_planned_with_its_draft_vocabulary(tmp_path):
+    """Of a known target, which needs no files, and of a folder."""
+    path = tmp_path / "vocabulary.safetensors"
+    for target in ("meta-llama/Meta-Llama-3-8B-Instruct", tiny.config.target):
+        config = dataclasses.replace(
+            tiny.config, target=target, drafter=Eagle3Config(1, 24), vocabulary=str(path)
+        )
+        plain = dataclasses.replace(config, vocabulary=None)
+        vocab_size = plan.with_shapes(plain)[1].vocab_size
+        save_vocabulary(path, DraftVocabulary(np.array([1, 4, 5], np.int32), vocab_size))
+        found, sizes = plan.with_shapes(config)
+        assert found.drafter.draft_ids == (1, 4, 5) and sizes.vocab_size == vocab_size
+    found = dataclasses.replace(config, target="meta-llama/Meta-Llama-3-8B-Instruct")
+    assert "use the draft vocabulary of this target" in refusal(plan.with_shapes, found)
 
 
 def test_an_impossible_fill_is_refused(planned):

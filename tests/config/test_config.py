@@ -61,10 +61,23 @@ def test_a_chain_has_an_end():
     assert f"choose at most {MAX_DEPTH}" in refusal(DraftShape, MAX_DEPTH + 1)
 
 
+def test_a_drafter_is_trained_for_no_longer_a_chain():
+    """Its folder states a depth, one above the horizon, and is held to the same limit."""
+    dataclasses.replace(tiny.config, horizon=MAX_DEPTH - 1)
+    said = refusal(dataclasses.replace, tiny.config, horizon=MAX_DEPTH)
+    assert said == f"horizon is {MAX_DEPTH}: choose at most {MAX_DEPTH - 1}"
+
+
+def test_an_order_of_packing_needs_packing():
+    said = refusal(dataclasses.replace, tiny.config.data, pack=False, longest_first=True)
+    assert said.startswith("longest_first with pack False: ")
+
+
 @pytest.mark.parametrize("module", [config.model, config.draft, config.train])
 def test_the_package_has_the_classes_of_its_modules(module):
     """Whoever adds a config to one of them adds its name to moa_jax/config/__init__.py."""
-    classes = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    found = (x for x in vars(module).values() if isinstance(x, type))
+    classes = [x for x in found if x.__module__ == module.__name__]
     assert classes and all(getattr(config, x.__name__) is x for x in classes)
 
 

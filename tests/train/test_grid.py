@@ -106,6 +106,14 @@ def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
     assert "--learning-rates 1e-4,fast: " in refusal(asked, "1e-4,fast")
 
 
+def test_a_grid_without_prompts_is_refused_before_it_is_trained(tmp_path, monkeypatch):
+    grid = toy_grid(tmp_path, max_new_tokens=1024)  # all positions of the target
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
+    monkeypatch.setattr(grids, "train", None)
+    said = refusal(grids.main, ["--config", "given"])
+    assert "leaves max_new_tokens 1024 of the target's 1024 positions free" in said
+
+
 def test_without_rates_each_cell_keeps_its_own(tmp_path):
     grid = toy_grid(tmp_path, learning_rates=())
     (name, config), other = grid.cells
@@ -115,6 +123,8 @@ def test_without_rates_each_cell_keeps_its_own(tmp_path):
     assert [(run.cell, run.learning_rate) for run in runs] == [("moa", 5e-3), ("eagle", 1e-3)]
     assert [run.config.optim.learning_rate for run in runs] == [5e-3, 1e-3]
     assert runs[0].config.run.directory.endswith("/moa-lr0.005-seed0")
+    said = refusal(grids.chosen_runs, runs, ["moa"], [1e-3])
+    assert said.startswith("--cells moa --learning-rates 0.001: no run of the grid is of all these")
 
 
 def changed(config, **changes):
@@ -290,6 +300,7 @@ def test_damaged_files_of_a_run(tmp_path):
         json.dumps(good | {"shapes": good["shapes"][:1]}),
         json.dumps(good | {"shapes": [{"tau": 1.0}] * 2}),
         json.dumps(good | {"prompts": None}),
+        json.dumps(good | {"settings": {"run": "none"}}),
     ):
         path.write_text(text)
         assert grids.rows_of(grid, [run], TARGET)[0].decoded is None, text
@@ -397,6 +408,27 @@ def test_an_earlier_report_of_something_else_is_refused(earlier, tmp_path):
     files = document["files"] | {model: document["files"][model] | {"sha256": "0" * 16}}
     write_json(path, document | {"files": files})
     assert f"{model}: other content" in refusal(done_for, grid, path)
+
+
+def test_trees_of_one_name_are_told_apart(earlier):
+    """Files of earlier versions do not tell, and count."""
+    grid, path, document = earlier
+    trees = [DraftShape.static(paths) for paths in ([[0], [1], [0, 0]], [[0], [0, 0], [0, 1]])]
+    one, other = (dataclasses.replace(grid, shapes=(tree,)) for tree in trees)
+    run, how = grids.runs_of(one)[0], grid_decoding.decoding_of(one)
+    assert how["shapes"] == grid_decoding.decoding_of(other)["shapes"]
+    finish(run, 1.5)
+    decoded, file = decoded_by(one, run, [2, 4]), Path(run.config.run.directory) / "decoded.json"
+    write_json(file, decoded)
+    write_json(path, document | how)
+    assert grid_decoding.decoded_of(one, run) and done_for(one, path)
+    assert grid_decoding.decoded_of(other, run) is None
+    assert "shapes_in_full: " in refusal(done_for, other, path)
+    del decoded["settings"]["shapes_in_full"], decoded["settings"]["run"]["drafter.kind"]
+    del document["shapes_in_full"]
+    write_json(file, decoded)
+    write_json(path, document | {"shapes": how["shapes"]})
+    assert grid_decoding.decoded_of(other, run) and done_for(other, path)
 
 
 def test_what_is_no_report_is_refused(earlier):
@@ -509,6 +541,8 @@ def test_the_report_tells_what_the_first_positions_accept(tmp_path):
 
 def test_the_report_says_what_its_figures_rest_on(tmp_path):
     grid = toy_grid(tmp_path, learning_rates=())
+    cells = ((name, changed(config, optim_accumulate=2)) for name, config in grid.cells)
+    grid = dataclasses.replace(grid, cells=tuple(cells))  # parts are not more rows
     runs = grids.runs_of(grid)
     for run, rounds in zip(runs, ([2, 4], [4, 4]), strict=True):
         finish(run, 1.5)
@@ -547,6 +581,9 @@ def test_a_config_that_cannot_be_compared(tmp_path):
         toy_grid(tmp_path, reference="walrus")
     with pytest.raises(InputError, match="one seed"):
         toy_grid(tmp_path, seeds=())
+    for name, low in (("prompts", 1), ("max_new_tokens", 2)):
+        said = refusal(toy_grid, tmp_path, **{name: low - 1})
+        assert said == f"{name} is {low - 1}: choose a whole number of at least {low}"
 
 
 @pytest.mark.slow

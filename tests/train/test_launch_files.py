@@ -274,6 +274,15 @@ def test_slurm_starts_again_while_a_run_gets_on(tmp_path, name, wish, code, agai
         assert "--distributed" in shlex.split(seen)
 
 
+@pytest.mark.parametrize("name", SLURM)
+def test_a_job_that_fails_says_so_though_an_earlier_one_has_finished(tmp_path, name):
+    variables = environment(tmp_path, "refuse")
+    (tmp_path / "run" / "final").mkdir()
+    (tmp_path / "run" / "final" / "config.json").touch()
+    ran = subprocess.run(["bash", CONFIGS / name, "configs/tiny.py"], env=variables)
+    assert ran.returncode == BAD_INPUT and not (tmp_path / "run.scontrol").exists()
+
+
 @pytest.mark.parametrize("given", [None, "", "/scratch/compiled"])
 @pytest.mark.parametrize("name", SLURM)
 def test_slurm_jobs_keep_what_they_compile(tmp_path, name, given):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -256,10 +257,37 @@ def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypa
         ask(tmp_path / "a.jsonl")
 
 
+def test_a_cut_run_keeps_its_dtype(ask, scripted, tmp_path, monkeypatch):
+    """That of the hardware, unless a flag names one; files of earlier versions do not say it."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_after(patch, 1)
+        ask(tmp_path / "a.jsonl", "--limit", "4")
+    partial = tmp_path / "a.jsonl.partial"
+    began = partial.read_text()
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="dtype float32"):
+        patch.setattr(regenerate, "default_dtype", lambda: jnp.bfloat16)
+        ask(tmp_path / "a.jsonl", "--limit", "4")
+    for dtype, flags in (('"float32"', ("--dtype", "float32")), ("null", ())):
+        (tmp_path / "a.jsonl").unlink(missing_ok=True)
+        partial.write_text(began.replace('"float32"', dtype))
+        ask(tmp_path / "a.jsonl", "--limit", "4", *flags)
+
+
 def test_a_run_cut_at_its_first_byte(ask, scripted, tmp_path):
     (tmp_path / "a.jsonl.partial").touch()
     ask(tmp_path / "a.jsonl", "--limit", "4")
     assert read(tmp_path / "a.jsonl")
+
+
+def test_the_output_is_on_the_disk_before_its_parts_are_removed(tmp_path, monkeypatch):
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("fsync") or sync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("replace") or replace(*paths))
+    with Partial(tmp_path / "a.jsonl", {}) as partial:
+        partial.close(0, "{}", "")
+        partial.finish()
+    assert done == ["fsync", "replace"] and (tmp_path / "a.jsonl").read_text() == "{}\n"
 
 
 def test_text_does_not_depend_on_batch_mates(ask, scripted, tmp_path):

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from infer.info import ROOT
-from moa_jax.config import DistillConfig
+from moa_jax.config import BorrowedConfig, DistillConfig, IndependentConfig
 from moa_jax.training import checkpoint
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.fingerprint import changes, fingerprint, listed
@@ -400,6 +400,20 @@ def test_another_program_and_settings_that_are_gone_differ():
     assert 'target: none -> "target"' in found
     assert listed([f"a{i}: 0 -> 1" for i in range(9)]).endswith("a5: 0 -> 1, 3 more")
     assert not any(name.startswith(("mesh.", "chunks.", "run.directory")) for name in saved)
+
+
+def test_kinds_of_drafters_differ_though_their_settings_are_alike():
+    """Runs of earlier versions do not say their kind, and may have had any."""
+    model = toy_config("runs").target
+    own, borrowed = (
+        dataclasses.replace(distill_config(), drafter=kind(model))
+        for kind in (IndependentConfig, BorrowedConfig)
+    )
+    saved = fingerprint(own)
+    told = changes(saved, borrowed)
+    assert told == ['drafter.kind: "independent" -> "independent-borrowed"']
+    del saved["drafter.kind"]
+    assert changes(saved, own) == changes(saved, borrowed) == []
 
 
 # ---- which are kept -----------------------------------------------------------------------

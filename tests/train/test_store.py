@@ -22,7 +22,7 @@ from tests.train.test_training import distill_config, metrics
 from tests.train.toy_run import toy_config, toy_job
 from train import distill, export
 from train.run.loop import check, fit
-from train.run.settings import check_paths
+from train.run.settings import expanded
 
 RUN = "gs://bucket/runs/toy"
 
@@ -108,11 +108,11 @@ def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
     at = lambda url: dataclasses.replace(  # noqa: E731
         config, run=dataclasses.replace(config.run, directory=url)
     )
-    said = refusal(check_paths, at("s3://bucket/run"))
+    said = refusal(expanded, at("s3://bucket/run"))
     assert said.startswith("s3://bucket/run: s3:// is no store that is known: use gs://")
     for package in places.PACKAGES:
         monkeypatch.setattr(places, "_is_installed", lambda name, missing=package: name != missing)
-        said = refusal(check_paths, at(RUN))
+        said = refusal(expanded, at(RUN))
         assert said == f"{RUN} needs the package {package}: pip install 'moa-jax[gcs]'"
     tensorboard = dataclasses.replace(at(RUN).run, tensorboard=True)
     monkeypatch.setattr(places, "_is_installed", lambda name: True)

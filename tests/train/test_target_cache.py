@@ -21,7 +21,9 @@ from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Taps
+from moa_jax.files.folders import folder_hash
 from moa_jax.model import attention, attention_intervals, sharding
+from moa_jax.pretrained import describe_target
 from moa_jax.training import target_cache
 from moa_jax.training.distillation import make_keep, make_train_step
 from moa_jax.training.flops import model_flops_per_token
@@ -269,6 +271,15 @@ def test_several_processes_are_refused(small_target, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     said = refusal(distill.opened, CacheFlags(tmp_path, 1.0), config, None, None)
     assert "--target-cache needs one process" in said
+
+
+def test_a_cache_belongs_to_weights_that_were_fetched_after_the_description(small_target, tmp_path):
+    bare = tmp_path / "bare"  # as a hub gives it before the weights are asked for
+    shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    flags, rows = CacheFlags(tmp_path / "cache", 1.0), Batches(rows_of(0), 2, seed=0)
+    config = small_run(tmp_path, small_target)
+    bound = distill.opened(flags, config, describe_target(bare), rows)._made_from["target"]
+    assert bound == folder_hash(small_target) != folder_hash(bare)
 
 
 # ---- which rows ---------------------------------------------------------------------------

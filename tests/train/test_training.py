@@ -52,7 +52,7 @@ from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
 from train import distill, export, plot, regenerate, vocabulary
 from train.run import decoding
-from train.run.settings import check_paths, load_config, overridden
+from train.run.settings import expanded, load_config, overridden
 
 CONVERSATIONS = str(ROOT / "tests" / "data" / "conversations.jsonl")
 DATA = DataConfig(
@@ -297,6 +297,7 @@ REFUSALS = {
     "in use": "is at work there: wait until it ends, or name another run.directory",
     "other settings": "holds a run with other settings: optim.b2: 0.95 -> 0.5: restore them",
     "output": "exists and is not a model folder: choose another output",
+    "output of a run": "is replaced as a whole in the end, and run.directory ",
     "no room": "run.decode_prompts: no validation prompt leaves 999 of the target's positions free",
 }
 
@@ -317,7 +318,9 @@ def test_refused_before_the_target_is_loaded(case, small_target, distilled, tmp_
         optim = dataclasses.replace(config.optim, b2=0.5)
         config = dataclasses.replace(config, run=set_run(directory=str(directory)), optim=optim)
     elif case == "output":  # told now, as it would be after the last update
-        config = dataclasses.replace(config, output=str(small_target.parent))
+        config = dataclasses.replace(config, output=str(small_target.parent / "run"))
+    elif case == "output of a run":
+        config = dataclasses.replace(config, output=f"{tmp_path}/other/..")
     else:
         monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 999)
         config = dataclasses.replace(config, run=set_run(decode_prompts=2))
@@ -347,6 +350,34 @@ def test_overrides_reach_their_field(settings_file):
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("--mesh.data=-1", "--mesh.fsdp=1"),
+        ("--masks.shortest_future=20", "--masks.longest_future=28"),
+        ("--data.weights=0.7,0.3", "--data.train=a,b"),
+    ],
+)
+def test_overrides_that_are_valid_together_need_no_order(settings_file, one, other):
+    configs = [
+        load_config(settings_file, DistillConfig, flags) for flags in ([one, other], [other, one])
+    ]
+    assert configs[0] == configs[1] != load_config(settings_file, DistillConfig, [])
+    twice = load_config(settings_file, DistillConfig, ["--horizon=99", "--horizon=5"])
+    assert twice.horizon == 5
+
+
+def test_a_tilde_is_the_users_folder_wherever_files_are_written(settings_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    flags = ["--output", "~/drafter", "--run.directory", "~/run", "--data.cache", "~/cache"]
+    config = load_config(settings_file, DistillConfig, flags)
+    found = (config.output, config.run.directory, config.data.cache)
+    assert found == ("/home/ada/drafter", "/home/ada/run", "/home/ada/cache")
+    grid = read_config("configs/matched.py", GridConfig)
+    assert expanded(grid) == grid
+    assert expanded(dataclasses.replace(grid, directory="~/g")).directory == "/home/ada/g"
+
+
+@pytest.mark.parametrize(
     ("flags", "line"),
     [
         (["--optim.total_step", "7"], "no such setting, 'total_step' is not among"),
@@ -371,12 +402,12 @@ def test_urls_are_no_place_to_write(settings_file, name):
 
 def test_a_grid_in_a_bucket_is_refused():
     grid = read_config("configs/matched.py", GridConfig)
-    check_paths(grid)
+    expanded(grid)
     (name, cell), *others = grid.cells
     cell = dataclasses.replace(cell, output="s3://bucket/cell")
-    line = refusal(check_paths, dataclasses.replace(grid, cells=((name, cell), *others)))
+    line = refusal(expanded, dataclasses.replace(grid, cells=((name, cell), *others)))
     assert line.startswith(f"{name}: output: s3://bucket/cell is a URL")
-    line = refusal(check_paths, dataclasses.replace(grid, directory="s3://bucket/grid"))
+    line = refusal(expanded, dataclasses.replace(grid, directory="s3://bucket/grid"))
     assert line.startswith("directory: s3://bucket/grid is a URL")
 
 

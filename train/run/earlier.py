@@ -10,6 +10,7 @@ from moa_jax.config import DistillConfig
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import read_json
 from moa_jax.training.fingerprint import changes, listed
+from train.run.grid_decoding import decoding_changes
 from train.run.grid_report import ENDINGS, Decoded, tau_of
 
 # By cell, seed and learning rate, the rate as in the names of folders.
@@ -39,11 +40,7 @@ def read_earlier(
     try:
         asked = [(_key(row), row) for row in document["rows"] if row["decoded"]]
         rows = [(configs[key], row) for key, row in asked if key in configs]
-        found = [
-            f"{name}: {document[name]} -> {value}"
-            for name, value in decoding.items()
-            if document[name] != value
-        ]
+        found = decoding_changes(document, decoding)
         for config, row in rows:
             different = changes(row["settings"], config)
             found += [f"cell {row['cell']}: {each}" for each in different]

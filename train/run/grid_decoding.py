@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from moa_jax.decode.session import Session
 from moa_jax.errors import InputError
 from moa_jax.files.folders import read_json, write_json
 from moa_jax.pretrained import Target
-from moa_jax.training.fingerprint import fingerprint
+from moa_jax.training.fingerprint import changes, fingerprint
 from train.run.decoding import fitting_prompts
 from train.run.grid_report import ENDINGS, FIRST, Decoded, Tau
 from train.run.grid_runs import GridRun
@@ -48,11 +50,20 @@ def decode(grid: GridConfig, todo: Sequence[GridRun]) -> None:
 
 
 def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
-    """The prompts of the reference's validation data that all drafters answer."""
+    """The prompts of the reference's validation data that all drafters answer.
+
+    Raises InputError where there is none. `target` needs no weights.
+    """
     config = dict(grid.cells)[grid.reference].data
     tokenizer = load_tokenizer(target.folder)
     validation, _ = batches.load(config, tokenizer, target.config.vocab_size, "validation", None)
-    return fitting_prompts(validation, target, grid.max_new_tokens, grid.prompts)
+    prompts = fitting_prompts(validation, target, grid.max_new_tokens, grid.prompts)
+    if not prompts:
+        raise InputError(
+            f"no prompt of the validation data leaves max_new_tokens {grid.max_new_tokens} of the "
+            f"target's {target.config.max_position_embeddings} positions free: lower it"
+        )
+    return prompts
 
 
 def _counts(
@@ -86,9 +97,23 @@ def decoding_of(grid: GridConfig) -> dict[str, Any]:
     """How every drafter of a grid decodes."""
     return {
         "shapes": [_name_of(shape) for shape in grid.shapes],
+        # Two static trees may have one name.
+        "shapes_in_full": [json.loads(json.dumps(dataclasses.asdict(s))) for s in grid.shapes],
         "prompts": grid.prompts,
         "max_new_tokens": grid.max_new_tokens,
     }
+
+
+def decoding_changes(saved: Mapping[str, Any], decoding: Mapping[str, Any]) -> list[str]:
+    """One text for each way in which a grid does not decode as `saved` says.
+
+    What a file of an earlier version does not say may have been the same.
+    """
+    return [
+        f"{name}: {saved[name]} -> {value}"
+        for name, value in decoding.items()
+        if saved.get(name, value) != value
+    ]
 
 
 def decoded_of(grid: GridConfig, each: GridRun) -> Decoded | None:
@@ -96,9 +121,11 @@ def decoded_of(grid: GridConfig, each: GridRun) -> Decoded | None:
     try:
         found = read_json(Path(each.config.run.directory) / DECODED)
         taus = [{key: _tau(shape, key) for key in ENDINGS} for shape in found["shapes"]]
-        same = found["settings"] == settings_of(grid, each) and len(taus) == len(grid.shapes)
-        return Decoded(int(found["prompts"]), taus) if same else None
-    except (InputError, KeyError, TypeError, ValueError):
+        different = changes(found["settings"]["run"], each.config)
+        different += decoding_changes(found["settings"], decoding_of(grid))
+        is_other = different or len(taus) != len(grid.shapes)
+        return None if is_other else Decoded(int(found["prompts"]), taus)
+    except (InputError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

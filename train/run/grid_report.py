@@ -134,11 +134,10 @@ def _conditions(document: Document) -> str:
     ]
     return (
         f"Every drafter gets {shared['optim.total_steps']} updates of "
-        f"{shared['data.rows_per_batch'] * shared['optim.accumulate']} rows of "
-        f"{shared['data.row_length']} tokens in {shared['run.dtype']} and has as many trainable "
-        f"parameters as {document['reference']}, within {document['tolerance']:.0%}. Of the "
-        "learning rates tried the one with the highest simulated tau counts."
-        + (f" Beside the match: {', '.join(free)}." if free else "")
+        f"{shared['data.rows_per_batch']} rows of {shared['data.row_length']} tokens in "
+        f"{shared['run.dtype']} and has as many trainable parameters as {document['reference']}, "
+        f"within {document['tolerance']:.0%}. Of the learning rates tried the one with the highest "
+        "simulated tau counts." + (f" Beside the match: {', '.join(free)}." if free else "")
     )
 
 

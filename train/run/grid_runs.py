@@ -53,23 +53,32 @@ def chosen_runs(
 ) -> list[GridRun]:
     """The runs of the named cells, rates and seeds, in the order of the cells; no names mean all.
 
-    Raises InputError for a cell, rate or seed that no run has.
+    Raises InputError for a cell, rate or seed that no run has, and where no run has all of them.
     """
-    by_rate, by_seed = set(map(rate_name, rates)), set(map(str, seeds))
-    for flag, asked, known in (
-        ("cells", set(cells), {each.cell for each in runs}),
-        ("learning-rates", by_rate, {rate_name(each.learning_rate) for each in runs}),
-        ("seeds", by_seed, {str(each.seed) for each in runs}),
-    ):
-        if unknown := sorted(asked - known):
+    asked = {
+        "cells": list(cells),
+        "learning-rates": list(map(rate_name, rates)),
+        "seeds": list(map(str, seeds)),
+    }
+    kept = list(runs)
+    for flag, wanted in asked.items():
+        known = {_named(each)[flag] for each in runs}
+        if unknown := sorted(set(wanted) - known):
             raise InputError(
                 f"--{flag}: the grid has no {', '.join(unknown)}, but {', '.join(sorted(known))}"
             )
+        kept = [each for each in kept if not wanted or _named(each)[flag] in wanted]
+    if not kept:
+        given = " ".join(f"--{flag} {','.join(wanted)}" for flag, wanted in asked.items() if wanted)
+        raise InputError(f"{given}: no run of the grid is of all these: leave one of them out")
     place = {name: index for index, name in enumerate(cells)}
-    kept = [each for each in runs if not by_rate or rate_name(each.learning_rate) in by_rate]
-    kept = [each for each in kept if not by_seed or str(each.seed) in by_seed]
-    kept = [each for each in kept if not cells or each.cell in place]
     return sorted(kept, key=lambda each: place.get(each.cell, 0))
+
+
+def _named(each: GridRun) -> dict[str, str]:
+    """What the flags that choose runs call this one."""
+    rate = rate_name(each.learning_rate)
+    return {"cells": each.cell, "learning-rates": rate, "seeds": str(each.seed)}
 
 
 def check_alike(grid: GridConfig) -> dict[str, list[str]]:

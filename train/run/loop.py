@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from moa_jax.config import DistillConfig, PretrainConfig
@@ -112,7 +113,23 @@ def check(config: PretrainConfig | DistillConfig) -> None:
             f"data.rows_per_batch {rows} does not split into optim.accumulate {parts} equal "
             "parts: choose numbers that divide"
         )
+    check_output(config)
     if config.run.tensorboard:
         if is_stored(place(config.run.directory)):
             raise InputError("run.tensorboard: events are written to a folder, not to a store")
         check_tensorboard()
+
+
+def check_output(config: PretrainConfig | DistillConfig) -> None:
+    """Raises InputError for an output that is, or holds, what the run reads or keeps."""
+    if isinstance(config, PretrainConfig):
+        folders = {"run.directory": config.run.directory, "tokenizer": config.tokenizer}
+    else:
+        folders = {"run.directory": config.run.directory, "target": config.target}
+    output = Path(config.output).expanduser().resolve()
+    for name, folder in folders.items():
+        if not is_stored(place(folder)) and place(folder).resolve().is_relative_to(output):
+            raise InputError(
+                f"output {config.output} is replaced as a whole in the end, and {name} {folder} "
+                "with it: choose another output"
+            )

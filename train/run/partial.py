@@ -26,25 +26,29 @@ from moa_jax.errors import InputError, first_line
 class Partial:
     """The growing output of one run; one that is killed leaves at most part of a line in it."""
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
-        """Raises InputError for a file that other flags began or that cannot be written."""
+    def __init__(self, output: Path, *settings: dict[str, Any]) -> None:
+        """`settings` decide the text; those after the first are how earlier versions wrote them.
+
+        Raises InputError for a file that other flags began or that cannot be written.
+        """
         self.output, self.path = output, output.with_name(output.name + ".partial")
         self.drifted = 0  # answers that came as texts which do not become their tokens again
         self._over: dict[int, dict[str, Any]] = {}
         self._heard: defaultdict[int, list[str]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
-            entries = self._opened(stack, json.dumps(settings, sort_keys=True).encode())
+            headers = [json.dumps(each, sort_keys=True).encode() for each in settings]
+            entries = self._opened(stack, headers)
             self._stack = stack.pop_all()
         for entry in entries:
             self._note(entry)
 
-    def _opened(self, stack: contextlib.ExitStack, header: bytes) -> list[dict[str, Any]]:
+    def _opened(self, stack: contextlib.ExitStack, headers: list[bytes]) -> list[dict[str, Any]]:
         """Opens the file for this run alone; the entries that are there."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
             self._lock()
-            return self._continue(header)
+            return self._continue(headers)
         except OSError as error:
             reason = first_line(error)
             raise InputError(
@@ -68,15 +72,15 @@ class Partial:
         """Another run may go on."""
         self._stack.close()
 
-    def _continue(self, header: bytes) -> list[dict[str, Any]]:
-        """The entries that are there; a new file, or one cut at its creation, gets the header."""
+    def _continue(self, headers: list[bytes]) -> list[dict[str, Any]]:
+        """The entries that are there; a new file, or one cut at its creation, gets a header."""
         content = self.path.read_bytes()
         length = content.rfind(b"\n") + 1
-        first, *lines = content[:length].splitlines() or [header]
-        if first != header:
+        first, *lines = content[:length].splitlines() or headers[:1]
+        if first not in headers:
             raise InputError(
-                f"{self.path} was made with other flags{_other(first, header)}: repeat those or "
-                "remove it"
+                f"{self.path} was made with other flags{_other(first, headers[0])}: repeat those "
+                "or remove it"
             )
         entries = [json.loads(line) for line in lines]
         if not all("number" in entry for entry in entries):
@@ -84,7 +88,7 @@ class Partial:
         if length:
             os.truncate(self.path, length)
         else:
-            self.path.write_bytes(header + b"\n")
+            self.path.write_bytes(headers[0] + b"\n")
         return entries
 
     @property
@@ -119,6 +123,8 @@ class Partial:
         whole = self.output.with_name(self.output.name + ".tmp")
         with whole.open("w", encoding="utf-8") as file:
             file.writelines(end["line"] + "\n" for end in ends if "line" in end)
+            file.flush()
+            os.fsync(file.fileno())  # the answers are nowhere else in a moment
         os.replace(whole, self.output)
         self.path.unlink()
         return faults

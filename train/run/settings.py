@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Iterable
@@ -43,46 +44,51 @@ def parse_config(
 def load_config(
     path: str, kind: type[Config], overrides: list[str], preset: str | None = None
 ) -> Config:
-    """The `config` that the Python file at `path` defines, with overrides applied in order.
+    """The `config` that the Python file at `path` defines, with overrides.
 
-    A preset of the file comes before them. Raises InputError as `read_config` and `read_preset`,
-    for an unknown field, for a value of the wrong type or size, and for a URL where files are to be
-    written.
+    A preset of the file comes before them, and `~` is written out. Raises InputError as
+    `read_config`, `read_preset`, `overridden` and `expanded`.
     """
     config = read_config(path, kind)
-    if preset not in (None, NO_PRESET):
-        config = overridden(config, read_preset(path, preset).items())
-    config = overridden(config, _pairs(overrides))
-    check_paths(config)
-    return config
+    chosen = {} if preset in (None, NO_PRESET) else read_preset(path, preset)
+    return expanded(overridden(config, [*chosen.items(), *_pairs(overrides)]))
 
 
 def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
-    """A config with settings by their dotted names; raises InputError as `load_config`."""
-    for name, value in settings:
-        config = _replace(config, name.split("."), value, name)
-    return config
+    """A config with settings by their dotted names; of several values of one the last counts.
 
-
-def check_paths(config: Any, above: str = "") -> None:
-    """Raises InputError for a path to write, anywhere in a config, that is a URL.
-
-    The folder of a run may be one of an object store.
+    Settings that are valid together need no order. Raises InputError for an unknown name, and for
+    a value of the wrong type or size.
     """
+    return _replace(config, [(name.split("."), value, name) for name, value in settings])
+
+
+def expanded(config: Config, above: str = "") -> Config:
+    """A config with the user's folder for `~` in all paths to write.
+
+    Raises InputError for one that is a URL. The folder of a run may be one of an object store.
+    """
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{above}{field.name}"
         if dataclasses.is_dataclass(value):
-            check_paths(value, f"{name}.")
+            found[field.name] = expanded(value, f"{name}.")
         elif field.name == "cells":  # of a grid
-            for cell, settings in value:
-                check_paths(settings, f"{cell}: ")
-        elif name.endswith("run.directory"):
-            place(value)
+            found["cells"] = tuple((cell, expanded(each, f"{cell}: ")) for cell, each in value)
         elif field.name in WRITTEN and value is not None:
-            try:
-                local_path(value)
-            except argparse.ArgumentTypeError as error:
-                raise InputError(f"{name}: {error}") from error
+            _check_written(value, name)
+            found[field.name] = os.path.expanduser(value)
+    return dataclasses.replace(config, **found)
+
+
+def _check_written(path: str, name: str) -> None:
+    if name.endswith("run.directory"):
+        place(path)
+        return
+    try:
+        local_path(path)
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"{name}: {error}") from error
 
 
 def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
@@ -101,18 +107,24 @@ def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _replace(config: Any, path: list[str], text: str, name: str) -> Any:
+def _replace(config: Config, settings: list[tuple[list[str], str, str]]) -> Config:
+    """`config` with settings (path, value, whole name), all at once, as its checks see them all."""
     hints = typing.get_type_hints(type(config))
-    if path[0] not in hints:
-        raise InputError(f"--{name}: no such setting, {path[0]!r} is not among {', '.join(hints)}")
-    old = getattr(config, path[0])
-    if len(path) > 1:
-        if not dataclasses.is_dataclass(old):
-            raise InputError(f"--{name}: {path[0]!r} holds a value, not settings")
-        new = _replace(old, path[1:], text, name)
-    else:
-        new = _parse(text, hints[path[0]], name)
-    return dataclasses.replace(config, **{path[0]: new})
+    values: dict[str, Any] = {}
+    below: dict[str, list[tuple[list[str], str, str]]] = {}
+    for (field, *rest), text, name in settings:
+        if field not in hints:
+            raise InputError(
+                f"--{name}: no such setting, {field!r} is not among {', '.join(hints)}"
+            )
+        if not rest:
+            values[field] = _parse(text, hints[field], name)
+        elif dataclasses.is_dataclass(getattr(config, field)):
+            below.setdefault(field, []).append((rest, text, name))
+        else:
+            raise InputError(f"--{name}: {field!r} holds a value, not settings")
+    values |= {field: _replace(getattr(config, field), inner) for field, inner in below.items()}
+    return dataclasses.replace(config, **values)
 
 
 def _parse(text: str, hint: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ from moa_jax.data.batches import Batches, Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
-from moa_jax.files.folders import folder_hash
+from moa_jax.files.folders import find_folder, folder_hash
 from moa_jax.model import attention, sharding
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
@@ -34,7 +34,7 @@ MOST_GB = 20.0
 # Settings that decide what is kept; the starts of `changes`.
 DECISIVE = ("target:", "run.dtype:") + tuple(
     f"data.{name}:"
-    for name in ("train", "weights", "max_length", "row_length", "pack", "answers", "sources")
+    for name in "train weights sources answers max_length row_length pack longest_first".split()
 )
 
 
@@ -102,7 +102,7 @@ def opened(
         raise InputError("--target-cache needs one process: leave it out")
     row_length = config.data.row_length
     made_from = {
-        "target": folder_hash(described.folder),
+        "target": folder_hash(find_folder(config.target)),  # with its weights
         "data": rows_hash(source),
         "rows": source.num_rows,
         "row_length": row_length,
