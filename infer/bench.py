@@ -89,9 +89,9 @@ def main(arguments: list[str] | None = None) -> int | None:
             session.check(batch, bench.max_new_tokens)
     cost = {"weights_cost": weights_cost(target, args)} if args.weights_cost else {}
     document = measure(bench, args) | cost
-    if args.plot:
-        plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
     print(json.dumps(document) if args.json else report.render(document))
+    if args.plot:  # last, for a picture may fail
+        plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
     return None
 
 

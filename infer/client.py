@@ -36,7 +36,7 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.room import Room, check_prompt
 from moa_jax.decode.session import row_of
-from moa_jax.decode.text import Writer, before_stop
+from moa_jax.decode.text import Writer, before_stop, held_back
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.split.half import DraftHalf
@@ -159,6 +159,10 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
     tree = (args.depth, args.breadth, args.total_tokens)
     if args.mode != "tree" and any(tree):
         raise InputError("--depth, --breadth and --total-tokens describe a tree: add --mode tree")
+    if args.mode != "chain" and args.lengths != ClientOptions().lengths:
+        raise InputError("--lengths are those of chains: leave it out, or use --mode chain")
+    if args.mode in ("plain", "stream") and args.no_ahead:
+        raise InputError(f"--no-ahead: --mode {args.mode} drafts nothing: leave it out")
     shape = None
     if args.mode == "tree":
         given = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
@@ -319,6 +323,8 @@ class _TextOutput:
     def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows what is new; without a terminal only verified text, which is never taken back."""
         verified = self._text(answering.text.answer[: event.verified])
+        # What may be the beginning of a stop text waits; on a terminal it is dim.
+        verified = verified[: len(verified) - held_back(verified, self._stops)]
         if self._screen is not None:
             self._screen.show(verified, self._text(answering.text.answer)[len(verified) :])
             with self._screen.aside() if event.notice else contextlib.nullcontext():

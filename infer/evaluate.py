@@ -118,8 +118,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     ask_all(interview, kept, asked)
     found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in asked}
     document = report.document_of(found, left_out, settings)
-    _write(folder, document)
     print(json.dumps(document) if args.json else report.render(document))
+    _write(folder, document)
     exact = settings["dtype"] == "float32"
     return DIFFERENT if document["differences"] and exact else 0
 
@@ -186,17 +186,17 @@ def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
     """The report in Markdown and JSON, and pictures where they can be drawn."""
-    write_whole(folder / "report.json", json.dumps(document, indent=2) + "\n")
-    pictures = []
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
-    else:
-        plots.speed_figure(document).savefig(folder / SPEED, dpi=DPI)
-        plots.acceptance_figure(document).savefig(folder / ACCEPTANCE, dpi=DPI)
-        pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"]
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"] if can_draw else []
     text = "\n\n".join([report.render(document), *pictures])
+    write_whole(folder / "report.json", json.dumps(document, indent=2) + "\n")
     write_whole(folder / "report.md", text + "\n")
     print(f"{folder}: report.md, report.json and the answers", file=sys.stderr)
+    if can_draw:  # last, for a picture may fail
+        plots.speed_figure(document).savefig(folder / SPEED, dpi=DPI)
+        plots.acceptance_figure(document).savefig(folder / ACCEPTANCE, dpi=DPI)
+    else:
+        print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -184,10 +184,7 @@ class Asking(NamedTuple):
 def _as_line(difference: Difference | None) -> str:
     if difference is None:
         return "check: the same tokens as plain decoding"
-    line = f"check: token {difference.index} is {difference.drafted}, plain {difference.plain}"
-    if difference.margin is None:
-        return line + ": one answer ended sooner"
-    return line + f"; the target prefers plain's by {difference.margin:.3g}"
+    return f"check: {difference}"
 
 
 def _verdict(faults: int, session: Session) -> int:

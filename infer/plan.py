@@ -27,7 +27,15 @@ from configs.shapes import SHAPES
 from infer.flags.batches import shapes_of
 from infer.flags.config_file import read_config
 from infer.flags.mesh import add_mesh_flag, as_flag
-from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, shape_of
+from infer.flags.pair import (
+    DEFAULT_TREE,
+    EXPLICIT,
+    add_kind_flags,
+    add_tree_sizes,
+    drafter_options,
+    open_drafter,
+    shape_of,
+)
 from infer.program import Parser, above_zero, local_path, positive, run
 from moa_jax.aot import decoding
 from moa_jax.aot.child import CompilerCrash
@@ -41,7 +49,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.kinds import check_pairing, target_sizes
 from moa_jax.measure.tables import columns, gib
-from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target, load_drafter
+from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 ASSUMED_TAU = {"plain": 1.0, "chain": 3.2, "tree": 4.98}  # Llama-3-8B's, the paper's for a tree
@@ -73,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def request_of(args: argparse.Namespace) -> PlanRequest:
     """What the flags ask for; raises InputError for what does not go together."""
+    args.mode = _mode(args)
     target = _target(args.shape)
     drafter = _drafter(args, target)
     shape = shape_of(args, drafter.depth) if drafter else DraftShape(1)
@@ -121,6 +130,15 @@ def _target(name: str) -> Target:
     return describe_target(name)
 
 
+def _mode(args: argparse.Namespace) -> str:
+    """The mode that the flags ask for; raises InputError for drafts without one."""
+    drafts = ("drafter", "depth", "breadth", "total_tokens")
+    given = [flag.replace("_", "-") for flag in drafts if getattr(args, flag) is not None]
+    if args.mode is None and given:
+        raise InputError(f"--{given[0]} without --mode, which is plain: add --mode chain or tree")
+    return args.mode or "plain"
+
+
 def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter | None:
     """The drafter of --drafter without its weights; None for plain decoding."""
     if args.mode == "plain":
@@ -128,7 +146,11 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter | None:
     if args.drafter is None:
         raise InputError(f"--mode {args.mode} drafts: name its drafter with --drafter")
     if not args.drafter.endswith(".py"):
-        return load_drafter(args.drafter, target)._replace(params=None)
+        return open_drafter(args.drafter, target, **drafter_options(args))._replace(params=None)
+    for flag, value in drafter_options(args).items():
+        if value is not None:
+            shown = flag.replace("_", "-")
+            raise InputError(f"--{shown}: {args.drafter} says it: leave the flag out")
     config = read_config(args.drafter, DistillConfig)
     try:
         check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))
@@ -245,12 +267,13 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter", metavar="FILE.py_OR_DIR", help="a config file of train.distill, or a drafter"
     )
+    add_kind_flags(group)
     group.add_argument("--weights", default="bfloat16", help=f"format: {', '.join(FORMATS)}")
 
 
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
-    group.add_argument("--mode", choices=EXPLICIT, default="plain", help="how to decode")
+    group.add_argument("--mode", choices=EXPLICIT, help="how to decode; default: plain")
     group.add_argument(
         "--depth",
         type=positive,

@@ -90,6 +90,12 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
+def check_writable(flag: str, path: Path) -> None:
+    """Raises InputError for a file that could not be written later; `flag` names it."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"{flag} {path}: no file can be written there: choose another path")
+
+
 # Where the drivers of NVIDIA (WSL: dxg) and TPU devices show them, and the plugins that look there.
 DEVICES = ("nvidia*", "dxg", "accel*", "vfio/[0-9]*")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")

@@ -48,6 +48,11 @@ SECRET = "--token-file"
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     limits = _server_limits_of(args)
+    if "num_speculative_tokens" in (args.speculative_config or {}):
+        raise InputError(
+            "--speculative-config: num_speculative_tokens has no meaning here: leave it out, and "
+            "give --lengths to infer.client"
+        )
     token = args.token_file and read_token(args.token_file)
     check_address(args, SECRET, has_secret=token is not None)
     # The port is bound before the models are loaded, which takes a while.
@@ -66,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         "--warm",
         type=_sizes,
         metavar="N,N",
-        help="compile programs for drafts of so many nodes, the root included, before clients are "
-        "let in, and no others; other drafts are padded to the next size. By default the server "
+        help="compile programs for drafts of so many nodes, the root included, and for the largest "
+        "before clients are let in, and no others; other drafts are padded. By default the server "
         f"compiles two sizes first ({USUAL} nodes and the largest) and the others while it serves",
     )
     group.add_argument(
@@ -102,7 +107,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     ]
     seconds = [
         ("--queue-seconds", limits.queue_seconds, "that a client waits for a slot"),
-        ("--resume-seconds", limits.resume_seconds, "that a slot waits for a client to come back"),
+        (
+            "--resume-seconds",
+            limits.resume_seconds,
+            "that a slot waits for a client to come back at most, and less where another client "
+            "waits for the slot",
+        ),
         ("--idle-seconds", connection.idle_seconds, "that a client may be silent"),
         ("--hello-seconds", connection.hello_seconds, "until a client must have said Hello"),
         ("--send-seconds", connection.send_seconds, "that a client may take to accept a message"),

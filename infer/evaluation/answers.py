@@ -28,7 +28,6 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash, write_whole
 
 SETTINGS = "settings.json"
-Key = tuple[str, int | str]  # set and question
 AnswerLine = dict[str, Any]
 
 

@@ -25,6 +25,7 @@ from infer.evaluation import paper
 from infer.evaluation.answers import Answer
 from infer.evaluation.contenders import PLAIN
 from infer.evaluation.suites import PAPER, Question
+from moa_jax.decode.exactness import Difference
 from moa_jax.measure.bootstrap import DRAWS, SHARE, TauCounts, interval_of
 from moa_jax.measure.figures import acceptance, median, quartiles
 from moa_jax.measure.report import precision
@@ -283,10 +284,7 @@ def _sameness(differences: list[dict[str, Any]], last: list[Row]) -> str:
         return f"Each of the {answers} drafted answers is the same as plain decoding's."
     lines = [f"{len(differences)} answers DIFFER from plain decoding's:"]
     for each in differences:
-        margin = each["margin"]
-        liked = "one ended sooner" if margin is None else f"plain's is preferred by {margin:.3g}"
-        lines.append(
-            f"- {each['model']}, {each['set']} {each['question_id']} turn {each['turn']}: token "
-            f"{each['index']} is {each['drafted']}, plain {each['plain']}; {liked}"
-        )
+        where = f"{each['set']} {each['question_id']} turn {each['turn']}"
+        difference = Difference(*(each[name] for name in Difference._fields))
+        lines.append(f"- {each['model']}, {where}: {difference}")
     return "\n".join(lines)

@@ -49,10 +49,6 @@ class Question(NamedTuple):
     turns: tuple[str, ...]
     history: tuple[tuple[str, str], ...] = ()  # role and text of what was said before
 
-    @property
-    def key(self) -> tuple[str, int | str]:
-        return self.set, self.id
-
 
 def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
     """The questions that `--suite` names, of public data the first `public_rows`.

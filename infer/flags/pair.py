@@ -63,13 +63,7 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
         help="default: the bundled drafter"
         + (", by the name bundled; repeat for several" if several else ""),
     )
-    group.add_argument("--method", help="drafter kind, where its files do not say")
-    group.add_argument(
-        "--target-layer-inference",
-        type=int,
-        metavar="N",
-        help="target layers that the drafter reuses, where its files do not say",
-    )
+    add_kind_flags(group)
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     add_weights_flag(group)
     group.add_argument(
@@ -78,6 +72,17 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
         help="CPU cores to use; small models are fastest on one, since their products are short",
     )
     return group
+
+
+def add_kind_flags(group: Any) -> None:
+    """Add --method and --target-layer-inference, which `load_drafter` takes."""
+    group.add_argument("--method", help="drafter kind, where its files do not say")
+    group.add_argument(
+        "--target-layer-inference",
+        type=int,
+        metavar="N",
+        help="target layers that the drafter reuses, where its files do not say",
+    )
 
 
 def add_weights_flag(group: Any) -> None:

@@ -6,13 +6,12 @@ import argparse
 import errno
 import ipaddress
 import json
-import os
 import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
-from infer.program import above_zero, positive
+from infer.program import above_zero, check_writable, positive
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import write_whole
 
@@ -29,7 +28,11 @@ def add_address_flags(parser: argparse.ArgumentParser, port: int, secret: str, h
     group.add_argument("--open", action="store_true", help=f"serve other machines without {secret}")
     group.add_argument("--tls-cert", metavar="FILE.pem", help="certificate chain, for encryption")
     group.add_argument("--tls-key", metavar="FILE.pem", help="its key, if it is in another file")
-    group.add_argument("--ready-file", metavar="FILE.json", help="written when the server is ready")
+    group.add_argument(
+        "--ready-file",
+        metavar="FILE.json",
+        help="written when the server is ready; an old one is removed at the start",
+    )
 
 
 def add_limits(
@@ -45,14 +48,17 @@ def add_limits(
 def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> None:
     """Raises InputError for files of the flags that are bad, and for a public host without secret.
 
-    A path that cannot be read raises OSError.
+    A path that cannot be read raises OSError. Removes the ready file of an earlier server, which
+    would announce this one before it is ready.
     """
     if not (has_secret or args.open or is_loopback(args.host)):
         raise InputError(
             f"--host {args.host} lets other machines in: give {secret}, or --open to serve anyone"
         )
     _check_certificate(args.tls_cert, args.tls_key)
-    _check_ready_file(args.ready_file)
+    if args.ready_file is not None:
+        check_writable("--ready-file", Path(args.ready_file))
+        Path(args.ready_file).unlink(missing_ok=True)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,15 +126,6 @@ def _check_certificate(certificate: str | None, key: str | None) -> None:
             f"{files}: no certificate with its key ({first_line(error)}): give PEM files that "
             "belong together, the key without a password"
         ) from error
-
-
-def _check_ready_file(ready_file: str | None) -> None:
-    """Raises InputError for a file that could not be written later."""
-    if ready_file is None:
-        return
-    path = Path(ready_file)
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--ready-file {path}: no file can be written there: choose another path")
 
 
 def _port(text: str) -> int:

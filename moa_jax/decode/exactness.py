@@ -31,8 +31,18 @@ class Difference(NamedTuple):
     plain: int | None  # None where the answer has ended
     drafted: int | None
     # By how many logits the target prefers plain decoding's token. For sampled text the noise is
-    # included, because the largest sum decides.
+    # included, because the largest sum decides. None where it is no finite number, as for a token
+    # that a law leaves out, which JSON cannot say.
     margin: float | None
+
+    def __str__(self) -> str:
+        if None in (self.plain, self.drafted):
+            tie = "one answer ended sooner"
+        elif self.margin is None:
+            tie = "the target prefers one of them by no finite margin"
+        else:
+            tie = f"the target prefers plain's by {self.margin:.3g}"
+        return f"token {self.index} is {self.drafted}, plain {self.plain}; {tie}"
 
 
 def compare(
@@ -52,7 +62,8 @@ def compare(
     margin = None
     if None not in (one, two):
         scores_V = scores_after(loaded, prompt, plain[:index], sampling)
-        margin = float(scores_V[one] - scores_V[two])
+        if np.isfinite(scores_V[[one, two]]).all():
+            margin = float(scores_V[one] - scores_V[two])
     return Difference(index, one, two, margin)
 
 

@@ -61,7 +61,7 @@ class GrowingText:
         ready = len(waits)
         if self.stop is None:
             whole = waits.rstrip(HALF)
-            ready = len(whole) - _held_back(whole, self._stops)
+            ready = len(whole) - held_back(whole, self._stops)
         self._shown += ready
         self._move_on()
         return waits[:ready]
@@ -155,7 +155,7 @@ def stop_finder(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], i
     return stop_when
 
 
-def _held_back(text: str, stops: Sequence[str]) -> int:
+def held_back(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of a text may come to belong to a stop text."""
     ends = (n for stop in stops for n in range(len(stop), 0, -1) if text.endswith(stop[:n]))
     return max(ends, default=0)

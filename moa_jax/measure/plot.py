@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ def check_plots(path: Path, flag: str = "--plot") -> None:
         raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
         raise InputError(f"{flag} {path}: name a {', '.join(FORMATS)} file in a folder that exists")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{flag} {path}: no picture can be written there: choose another path")
 
 
 def colour(index: int) -> Any:

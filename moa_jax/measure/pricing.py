@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.generation import Generation
+from moa_jax.decode.generation import Call, Generation
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.step import CATCH_UP
 from moa_jax.errors import InputError
@@ -39,14 +39,26 @@ def price(
     for turn in in_turns(len(session.ways), 1, TURNS):
         if not go_on():
             return {}
-        found = _begin(session, batch)
-        found.take(session.ways[turn.way], ROUNDS_BEFORE)
-        way, rounds, spent = found.take(session.ways[turn.way], ROUNDS)
+        found, (way, rounds, spent) = _decoded(session, batch, session.ways[turn.way])
         if not way.num_drafted:  # it pays for its share of catching up
             spent += found.catch_up() * rounds / CATCH_UP
         if turn.is_counted and rounds:
             seconds[way].append(spent / rounds)
     return {way: 1e3 * float(np.median(each)) for way, each in seconds.items() if each}
+
+
+def _decoded(session: Session, batch: int, way: DraftShape) -> tuple[Generation, Call]:
+    """A generation, and the call of it that counts."""
+    found = _begin(session, batch)
+    before, counted = found.take(way, ROUNDS_BEFORE), found.take(way, ROUNDS)
+    if counted.rounds == ROUNDS:
+        return found, counted
+    # Where most drafts are accepted the text ends early: once more, and half of its rounds count.
+    total = before.rounds + counted.rounds
+    rounds = min(-(-total // 2), ROUNDS)
+    found = _begin(session, batch)
+    found.take(way, total - rounds)
+    return found, found.take(way, rounds)
 
 
 def _begin(session: Session, batch: int) -> Generation:

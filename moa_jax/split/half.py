@@ -76,11 +76,6 @@ class DraftHalf:
         self._sampling, self._prompt_length = sampling, prompt_length
         self._law = law_of([sampling], self.cfg.vocab_size)
 
-    @property
-    def num_params(self) -> int:
-        """Numbers held of drafter and target."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self._weights))
-
     def absorb(self, start: int, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
         """Takes in the target's rows of the tokens at `start` and after it; rows[i] (T, ...)."""
         T = len(tokens)

@@ -132,11 +132,6 @@ class Slots:
         self._ready = Ready[PassSize]()
         self._renew()
 
-    @property
-    def num_free(self) -> int:
-        """Slots without a session."""
-        return sum(slot is None for slot in self._slots)
-
     def open(
         self, sampling: Sampling, stop_ids: Sequence[int], total: int, prompt_length: int
     ) -> int:

@@ -463,10 +463,11 @@ def level_and_target(rows: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "flags, tau, passes", [((), 1, 0), (("--mode", "chain"), 3.2, 4), (("--mode", "tree"), 4.98, 6)]
+    "mode, tau, passes", [("plain", 1, 0), ("chain", 3.2, 4), ("tree", 4.98, 6)]
 )
-def test_the_roofline_reads_what_a_round_needs_once(flags, tau, passes):
-    request = request_for("--drafter", PAPER, "--rows-used", "512", "--batch", "2", *flags)
+def test_the_roofline_reads_what_a_round_needs_once(mode, tau, passes):
+    flags = ("--rows-used", "512", "--batch", "2")
+    request = request_for("--drafter", PAPER, "--mode", mode, *flags)
     setup = decoding._setup(request)
     weights = decoding.weights_of(setup, "bfloat16")
     state = lowering.abstract_state(setup, weights, 2048, 2)

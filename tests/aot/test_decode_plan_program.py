@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,21 @@ def test_a_folder_names_its_own_pair(planned):
     assert request.shape.depth == request.drafter.depth
 
 
+def test_files_that_do_not_say_n_are_asked_for_it(planned, tmp_path, capsys):
+    shutil.copytree("moa_jax/demo/draft", tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    del config["target_layer_inference"]
+    path.write_text(json.dumps(config))
+    folders = ["--shape", "moa_jax/demo/target", "--drafter", str(tmp_path / "draft")]
+    flags = [*folders, "--mode", "chain", "--cache-rows", "512"]
+    assert plan.main(flags) == 0
+    assert "do not state target_layer_inference: 0 is assumed" in capsys.readouterr().err
+    assert plan.main([*flags, "--target-layer-inference", "0"]) == 0
+    assert "is assumed" not in capsys.readouterr().err
+    assert [request.drafter.config.target_layer_inference for request in planned[0]] == [0, 0]
+
+
 def test_the_optimised_program_is_written(planned, tmp_path):
     plan.main([*COMMAND, "--dump-hlo", str(tmp_path / "round.hlo")])
     assert (tmp_path / "round.hlo").read_text() == "HloModule of the round"
@@ -200,6 +216,12 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--prompt-length", "2048"], "too small: a prompt of 2048 tokens"),
         ([*COMMAND, "--mode", "tree", "--drafter", PAPER, "--depth", "65"], "at most 64"),
         ([*COMMAND, "--mode", "chain", "--drafter", PAPER, "--breadth", "2"], "describes a tree"),
+        ([*COMMAND, "--drafter", PAPER], "--drafter without --mode, which is plain: add"),
+        ([*COMMAND, "--total-tokens", "9"], "--total-tokens without --mode"),
+        (
+            [*COMMAND, "--mode", "chain", "--drafter", PAPER, "--target-layer-inference", "3"],
+            "--target-layer-inference: .* says it",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_line(planned, command, fault):

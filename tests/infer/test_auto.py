@@ -152,6 +152,22 @@ def test_a_price_leaves_out_the_rounds_in_which_caches_warm_up(monkeypatch):
     assert found == {PLAIN: 1e3 * (0.25 + 1 / 32), OWN: 250.0}  # plain: its share of catching up
 
 
+@pytest.mark.parametrize("total, rounds, before", [(20, 8, 12), (15, 8, 7), (3, 2, 1), (1, 1, 0)])
+def test_a_way_whose_drafts_end_the_text_has_a_price(total, rounds, before, monkeypatch):
+    class Short:
+        """A text that ends after few rounds, each slower than the one before."""
+
+        taken = 0
+
+        def take(self, way, rounds):
+            first, self.taken = self.taken, min(self.taken + rounds, total)
+            return Call(way, self.taken - first, float(sum(range(first, self.taken))))
+
+    monkeypatch.setattr("moa_jax.measure.pricing._begin", lambda session, batch: Short())
+    found = price(SimpleNamespace(ways=(OWN,)))
+    assert found == {OWN: 1e3 * sum(range(before, total)) / rounds}
+
+
 class Fake:
     """A session that answers any prompt with these tokens."""
 

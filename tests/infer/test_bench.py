@@ -458,6 +458,13 @@ def test_refused_flags(flags, fault, monkeypatch):
     assert fault in refusal(bench.main, flags.split())
 
 
+def test_a_picture_needs_a_place_before_anything_is_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    said = refusal(bench.main, ["--plot", str(tmp_path / "folder.png")])
+    assert "no picture can be written there: choose another path" in said
+
+
 @pytest.mark.parametrize("flags", ["--simulate-acceptance 1.5", "--tree a,b", "--repeats 0"])
 def test_flags_that_do_not_parse(flags, capsys):
     with pytest.raises(SystemExit) as error:

@@ -104,6 +104,24 @@ def test_answers_and_report(finished):
     assert "| decoder | talk | all |" in (finished / "report.md").read_text()
 
 
+def test_a_report_is_written_where_no_picture_can_be_drawn(resumed, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def fails(document: dict[str, Any]) -> None:
+        raise RuntimeError("no picture")
+
+    reports: list[Path] = []
+
+    def forget(folder: Path) -> None:
+        reports.append(folder / "report.md")
+        reports[0].unlink()
+
+    monkeypatch.setattr(evaluate.plots, "speed_figure", fails)
+    with pytest.raises(RuntimeError, match="no picture"):
+        resumed(change=forget)
+    assert json.loads(capsys.readouterr().out) and reports[0].exists()
+
+
 def test_a_second_turn_follows_our_answer(folder, finished):
     """It is asked behind the first answer's text, without its end mark."""
     tokenizer = load_tokenizer(folder / "target")

@@ -128,7 +128,7 @@ def test_differences_and_skips_are_told(document):
     assert row_of(document, "all")["same_as_plain"] == 2
     text = report.render(document)
     assert "1 answers DIFFER from plain decoding's:" in text
-    assert "- moa-chain, qa 1 turn 1: token 4 is 9, plain 8; plain's is preferred by 0.25" in text
+    assert "- moa-chain, qa 1 turn 1: token 4 is 9, plain 8; the target prefers plain's" in text
     assert "Skipped, too long for the target: 2 (qa 2, 1 (turn 2))." in text
     assert "Skipped, of no use: 1 (sum 3)." in text
     json.dumps(document, allow_nan=False)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import websockets
 from websockets.asyncio.client import connect
@@ -30,7 +31,7 @@ from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import wire
-from moa_jax.split.half import EXACT
+from moa_jax.split.half import EXACT, DraftHalf
 from tests.split.split_server import (
     PAIRING,
     PATIENCE,
@@ -143,6 +144,11 @@ class AnswerSeen:
             assert len(settled) <= event.verified <= len(shown)
             settled = shown[: event.verified]
         assert shown == self.tokens
+
+
+def num_held(half: DraftHalf) -> int:
+    """Numbers that a client holds of drafter and target."""
+    return sum(leaf.size for leaf in jax.tree.leaves(half._weights))
 
 
 def server_at(port: int, **changes: Any) -> ServerAddress:

@@ -6,13 +6,16 @@ import dataclasses
 import json
 import socket
 import ssl
+from types import SimpleNamespace
 
 import pytest
 
 from infer import client, program
+from infer.split.client.state import AnswerEvent
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
+from moa_jax.decode.text import Writer
 from moa_jax.split import wire
 from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
@@ -132,6 +135,9 @@ AT_ONCE = {  # flags, and what the one line says; nothing is loaded for most of 
     "--offline --lengths ,": "from 1 to 64",
     "--offline --depth 3": "add --mode tree",
     "--offline --mode tree --depth 1": "drafts nothing",
+    "--offline --mode tree --lengths 3": "--lengths are those of chains: leave it out",
+    "--offline --mode plain --lengths 3": "--lengths are those of chains: leave it out",
+    "--connect ws://127.0.0.1:1/ --mode stream --no-ahead": "--mode stream drafts nothing",
     "--offline --temperature -1": "temperature",
     "--offline --target {absent}": "--target without --draft: name its drafter",
     "--offline --target {absent} --draft {absent}": "absent is not a folder",
@@ -330,6 +336,40 @@ def test_split_client_text_is_all_tokens_and_a_line(ask, pair):
     (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP)
     assert code == 0 and out.split() == list(map(str, plain.token_ids))
     assert err.count("\n") == 1 and err.startswith(f"[{NEW} tokens, ")
+
+
+class Letters:
+    """A tokenizer whose tokens are ASCII."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode()
+
+
+FIGURES = {"server_calls": 2, "tau": None, "tokens_per_s": None, "reply_ms": None}
+FIGURES |= dict.fromkeys(("bytes_down", "unverified", "rewritten", "drops"), 0)
+
+
+@pytest.mark.parametrize(
+    "rest, shown", [(b"k you!", ["Hi. ", "", "\n"]), (b"s", ["Hi. ", "Thans", "\n"])]
+)
+def test_split_client_shows_nothing_of_a_stop_text_that_is_completed_later(rest, shown, capsys):
+    output, text, found = client._TextOutput(Writer(Letters()), ["Thank you"]), b"Hi. Than", []
+    answering = SimpleNamespace(text=SimpleNamespace(answer=list(text + rest)))
+    output.start()
+    for verified in (len(text), len(text + rest)):
+        output.take(AnswerEvent(verified), answering)
+        found.append(capsys.readouterr().out)
+    output.end(FIGURES | {"token_ids": answering.text.answer}, None)
+    assert [*found, capsys.readouterr().out] == shown
+
+
+def test_split_client_shows_the_beginning_of_a_stop_text_that_does_not_come(capsys):
+    output = client._TextOutput(Writer(Letters()), ["Thank you"])
+    answering = SimpleNamespace(text=SimpleNamespace(answer=list(b"Than")))
+    output.start()
+    output.take(AnswerEvent(4), answering)
+    output.end(FIGURES | {"token_ids": answering.text.answer}, None)
+    assert capsys.readouterr().out == "Than\n"
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from infer.split.client.answering import SplitClient
+from infer.split.client.replies import TokenRows, joined
 from infer.split.client.state import ClientOptions
 from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy
@@ -687,10 +689,40 @@ def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
 
 
 def test_split_rows_come_in_parts_of_few_bytes():
-    with running(ToySlots(1, width=4000)) as server, Client(server) as client:
+    with running(ToySlots(1, width=700)) as server, Client(server) as client:
         parts = client.open(PROMPT)
-        assert len(parts) > 10 and max(len(part.rows) for part in parts) <= 256 << 10
+        assert len(parts) > 10 and max(len(part.rows) for part in parts) <= 32 << 10
         starts = [part.start for part in parts]
         assert starts == [0, *(part.start + part.count for part in parts[:-1])]
         assert parts[-1].start + parts[-1].count == len(PROMPT) and parts[-1].tokens
         assert not any(part.tokens or not part.more for part in parts[:-1])
+
+
+def test_split_parts_that_follow_each_other_are_taken_in_at_once():
+    text = list(range(40))
+    rows = lambda a, b: [np.arange(a, b), np.arange(a, b)[:, None]]  # noqa: E731
+    parts = [TokenRows(a, text[a:b], rows(a, b)) for a, b in [(0, 3), (3, 8), (8, 9), (20, 22)]]
+    found = joined(parts, 8)
+    assert [(part.start, part.tokens) for part in found] == [
+        (0, text[:8]),
+        (8, [8]),
+        (20, [20, 21]),
+    ]
+    for part in found:
+        for ours, theirs in zip(part.rows, rows(part.start, part.tokens[-1] + 1), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
+    monkeypatch.setattr("infer.split.server.sessions.PART_BYTES", 100)  # of two tokens
+    half, sizes = ToyHalf(), []
+    absorb = half.absorb
+    half.absorb = lambda start, tokens, rows: (
+        sizes.append(len(tokens)),
+        absorb(start, tokens, rows),
+    )
+    with running(ToySlots()) as server:
+        found = ask(server_at(server.port), CHAIN, PROMPT, NEW, half)
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and sizes[0] == len(PROMPT)
+    assert sizes[1:] == found.counts.accept_lengths and max(sizes[1:]) > 2

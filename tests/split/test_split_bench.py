@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,9 +19,12 @@ from infer.split.bench.flags import parser_of
 from infer.split.bench.pairs import SplitBench, SplitPair, Way, options_of
 from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import SplitClient
-from infer.split.client.state import ClientOptions
+from infer.split.client.drafter import PIECE
+from infer.split.client.figures import figures_of, timed
+from infer.split.client.state import AnswerEvent, ClientOptions
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
+from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split.split_client import ToyHalf, alone, server_at
@@ -36,11 +40,12 @@ REFUSED = {  # flags, and what the one line says
     "--rate 0": "choose a number above 0",
     "--target absent": "--target without --draft",
     "--draft a/x --draft b/x": "two drafters have one name",
-    "--output absent/file.json": "no such folder",
+    "--output absent/file.json": "no file can be written there: choose another path",
     "--plot absent/file.png": "--plot",
     "--clients 0": "at least 1",
     "--outages 3,x": "at least 1",
     "--draft x=./absent": "absent is not a folder",
+    "--draft lookup": "--draft lookup cannot write token by token, as chain, offline asks",
     "--sweep-depth 2": "unrecognized arguments: --sweep-depth 2",
 }
 
@@ -242,6 +247,27 @@ def document(at) -> dict:
     return json.loads(json.dumps(made))
 
 
+def test_split_first_tokens_of_a_drafter_alone_are_a_piece():
+    async def work():
+        with ThreadPoolExecutor(1) as worker:
+            answering = SplitClient(ToyHalf(), None, ClientOptions(), worker)
+            events = answering.answer(PROMPTS[0], len(PROMPTS[0]) + NEW, NO_STOP, Sampling())
+            times = await timed(answering, events)
+            return times, figures_of(answering, PROMPTS[0], times)
+
+    times, found = asyncio.run(work())
+    assert times.count == PIECE < NEW == len(found["token_ids"])
+    assert found["tokens_per_s"] == (NEW - PIECE) / found["decode_s"]
+    nothing = SimpleNamespace(text=SimpleNamespace(answer=[]))
+    times = asyncio.run(timed(nothing, no_events()))
+    assert times.begin < times.first == times.end and not times.count
+
+
+async def no_events() -> AsyncIterator[AnswerEvent]:
+    """What comes of an answer that is lost before its first token."""
+    yield AnswerEvent(0)
+
+
 def test_split_bench_tables_and_picture_show_all(at, tmp_path):
     made = document(at)
     shown = tables.render(made)
@@ -261,6 +287,22 @@ def test_split_bench_tables_and_picture_show_all(at, tmp_path):
     made["outages"] = []
     tables.plot(made, tmp_path / "two.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("one.png", "two.png"))
+
+
+def test_split_bench_shows_what_it_measured_where_no_picture_can_be_drawn(
+    at, tmp_path, capsys, monkeypatch
+):
+    def fails(*_: object) -> None:
+        raise RuntimeError("no picture")
+
+    made, path = document(at), tmp_path / "found.json"
+    monkeypatch.setattr(run, "load", lambda args: None)
+    monkeypatch.setattr(run, "measure", lambda bench: made)
+    monkeypatch.setattr(run, "check", lambda args: None)  # matplotlib may be missing
+    monkeypatch.setattr(tables, "plot", fails)
+    with pytest.raises(RuntimeError, match="no picture"):
+        run.main(["--json", "--output", str(path), "--plot", "found.png"])
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text()) == made
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from moa_jax.split.pairing import mismatch, pairing_of
 from tests.drafting import untrained
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
+from tests.split.split_client import num_held
 
 HF_CONFIG, MODEL = random_pair.random_target("llama", 21, calm=0.2)
 KINDS = {
@@ -148,7 +149,7 @@ def test_a_drafter_without_files_borrows_nothing(moa):
     assert tensors_of(moa / "lookup" / "target") == {}
     pairs = [client_pair(moa / side, "lookup") for side in ("whole", "lookup")]
     assert mismatch(*(pairing_of(*pair) for pair in pairs)) == ""
-    assert DraftHalf(*pairs[1], max_tokens=64).num_params == 0
+    assert num_held(DraftHalf(*pairs[1], max_tokens=64)) == 0
 
 
 # ---- another pair is refused --------------------------------------------------------------

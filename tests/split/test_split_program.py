@@ -59,6 +59,7 @@ REFUSED = {  # flags, and what the one line says
     "--port 70000": "not a port from 0 to 65535",
     "--slots 0": "at least 1",
     "--chunk 1": "choose 2 at least",
+    '--speculative-config {{"num_speculative_tokens":3}}': "give --lengths to infer.client",
     "--chunk 5000": "--chunk 5000: clients take at most 4096 at once",
     "--max-nodes 64": "--max-nodes 64: choose from 1 to 63",
     "--warm 100": "--warm 100: drafts have at most 64 nodes, the root included",
@@ -93,6 +94,14 @@ def test_split_program_refuses_a_port_in_use(capsys):
 def test_loopback_hosts_are_known():
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.0.1", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "192.0.2.1", "example.org")))
+
+
+def test_an_old_ready_file_announces_no_new_server(tmp_path):
+    old = tmp_path / "ready.json"
+    old.write_text("{}")
+    args = server._parser().parse_args(["--ready-file", str(old)])
+    check_address(args, "--token-file", has_secret=False)
+    assert not old.exists()
 
 
 def test_public_hosts_go_with_a_token_or_by_will(files):

@@ -220,6 +220,15 @@ def test_split_wrong_token_is_401_before_the_upgrade():
         assert "right" not in repr(server.events) and "wrong" not in repr(server.events)
 
 
+def test_split_lets_no_web_page_in_without_a_token(server):
+    assert status(server, Origin="http://example.org") == 403
+    with running(limits=TOKEN) as asks_for_it:
+        assert status(asks_for_it, Origin="http://example.org") == 401
+        shown = {"Authorization": "Bearer right", "Origin": "http://example.org"}
+        with Client(asks_for_it, additional_headers=shown) as client:
+            assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+
+
 def test_split_too_many_clients_are_503():
     with running(limits=ConnectionLimits(max_clients=1)) as server:
         with Client(server) as client:
@@ -295,6 +304,26 @@ def test_split_requests_that_do_not_fit_leave_the_connection(server):
             fault = ask(client, message)
             assert (fault.code, fault.fatal) == ("too_long", False), message
         assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+
+
+def test_split_replays_have_no_longer_prompts():
+    with running(max_prompt=20) as server, Client(server) as client:
+        for message in (opening([1] * 21), opening([1] * 30, prompt_length=21, root_given=True)):
+            fault = ask(client, message)
+            assert (fault.code, fault.fatal) == ("too_long", False) and "of 21 tokens" in fault.text
+        assert client.open(PROMPT + [5] * 9, prompt_length=20, root_given=True)[-1].count
+
+
+def test_split_counts_the_token_after_a_prompt():
+    with running() as server:
+        with Client(server) as client:
+            client.open(PROMPT)
+            drafted = len(client.draft(1).tokens)
+        with Client(server) as client:
+            client.open(
+                PROMPT + [5], prompt_length=20, root_given=True
+            )  # its root was picked before
+        assert server.metric("generated_tokens_total") == 1 + drafted
 
 
 def ask(client: Client, message):

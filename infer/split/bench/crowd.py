@@ -63,7 +63,8 @@ async def _ask(
     answering: SplitClient, question: CrowdQuestion, number: int, stop_ids: Sequence[int]
 ) -> CrowdAnswer:
     events = answering.answer(question.prompt, question.total, stop_ids, Sampling())
-    return CrowdAnswer(*await timed(answering, events), number, answering.text.answer)
+    times = await timed(answering, events)
+    return CrowdAnswer(times.begin, times.first, times.end, number, answering.text.answer)
 
 
 def summary(found: Sequence[CrowdAnswer], failed: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from infer.flags.pair import DEFAULT_TREE, DEMO, add_weights_flag
-from infer.program import Parser, names, positive
+from infer.program import Parser, check_writable, names, positive
 from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.network.profiles import PROFILES
 from moa_jax.errors import InputError
@@ -97,8 +97,8 @@ def check(args: argparse.Namespace) -> None:
     labels = [label for label, _ in named(args)]
     if len(set(labels)) < len(labels):
         raise InputError("--draft: two drafters have one name: give each as NAME=DIR")
-    if args.output and not Path(args.output).parent.is_dir():
-        raise InputError(f"--output {args.output}: there is no such folder: make it first")
+    if args.output:
+        check_writable("--output", Path(args.output))
     if args.plot:
         check_plots(Path(args.plot))
 

@@ -16,6 +16,7 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import Result
+from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -76,7 +77,8 @@ class SplitBench(NamedTuple):
 def load(args: argparse.Namespace) -> SplitBench:
     """Load target, drafters and prompts, compile the clients' halves, and decode plainly."""
     for _, path in named(args):  # a wrong path is refused before the target is loaded
-        find_folder(path)
+        if not needs_no_files(path):
+            find_folder(path)
     target = open_target(args.target, **target_options(args))
     prompts = _prompts(args, target)
     longest, new = max(map(len, prompts)), max(args.outages, default=0) + args.max_new_tokens
@@ -91,6 +93,7 @@ def load(args: argparse.Namespace) -> SplitBench:
     drafters = [(name, open_drafter(path, target, **options)) for name, path in named(args)]
     pairs = [_pair(args, name, target, drafter, bucket(most)) for name, drafter in drafters]
     for pair in pairs:
+        _check_writes(args, pair)
         _warm(pair.half, clients.values(), prompts)
     ways = [
         Way(mode, pair, clients[mode])
@@ -103,6 +106,17 @@ def load(args: argparse.Namespace) -> SplitBench:
     return SplitBench(
         args, target, pairs, ways, prompts, stop_ids, [one.token_ids for one in own], rates
     )
+
+
+def _check_writes(args: argparse.Namespace, pair: SplitPair) -> None:
+    """Raises InputError for what a drafter is to write alone that only drafts trees."""
+    alone = [mode for mode in ("chain", "offline") if mode in args.modes]
+    alone += [f"--{flag}" for flag in ("clients", "outages") if getattr(args, flag)]
+    if pair.half.functions.go_on is None and alone:
+        raise InputError(
+            f"--draft {pair.name} cannot write token by token, as {', '.join(alone)} asks: leave "
+            "it out, as in --modes stream,plain,tree"
+        )
 
 
 def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
@@ -143,7 +157,8 @@ def _pair(
         nodes |= {1 + length for length in args.lengths}
     if "tree" in args.modes:
         nodes |= {1 + args.tree[2], *range(2, 1 + args.tree[0])}  # and chains drafted ahead
-    flags = ["--target", str(target.folder.resolve()), "--draft", str(drafter.folder.resolve())]
+    place = drafter.folder.resolve() if drafter.folder.is_dir() else drafter.folder
+    flags = ["--target", str(target.folder.resolve()), "--draft", str(place)]
     flags += ["--max-tokens", str(most), "--warm", ",".join(map(str, sorted(nodes)))]
     if args.dtype:
         flags += ["--dtype", args.dtype]

@@ -62,12 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
     document = measure(load(args))
-    if args.plot:
-        tables.plot(document, Path(args.plot))
     text = json.dumps(document)
+    print(text if args.json else tables.render(document))  # first: a file may fail
     if args.output:
         write_whole(Path(args.output), text + "\n")
-    print(text if args.json else tables.render(document))
+    if args.plot:
+        tables.plot(document, Path(args.plot))
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
     return DIFFERENT if differs else 0
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from infer.split.client.pace import DraftPace
-from infer.split.client.replies import TokenRows
+from infer.split.client.replies import TokenRows, joined
 from infer.split.client.state import AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
 from moa_jax.split.half import CHUNK, EXACT, MOST_STEPS, DraftHalf
@@ -70,7 +70,7 @@ class ClientDrafter:
 
     async def absorb(self, parts: Iterable[TokenRows]) -> None:
         """Takes the target's rows into the caches."""
-        for part in parts:
+        for part in joined(parts, CHUNK):
             await self._on_half(self._half.absorb, *part)
             self._known = max(self._known, part.start + len(part.tokens))
             if len(part.tokens) > EXACT:  # these came padded, which overwrote all later rows

@@ -13,11 +13,12 @@ from infer.split.client.state import AnswerEvent
 
 
 class AnswerTimes(NamedTuple):
-    """When an answer was asked for, its first token came, and it had ended, on one clock."""
+    """When an answer was asked for, its first tokens came, and it had ended, on one clock."""
 
     begin: float
     first: float
     end: float
+    count: int  # tokens that came first: one of a server, a piece of a drafter alone
 
 
 async def timed(
@@ -26,20 +27,23 @@ async def timed(
     see: Callable[[AnswerEvent], int | None] = lambda event: None,
 ) -> AnswerTimes:
     """Reads the events of `answering.answer` to their end, or until `see` says where to cut."""
-    begin, first = time.perf_counter(), 0.0
+    begin, first, count = time.perf_counter(), 0.0, 0
     async with contextlib.aclosing(events):
         async for event in events:
-            first = first or time.perf_counter()
+            if not count and (count := len(answering.text.answer)):
+                first = time.perf_counter()
             if (cut := see(event)) is not None:
                 await answering.stop(cut)
                 break
-    return AnswerTimes(begin, first, time.perf_counter())
+    end = time.perf_counter()
+    return AnswerTimes(begin, first or end, end, count)
 
 
 def figures_of(answering: SplitClient, prompt: list[int], times: AnswerTimes) -> dict[str, Any]:
     """The keys of infer.generate's results, and those that a link adds; times in seconds or ms."""
     prefill_s, decode_s = times.first - times.begin, times.end - times.first
     counts, tokens = answering.counts, answering.text.answer
+    later = len(tokens) - times.count
     rounds = len(counts.accept_lengths)
     trips = [1000 * seconds for seconds in counts.round_trips_s]
     calls, trip_s = rounds + counts.prompts, answering.traffic.round_trip_s
@@ -52,7 +56,7 @@ def figures_of(answering: SplitClient, prompt: list[int], times: AnswerTimes) ->
         "tau": sum(counts.accept_lengths) / rounds if rounds else None,
         "prefill_s": prefill_s,
         "decode_s": decode_s,
-        "tokens_per_s": (len(tokens) - 1) / decode_s if decode_s and len(tokens) > 1 else None,
+        "tokens_per_s": later / decode_s if decode_s and later > 0 else None,
         "server_calls": calls,
         "server_calls_per_token": calls / len(tokens) if tokens else None,
         "reply_ms": statistics.median(trips) if trips else None,

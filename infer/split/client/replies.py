@@ -5,8 +5,10 @@ Each function raises Lost for a reply that does not fit: a server that sends one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from infer.split.client.state import AnswerText
 from infer.split.link import Lost, ServerAddress
@@ -22,6 +24,28 @@ class TokenRows(NamedTuple):
     start: int  # position of the first token
     tokens: list[int]
     rows: list[Any]
+
+
+def joined(parts: Iterable[TokenRows], most: int) -> list[TokenRows]:
+    """Parts that follow each other as one of at most `most` tokens, for each costs a call."""
+    groups: list[list[TokenRows]] = []
+    end = count = 0
+    for part in parts:
+        size = len(part.tokens)
+        if groups and part.start == end and count + size <= most:
+            groups[-1].append(part)
+            count += size
+        else:
+            groups.append([part])
+            count = size
+        end = part.start + size
+    return [_one_of(group) for group in groups]
+
+
+def _one_of(parts: Sequence[TokenRows]) -> TokenRows:
+    tokens = [token for part in parts for token in part.tokens]
+    leaves = zip(*(part.rows for part in parts), strict=True)
+    return TokenRows(parts[0].start, tokens, [np.concatenate(leaf) for leaf in leaves])
 
 
 class CheckedReply(NamedTuple):

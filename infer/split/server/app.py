@@ -126,6 +126,9 @@ class SplitServer:
         """The answer to a connection that is not upgraded; None for one that is."""
         if not self._knows_token(websocket):
             return _unauthorized()
+        if self.limits.token is None and "origin" in websocket.headers:
+            # Any page that a user of this machine opens could speak to its own address.
+            return PlainTextResponse("no web page is let in: use infer.client\n", 403)
         if len(self.connections) >= self.limits.max_clients:
             return PlainTextResponse("too many clients: try again later\n", 503)
         return None

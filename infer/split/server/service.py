@@ -125,9 +125,10 @@ class Service:
         `owner` is called if another connection takes the session over. Raises Refused.
         """
         limits, count = self.limits, len(request.tokens)
-        if not request.root_given and count > limits.max_prompt:
+        prompt = request.prompt_length if request.root_given else count
+        if prompt > limits.max_prompt:
             raise Refused(
-                "too_long", f"a prompt of {count} tokens: at most {limits.max_prompt} may come"
+                "too_long", f"a prompt of {prompt} tokens: at most {limits.max_prompt} may come"
             )
         if (most := max(count, request.total)) > limits.max_tokens:
             raise Refused(
@@ -341,6 +342,7 @@ class Service:
         self._failures = 0
         self.metrics.read_seconds.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(len(chunk))
+        self.metrics.committed.inc(pick_root)
         if session.closed:
             return
         if last:

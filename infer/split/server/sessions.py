@@ -23,7 +23,7 @@ from moa_jax.split import rows, wire
 from moa_jax.split.slots import Reply
 
 FATAL = {"version", "pairing", "token", "state", "message"}  # codes that end the connection
-PART_BYTES = 256 << 10  # of rows in one part, which a slow link carries in a second or two
+PART_BYTES = 32 << 10  # of rows in one part: a link counts as lost that takes too long for one
 
 
 class Refused(Exception):
@@ -178,11 +178,6 @@ class SlotQueue:
         self._free = limits.num_slots
         self._queue: deque[asyncio.Future[None]] = deque()
         metrics.slots.set(limits.num_slots)
-
-    @property
-    def num_free(self) -> int:
-        """Number of slots that nobody has."""
-        return self._free
 
     @property
     def num_waiting(self) -> int:

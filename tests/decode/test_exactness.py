@@ -1,0 +1,43 @@
+"""Where two answers differ, in numbers that JSON can say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moa_jax.config import BlockConfig, Sampling, TargetConfig
+from moa_jax.decode.exactness import Difference, compare, scores_after
+from moa_jax.measure.random_pair import random_target
+
+PROMPT = [5, 9, 4]
+
+
+@pytest.fixture(scope="module")
+def target():
+    block = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
+    return random_target(TargetConfig("llama", 64, 1, block, False, 256), jnp.float32, Path("tiny"))
+
+
+def test_answers_differ_at_a_place_and_by_a_margin(target):
+    scores_V = scores_after(target, PROMPT, [7], Sampling())
+    margin = pytest.approx(float(scores_V[8] - scores_V[3]))
+    assert compare(target, PROMPT, [7, 8], [7, 3]) == Difference(1, 8, 3, margin)
+    assert compare(target, PROMPT, [7, 8], [7, 8]) is None
+    ended = compare(target, PROMPT, [7, 8], [7])
+    assert ended == Difference(1, 8, None, None) and "one answer ended sooner" in str(ended)
+    assert str(Difference(1, 8, 3, 0.25)).endswith("; the target prefers plain's by 0.25")
+
+
+def test_a_token_that_the_law_leaves_out_has_no_margin(target):
+    law = Sampling(0.8, top_k=2, seed=1)
+    scores_V = scores_after(target, PROMPT, [], law)
+    best, out = int(scores_V.argmax()), int(scores_V.argmin())
+    assert scores_V[out] == -np.inf
+    found = compare(target, PROMPT, [best], [out], law)
+    assert found == Difference(0, best, out, None)
+    assert str(found) == (
+        f"token 0 is {out}, plain {best}; the target prefers one of them by no finite margin"
+    )
