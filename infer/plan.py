@@ -84,11 +84,12 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
     args.mode = _mode(args)
     target = _target(args.shape)
     drafter = _drafter(args, target)
-    shape = shape_of(args, drafter.depth) if drafter else DraftShape(1)
+    drafts = drafter and args.mode != "plain"
+    shape = shape_of(args, drafter.depth) if drafts else DraftShape(1)
     request = PlanRequest(
         machine=_machine(args),
         target=target.config,
-        drafter=drafter if shape.num_drafted else None,
+        drafter=drafter if shape.num_drafted or args.late else None,
         shape=shape,
         cache_rows=cache_rows_for(args.cache_rows),
         rows_used=args.rows_used,
@@ -97,6 +98,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         prompt_length=args.prompt_length,
         tau=args.tau or min(ASSUMED_TAU[args.mode], shape.levels),
         mesh=args.mesh or {},
+        late=args.late,
     )
     request.check()
     positions = target.config.max_position_embeddings
@@ -132,8 +134,8 @@ def _target(name: str) -> Target:
 
 def _mode(args: argparse.Namespace) -> str:
     """The mode that the flags ask for; raises InputError for drafts without one."""
-    drafts = ("drafter", "depth", "breadth", "total_tokens")
-    given = [flag.replace("_", "-") for flag in drafts if getattr(args, flag) is not None]
+    drafts = ("drafter", "depth", "breadth", "total_tokens", "late")
+    given = [flag.replace("_", "-") for flag in drafts if getattr(args, flag)]
     if args.mode is None and given:
         raise InputError(f"--{given[0]} without --mode, which is plain: add --mode chain or tree")
     return args.mode or "plain"
@@ -141,10 +143,11 @@ def _mode(args: argparse.Namespace) -> str:
 
 def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter | None:
     """The drafter of --drafter without its weights; None for plain decoding."""
-    if args.mode == "plain":
+    if args.mode == "plain" and not args.late:
         return None
     if args.drafter is None:
-        raise InputError(f"--mode {args.mode} drafts: name its drafter with --drafter")
+        asked = "--late" if args.late else f"--mode {args.mode} drafts"
+        raise InputError(f"{asked}: name the drafter with --drafter")
     if not args.drafter.endswith(".py"):
         return open_drafter(args.drafter, target, **drafter_options(args))._replace(params=None)
     for flag, value in drafter_options(args).items():
@@ -174,7 +177,7 @@ def described(found: Plan) -> str:
         f"{found['topology']}: {found['device_kind']}, {found['bandwidth'] / 1e12:g} TB/s, "
         f"{found['launch_us']:g} us a launch" + (f", mesh {axes}, figures of a chip" * bool(axes)),
         f"{found['nodes']} nodes a round, batch {found['batch']}, {used} of {rows} rows used, "
-        f"weights in {found['weights']}",
+        f"weights in {found['weights']}" + ", drafter late" * found["late"],
         "",
     ]
     if found["phases"]:
@@ -281,6 +284,11 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         f"trees {DEFAULT_TREE.depth}",
     )
     add_tree_sizes(group)
+    group.add_argument(
+        "--late",
+        action="store_true",
+        help="with what is kept for a drafter that may read late, as where the mode is auto",
+    )
     group.add_argument(
         "--tau",
         type=above_zero,

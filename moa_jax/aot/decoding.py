@@ -61,6 +61,7 @@ class PlanRequest(NamedTuple):
     prompt_length: int | None = None
     tau: float = 1.0
     mesh: dict[str, int] = {}  # sizes of a mesh of all chips; empty: a single chip  # noqa: RUF012
+    late: bool = False  # with what is kept for a drafter that reads late, as where ways are chosen
 
     def check(self) -> None:
         """Raises InputError for what cannot be planned, whatever the compiler says."""
@@ -187,7 +188,7 @@ def kind_of(argument: str) -> str:
 
 def _setup(request: PlanRequest) -> Setup:
     drafter = request.drafter and functions_of(request.drafter, request.target)
-    return Setup(request.target, drafter, request.shape)
+    return Setup(request.target, drafter, request.shape, catches_up=request.late)
 
 
 def _asked(request: PlanRequest) -> Plan:
@@ -202,6 +203,7 @@ def _asked(request: PlanRequest) -> Plan:
         "nodes": shape.num_nodes,
         "batch": request.batch,
         "cache_rows": request.cache_rows,
+        "late": request.late,
         "rows_used": request.rows_used,
         "prompt_length": request.prompt,
         "chunk": _chunk(request),
@@ -339,7 +341,7 @@ def _roofline(request: PlanRequest, setup: Setup, weights: Weights, state: Decod
     caches = request.used * num_bytes(state.now.target_caches)
     nodes = batch * shape.num_nodes
     seconds = _pass_s(request, _products_of(weights.target), caches, nodes, nodes * attended)
-    if setup.drafter is not None:
+    if shape.num_drafted:
         once = set(setup.drafter.digest_only)
         level = {key: leaf for key, leaf in weights.drafter.items() if key not in once}
         digest = {key: leaf for key, leaf in weights.drafter.items() if key in once}

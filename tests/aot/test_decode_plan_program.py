@@ -151,6 +151,23 @@ def test_flags_reach_the_request(planned):
     assert request.weights == "float32"
 
 
+def test_what_a_late_drafter_will_read_is_in_memory(planned):
+    """Of each row the drafter's state, which the bundled one puts in its memory, in bfloat16."""
+    folders = ["--shape", "moa_jax/demo/target", "--drafter", "moa_jax/demo/draft"]
+    for mode in ("plain", "chain"):
+        for late in ([], ["--late"]):
+            plan.main([*folders, "--mode", mode, "--cache-rows", "512", "--batch", "2", *late])
+    sizes = []
+    for request in planned[0]:
+        setup = decoding._setup(request)
+        weights = decoding.weights_of(setup, request.weights)
+        sizes.append(lowering.num_bytes(lowering.abstract_state(setup, weights, 512, 2)))
+    bare, plain, read, chain = sizes
+    width, rows = planned[0][0].target.block.hidden_size, 2 * 512
+    assert chain - read == 2 * rows * width + 2 * 4  # and a length for each text
+    assert plain > bare and planned[0][1].drafter is not None
+
+
 def test_a_folder_names_its_own_pair(planned):
     folders = ["--shape", "moa_jax/demo/target", "--drafter", "moa_jax/demo/draft"]
     plan.main([*folders, "--mode", "chain", "--cache-rows", "512"])
@@ -200,7 +217,9 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--topology", "h200:8"], "has 8 chips, and decoding uses one"),
         ([*COMMAND, "--topology", "v5e:4x4"], "name a machine of one"),
         ([*COMMAND, "--weights", "int3"], "--weights int3: .*bfloat16"),
-        ([*COMMAND, "--mode", "tree"], "name its drafter with --drafter"),
+        ([*COMMAND, "--mode", "tree"], "name the drafter with --drafter"),
+        ([*COMMAND, "--late"], "--late without --mode"),
+        ([*COMMAND, "--mode", "plain", "--late"], "--late: name the drafter"),
         ([*COMMAND, "--mode", "chain", "--drafter", "configs/none.py"], "no such config file"),
         ([*COMMAND, "--mode", "chain", "--drafter", "moa_jax/demo/draft"], "belongs to another"),
         ([*DEMO, "--mode", "chain", "--drafter", PAPER], f"{PAPER}: .*vocab_size is 128256"),
