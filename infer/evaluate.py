@@ -118,8 +118,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     ask_all(interview, kept, asked)
     found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in asked}
     document = report.document_of(found, left_out, settings)
-    print(json.dumps(document) if args.json else report.render(document))
-    _write(folder, document)
+    try:
+        print(json.dumps(document) if args.json else report.render(document))
+    finally:  # one of the two may fail
+        _write(folder, document)
     exact = settings["dtype"] == "float32"
     return DIFFERENT if document["differences"] and exact else 0
 

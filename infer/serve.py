@@ -78,7 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _follow(args, ending)
         group = group_of(ending.fail) if processes.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
-        with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
+        listener = bind(args.host, args.port, args.ready_file)
+        with listener, EventLog() as log, WarningsTo(log):
             engine, target = _load(args, group)
             server = _server_of(args, engine, target, keys, log)
             ending.last_words = functools.partial(_abandon, engine, server)

@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     token = args.token_file and read_token(args.token_file)
     check_address(args, SECRET, has_secret=token is not None)
     # The port is bound before the models are loaded, which takes a while.
-    with bind(args.host, args.port) as listener, EventLog() as log, WarningsTo(log):
+    listener = bind(args.host, args.port, args.ready_file)
+    with listener, EventLog() as log, WarningsTo(log):
         server, compiling = _load(args, limits, token, log)
         return asyncio.run(_serve(args, server, listener, compiling))
 

@@ -239,9 +239,9 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Load a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
 
-    `method` overrides the kind found in the files, `target_layer_inference` states N where
-    they do not; `dtype` defaults to the target's, or to `default_dtype()` for a target without
-    its weights; `weights` as in `load_target`; `for_client` leaves out what only the target's
+    `method` overrides the kind found in the files, `target_layer_inference` states the N of MoA
+    where they do not; `dtype` defaults to the target's, or to `default_dtype()` where that has no
+    weights; `weights` as in `load_target`; `for_client` leaves out what only the target's
     side reads (`Drafter.digest_only`); `mesh` defaults to the target's, if it has one. A kind
     without files, as `lookup`, is named instead of a folder. Raises InputError for a missing or
     damaged drafter, and for one of another target.
@@ -260,11 +260,6 @@ def load_drafter(
         check_pairing(config.get("target", {}), _fingerprint(target))
         files = Files(config, shapes, reader.read)
         cfg, notices = kind.read_config(files, target.config, target_layer_inference)
-        if target_layer_inference is not None and not hasattr(cfg, "target_layer_inference"):
-            raise InputError(
-                f"target_layer_inference is for MoA drafters, and {folder} holds one of kind "
-                f"{method!r}: leave it out"
-            )
         table = kind.table(cfg, target.config)
         depth = _depth_of(config)
     used = _clients_table(method, cfg, target) if for_client else table

@@ -172,7 +172,17 @@ def load_pair(
         return target, None
     options = drafter_options(args) | {"dtype": dtype_of(args), "weights": args.weights}
     options["for_client"] = for_client
-    return target, open_drafter(draft_name, target, **options)
+    drafter = open_drafter(draft_name, target, **options)
+    if args.target_layer_inference is not None and not _reuses_layers(drafter):
+        raise InputError(
+            f"--target-layer-inference is for MoA drafters, and {drafter.folder} holds one of kind "
+            f"{drafter.method!r}: leave it out"
+        )
+    return target, drafter
+
+
+def _reuses_layers(drafter: LoadedDrafter) -> bool:
+    return hasattr(drafter.config, "target_layer_inference")
 
 
 def named_pair(
@@ -208,14 +218,14 @@ def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target
 def open_drafter(
     folder: str | os.PathLike[str] | None, target: Target, **options: Any
 ) -> LoadedDrafter:
-    """A drafter, the bundled one for None; its notices go to stderr.
+    """A drafter that decodes, the bundled one for None; its notices go to stderr.
 
     `options` are those of `load_drafter`, which raises InputError.
     """
     drafter = load_drafter(folder or DEMO / "draft", target, **options)
     for notice in drafter.notices:
         print(notice, file=sys.stderr)
-    return drafter
+    return drafter._replace(params=for_decoding(Weights(target.params, drafter.params)).drafter)
 
 
 def target_options(args: argparse.Namespace) -> dict[str, Any]:

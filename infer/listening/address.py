@@ -48,8 +48,7 @@ def add_limits(
 def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> None:
     """Raises InputError for files of the flags that are bad, and for a public host without secret.
 
-    A path that cannot be read raises OSError. Removes the ready file of an earlier server, which
-    would announce this one before it is ready.
+    A path that cannot be read raises OSError.
     """
     if not (has_secret or args.open or is_loopback(args.host)):
         raise InputError(
@@ -58,11 +57,13 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
     _check_certificate(args.tls_cert, args.tls_key)
     if args.ready_file is not None:
         check_writable("--ready-file", Path(args.ready_file))
-        Path(args.ready_file).unlink(missing_ok=True)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address but does not listen yet; InputError if that fails."""
+def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
+    """A socket that is bound to an address but does not listen yet; InputError if that fails.
+
+    The ready file of an earlier server would announce this one before it is ready: it is removed.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -81,6 +82,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise unusable(host, port, error) from error
+    if ready_file is not None:
+        Path(ready_file).unlink(missing_ok=True)
     return listener
 
 

@@ -49,10 +49,6 @@ class DataConfig:
             )
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise InputError(f"weights are {self.weights}: choose numbers above 0")
-        if self.longest_first and not self.pack:
-            raise InputError(
-                "longest_first with pack False: it is an order of packing, so set it to False"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

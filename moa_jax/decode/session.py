@@ -314,7 +314,7 @@ class Session:
         one_each = len(ids) and not isinstance(ids[0], int | np.integer)
         rows = [list(row) for row in ids] if one_each else [ids] * batch
         known = range(self.target.config.vocab_size)
-        rows = [[int(id) if id in known else -1 for id in row] for row in rows]
+        rows = [[id if id in known else -1 for id in map(int, row)] for row in rows]
         if len(rows) != batch:
             raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
         width = max(8, *(-(-len(row) // 8) * 8 for row in rows))

@@ -36,6 +36,8 @@ def likeliest(order_XV: Array) -> Array:
     """
     if traced_platform() != "cpu":
         return jnp.argmax(order_XV, axis=-1).astype(jnp.int32)
+    # XLA must not compute it twice, once for each pass: rounded otherwise, none would be the best.
+    order_XV = lax.optimization_barrier(order_XV)
     V = order_XV.shape[-1]
     is_best_XV = order_XV == order_XV.max(axis=-1, keepdims=True)
     place_XV = lax.broadcasted_iota(jnp.int32, order_XV.shape, order_XV.ndim - 1)

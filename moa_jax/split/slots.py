@@ -33,7 +33,7 @@ from moa_jax.decode.session import for_decoding
 from moa_jax.decode.state import Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Tapped, Tree
 from moa_jax.errors import InputError
-from moa_jax.model import cache, llama, sharding
+from moa_jax.model import cache, llama, quantise, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 Array = jax.Array
@@ -119,7 +119,8 @@ class Slots:
         functions = drafter and functions_of(drafter, target.config)
         self.target, self.functions = target, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
-        self.weights = for_decoding(Weights(target.params, drafter and drafter.params))
+        own = for_decoding(Weights(target.params, None))
+        self.weights = own._replace(drafter=quantise.in_panels(drafter and drafter.params))
         num_rows = cache_rows_for(max_tokens + max(at_least(NODES, max_nodes), bucket(chunk)))
         dtype = target.params["embed"].dtype
         self._empty = functools.partial(

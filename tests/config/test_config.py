@@ -68,11 +68,6 @@ def test_a_drafter_is_trained_for_no_longer_a_chain():
     assert said == f"horizon is {MAX_DEPTH}: choose at most {MAX_DEPTH - 1}"
 
 
-def test_an_order_of_packing_needs_packing():
-    said = refusal(dataclasses.replace, tiny.config.data, pack=False, longest_first=True)
-    assert said.startswith("longest_first with pack False: ")
-
-
 @pytest.mark.parametrize("module", [config.model, config.draft, config.train])
 def test_the_package_has_the_classes_of_its_modules(module):
     """Whoever adds a config to one of them adds its name to moa_jax/config/__init__.py."""

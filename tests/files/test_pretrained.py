@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -234,13 +233,11 @@ def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):
     assert load_drafter(tmp_path / "target", target, method="independent").params
 
 
-def test_drafters_are_asked_for_what_they_have(pair):
+def test_a_kind_without_files_is_not_looked_for_in_a_folder(pair):
     target = describe_target(pair / "target")
-    asked = functools.partial(refusal, load_drafter, target=target)
-    assert "holds one of kind 'independent': leave it out" in asked(
-        pair / "target", method="independent", target_layer_inference=3
+    assert "'lookup' has no files: name it" in refusal(
+        load_drafter, pair / "draft", target, method="lookup"
     )
-    assert "'lookup' has no files: name it" in asked(pair / "draft", method="lookup")
 
 
 def test_weights_of_eight_bits_are_not_saved(pair, tmp_path):

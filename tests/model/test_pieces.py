@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moa_jax.decode import sample
 from moa_jax.model.pieces import likeliest
 
 NAN, INF = float("nan"), float("inf")
@@ -23,6 +24,23 @@ LAWS = {
 def test_of_one_law(law):
     order_V = jnp.array(law)
     assert int(jax.jit(likeliest)(order_V)) == int(jnp.argmax(order_V))
+
+
+@pytest.mark.parametrize("V", [100, 2048])
+def test_of_what_is_computed_in_the_same_program(V):
+    """Were it computed once for each of two passes, no token need equal the best."""
+
+    def score(logits_BNV: jax.Array, seed: jax.Array) -> jax.Array:
+        noise_BNV = jax.random.gumbel(jax.random.key(seed), logits_BNV.shape)
+        return jax.nn.log_softmax(1.37 * logits_BNV) * 0.71 + noise_BNV
+
+    drawn = jax.jit(lambda logits, seed: sample.draw(score(logits, seed), jnp.zeros(())))
+    for seed in range(20):
+        logits_BNV = 5 * jax.random.normal(jax.random.key(100 + seed), (2, 6, V))
+        scores_BNV = np.asarray(jax.jit(score)(logits_BNV, seed))
+        found_BN = np.asarray(drawn(logits_BNV, seed))
+        best_BN = np.take_along_axis(scores_BNV, found_BN[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(best_BN, scores_BNV.max(axis=-1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -22,7 +22,7 @@ import pytest
 from websockets.sync.client import connect
 
 from infer import server
-from infer.listening.address import check_address, is_loopback
+from infer.listening.address import bind, check_address, is_loopback
 from infer.listening.events import EventLog, WarningsTo
 from infer.program import INTERRUPTED, run
 from moa_jax import Session, load_drafter, load_target
@@ -97,11 +97,15 @@ def test_loopback_hosts_are_known():
 
 
 def test_an_old_ready_file_announces_no_new_server(tmp_path):
-    old = tmp_path / "ready.json"
-    old.write_text("{}")
-    args = server._parser().parse_args(["--ready-file", str(old)])
-    check_address(args, "--token-file", has_secret=False)
-    assert not old.exists()
+    file = tmp_path / "ready.json"
+    file.write_text("{}")
+    with bind("127.0.0.1", 0, str(file)) as first:
+        assert not file.exists()
+        file.write_text("{}")  # the first one is ready, and a second finds its port taken
+        first.listen()
+        with pytest.raises(InputError, match="in use"):
+            bind("127.0.0.1", first.getsockname()[1], str(file))
+        assert file.exists()
 
 
 def test_public_hosts_go_with_a_token_or_by_will(files):

@@ -63,9 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     check(args)
     document = measure(load(args))
     text = json.dumps(document)
-    print(text if args.json else tables.render(document))  # first: a file may fail
-    if args.output:
-        write_whole(Path(args.output), text + "\n")
+    try:
+        print(text if args.json else tables.render(document))
+    finally:  # one of the two may fail
+        if args.output:
+            write_whole(Path(args.output), text + "\n")
     if args.plot:
         tables.plot(document, Path(args.plot))
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
