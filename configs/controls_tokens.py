@@ -1,0 +1,28 @@
+"""The controls without the feature loss: what drafters learn from the target's laws alone.
+
+    python -m train.grid --config configs/controls_tokens.py --target-cache runs/target_cache \\
+        --done reports/controls.json
+
+All else is as in `configs/controls.py`, which says how the data are made, and whose rows of the same
+cells with both losses are taken over. In `configs/ablations.py` MoA gains by it.
+"""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
+CELLS = ("eagle2", "moa", "moa_n3")
+
+both = {name: cell for name, cell in controls["config"].cells if name in CELLS}
+tokens = {
+    f"{name}_tokens": dataclasses.replace(
+        cell, loss=dataclasses.replace(cell.loss, feature_weight=0.0)
+    )
+    for name, cell in both.items()
+}
+config = dataclasses.replace(
+    controls["config"],
+    cells=tuple((both | tokens).items()),
+    directory="runs/controls_tokens",
+)
