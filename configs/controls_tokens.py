@@ -3,8 +3,8 @@
     python -m train.grid --config configs/controls_tokens.py --target-cache runs/target_cache \\
         --done reports/controls.json
 
-All else is as in `configs/controls.py`, which says how the data are made, and whose rows of the same
-cells with both losses are taken over. In `configs/ablations.py` MoA gains by it.
+All else is as in `configs/controls.py`, which says how the data are made; rows of its report count
+for the cells with both losses. In `configs/ablations.py` MoA gains by this.
 """
 
 import dataclasses
