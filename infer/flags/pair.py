@@ -81,7 +81,7 @@ def add_kind_flags(group: Any) -> None:
         "--target-layer-inference",
         type=int,
         metavar="N",
-        help="target layers that the drafter reuses, where its files do not say",
+        help="target layers that a MoA drafter reuses, where its files do not say",
     )
 
 
@@ -172,17 +172,7 @@ def load_pair(
         return target, None
     options = drafter_options(args) | {"dtype": dtype_of(args), "weights": args.weights}
     options["for_client"] = for_client
-    drafter = open_drafter(draft_name, target, **options)
-    if args.target_layer_inference is not None and not _reuses_layers(drafter):
-        raise InputError(
-            f"--target-layer-inference is for MoA drafters, and {drafter.folder} holds one of kind "
-            f"{drafter.method!r}: leave it out"
-        )
-    return target, drafter
-
-
-def _reuses_layers(drafter: LoadedDrafter) -> bool:
-    return hasattr(drafter.config, "target_layer_inference")
+    return target, open_drafter(draft_name, target, **options)
 
 
 def named_pair(

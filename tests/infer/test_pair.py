@@ -12,7 +12,7 @@ from infer import program
 from infer.flags import pair
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
-from tests.model_folders import refusal, save_random_pair
+from tests.model_folders import refusal
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -88,13 +88,6 @@ def test_depths_below_1_are_refused(flag, capsys):
 def test_a_depth_is_at_most_64(flag):
     with pytest.raises(InputError, match="choose at most 64"):
         pair.shape_of(parse(flag, "65"), None)
-
-
-def test_layers_to_reuse_are_those_of_moa(tmp_path):
-    save_random_pair(tmp_path, "llama", seed=0)
-    folders = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "target")]
-    args = parse(*folders, "--method", "independent", "--target-layer-inference", "1")
-    assert "holds one of kind 'independent': leave it out" in refusal(pair.load_pair, args)
 
 
 def test_depths():
