@@ -366,15 +366,17 @@ def test_overrides_that_are_valid_together_need_no_order(settings_file, one, oth
     assert twice.horizon == 5
 
 
-def test_a_tilde_is_the_users_folder_wherever_files_are_written(settings_file, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ada")
+def test_a_tilde_is_the_users_folder_wherever_files_are_written(
+    settings_file, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
     flags = ["--output", "~/drafter", "--run.directory", "~/run", "--data.cache", "~/cache"]
     config = load_config(settings_file, DistillConfig, flags)
     found = (config.output, config.run.directory, config.data.cache)
-    assert found == ("/home/ada/drafter", "/home/ada/run", "/home/ada/cache")
+    assert found == tuple(str(tmp_path / name) for name in ("drafter", "run", "cache"))
     grid = read_config("configs/matched.py", GridConfig)
     assert expanded(grid) == grid
-    assert expanded(dataclasses.replace(grid, directory="~/g")).directory == "/home/ada/g"
+    assert expanded(dataclasses.replace(grid, directory="~/g")).directory == str(tmp_path / "g")
 
 
 @pytest.mark.parametrize(
