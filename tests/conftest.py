@@ -53,6 +53,7 @@ LONGEST = (
     "split/test_disconnect_pairs.py",
     "decode/test_trees.py",
     "split/test_disconnect.py",
+    "split/test_disconnect_replies.py",
     "decode/test_spec.py",
     "decode/test_engine.py",
     "decode/test_engine_sizes.py",

@@ -1,4 +1,4 @@
-"""A client of split decoding with a hash for a drafter, and a relay that spoils what it carries."""
+"""A client of split decoding with a hash for a drafter, links that fail, a relay that spoils."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ from tests.split.split_server import (
     wait_for,
 )
 
+PROMPT = list(range(1, 21))
+NEW = 60
+CHAIN, TREE = ClientOptions(), ClientOptions(DraftShape(4, 2, 6))
+OPTIONS = {
+    "chain": CHAIN,
+    "tree": TREE,
+    "plain": ClientOptions(lengths=()),
+    "stream": ClientOptions(lengths=(), stream=True),
+    "no-ahead": ClientOptions(draft_ahead=False),
+}
 SECONDS = 60.0  # in which any answer ends, on a busy machine too
 
 
@@ -402,3 +412,15 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
         assert found.metric("split_failures_total") == 0
     finally:
         found.stop()
+
+
+def refuses_until(proxy, tokens: int):
+    """For `answered`: no link from the fourth event on, until so many tokens are written alone."""
+
+    def act(index, answering) -> None:
+        if index == 4:
+            proxy.refuse()
+        if len(answering.text.tail) > tokens:
+            proxy.heal()
+
+    return act

@@ -1,4 +1,4 @@
-"""Answers of split clients whose links fail: cut, refused, reset, or of servers that lie."""
+"""Answers of split clients whose links fail: cut, refused, reset, and well again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
-from infer.split.client.answering import SplitClient
-from infer.split.client.replies import TokenRows, joined
 from infer.split.client.state import ClientOptions
 from infer.split.link import Busy, Lost
 from infer.split.network.proxy import Proxy
 from infer.split.server.app import ConnectionLimits
-from moa_jax.config import DraftShape, Sampling
+from moa_jax.config import Sampling
 from moa_jax.split import wire
 from tests.split.split_client import (
-    CLOSE,
-    HANG,
+    CHAIN,
+    NEW,
+    OPTIONS,
+    PROMPT,
+    TREE,
     ToyHalf,
     alone,
     answered,
@@ -33,47 +33,20 @@ from tests.split.split_client import (
     is_linked,
     linked,
     nothing_left,
-    relayed,
     rest_until_linked,
     run_client,
     server_at,
-    spoiler,
 )
 from tests.split.split_server import (
-    LIMITS,
     PATIENCE,
     Client,
     ToySlots,
-    next_token,
     opening,
     plain,
     running,
 )
 
-PROMPT = list(range(1, 21))
-NEW = 60
-CHAIN, TREE = ClientOptions(), ClientOptions(DraftShape(4, 2, 6))
-OPTIONS = {
-    "chain": CHAIN,
-    "tree": TREE,
-    "plain": ClientOptions(lengths=()),
-    "stream": ClientOptions(lengths=(), stream=True),
-    "no-ahead": ClientOptions(draft_ahead=False),
-}
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """Attempts to connect again come fast."""
-    monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
-    monkeypatch.setattr("infer.split.client.session.LONGEST_WAIT", 0.1)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(ToySlots(8)) as found:
-        yield found
-        assert found.metric("split_failures_total") == 0
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -392,337 +365,3 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server):
 
             found = run_client(client, options, work)
             assert found == plain(PROMPT, NEW)[:2][: len(found)]
-
-
-# A server that says what it should not
-
-
-def relays(server, spoil, options: ClientOptions = CHAIN, **given):
-    """An answer of a client that hurries once the server has opened a session."""
-    options = dataclasses.replace(options)
-
-    def spoil_in_haste(message, seen):
-        if len(seen) > 1:
-            hurry(client, options)
-        return spoil(message, seen)
-
-    with relayed(server.port, spoil_in_haste) as port, nothing_left():
-        client = server_at(port)
-        return ask(client, options, PROMPT, NEW, **given)
-
-
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 80))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_disconnect_messages_twice_late_never_and_broken(server, seed):
-    name = list(OPTIONS)[seed % len(OPTIONS)]
-    found = relays(server, spoiler(seed, 8), OPTIONS[name])
-    found.check()
-    assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_disconnect_bits_that_flip_end_no_client(server, seed):
-    """What is forged and fits is believed; nothing else happens."""
-    chance = random.Random(seed)
-
-    def spoil(message, seen):
-        if len(seen) < 4 or chance.random() < 0.7:
-            return [message]
-        changed = bytearray(message)
-        for _ in range(chance.choice([1, 1, 3])):
-            changed[chance.randrange(min(len(changed), 120))] ^= 1 << chance.randrange(8)
-        return [bytes(changed)]
-
-    half = ToyHalf()
-    half.absorb = lambda start, tokens, rows: half._put(start, "target", tokens)
-    options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
-    found = relays(server, spoil, options, half=half)
-    assert found.done and len(found.tokens) <= NEW
-
-
-@pytest.mark.parametrize("kind", ["Welcome", "Committed", "Resumed"])
-def test_disconnect_damaged_version_is_a_lost_link(server, kind):
-    """Who has welcomed a client before does not speak another version now."""
-    to_do = ["close", "damage"]
-
-    def spoil(message, seen):
-        if len(seen) > 4 and "close" in to_do:
-            to_do.remove("close")
-            return [CLOSE]  # so that Welcome and Resumed come once more
-        if "close" not in to_do and to_do and wire.DOWN[message[1]].__name__ == kind:
-            to_do.remove("damage")
-            return [b"!" + message[1:]]
-        return [message]
-
-    found = relays(server, spoil)
-    found.check()
-    assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
-    assert found.counts.drops >= 1 and not sum(found.kept)
-
-
-def test_disconnect_session_that_never_began_is_opened_anew(server):
-    """The link dies before the first token, and the server knows of no request."""
-    to_do = ["close", "forge"]
-
-    def spoil(message, seen):
-        if "close" in to_do and message[1] == 67:
-            to_do.remove("close")
-            return [CLOSE]
-        if "forge" in to_do and message[1] == 68:
-            to_do.remove("forge")
-            return [wire.encode(wire.Resumed(-1))]
-        return [message]
-
-    found = relays(server, spoil)
-    found.check()
-    assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
-
-
-FORGED = {
-    "nothing": {"tokens": []},
-    "too much": {"tokens": list(range(30))},
-    "more for ever": {"more": True, "tokens": [], "done": ""},
-    "another end": {"done": "stop"},
-    "other rows": {"rows": b"123"},
-    "no rows": {"count": 0, "rows": b""},
-    "rows before": {"start": 0},
-    "rows behind": {"start": 70},
-    "the future": {"seq": 1000},
-    "the past": {"seq": 0},
-}
-
-
-@pytest.mark.parametrize("policy", ["verify", "keep"])
-@pytest.mark.parametrize("name", FORGED)
-def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy):
-    """Always the same wrong reply: the answer ends alone, soon after it is written."""
-
-    def spoil(message, seen):
-        if message[1] == 67 and len(seen) > 8:
-            verdict = wire.decode_down(message, LIMITS)
-            return [wire.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
-        return [message]
-
-    options = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
-    found = relays(server, spoil, options)
-    found.check("keep")
-    assert found.done == "length" and found.counts.drops
-
-
-@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Committed", "Resumed"])
-@pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
-def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
-    """Once the answer has begun, every message of a kind is replaced."""
-    number = {"Welcome": 65, "Opened": 66, "Committed": 67, "Resumed": 68}[kind]
-    fault = wire.encode(wire.Fault("pairing", "no", True))
-
-    def spoil(message, seen):
-        if len(seen) == 7:
-            return [CLOSE]
-        if len(seen) < 7 or message[1] != number:
-            return [message]
-        return {"flood": [seen[0]] * 2000, "denied": [fault]}.get(then, [then])
-
-    options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
-    with relayed(server.port, spoil) as port:
-        found = ask_in_haste(server_at(port), options, PROMPT, NEW, seconds=0.3)
-    assert found.done == "length"
-    found.check("keep")
-    if kind == "Opened":  # it is not needed to resume
-        assert found.tokens == plain(PROMPT, NEW)
-
-
-def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
-    """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
-    options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
-    half = ToyHalf()
-    with linked(server.port) as proxy:
-
-        def act(index, answering):
-            rest_until_linked(half, answering)
-            if index == 4:
-                proxy.refuse()
-            if len(answering.text.tail) > 20:
-                proxy.heal()
-
-        found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
-    assert found.counts.prompts == 2
-    found.check("keep")
-    assert 20 < sum(found.kept) < 190 and not found.kept[-1]
-
-
-def refuses_until(proxy, tokens: int):
-    """For `answered`: no link from the fourth event on, until so many tokens are written alone."""
-
-    def act(index, answering) -> None:
-        if index == 4:
-            proxy.refuse()
-        if len(answering.text.tail) > tokens:
-            proxy.heal()
-
-    return act
-
-
-def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
-    """A padded reply hides the drafter's rows behind it: they are written again."""
-    half = ToyHalf()
-    monkeypatch.setattr("tests.split.split_client.guess", lambda text: next_token(list(text)))
-    verify, calls = SplitClient._verify_tail, []
-
-    async def failing(self):
-        calls.append(len(self.text.tail))
-        if len(calls) == 2:
-            raise Lost("again")
-        await verify(self)
-
-    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
-    with linked(server.port) as proxy:
-        act = refuses_until(proxy, 100)
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
-    assert found.tokens == plain(PROMPT, 300) and calls[0] > 100 and len(calls) > 2
-
-
-# What a link costs while it is there, and what is kept of it when it is not
-
-
-@pytest.mark.parametrize("name", ["chain", "tree"])
-def test_split_client_drafting_ahead_delays_no_reply(server, name):
-    """A token takes far longer than a reply: nothing of use can be drafted meanwhile."""
-    half, steps = ToyHalf(), []
-    chain, tree = half.chain, half.tree
-
-    def slow(text, known, count):
-        steps.append(count)
-        time.sleep(1.0 if len(steps) <= 2 else 0.15)
-        return chain(text, known, count)
-
-    def slow_tree(text, shape):
-        time.sleep(0.15 * (shape.depth - 1))
-        return tree(text, shape)
-
-    half.chain, half.tree = slow, slow_tree
-    options = dataclasses.replace(OPTIONS[name], lengths=(3,))
-    found = ask(server_at(server.port), options, PROMPT, 8, half)
-    assert found.tokens == plain(PROMPT, 8)
-    assert found.counts.round_trips_s[0] < 0.9  # a reply's time, not a token's
-    drafts = found.counts.rounds if name == "chain" else 0
-    assert len(steps) <= drafts + 2 and set(steps) <= {1, 2, 3}
-    ahead = steps if name == "tree" else steps[1:2]
-    assert set(ahead) <= {1}
-
-
-def test_split_client_waits_for_a_server_that_lives(server):
-    """It compiles, say: no reply comes for long, but pongs do."""
-    with running(ToySlots(2)) as slow, nothing_left():
-        slow.slots.seconds = 1.2
-        found = ask(server_at(slow.port, timeout=0.5), CHAIN, PROMPT[:3], 2)
-    assert found.tokens == plain(PROMPT[:3], 2) and found.counts.drops == 0
-
-
-def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
-    with linked(server.port) as proxy:
-        times = []
-
-        def act(index, answering):
-            times.append(time.monotonic())
-            if index == 3:
-                proxy.cut()
-            if answering.text.is_written:
-                proxy.heal()
-
-        found = ask(server_at(proxy.port, timeout=0.4), CHAIN, PROMPT, NEW, act=act)
-    assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
-    assert times[3] - times[2] < 20  # far below what a reply may take
-
-
-def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
-    """No link brings more than a few parts: each goes on where the last one ended."""
-    prompt = [*range(97), *range(97)]
-    verdicts = []
-
-    def spoil(message, seen):
-        if len(seen) % 7 == 0:
-            return [CLOSE]
-        verdicts.append(message[1] == 67)
-        return [message]
-
-    with relayed(server.port, spoil) as port, nothing_left():
-
-        async def work(answering):
-            await answered(answering, [5], 1)  # the server is known
-            return await answered(answering, prompt, NEW)
-
-        found = run_client(server_at(port), CHAIN, work)
-    found.check()
-    assert found.tokens == plain(prompt, NEW) and found.counts.prompts == 1
-    assert sum(verdicts) < 25 + 2 * NEW  # 194 tokens in parts of 8
-
-
-def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
-    """The drafter's own rows of the tail stand until a reply comes."""
-    half, verify, calls, fed, between = ToyHalf(), SplitClient._verify_tail, [], [], []
-    chain = half.chain
-
-    def counting(text, known, steps):
-        fed.append((len(text), steps))
-        return chain(text, known, steps)
-
-    async def failing(self):
-        calls.append(len(self.text.tail))
-        if len(calls) == 1:
-            fed.clear()
-        if len(calls) < 6:
-            raise Lost("again")
-        if len(calls) == 6:
-            between.extend(fed)
-        await verify(self)
-
-    half.chain = counting
-    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
-    with linked(server.port) as proxy:
-        act = refuses_until(proxy, 60)
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
-    assert found.tokens == plain(PROMPT, 300) and calls[0] > 60 and len(calls) > 5
-    assert all(steps > 1 for _, steps in between)  # none of the tail is fed once more
-
-
-def test_split_rows_come_in_parts_of_few_bytes():
-    with running(ToySlots(1, width=700)) as server, Client(server) as client:
-        parts = client.open(PROMPT)
-        assert len(parts) > 10 and max(len(part.rows) for part in parts) <= 32 << 10
-        starts = [part.start for part in parts]
-        assert starts == [0, *(part.start + part.count for part in parts[:-1])]
-        assert parts[-1].start + parts[-1].count == len(PROMPT) and parts[-1].tokens
-        assert not any(part.tokens or not part.more for part in parts[:-1])
-
-
-def test_split_parts_that_follow_each_other_are_taken_in_at_once():
-    text = list(range(40))
-    rows = lambda a, b: [np.arange(a, b), np.arange(a, b)[:, None]]  # noqa: E731
-    parts = [TokenRows(a, text[a:b], rows(a, b)) for a, b in [(0, 3), (3, 8), (8, 9), (20, 22)]]
-    found = joined(parts, 8)
-    assert [(part.start, part.tokens) for part in found] == [
-        (0, text[:8]),
-        (8, [8]),
-        (20, [20, 21]),
-    ]
-    for part in found:
-        for ours, theirs in zip(part.rows, rows(part.start, part.tokens[-1] + 1), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
-def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
-    monkeypatch.setattr("infer.split.server.sessions.PART_BYTES", 100)  # of two tokens
-    half, sizes = ToyHalf(), []
-    absorb = half.absorb
-    half.absorb = lambda start, tokens, rows: (
-        sizes.append(len(tokens)),
-        absorb(start, tokens, rows),
-    )
-    with running(ToySlots()) as server:
-        found = ask(server_at(server.port), CHAIN, PROMPT, NEW, half)
-    found.check()
-    assert found.tokens == plain(PROMPT, NEW) and sizes[0] == len(PROMPT)
-    assert sizes[1:] == found.counts.accept_lengths and max(sizes[1:]) > 2

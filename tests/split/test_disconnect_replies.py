@@ -1,0 +1,214 @@
+"""Answers of split clients whose server says what it should not, or fails at one message."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from infer.split.client.answering import SplitClient
+from infer.split.client.state import ClientOptions
+from infer.split.link import Lost
+from moa_jax.split import wire
+from tests.split.split_client import (
+    CHAIN,
+    CLOSE,
+    HANG,
+    NEW,
+    OPTIONS,
+    PROMPT,
+    ToyHalf,
+    ask,
+    ask_in_haste,
+    hurry,
+    linked,
+    nothing_left,
+    refuses_until,
+    relayed,
+    rest_until_linked,
+    server_at,
+    spoiler,
+)
+from tests.split.split_server import (
+    LIMITS,
+    next_token,
+    plain,
+)
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def relays(server, spoil, options: ClientOptions = CHAIN, **given):
+    """An answer of a client that hurries once the server has opened a session."""
+    options = dataclasses.replace(options)
+
+    def spoil_in_haste(message, seen):
+        if len(seen) > 1:
+            hurry(client, options)
+        return spoil(message, seen)
+
+    with relayed(server.port, spoil_in_haste) as port, nothing_left():
+        client = server_at(port)
+        return ask(client, options, PROMPT, NEW, **given)
+
+
+SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 80))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_disconnect_messages_twice_late_never_and_broken(server, seed):
+    name = list(OPTIONS)[seed % len(OPTIONS)]
+    found = relays(server, spoiler(seed, 8), OPTIONS[name])
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_disconnect_bits_that_flip_end_no_client(server, seed):
+    """What is forged and fits is believed; nothing else happens."""
+    chance = random.Random(seed)
+
+    def spoil(message, seen):
+        if len(seen) < 4 or chance.random() < 0.7:
+            return [message]
+        changed = bytearray(message)
+        for _ in range(chance.choice([1, 1, 3])):
+            changed[chance.randrange(min(len(changed), 120))] ^= 1 << chance.randrange(8)
+        return [bytes(changed)]
+
+    half = ToyHalf()
+    half.absorb = lambda start, tokens, rows: half._put(start, "target", tokens)
+    options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
+    found = relays(server, spoil, options, half=half)
+    assert found.done and len(found.tokens) <= NEW
+
+
+@pytest.mark.parametrize("kind", ["Welcome", "Committed", "Resumed"])
+def test_disconnect_damaged_version_is_a_lost_link(server, kind):
+    """Who has welcomed a client before does not speak another version now."""
+    to_do = ["close", "damage"]
+
+    def spoil(message, seen):
+        if len(seen) > 4 and "close" in to_do:
+            to_do.remove("close")
+            return [CLOSE]  # so that Welcome and Resumed come once more
+        if "close" not in to_do and to_do and wire.DOWN[message[1]].__name__ == kind:
+            to_do.remove("damage")
+            return [b"!" + message[1:]]
+        return [message]
+
+    found = relays(server, spoil)
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
+    assert found.counts.drops >= 1 and not sum(found.kept)
+
+
+def test_disconnect_session_that_never_began_is_opened_anew(server):
+    """The link dies before the first token, and the server knows of no request."""
+    to_do = ["close", "forge"]
+
+    def spoil(message, seen):
+        if "close" in to_do and message[1] == 67:
+            to_do.remove("close")
+            return [CLOSE]
+        if "forge" in to_do and message[1] == 68:
+            to_do.remove("forge")
+            return [wire.encode(wire.Resumed(-1))]
+        return [message]
+
+    found = relays(server, spoil)
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
+
+
+FORGED = {
+    "nothing": {"tokens": []},
+    "too much": {"tokens": list(range(30))},
+    "more for ever": {"more": True, "tokens": [], "done": ""},
+    "another end": {"done": "stop"},
+    "other rows": {"rows": b"123"},
+    "no rows": {"count": 0, "rows": b""},
+    "rows before": {"start": 0},
+    "rows behind": {"start": 70},
+    "the future": {"seq": 1000},
+    "the past": {"seq": 0},
+}
+
+
+@pytest.mark.parametrize("policy", ["verify", "keep"])
+@pytest.mark.parametrize("name", FORGED)
+def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy):
+    """Always the same wrong reply: the answer ends alone, soon after it is written."""
+
+    def spoil(message, seen):
+        if message[1] == 67 and len(seen) > 8:
+            verdict = wire.decode_down(message, LIMITS)
+            return [wire.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
+        return [message]
+
+    options = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
+    found = relays(server, spoil, options)
+    found.check("keep")
+    assert found.done == "length" and found.counts.drops
+
+
+@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Committed", "Resumed"])
+@pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
+def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
+    """Once the answer has begun, every message of a kind is replaced."""
+    number = {"Welcome": 65, "Opened": 66, "Committed": 67, "Resumed": 68}[kind]
+    fault = wire.encode(wire.Fault("pairing", "no", True))
+
+    def spoil(message, seen):
+        if len(seen) == 7:
+            return [CLOSE]
+        if len(seen) < 7 or message[1] != number:
+            return [message]
+        return {"flood": [seen[0]] * 2000, "denied": [fault]}.get(then, [then])
+
+    options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
+    with relayed(server.port, spoil) as port:
+        found = ask_in_haste(server_at(port), options, PROMPT, NEW, seconds=0.3)
+    assert found.done == "length"
+    found.check("keep")
+    if kind == "Opened":  # it is not needed to resume
+        assert found.tokens == plain(PROMPT, NEW)
+
+
+def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
+    """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
+    options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
+    half = ToyHalf()
+    with linked(server.port) as proxy:
+
+        def act(index, answering):
+            rest_until_linked(half, answering)
+            if index == 4:
+                proxy.refuse()
+            if len(answering.text.tail) > 20:
+                proxy.heal()
+
+        found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
+    assert found.counts.prompts == 2
+    found.check("keep")
+    assert 20 < sum(found.kept) < 190 and not found.kept[-1]
+
+
+def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
+    """A padded reply hides the drafter's rows behind it: they are written again."""
+    half = ToyHalf()
+    monkeypatch.setattr("tests.split.split_client.guess", lambda text: next_token(list(text)))
+    verify, calls = SplitClient._verify_tail, []
+
+    async def failing(self):
+        calls.append(len(self.text.tail))
+        if len(calls) == 2:
+            raise Lost("again")
+        await verify(self)
+
+    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
+    with linked(server.port) as proxy:
+        act = refuses_until(proxy, 100)
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
+    assert found.tokens == plain(PROMPT, 300) and calls[0] > 100 and len(calls) > 2

@@ -1,0 +1,178 @@
+"""What a link costs a split client while it is there, and what is kept when it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from infer.split.client.answering import SplitClient
+from infer.split.client.replies import TokenRows, joined
+from infer.split.link import Lost
+from tests.split.split_client import (
+    CHAIN,
+    CLOSE,
+    NEW,
+    OPTIONS,
+    PROMPT,
+    ToyHalf,
+    answered,
+    ask,
+    linked,
+    nothing_left,
+    refuses_until,
+    relayed,
+    run_client,
+    server_at,
+)
+from tests.split.split_server import (
+    Client,
+    ToySlots,
+    plain,
+    running,
+)
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_split_client_drafting_ahead_delays_no_reply(server, name):
+    """A token takes far longer than a reply: nothing of use can be drafted meanwhile."""
+    half, steps = ToyHalf(), []
+    chain, tree = half.chain, half.tree
+
+    def slow(text, known, count):
+        steps.append(count)
+        time.sleep(1.0 if len(steps) <= 2 else 0.15)
+        return chain(text, known, count)
+
+    def slow_tree(text, shape):
+        time.sleep(0.15 * (shape.depth - 1))
+        return tree(text, shape)
+
+    half.chain, half.tree = slow, slow_tree
+    options = dataclasses.replace(OPTIONS[name], lengths=(3,))
+    found = ask(server_at(server.port), options, PROMPT, 8, half)
+    assert found.tokens == plain(PROMPT, 8)
+    assert found.counts.round_trips_s[0] < 0.9  # a reply's time, not a token's
+    drafts = found.counts.rounds if name == "chain" else 0
+    assert len(steps) <= drafts + 2 and set(steps) <= {1, 2, 3}
+    ahead = steps if name == "tree" else steps[1:2]
+    assert set(ahead) <= {1}
+
+
+def test_split_client_waits_for_a_server_that_lives(server):
+    """It compiles, say: no reply comes for long, but pongs do."""
+    with running(ToySlots(2)) as slow, nothing_left():
+        slow.slots.seconds = 1.2
+        found = ask(server_at(slow.port, timeout=0.5), CHAIN, PROMPT[:3], 2)
+    assert found.tokens == plain(PROMPT[:3], 2) and found.counts.drops == 0
+
+
+def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
+    with linked(server.port) as proxy:
+        times = []
+
+        def act(index, answering):
+            times.append(time.monotonic())
+            if index == 3:
+                proxy.cut()
+            if answering.text.is_written:
+                proxy.heal()
+
+        found = ask(server_at(proxy.port, timeout=0.4), CHAIN, PROMPT, NEW, act=act)
+    assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
+    assert times[3] - times[2] < 20  # far below what a reply may take
+
+
+def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
+    """No link brings more than a few parts: each goes on where the last one ended."""
+    prompt = [*range(97), *range(97)]
+    verdicts = []
+
+    def spoil(message, seen):
+        if len(seen) % 7 == 0:
+            return [CLOSE]
+        verdicts.append(message[1] == 67)
+        return [message]
+
+    with relayed(server.port, spoil) as port, nothing_left():
+
+        async def work(answering):
+            await answered(answering, [5], 1)  # the server is known
+            return await answered(answering, prompt, NEW)
+
+        found = run_client(server_at(port), CHAIN, work)
+    found.check()
+    assert found.tokens == plain(prompt, NEW) and found.counts.prompts == 1
+    assert sum(verdicts) < 25 + 2 * NEW  # 194 tokens in parts of 8
+
+
+def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
+    """The drafter's own rows of the tail stand until a reply comes."""
+    half, verify, calls, fed, between = ToyHalf(), SplitClient._verify_tail, [], [], []
+    chain = half.chain
+
+    def counting(text, known, steps):
+        fed.append((len(text), steps))
+        return chain(text, known, steps)
+
+    async def failing(self):
+        calls.append(len(self.text.tail))
+        if len(calls) == 1:
+            fed.clear()
+        if len(calls) < 6:
+            raise Lost("again")
+        if len(calls) == 6:
+            between.extend(fed)
+        await verify(self)
+
+    half.chain = counting
+    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
+    with linked(server.port) as proxy:
+        act = refuses_until(proxy, 60)
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
+    assert found.tokens == plain(PROMPT, 300) and calls[0] > 60 and len(calls) > 5
+    assert all(steps > 1 for _, steps in between)  # none of the tail is fed once more
+
+
+def test_split_rows_come_in_parts_of_few_bytes():
+    with running(ToySlots(1, width=700)) as server, Client(server) as client:
+        parts = client.open(PROMPT)
+        assert len(parts) > 10 and max(len(part.rows) for part in parts) <= 32 << 10
+        starts = [part.start for part in parts]
+        assert starts == [0, *(part.start + part.count for part in parts[:-1])]
+        assert parts[-1].start + parts[-1].count == len(PROMPT) and parts[-1].tokens
+        assert not any(part.tokens or not part.more for part in parts[:-1])
+
+
+def test_split_parts_that_follow_each_other_are_taken_in_at_once():
+    text = list(range(40))
+    rows = lambda a, b: [np.arange(a, b), np.arange(a, b)[:, None]]  # noqa: E731
+    parts = [TokenRows(a, text[a:b], rows(a, b)) for a, b in [(0, 3), (3, 8), (8, 9), (20, 22)]]
+    found = joined(parts, 8)
+    assert [(part.start, part.tokens) for part in found] == [
+        (0, text[:8]),
+        (8, [8]),
+        (20, [20, 21]),
+    ]
+    for part in found:
+        for ours, theirs in zip(part.rows, rows(part.start, part.tokens[-1] + 1), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
+    monkeypatch.setattr("infer.split.server.sessions.PART_BYTES", 100)  # of two tokens
+    half, sizes = ToyHalf(), []
+    absorb = half.absorb
+    half.absorb = lambda start, tokens, rows: (
+        sizes.append(len(tokens)),
+        absorb(start, tokens, rows),
+    )
+    with running(ToySlots()) as server:
+        found = ask(server_at(server.port), CHAIN, PROMPT, NEW, half)
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and sizes[0] == len(PROMPT)
+    assert sizes[1:] == found.counts.accept_lengths and max(sizes[1:]) > 2
