@@ -23,7 +23,7 @@ from moa_jax.version import __version__
 
 LARGEST_CHUNK = 4096  # tokens whose rows one message may bring
 MOST_BYTES = 256 << 20  # of one message, which holds the rows of a chunk
-UNAUTHORIZED, NO_SUCH_PATH = 401, (403, 404)
+UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 LAST_WORDS = 0.2  # seconds in which to hear why a connection was closed
 
 
@@ -231,8 +231,11 @@ def _refusal(server: ServerAddress, status: int) -> Exception:
     """The exception for an HTTP status that came instead of a WebSocket."""
     if status == UNAUTHORIZED:
         return Denied("token", "the server does not know this token: see --token-file")
-    if status in NO_SUCH_PATH:
-        return Denied("path", f"{server.url}: nothing answers there: the path should be /v1/split")
+    if status in (FORBIDDEN, NOT_FOUND):  # which of the two a wrong path gets depends on the server
+        line = f"{server.url}: nothing answers there: the path should be /v1/split"
+        if status == FORBIDDEN:
+            line += ", and a gateway may add an Origin only where the server has a token"
+        return Denied("path", line)
     return Busy(f"the server answered with status {status}: try again later")
 
 

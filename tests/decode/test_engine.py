@@ -116,7 +116,7 @@ def test_costs_decide_for_a_batch_that_the_table_knows(monkeypatch):
         costs.put(slots, way, cost)
     monkeypatch.setattr(engine._pace, "_costs", costs)
     monkeypatch.setattr(engine._pace, "_round_s", {})
-    monkeypatch.setattr(engine._pace, "unknown", lambda programs: None)
+    monkeypatch.setattr(engine._pace, "unsure", lambda programs: None)
     before = engine.load().rounds_by_way
     requests = [Request((5, 9, index), 60, NO_STOP) for index in range(3)]
     assert_as_alone(requests, answers(engine, requests))
@@ -133,13 +133,42 @@ def test_calls_are_timed_while_nobody_is_there(started):
     assert set(calls.values()) == {PLAIN, CHAIN, LONG}
     started(engine)
     for _ in range(100):
-        if engine._pace.unknown(calls) is None:
+        if engine._pace.unsure(calls) is None:
             break
         time.sleep(0.1)
-    assert engine._pace.unknown(calls) is None
+    assert engine._pace.unsure(calls) is None
     request = Request((5, 9, 2), 40, NO_STOP)
     assert_as_alone([request], answers(engine, [request]))
     assert engine._pace._last_trial == 0 < engine._pace._num_calls
+
+
+def test_no_call_is_timed_between_two_requests(started, monkeypatch):
+    """As of a client who asks again at once: the next request would wait for it."""
+    monkeypatch.setattr("moa_jax.decode.engine.engine.QUIET_S", 60.0)
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), num_slots=1)
+    request = Request((5, 9, 2), 10, NO_STOP)
+    for _ in range(3):
+        assert_as_alone([request], answers(started(engine), [request]))
+    assert not engine._rehearsals
+
+
+def test_nothing_is_tried_or_learned_behind_a_prompt(started, monkeypatch):
+    """Such a call takes as long as what is left of the prompt and itself, which nobody can tell."""
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), num_slots=1)
+    monkeypatch.setattr("moa_jax.decode.engine.engine.QUIET_S", 60.0)
+    choose, learned, can_try = engine._pace.choose, [], []
+
+    def chosen(slots, programs, hurry, at_rest, sent):
+        can_try.append(at_rest)
+        return choose(slots, programs, hurry, at_rest, sent)[0], 2
+
+    monkeypatch.setattr(engine._pace, "choose", chosen)
+    monkeypatch.setattr(engine._pace, "took_with_chunk", lambda *call: learned.append(call))
+    monkeypatch.setattr(engine._maker, "make", lambda wanted: None)
+    request = Request(tuple(5 + i % 50 for i in range(70)), 40, NO_STOP)  # three chunks
+    assert_as_alone([request], answers(started(engine), [request]))
+    assert not can_try[0] and all(can_try[1:]) and len(can_try) > 3
+    assert not learned
 
 
 def test_calls_for_nobody_that_fail_are_given_up(started, monkeypatch):
@@ -151,6 +180,7 @@ def test_calls_for_nobody_that_fail_are_given_up(started, monkeypatch):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(engine.shelf, "rehearse", fail)
+    monkeypatch.setattr("moa_jax.decode.engine.engine.QUIET_S", 0.0)
     request = Request((5, 9, 2), 10, NO_STOP)
     assert_as_alone([request], answers(started(engine), [request]))
     assert_as_alone([request], answers(engine, [request]))

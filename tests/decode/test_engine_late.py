@@ -211,15 +211,22 @@ def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
     assert_as_alone(REQUESTS, answers(engine, REQUESTS))
 
 
-def test_a_prompt_that_is_read_in_chunks_is_not_late(monkeypatch):
-    """However little the drafter may read at once: it has read each chunk before the next."""
-    engine = choosing("moa-1")
-    reader = Reader(engine, monkeypatch, 0)
-    monkeypatch.setattr(shelf, "LIGHTER", 1)  # 64 tokens at once, for a prompt of 100
+def test_a_prompt_is_read_behind_its_first_token_where_nobody_waits(monkeypatch):
+    """However little the drafter may read at once; the first call drafts."""
+    engine, order = choosing("moa-1"), []
+    Reader(engine, monkeypatch, 0)
+    run = engine.shelf.run
+    monkeypatch.setattr(
+        engine.shelf, "run", lambda name, *arrays: (order.append(name[0]), run(name, *arrays))[1]
+    )
+    monkeypatch.setattr(shelf, "LIGHTER", 0)  # 64 tokens at once, for a prompt of 100
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     engine._seats.is_drafting = True
+    before = engine.load().rounds_by_way.get(PLAIN, 0)
     assert_as_alone(REQUESTS[3:], answers(engine, REQUESTS[3:]))
-    assert reader.ran["catch_up"] == reader.ran["read"] == 2
+    reading = [name for name in order if name in ("read", "first", "catch_up", "call")][:6]
+    assert reading == ["read", "read", "first", "catch_up", "catch_up", "call"]
+    assert engine.load().rounds_by_way.get(PLAIN, 0) == before
 
 
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
@@ -238,4 +245,4 @@ def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
     answers(engine, [first])
     assert reader.ran["read"] == 2 and reader.ran["catch_up"] == 0
     answers(engine, REQUESTS[:1])
-    assert reader.ran["catch_up"] == 2  # one behind each chunk
+    assert reader.ran["catch_up"] == 1  # behind the first token

@@ -140,7 +140,7 @@ def test_a_way_whose_calls_tell_nothing_keeps_no_other_from_its_trial():
         program, rounds = pace.choose(2, programs, hurry=False)
         if program != programs[CHAIN]:
             pace.took(2, program, rounds, 0.001 * rounds)
-    assert pace.unknown({program: program[1] for program in programs.values()}) == programs[CHAIN]
+    assert pace.unsure({program: program[1] for program in programs.values()}) == programs[CHAIN]
     assert pace._round_s.keys() == {programs[PLAIN], programs[TREE]}
 
 

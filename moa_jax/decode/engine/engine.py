@@ -24,6 +24,7 @@ nobody is there, what will be wanted first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -68,7 +69,8 @@ from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import LoadedDrafter, Target
 
-MOST_REHEARSALS = 4  # of a call, which has a figure after fewer; answers make it a sure one
+MOST_REHEARSALS = 6  # of a call, which has a sure figure after fewer
+QUIET_S = 0.25  # without an order until calls are timed, for one of which who comes next waits
 MOST_READINGS = 4  # prompts that have been read in part, each in a row of its own
 
 
@@ -291,14 +293,20 @@ class Engine:
         asked = self._flight or self._readings.scored or self._readings.firsts
         if not (asked or self._seats.texts or self._to_read()):
             self._make_ahead()
-            while self._orders.empty() and self._time_next():
-                pass
             if self._ends_at == math.inf:
-                self._orders.get()()
+                self._next_order()()
         while not self._orders.empty():  # nobody else takes any
             self._orders.get()()
         if self._ends_at < math.inf and (not self._tasks or time.monotonic() >= self._ends_at):
             self._stop()
+
+    def _next_order(self) -> Callable[[], None]:
+        """Waits for an order; where none comes for a while, calls are timed meanwhile."""
+        with contextlib.suppress(queue.Empty):
+            return self._orders.get(timeout=QUIET_S)
+        while self._orders.empty() and self._time_next():
+            pass
+        return self._orders.get()
 
     def _enter(self, task: Task) -> None:
         if task.id in self._tasks:  # `abandon` may have ended it meanwhile
@@ -396,7 +404,8 @@ class Engine:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        chunk, read = self._readings.read_on(task, self._seats.is_drafting)
+        drafts_alone = self._seats.is_drafting and not self._seats.texts
+        chunk, read = self._readings.read_on(task, drafts_alone)
         if read is not None and task.request.takes_seat:
             self._seats.enter(read.live, read.rows, task.text, self._coming())
         return chunk
@@ -411,11 +420,14 @@ class Engine:
         slots = self._seats.size.slots
         can_read = bool(self._to_read())
         sent = self._flight and ShapeChoice(self._flight.way, self._flight.rounds)
-        program, rounds = self._pace.choose(slots, programs, can_read, at_rest, sent)
+        # What a call takes that comes behind something else cannot be told.
+        can_try = at_rest and not self._read_since and not self._seats.is_disturbed
+        program, rounds = self._pace.choose(slots, programs, can_read, can_try, sent)
         if not self._pace.is_trying:
             program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False
+        flight.follows = self._flight is not None
         flight.at_rest = at_rest
         return flight
 
@@ -427,7 +439,7 @@ class Engine:
         at_rest = flight.at_rest and not self._maker.is_busy
         if at_rest and flight.alone and not flight.read_before:
             self._pace.took(flight.program[0].slots, flight.program, turned, seconds)
-        elif at_rest and flight.read_before and not flight.caught_up:
+        elif at_rest and flight.read_before and flight.follows and not flight.caught_up:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._totals.rounds[flight.way] += turned
         accepted = []
@@ -497,17 +509,15 @@ class Engine:
     # ---- programs that are not there yet, and those that nobody knows ----
 
     def _time_next(self) -> bool:
-        """While nobody is there: times a call that has no figure yet; False if there is none."""
+        """While nobody is there: times a call without a sure figure; False if there is none."""
         if self._maker.is_busy or self._ends_at < math.inf:
             return False
         calls = (each for each in self.shelf.calls() if self._rehearsals[each] < MOST_REHEARSALS)
-        program = self._pace.unknown({each: each[1] for each in calls})
+        program = self._pace.unsure({each: each[1] for each in calls})
         if program is None:
             return False
         self._rehearsals[program] += 1
-        begin = time.perf_counter()
-        rounds = self.shelf.rehearse(*program)
-        self._pace.took(program[0].slots, program, rounds, time.perf_counter() - begin)
+        self._pace.took(program[0].slots, program, *self.shelf.rehearse(*program))
         return True
 
     def _make_ahead(self) -> None:

@@ -122,12 +122,13 @@ class Pace:
             rounds = 1
         return program, min(rounds, MOST_ROUNDS)
 
-    def unknown(self, programs: Mapping[Any, DraftShape]) -> Any | None:
-        """The first program without a figure that a choice of its way would want."""
+    def unsure(self, programs: Mapping[Any, DraftShape]) -> Any | None:
+        """The first program without a sure figure, which a choice of its way would want."""
         if self._chooser is None:
             return None
         wanted = (each for each, way in programs.items() if priced_as(way) is not None)
-        return next((each for each in wanted if self._ms(each) is None), None)
+        calls = lambda each: self._round_s[each].count if each in self._round_s else 0  # noqa: E731
+        return next((each for each in wanted if calls(each) < SURE), None)
 
     def took(self, batch: int, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""

@@ -104,10 +104,11 @@ class Readings:
         """Forgets first tokens of those who have seats; their rows are lost with the state."""
         self.firsts = deque(each for each in self.firsts if not each.task.request.takes_seat)
 
-    def read_on(self, task: Task, is_drafting: bool) -> tuple[int, Reading | None]:
+    def read_on(self, task: Task, drafts_alone: bool) -> tuple[int, Reading | None]:
         """Sends one chunk; its size, and what was read if it was the last.
 
-        Where the engine `is_drafting` the drafter reads it, too, else not before it has to.
+        Where it will draft for this text alone the drafter reads the prompt behind the first token,
+        which so comes sooner; else not before it has to.
         """
         request, prompt, text = task.request, task.request.prompt_ids, task.text
         if task not in self:
@@ -131,12 +132,12 @@ class Readings:
             found = self._shelf.run(("first", reading.rows, kind), reading.live, hidden_1D, given)
             reading.live, *first = found
             self.firsts.append(FirstToken(task, *first))
-        if text.unread and is_drafting and request.takes_seat:  # after the first token
+        if reading.left:
+            return chunk, None
+        while text.unread and drafts_alone and request.takes_seat:
             size, nobody = Size(1, reading.rows), np.zeros(1, bool)
             reading.live, most = self._shelf.catch_up(size, reading.live, nobody)
             text.unread = max(0, text.unread - most)
-        if reading.left:
-            return chunk, None
         self._counts["prompt_tokens"] += len(prompt)
         self.keep(prompt, lambda: (reading.live, reading.rows))
         self.leave(task)

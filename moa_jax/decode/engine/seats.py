@@ -36,7 +36,7 @@ from moa_jax.decode.logprobs import Likely, LogProbs
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
 ROUNDS_AHEAD = 3
-ROUNDS_OF_A_MOVE = 16  # of the smaller state: what there and back costs, and figures that are lost
+ROUNDS_OF_A_MOVE = 6  # of the smaller state: about what there and back costs
 
 
 Program = tuple[Size, DraftShape, Kind]  # of a call
@@ -71,6 +71,7 @@ class Flight:
     caught_up: bool  # the drafter read what it had not, since then
     late: set[int]  # of texts that the drafter may not have read
     read_before: bool = False  # a chunk was sent since then
+    follows: bool = False  # the call before it was not heard when it was sent
     at_rest: bool = True  # nothing was compiled beside it
 
     @property
@@ -126,6 +127,11 @@ class Seats:
     def is_late(self) -> bool:
         """Whether the drafter may not have read all of those who sit."""
         return any(text.unread for text in self.texts)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the next call comes behind something else than a call."""
+        return self._disturbed
 
     @property
     def kind(self) -> Kind:

@@ -14,6 +14,7 @@ knows so many.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -170,14 +171,20 @@ class Shelf:
         """Has the drafter read about as long as the target reads a chunk, and says how many tokens
         of each text at most; of none that has `ended`."""
         turns = max(1, LIGHTER * self.chunks[-1] // (size.slots * step.CATCH_UP))
-        return self.run(("catch_up", size), live, ended, np.int32(turns)), turns * step.CATCH_UP
+        most = turns * step.CATCH_UP * len(self._turns_of(size))  # the larger turns come first
+        return self.run(("catch_up", size), live, ended, np.int32(turns)), most
+
+    def _turns_of(self, size: Size) -> tuple[int, ...]:
+        """Tokens of each text that a turn of the drafter's reads, in the order of turns."""
+        larger = [self.chunks[-1]] if size.slots == 1 else []
+        return (*(one for one in larger if one > step.CATCH_UP), step.CATCH_UP)
 
     def calls(self) -> list[tuple[Size, DraftShape, Kind]]:
         """The calls that are there."""
         return [name[1:] for name in list(self._ready) if name[0] == "call"]
 
-    def rehearse(self, size: Size, way: DraftShape, kind: Kind) -> int:
-        """Runs a call that is there for nobody, and says how many rounds it had.
+    def rehearse(self, size: Size, way: DraftShape, kind: Kind) -> tuple[int, float]:
+        """Runs a call that is there for nobody: how many rounds it had, and seconds.
 
         Its rows are of zeros and a quarter full, as those of short texts are.
         """
@@ -188,8 +195,11 @@ class Shelf:
         live = live._replace(now=step.all_known(now))
         given = given._replace(total_B=all_of(size.rows))
         arrays = (live, given, nobody, np.int32(ROUNDS_OF_A_REHEARSAL))
+        jax.block_until_ready(live)  # new memory takes longer than the rounds
+        begin = time.perf_counter()
         _, report = self.run(("call", size, way, kind), *arrays)
-        return int((jax.device_get(report.counts_B2R)[:, 0] > 0).sum(axis=1).max())
+        rounds = int((jax.device_get(report.counts_B2R)[:, 0] > 0).sum(axis=1).max())
+        return rounds, time.perf_counter() - begin
 
     # ---- what is made ----
 
@@ -262,9 +272,7 @@ class Shelf:
                 return Recipe(device.take, (self._form(size), number), donate=False)
             case "catch_up", size:
                 like = (self._form(size), np.zeros(size.slots, bool), number)
-                larger = [self.chunks[-1]] if size.slots == 1 else []
-                sizes = (*(one for one in larger if one > step.CATCH_UP), step.CATCH_UP)
-                return Recipe(device.catch_up, like, static={"sizes": sizes})
+                return Recipe(device.catch_up, like, static={"sizes": self._turns_of(size)})
             case "resized", before, rows:
                 row = self._form(Size(1, before))
                 return Recipe(device.resized, (row,), donate=False, static={"rows": rows})
