@@ -3,9 +3,9 @@
     python -m train.distill --config configs/demo_drafter.py --target-cache runs/demo_cache
 
 `train.regenerate` makes the data beforehand, and the same config trains on with more of it, at last
-for tokens alone (moa_jax/demo/README.md). Some are answers to prompts of kinds that the target never saw, for people
-ask such things. With the target's state in memory chains are longer, for 8 % more parameters than a
-drafter of the paper's parts has.
+for tokens alone (moa_jax/demo/README.md). Some are answers to prompts of kinds that the target
+never saw, for people ask such things. With the target's state in memory chains are longer, for 8 %
+more parameters than a drafter of the paper's parts has.
 """
 
 from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig

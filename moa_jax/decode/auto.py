@@ -8,8 +8,9 @@
 **What is known.** A position's share is counted among the rounds that drafted it and accepted all
 before it; the products of shares tell in how many rounds a position is accepted. So rounds of every
 depth are used, each for what it drafted. A tree's levels have shares of their own. What was heard
-fades with the rounds, since text changes. A share of which little was heard is close to a guess:
-that of the position before it, and what a chain's share says of a tree's, or a tree's of a chain's.
+fades with the rounds, since text changes, and more where another text begins. A share of which
+little was heard is close to a guess: that of the position before it, and what a chain's share says
+of a tree's, or a tree's of a chain's.
 
 **At first.** One missed round says little, and many answers are too short to wait for a probe. So
 a chain's first token starts as if a few rounds had mostly accepted it. These fade as others do: a
@@ -58,6 +59,7 @@ LEAST_PROBE, MOST_PROBE = 1, 32  # rounds
 TOKENS_OF_A_PROBE = 2.0  # that it may be expected to lose
 KEPT = 1 - 1 / 128  # of what was heard, from one round to the next
 MOST_HEARD = 128.0  # rounds that count, so that many rows fade as soon as one does
+MOST_OF_OTHERS = 48.0  # of them, when another text begins
 LEAST_HEARD = 2.0  # rounds that faded ones still weigh in a share
 GUESSED = 3.0  # rounds that a guess weighs
 FIRST_SHARE, FIRST_HEARD = 0.7, 3.5  # of a chain's first token; rounds that seem to have said so
@@ -155,6 +157,11 @@ class Chooser:
             self._left -= rounds
         else:
             self._since += rounds
+
+    def begins(self) -> None:
+        """Another text begins, alone: it soon says more of itself than those heard before it."""
+        for position in itertools.chain(self._chains, *self._trees.values()):
+            position.rounds = min(position.rounds, MOST_OF_OTHERS)
 
     def next(
         self,

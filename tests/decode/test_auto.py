@@ -410,3 +410,20 @@ def test_chains_and_trees_tell_of_each_other():
         assert chooser.next({PLAIN: 1.0, other: costs[other]}, set(costs)).shape == PLAIN
         chooser.heard(spoke, [2] * 400, 400)
         assert chooser.next({PLAIN: 1.0, other: costs[other]}, set(costs)).shape == other
+
+
+def test_what_others_accepted_is_soon_overruled():
+    """Of texts one by one, the next of which accepts nothing that all before it accepted."""
+
+    def rounds_until_it_is_given_up(begins: bool) -> int:
+        chooser, rounds = Chooser(list(CPU), DraftShape(3)), 0
+        for _ in range(40):
+            chooser.heard(DraftShape(8), [7] * 8, 8)
+        if begins:
+            chooser.begins()
+        while (choice := chooser.next(CPU, CPU)).shape != PLAIN:
+            chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+            rounds += choice.rounds
+        return rounds
+
+    assert rounds_until_it_is_given_up(True) < 0.7 * rounds_until_it_is_given_up(False)

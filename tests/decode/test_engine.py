@@ -142,6 +142,14 @@ def test_calls_are_timed_while_nobody_is_there(started):
     assert engine._pace._last_trial == 0 < engine._pace._num_calls
 
 
+def test_a_text_that_begins_alone_is_another_one(monkeypatch):
+    engine, begun = serving("lookup"), []
+    monkeypatch.setattr(engine._pace, "begins", lambda: begun.append(len(engine._seats.texts)))
+    for request in mixed(3):
+        assert_as_alone([request], answers(engine, [request]))
+    assert begun == [0] * 3
+
+
 def test_no_call_is_timed_between_two_requests(started, monkeypatch):
     """As of a client who asks again at once: the next request would wait for it."""
     monkeypatch.setattr("moa_jax.decode.engine.engine.QUIET_S", 60.0)

@@ -15,8 +15,8 @@ STORED = {  # of the bundled models: of all their bytes (answer folders), of sam
         "5531478d18a3cfb34fac23029f4008d105f4642e47d8b7695ae5cce96ef92016",
     ),
     "draft": (
-        "b749be8556823d8c7f59686e327e282531a1fa629de0bc5246ec7c9cba42a3ee",
-        "0908929b67ba97041115f3db59766cd3f8d8b3a937b28c84513807769e2d18ab",
+        "d6490a9644a99911ba7a27f4ab4f53a21d4949771810b081cf14412d17377cc8",
+        "090cf8378634d3bfdd31d3cae6dd32b6e4aec6b1f02d3a50524059d5d0aaa6fb",
     ),
 }
 

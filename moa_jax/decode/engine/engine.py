@@ -407,6 +407,8 @@ class Engine:
         drafts_alone = self._seats.is_drafting and not self._seats.texts
         chunk, read = self._readings.read_on(task, drafts_alone)
         if read is not None and task.request.takes_seat:
+            if not self._seats.texts:
+                self._pace.begins()
             self._seats.enter(read.live, read.rows, task.text, self._coming())
         return chunk
 

@@ -157,6 +157,11 @@ class Pace:
         if (left := seconds - rounds * self._expected(measured)) > 0:
             self._chunk_s.add(left)
 
+    def begins(self) -> None:
+        """A text begins where nobody else is decoded."""
+        if self._chooser is not None:
+            self._chooser.begins()
+
     def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
         """Hears how many drafted tokens each row's rounds accepted, but for those that were cut."""
         if self._chooser is not None:
