@@ -145,7 +145,7 @@ def test_calls_are_timed_while_nobody_is_there(started):
 def test_a_text_that_begins_alone_is_another_one(monkeypatch):
     engine, begun = serving("lookup"), []
     monkeypatch.setattr(engine._pace, "begins", lambda: begun.append(len(engine._seats.texts)))
-    for request in mixed(3):
+    for request in [Request((5, 9, index), 12, NO_STOP) for index in range(3)]:
         assert_as_alone([request], answers(engine, [request]))
     assert begun == [0] * 3
 
