@@ -234,7 +234,7 @@ def _refusal(server: ServerAddress, status: int) -> Exception:
     if status in (FORBIDDEN, NOT_FOUND):  # which of the two a wrong path gets depends on the server
         line = f"{server.url}: nothing answers there: the path should be /v1/split"
         if status == FORBIDDEN:
-            line += ", and a gateway may add an Origin only where the server has a token"
+            line += "; a gateway that adds an Origin header needs a server with a token"
         return Denied("path", line)
     return Busy(f"the server answered with status {status}: try again later")
 

@@ -8,7 +8,7 @@
 **What is known.** A position's share is counted among the rounds that drafted it and accepted all
 before it; the products of shares tell in how many rounds a position is accepted. So rounds of every
 depth are used, each for what it drafted. A tree's levels have shares of their own. What was heard
-fades with the rounds, since text changes, and more where another text begins. A share of which
+fades with the rounds, since text changes, and more where `begins` is told. A share of which
 little was heard is close to a guess: that of the position before it, and what a chain's share says
 of a tree's, or a tree's of a chain's.
 

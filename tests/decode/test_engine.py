@@ -164,18 +164,18 @@ def test_nothing_is_tried_or_learned_behind_a_prompt(started, monkeypatch):
     """Such a call takes as long as what is left of the prompt and itself, which nobody can tell."""
     engine = engine_of("lookup", CHAIN, ways=(LONG,), num_slots=1)
     monkeypatch.setattr("moa_jax.decode.engine.engine.QUIET_S", 60.0)
-    choose, learned, can_try = engine._pace.choose, [], []
+    choose, learned, tries = engine._pace.choose, [], []
 
-    def chosen(slots, programs, hurry, at_rest, sent):
-        can_try.append(at_rest)
-        return choose(slots, programs, hurry, at_rest, sent)[0], 2
+    def chosen(slots, programs, hurry, can_try, sent):
+        tries.append(can_try)
+        return choose(slots, programs, hurry, can_try, sent)[0], 2
 
     monkeypatch.setattr(engine._pace, "choose", chosen)
     monkeypatch.setattr(engine._pace, "took_with_chunk", lambda *call: learned.append(call))
     monkeypatch.setattr(engine._maker, "make", lambda wanted: None)
     request = Request(tuple(5 + i % 50 for i in range(70)), 40, NO_STOP)  # three chunks
     assert_as_alone([request], answers(started(engine), [request]))
-    assert not can_try[0] and all(can_try[1:]) and len(can_try) > 3
+    assert not tries[0] and all(tries[1:]) and len(tries) > 3
     assert not learned
 
 

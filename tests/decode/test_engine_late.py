@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import PLAIN
-from moa_jax.decode.engine import Engine, Request, shelf
+from moa_jax.decode.engine import Engine, Request, seats, shelf
 from moa_jax.decode.engine.prefixes import Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY
 from moa_jax.decode.engine.shelf import Size
@@ -162,6 +163,7 @@ def test_texts_side_by_side_are_read_as_far_as_they_are_said_to_be(which, monkey
     for request in requests:
         assert_as_alone([request], answers(serving("moa-1"), [request]))
     engine, found = choosing("moa-1"), []
+    monkeypatch.setattr(seats, "ROUNDS_OF_A_MOVE", 1000)  # who is left alone stays in it, too
     for plain_calls in range(2, 10):
         reader, kept = Reader(engine, monkeypatch, plain_calls), Prefixes(1 << 30)
         monkeypatch.setattr(engine._readings, "prefixes", kept)
@@ -227,6 +229,23 @@ def test_a_prompt_is_read_behind_its_first_token_where_nobody_waits(monkeypatch)
     reading = [name for name in order if name in ("read", "first", "catch_up", "call")][:6]
     assert reading == ["read", "read", "first", "catch_up", "catch_up", "call"]
     assert engine.load().rounds_by_way.get(PLAIN, 0) == before
+
+
+def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
+    """All prompts are read before the drafter reads any."""
+    engine, order, all_here = choosing("moa-1"), [], threading.Event()
+    Reader(engine, monkeypatch, 0)
+    run = engine.shelf.run
+    monkeypatch.setattr(
+        engine.shelf, "run", lambda name, *arrays: (order.append(name[0]), run(name, *arrays))[1]
+    )
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    engine._seats.is_drafting = True
+    engine._orders.put(all_here.wait)
+    threading.Timer(0.2, all_here.set).start()
+    requests = [Request(BEGINNING[:40], 6, NO_STOP), Request(BEGINNING[:50], 6, NO_STOP)]
+    assert_as_alone(requests, answers(engine, requests))
+    assert order.index("catch_up") > [i for i, name in enumerate(order) if name == "read"][1]
 
 
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):

@@ -229,7 +229,7 @@ def test_probes_of_several_are_rare_and_long(batch, wait, least):
             pace.took(batch, programs[each], 1, took)
     pace.heard(CHAIN, [0] * 8, 8)  # so it is given up
     waited = 0
-    while (choice := pace.choose(batch, programs, hurry=False, at_rest=False))[0][1] == PLAIN:
+    while (choice := pace.choose(batch, programs, hurry=False, can_try=False))[0][1] == PLAIN:
         waited += choice[1]
         pace.heard(PLAIN, [], choice[1])
     assert waited == wait and pace._chooser._left >= least  # which may take several calls

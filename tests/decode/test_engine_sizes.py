@@ -95,6 +95,16 @@ def test_a_smaller_state_is_taken_when_it_pays(monkeypatch):
     assert seats.size == large
 
 
+def test_a_call_behind_the_drafters_reading_says_so(monkeypatch):
+    """For what it and a chunk take together is not what a chunk takes."""
+    engine = without_programs(monkeypatch, (Size(1, 256),), num_slots=1, max_tokens=200)
+    for caught_up in (True, False):
+        text = engine._text_of(Request((5,), 150, NO_STOP))
+        engine._seats.enter(None, 256, text, caught_up=caught_up)
+        assert engine._seats.send(engine._seats.ready()[PLAIN], 1).caught_up == caught_up
+        engine._seats.leave(text)
+
+
 def test_a_call_has_no_more_rounds_than_its_state_has_rows_for(monkeypatch):
     """Texts stay in a small state until a few rounds may fill it, and never outgrow it."""
     small, large = Size(1, 128), Size(1, 256)

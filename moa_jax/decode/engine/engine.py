@@ -70,7 +70,7 @@ from moa_jax.model import sharding
 from moa_jax.pretrained import LoadedDrafter, Target
 
 MOST_REHEARSALS = 6  # of a call, which has a sure figure after fewer
-QUIET_S = 0.25  # without an order until calls are timed, for one of which who comes next waits
+QUIET_S = 0.25  # without orders, before calls are timed: who comes then waits for one of them
 MOST_READINGS = 4  # prompts that have been read in part, each in a row of its own
 
 
@@ -400,16 +400,17 @@ class Engine:
 
     def _read_on(self, task: Task) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
+        is_alone = not self._seats.texts and self._coming() == 1
+        drafts_alone = is_alone and self._seats.is_drafting
         if task not in self._readings:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        drafts_alone = self._seats.is_drafting and not self._seats.texts
         chunk, read = self._readings.read_on(task, drafts_alone)
         if read is not None and task.request.takes_seat:
-            if not self._seats.texts:
+            if is_alone:
                 self._pace.begins()
-            self._seats.enter(read.live, read.rows, task.text, self._coming())
+            self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts_alone)
         return chunk
 
     # ---- decoding ----

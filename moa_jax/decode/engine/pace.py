@@ -102,17 +102,18 @@ class Pace:
         batch: int,
         programs: Mapping[DraftShape, Any],
         hurry: bool,
-        at_rest: bool = True,
+        can_try: bool = True,
         under_way: ShapeChoice | None = None,
     ) -> tuple[Any, int]:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
-        Nothing is tried where the machine is not `at_rest`, for nothing would be learned. What is
+        Nothing is tried unless it `can_try`: of a call beside a compiler, or behind something else
+        than a call, nothing is learned. What is
         `under_way` was sent, and is heard after this choice.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._calls[batch] += 1
-        way, rounds = self._way(batch, programs, at_rest and not hurry, under_way)
+        way, rounds = self._way(batch, programs, can_try and not hurry, under_way)
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -127,8 +128,8 @@ class Pace:
         if self._chooser is None:
             return None
         wanted = (each for each, way in programs.items() if priced_as(way) is not None)
-        calls = lambda each: self._round_s[each].count if each in self._round_s else 0  # noqa: E731
-        return next((each for each in wanted if calls(each) < SURE), None)
+        sure = {each for each, figure in self._round_s.items() if figure.count >= SURE}
+        return next((each for each in wanted if each not in sure), None)
 
     def took(self, batch: int, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""

@@ -140,13 +140,16 @@ class Seats:
 
     # ---- come and go ----
 
-    def enter(self, row: Live, rows: int, text: Text, coming: int = 0) -> None:
+    def enter(
+        self, row: Live, rows: int, text: Text, coming: int = 0, caught_up: bool = False
+    ) -> None:
         """Seats a text that was read in a row of its own; there is always a state large enough.
 
-        `coming` more will soon want a seat.
+        `coming` more will soon want a seat. Where it has `caught_up` the drafter has just read it.
         """
         self._fit([*self.texts, text], coming)
         self._put(row, rows, text)
+        self._caught_up |= caught_up
 
     def leave(self, text: Text) -> None:
         """Frees a seat; the next call leaves its row as it is."""

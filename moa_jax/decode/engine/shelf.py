@@ -168,16 +168,16 @@ class Shelf:
         return next((size for size in there if size >= count), there[-1])
 
     def catch_up(self, size: Size, live: Live, ended: np.ndarray) -> tuple[Live, int]:
-        """Has the drafter read about as long as the target reads a chunk, and says how many tokens
-        of each text at most; of none that has `ended`."""
+        """Has the drafter read about as long as the target reads a chunk, of one text alone up to
+        twice as long, and says how many tokens of each at most; of none that has `ended`."""
         turns = max(1, LIGHTER * self.chunks[-1] // (size.slots * step.CATCH_UP))
-        most = turns * step.CATCH_UP * len(self._turns_of(size))  # the larger turns come first
+        most = turns * step.CATCH_UP * len(self._turns_of(size))  # of each size as many
         return self.run(("catch_up", size), live, ended, np.int32(turns)), most
 
     def _turns_of(self, size: Size) -> tuple[int, ...]:
-        """Tokens of each text that a turn of the drafter's reads, in the order of turns."""
-        larger = [self.chunks[-1]] if size.slots == 1 else []
-        return (*(one for one in larger if one > step.CATCH_UP), step.CATCH_UP)
+        """Tokens of each text that a turn of the drafter reads, in the order of turns."""
+        has_larger = size.slots == 1 and self.chunks[-1] > step.CATCH_UP
+        return (self.chunks[-1], step.CATCH_UP) if has_larger else (step.CATCH_UP,)
 
     def calls(self) -> list[tuple[Size, DraftShape, Kind]]:
         """The calls that are there."""
