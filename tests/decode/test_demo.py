@@ -1,5 +1,6 @@
 """The bundled pair: real text through the whole system, exact, small, and with a card."""
 
+import jax.numpy as jnp
 import pytest
 
 from infer.flags.pair import DEMO
@@ -19,7 +20,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def sessions():
-    target = load_target(DEMO / "target")
+    target = load_target(DEMO / "target", jnp.float32)
     return Session(target), Session(target, load_drafter(DEMO / "draft", target))
 
 

@@ -94,7 +94,7 @@ def test_draft_gradients(folder):
 @pytest.mark.parametrize("folder", golden_cases("independent_", "draft/model.safetensors"))
 def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
     """Borrowed as the authors do, and as the whole model that their folder holds."""
-    target = load_target(folder / "target")
+    target = load_target(folder / "target", jnp.float32)
     whole = tensors_of(folder / "draft")
     drafter = load_drafter(folder / "draft", target)
     assert drafter.method == "independent"
