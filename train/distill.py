@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from infer.flags import cluster
 from infer.program import progress, run
-from moa_jax.config import DistillConfig
+from moa_jax.config import DistillConfig, EagleConfig
 from moa_jax.data import batches
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.data.shards import tokenizer_hash
@@ -68,6 +68,8 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     config = with_vocabulary(config, described)
     program = make_train_step(config, described.config, mesh)
     check(config)
+    if (line := trap(config)) and processes.is_first():
+        print(f"train.distill: {line}", file=sys.stderr)
     check_directory(config)
     processes.on_first(lambda: check_replaceable(Path(config.output)))
     warm = warm_params(config, described, program.abstract_state())
@@ -98,6 +100,17 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
         size = config.draft_vocabulary
         save(config, params, target, None if size is None else frequent_in(train, size, target))
     return True
+
+
+def trap(config: DistillConfig) -> str | None:
+    """What a run's settings will bring that nobody may want."""
+    feeds_itself = isinstance(config.drafter, EagleConfig) and config.feedback.steps == 1
+    if not feeds_itself or config.loss.feature_weight:
+        return None
+    return (
+        "loss.feature_weight is 0, but an EAGLE drafter reads its own features, which nothing "
+        "trains then: its second token will fail; give it a weight, or raise feedback.steps"
+    )
 
 
 def _facts(

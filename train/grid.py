@@ -11,7 +11,7 @@ one cache of the target.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished
-    finished.json              the settings and data files that it was trained with
+    finished.json              the settings and data files that it was trained with, and on what
     decoded.json               tokens and rounds of each prompt; of the best learning rate only
 """
 
@@ -87,7 +87,8 @@ def train(
             if not distill(each.config, flags):
                 return False
             settings = fingerprint(with_vocabulary(each.config, target))
-            content = {"settings": settings, "files": files_of(each.config)}
+            device = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}"
+            content = {"settings": settings, "files": files_of(each.config), "trained_on": device}
             write_json(Path(each.config.run.directory) / FINISHED, content)
             jax.clear_caches()  # or the programs of all cells pile up
     return True
@@ -110,7 +111,8 @@ def is_finished(each: GridRun, target: Target) -> bool:
     """Whether a run's drafter is there; raises InputError for one of other settings or data."""
     if not (Path(each.config.output) / "config.json").is_file():
         return False
-    settings, files = _left_by(each.config)
+    left = _left_by(each.config)
+    settings, files = left.get("settings", {}), left.get("files", {})
     found = changes(settings, with_vocabulary(each.config, target)) if settings else []
     now = files_of(each.config)
     found += [f"{path}: other content" for path in now if files.get(path, now[path]) != now[path]]
@@ -122,19 +124,18 @@ def is_finished(each: GridRun, target: Target) -> bool:
     return True
 
 
-def _left_by(config: DistillConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of a finished run, and facts of its files; empty where nothing is known.
+def _left_by(config: DistillConfig) -> dict[str, Any]:
+    """What a finished run says of itself; empty where nothing is known.
 
     Runs of earlier versions left no file of their own, but settings in their checkpoints.
     """
     folder = Path(config.run.directory)
     if (folder / FINISHED).is_file():
-        found = read_json(folder / FINISHED)
-        return found.get("settings", {}), found.get("files", {})
+        return read_json(folder / FINISHED)
     for step in steps_of(config)[-1:]:
         meta = folder / "checkpoints" / str(step) / "meta" / "metadata"
-        return (read_json(meta).get("config", {}) if meta.is_file() else {}), {}
-    return {}, {}
+        return {"settings": read_json(meta).get("config", {})} if meta.is_file() else {}
+    return {}
 
 
 # ---- what is there ------------------------------------------------------------------------
@@ -167,8 +168,16 @@ def rows_of(
             tried = {rate_name(one.each.learning_rate): one.simulated_tau for one in rated}
             decoded = best.earlier.decoded if best.earlier else decoded_of(grid, best.each)
             report = best.earlier and best.earlier.report
-            found.append(GridRow(best.each, best.simulated_tau, tried, decoded, report))
+            device = _device_of(best)
+            found.append(GridRow(best.each, best.simulated_tau, tried, decoded, report, device))
     return found
+
+
+def _device_of(rated: _Rated) -> str | None:
+    """What a run was trained on, where that is known."""
+    if rated.earlier:
+        return rated.earlier.trained_on
+    return _left_by(rated.each.config).get("trained_on")
 
 
 def _rated(runs: Iterable[GridRun], target: Target, earlier: Sequence[Earlier]) -> Iterator[_Rated]:

@@ -128,6 +128,12 @@ class LossConfig:
     feature_fade: float | None = None  # share of the run after which the feature loss is gone
 
     def __post_init__(self) -> None:
+        weights = self.token_weight, self.feature_weight
+        if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+            raise InputError(
+                f"token_weight is {weights[0]} and feature_weight {weights[1]}: choose numbers "
+                "from 0 on, not both 0"
+            )
         if self.feature_fade is not None and not 0 < self.feature_fade <= 1:
             raise InputError(f"feature_fade is {self.feature_fade}: choose above 0 and at most 1")
 
@@ -283,6 +289,7 @@ class GridConfig:
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
     prompts: int = 64  # of the validation data, decoded with every finished drafter
     max_new_tokens: int = 128
+    notes: tuple[str, ...] = ()  # what the report shows and what not, by those who have read it
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.cells]

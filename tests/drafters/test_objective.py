@@ -211,6 +211,12 @@ def test_feature_loss_fades(progress, weight):
     assert_value(parts["loss"], 0.1 * parts["cross_entropy"] + weight * feature, "loss")
 
 
+@pytest.mark.parametrize("weights", [(-1.0, 1.0), (0.1, float("nan")), (float("inf"), 1), (0, 0)])
+def test_weights_that_are_no_loss_are_refused(weights):
+    with pytest.raises(InputError, match="choose numbers from 0 on, not both 0"):
+        LossConfig("cross_entropy", *weights)
+
+
 def test_periods_of_known_tokens_follow_the_config():
     from moa_jax.drafters.moa import train
 

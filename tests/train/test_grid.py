@@ -25,8 +25,10 @@ from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
 from train.run import grid_decoding, grid_document
+from train.run.earlier import read_earlier
 from train.run.grid_report import (
     DRAWS,
+    ENDINGS,
     Tau,
     figures,
     interval,
@@ -181,7 +183,8 @@ def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "name",
-    ["matched", "matched_longer", "matched_seeds", "controls", "controls_rates", "ablations"],
+    ["matched", "matched_longer", "matched_seeds", "ablations"]
+    + ["controls", "controls_rates", "controls_tokens", "controls_best"],
 )
 def test_committed_grids_are_matched(name, monkeypatch):
     """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""
@@ -197,7 +200,10 @@ def test_committed_grids_are_matched(name, monkeypatch):
     assert len(grids.check_sizes(grid, TARGET)) == len(grid.cells)
 
 
-@pytest.mark.parametrize("name", ["matched", "matched_longer"])
+@pytest.mark.parametrize(
+    "name",
+    ["matched", "matched_longer", "controls", "controls_1000", "controls_tokens"],
+)
 def test_committed_reports_are_those_of_their_json(name):
     """But for the order of files and versions, which the sorted JSON does not keep."""
     document = json.loads((ROOT / "reports" / f"{name}.json").read_text())
@@ -222,6 +228,26 @@ def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
     size = f"{grids.check_sizes(grid, TARGET)['moa']:,}"
     assert f"| moa | 0 | {size} | 0.0001 | 1.70 | 0.001: 1.50, 0.0001: 1.70 |" in text
     assert "Not trained yet: eagle (seed 0)." in text
+
+
+def test_what_a_run_was_trained_on_is_told_and_kept(tmp_path):
+    """In the report, also where it comes from an earlier one; beside what people say of it."""
+    grid = toy_grid(tmp_path, learning_rates=(1e-3,), notes=("Little.", "And what not."))
+    run = grids.runs_of(grid)[0]
+    finish(run, 1.5)
+    left = {"settings": fingerprint(run.config), "trained_on": "TPU v9, jax 1.0"}
+    write_json(Path(run.config.run.directory) / "finished.json", left)
+    document = document_of(grid, grids.rows_of(grid, grids.runs_of(grid), TARGET), "given.py")
+    text = grids.render(document)
+    assert "Trained on TPU v9, jax 1.0: moa (0); not recorded: none." in text
+    assert "## What is shown, and what is not\n\n- Little.\n- And what not.\n" in text
+    key = (run.cell, run.seed, "0.001")
+    decoded = [{ending: {"tau": 1.0} for ending in ENDINGS}] * len(grid.shapes)
+    row = document["rows"][0] | {"decoded": decoded, "prompts": 2}
+    path = tmp_path / "report.json"
+    write_json(path, document | {"rows": [row]})
+    (earlier,) = read_earlier(str(path), {key: run.config}, {}, grid_decoding.decoding_of(grid))
+    assert earlier.trained_on == "TPU v9, jax 1.0"
 
 
 WIDER = dataclasses.replace(MOA, self_attention_intermediate_size=32)

@@ -31,7 +31,10 @@ from moa_jax.config import (
     DataConfig,
     DistillConfig,
     DraftShape,
+    EagleConfig,
+    FeedbackConfig,
     GridConfig,
+    LossConfig,
     MoaConfig,
     OptimConfig,
     PretrainConfig,
@@ -340,6 +343,26 @@ def settings_file(tmp_path) -> str:
         "config = distill_config(Path('runs'), Path('target'))\n"
     )
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "weight", "steps", "is_said"),
+    [
+        (EagleConfig(1, 24), 0.0, 1, True),
+        (EagleConfig(1, 24), 0.0, 2, False),
+        (EagleConfig(1, 24), 1.0, 1, False),
+        (None, 0.0, 1, False),
+    ],
+)
+def test_it_is_said_that_an_eagle_needs_its_feature_loss(drafter, weight, steps, is_said):
+    config = distill_config(Path("runs"), Path("target"))
+    config = dataclasses.replace(
+        config,
+        drafter=drafter or config.drafter,
+        loss=LossConfig(feature_weight=weight),
+        feedback=FeedbackConfig(steps),
+    )
+    assert bool(distill.trap(config)) == is_said
 
 
 def test_overrides_reach_their_field(settings_file):

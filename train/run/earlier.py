@@ -26,6 +26,7 @@ class Earlier(NamedTuple):
     learning_rate: str
     simulated_tau_by_rate: dict[str, float]
     decoded: Decoded
+    trained_on: str | None = None
 
 
 def read_earlier(
@@ -65,4 +66,5 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int, str]:
 def _earlier(path: str, row: Mapping[str, Any]) -> Earlier:
     taus = [{key: tau_of(shape[key]) for key in ENDINGS} for shape in row["decoded"]]
     tried = {rate: float(tau) for rate, tau in row["simulated_tau_by_learning_rate"].items()}
-    return Earlier(path, *_key(row), tried, Decoded(int(row["prompts"]), taus))
+    decoded = Decoded(int(row["prompts"]), taus)
+    return Earlier(path, *_key(row), tried, decoded, row.get("trained_on"))

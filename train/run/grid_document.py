@@ -30,6 +30,7 @@ class GridRow(NamedTuple):
     tried: dict[str, float]  # simulated tau by learning rate
     decoded: Decoded | None
     report: str | None = None  # the earlier one that says so
+    trained_on: str | None = None  # device and version of jax
 
 
 def document_of(
@@ -59,6 +60,7 @@ def document_of(
         "target": {"path": reference.target, **dataclasses.asdict(target.config)},
         "files": others | inputs_of(grid, target),
         "reference": grid.reference,
+        "notes": list(grid.notes),
         "unmatched": check_alike(grid),
         "shared": {n: v for n, v in fingerprint(reference).items() if n.startswith(ALIKE)},
         "tolerance": grid.tolerance,
@@ -100,6 +102,7 @@ def _entry(row: GridRow, base: GridRow | None, parameters: int) -> dict[str, Any
         "cell": row.best.cell,
         "seed": row.best.seed,
         "report": row.report,
+        "trained_on": row.trained_on,
         "parameters": parameters,
         "learning_rate": row.best.learning_rate,
         "simulated_tau": row.simulated_tau,

@@ -104,6 +104,7 @@ def render(document: Document) -> str:
         f"    {document['command']}",
         _conditions(document),
         table(columns, trained),
+        *_devices(rows),
     ]
     for report in dict.fromkeys(row["report"] for row in rows if row.get("report")):
         taken = [f"{r['cell']} (seed {r['seed']})" for r in rows if r.get("report") == report]
@@ -118,12 +119,24 @@ def render(document: Document) -> str:
         parts += _of_all_seeds(document, index)
     parts += _first_positions(document)
     files = [[name, f"{f['bytes']:,}", f["sha256"]] for name, f in document["files"].items()]
+    notes = [f"- {note}" for note in document.get("notes", ())]
     parts += [
         _meaning(document),
+        *(["## What is shown, and what is not", "\n".join(notes)] if notes else []),
         "## Files",
         table(["file", "bytes", "SHA-256"], files),
     ]
     return "\n\n".join([*parts, f"Versions: {_pairs(document['versions'])}."])
+
+
+def _devices(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which rows were trained on what, as far as reports and runs say it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.get("trained_on") or "", []).append(f"{row['cell']} ({row['seed']})")
+    unknown = ", ".join(found.pop("", []))
+    said = [f"on {device}: {', '.join(names)}" for device, names in found.items()]
+    return [f"Trained {'; '.join(said)}; not recorded: {unknown or 'none'}."] if said else []
 
 
 def _conditions(document: Document) -> str:
