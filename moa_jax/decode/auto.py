@@ -12,6 +12,12 @@ fades with the rounds, since text changes, and more where `begins` is told. A sh
 little was heard is close to a guess: that of the position before it, and what a chain's share says
 of a tree's, or a tree's of a chain's.
 
+**What comes of it.** Rounds do not all begin alike. One of a short chain whose drafts are all
+accepted often ends in the middle of tokens that are easy, so the next begins well; one of a long
+chain ends at a token that was refused, and such tokens stand together. So shares that short chains
+told promise too much of long ones. What rounds of a chain accepted is kept beside what was expected
+of them, for longer than shares are, and corrects what its next rounds promise.
+
 **At first.** One missed round says little, and many answers are too short to wait for a probe. So
 a chain's first token starts as if a few rounds had mostly accepted it. These fade as others do: a
 guess of that weight would come back when what was heard has faded. And the first choices hold for
@@ -58,6 +64,8 @@ CHANGED = math.log(1.25)  # of what a round of `own` commits: what a probe found
 LEAST_PROBE, MOST_PROBE = 1, 32  # rounds
 TOKENS_OF_A_PROBE = 2.0  # that it may be expected to lose
 KEPT = 1 - 1 / 128  # of what was heard, from one round to the next
+KEPT_OF_RECORDS = 1 - 1 / 4096  # the same of what came of expectations, of many texts
+AS_EXPECTED = 96.0  # drafted tokens that seem to have been accepted as expected
 MOST_HEARD = 128.0  # rounds that count, so that many rows fade as soon as one does
 MOST_OF_OTHERS = 48.0  # of them, when another text begins
 LEAST_HEARD = 2.0  # rounds that faded ones still weigh in a share
@@ -117,6 +125,27 @@ class _Position:
             self._all += came
 
 
+class _Record:
+    """Drafted tokens that rounds of a way were expected to accept, and did; old ones count less."""
+
+    __slots__ = ("accepted", "expected")
+
+    def __init__(self) -> None:
+        self.accepted = self.expected = AS_EXPECTED
+
+    def add(self, accepted: float, expected: float) -> None:
+        self.accepted, self.expected = self.accepted + accepted, self.expected + expected
+
+    def fade(self, kept: float) -> None:
+        self.accepted = AS_EXPECTED + kept * (self.accepted - AS_EXPECTED)
+        self.expected = AS_EXPECTED + kept * (self.expected - AS_EXPECTED)
+
+    def corrected(self, tokens: _Tokens) -> _Tokens:
+        """What a round commits, given what shares promise."""
+        drafted = (tokens.expected - 1) * self.accepted / self.expected
+        return tokens._replace(expected=1 + drafted)
+
+
 class Chooser:
     """Chooses among ways to draft by their costs and by what was accepted; one for all answers.
 
@@ -131,6 +160,7 @@ class Chooser:
         first = _Position(FIRST_SHARE, FIRST_HEARD)
         self._chains = [first, *(_Position() for _ in range(later))]
         self._trees: dict[DraftShape, list[_Position]] = {}
+        self._records: dict[DraftShape, _Record] = {}
         self._best, self._text = own, 1.0  # tokens of a round of `own`, when the wait was set
         self._wait, self._since = FIRST_WAIT, 0  # rounds from probe to probe, and those so far
         self._probe: DraftShape | None = None
@@ -144,15 +174,21 @@ class Chooser:
         stop or a limit cut is to be left out.
         """
         self._heard += rounds
+        counts = np.asarray(accepted)
+        for record in self._records.values():
+            record.fade(KEPT_OF_RECORDS**rounds)
         kept = KEPT**rounds
         for position in itertools.chain(self._chains, *self._trees.values()):
             position.rounds *= kept
-        counts = np.asarray(accepted)
         came = counts.size
         for place, position in enumerate(self._heard_of(shape)[: shape.levels - 1]):
             hits = int(np.count_nonzero(counts > place))
             position.add(came, hits)
             came = hits
+        if shape.num_drafted and shape.is_chain:
+            expected = self._promised([shape])[shape].expected - 1
+            record = self._records.setdefault(shape, _Record())
+            record.add(float(counts.sum()), expected * counts.size)
         if shape == self._probe:
             self._left -= rounds
         else:
@@ -215,6 +251,13 @@ class Chooser:
         raise ValueError("no way to draft is ready: compile one of them first")
 
     def _tokens(self, ways: Iterable[DraftShape]) -> dict[DraftShape, _Tokens]:
+        """What a round of each way commits, as far as is known."""
+        new = _Record()
+        promised = self._promised(ways).items()
+        return {way: self._records.get(way, new).corrected(tokens) for way, tokens in promised}
+
+    def _promised(self, ways: Iterable[DraftShape]) -> dict[DraftShape, _Tokens]:
+        """The same by shares alone."""
         trees = [(heard, _of_a_chain) for heard in self._trees.values()]
         of_chains = _tokens(self._chains, _shares(self._chains, trees, FIRST_SHARE))
         tokens = {}
@@ -229,7 +272,7 @@ class Chooser:
     def _judge(self, best: DraftShape, terms: Terms) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         gave_up = not best.num_drafted and self._best.num_drafted
-        text = self._tokens([self._own])[self._own].expected
+        text = self._promised([self._own])[self._own].expected
         # Beside plain decoding nothing is heard, and only what was heard fades.
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:

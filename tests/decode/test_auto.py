@@ -133,9 +133,9 @@ def fixed(costs: dict[DraftShape, float], text: list[Stretch], **how) -> float:
 def test_a_text_is_nearly_as_fast_as_the_best_way(table, how):
     costs = TABLES[table]
     for name, text in TEXTS.items():
-        least = 0.97 * max(fixed(costs, text, **how), 1.0)
+        best = max(fixed(costs, text, **how), 1.0)
         speeds = [chosen(costs, text, seed, **how) for seed in range(3)]
-        assert min(speeds) >= least, (name, speeds, least / 0.97)
+        assert np.mean(speeds) >= 0.97 * best and min(speeds) >= 0.95 * best, (name, speeds, best)
 
 
 @pytest.mark.parametrize("how", [{}, {"batch": 8}, {"answers": (60, 201)}], ids=str)
@@ -143,9 +143,9 @@ def test_a_text_is_nearly_as_fast_as_the_best_way(table, how):
 def test_a_text_that_changes_is_followed(table, how):
     costs = TABLES[table]
     for name, text in CHANGING.items():
-        least = 0.97 * max(fixed(costs, text, **how), 1.0)
+        best = max(fixed(costs, text, **how), 1.0)
         speeds = [chosen(costs, text, seed, **how) for seed in range(3)]
-        assert min(speeds) >= least, (name, speeds, least / 0.97)
+        assert np.mean(speeds) >= 0.97 * best and min(speeds) >= 0.95 * best, (name, speeds, best)
 
 
 def of_new_choosers(costs: dict[DraftShape, float], text: list[Stretch]) -> float:
@@ -197,8 +197,8 @@ def of_the_best_ways(costs: dict[DraftShape, float], text: list[Stretch]) -> flo
     "text, without",
     [
         ("0.0 to 0.9", {"_probe": lambda *asked: None}),
-        ("0.9 to 0.0", {"KEPT": 1.0, "MOST_HEARD": float("inf")}),
-        ("0.9 to 0.3", {"KEPT": 1.0, "MOST_HEARD": float("inf")}),
+        ("0.9 to 0.0", {"KEPT": 1.0, "MOST_HEARD": float("inf"), "AS_EXPECTED": 1e9}),
+        ("0.9 to 0.3", {"KEPT": 1.0, "MOST_HEARD": float("inf"), "AS_EXPECTED": 1e9}),
     ],
 )
 def test_without_probes_or_forgetting_changes_are_missed(text, without, monkeypatch):
@@ -206,6 +206,50 @@ def test_without_probes_or_forgetting_changes_are_missed(text, without, monkeypa
     for name, value in without.items():
         monkeypatch.setattr(auto, name, value)
     assert of_the_best_ways(CPU, CHANGING[text]) < 0.87
+
+
+# As measured on an EPYC with the bundled pair: chains of eight are cheap there.
+CHEAP = {PLAIN: 1.3, DraftShape(3): 2.0, DraftShape(5): 2.75, DraftShape(8): 3.27}
+
+
+def in_clusters(tokens: int, seed: int) -> np.ndarray:
+    """How many tokens a draft from each place has right, where wrong ones stand together."""
+    rng, right, found = np.random.default_rng(seed), 0, np.zeros(tokens, int)
+    for place in reversed(range(tokens)):
+        right = right + 1 if rng.random() < (0.85 if right else 0.45) else 0
+        found[place] = right
+    return found
+
+
+def along(next_choice: Callable[[], ShapeChoice], heard: Callable, right: np.ndarray) -> float:
+    """Tokens a millisecond where the text, not the round, says what is accepted."""
+    place = spent = 0.0
+    while place < len(right):
+        way, rounds = next_choice()
+        accepted = []
+        for _ in range(rounds):
+            if place < len(right):
+                accepted.append(min(int(right[int(place)]), way.num_drafted))
+                place, spent = place + 1 + accepted[-1], spent + CHEAP[way]
+        heard(way, accepted, len(accepted))
+    return place / spent
+
+
+def test_a_long_chain_begins_where_drafts_are_refused(monkeypatch):
+    """Shares that short chains told promise it too much; what came of it corrects them."""
+
+    def of_the_best() -> float:
+        found = []
+        for seed in range(4):
+            right, chooser = in_clusters(6000, seed), Chooser(list(CHEAP), DraftShape(3))
+            ours = along(lambda c=chooser: c.next(CHEAP, set(CHEAP)), chooser.heard, right)
+            ways = [lambda way=way: ShapeChoice(way, 8) for way in CHEAP]
+            found.append(ours / max(along(way, lambda *_: None, right) for way in ways))
+        return float(np.mean(found))
+
+    assert of_the_best() > 0.97
+    monkeypatch.setattr(auto, "AS_EXPECTED", 1e9)
+    assert of_the_best() < 0.95
 
 
 def choices(
