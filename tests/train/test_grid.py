@@ -202,7 +202,7 @@ def test_committed_grids_are_matched(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["matched", "matched_longer", "controls", "controls_1000", "controls_tokens"],
+    ["matched", "matched_300", "matched_longer", "controls", "controls_1000", "controls_tokens"],
 )
 def test_committed_reports_are_those_of_their_json(name):
     """But for the order of files and versions, which the sorted JSON does not keep."""
@@ -473,7 +473,7 @@ def test_a_committed_report_counts_as_done(monkeypatch):
     monkeypatch.chdir(ROOT)
     grid = read_config("configs/matched.py", GridConfig)
     monkeypatch.setattr(grids, "inputs_of", lambda grid, target: {})  # the target was another one
-    path = Path("reports/matched.json")
+    path = Path("reports/matched_300.json")
     document = json.loads(path.read_text())
     done = done_for(grid, path)
     assert [row.cell for row in done] == [row["cell"] for row in document["rows"]]
