@@ -66,6 +66,7 @@ TOKENS_OF_A_PROBE = 2.0  # that it may be expected to lose
 KEPT = 1 - 1 / 128  # of what was heard, from one round to the next
 KEPT_OF_RECORDS = 1 - 1 / 4096  # the same of what came of expectations, of many texts
 AS_EXPECTED = 96.0  # drafted tokens that seem to have been accepted as expected
+MOST_OF_RECORD = 4096.0  # drafted tokens that count
 MOST_HEARD = 128.0  # rounds that count, so that many rows fade as soon as one does
 MOST_OF_OTHERS = 48.0  # of them, when another text begins
 LEAST_HEARD = 2.0  # rounds that faded ones still weigh in a share
@@ -131,19 +132,20 @@ class _Record:
     __slots__ = ("accepted", "expected")
 
     def __init__(self) -> None:
-        self.accepted = self.expected = AS_EXPECTED
+        self.accepted = self.expected = 0.0
 
     def add(self, accepted: float, expected: float) -> None:
+        """Takes what some rounds drafted, of many rows at once too."""
         self.accepted, self.expected = self.accepted + accepted, self.expected + expected
+        self.fade(min(1.0, MOST_OF_RECORD / max(self.expected, 1.0)))
 
     def fade(self, kept: float) -> None:
-        self.accepted = AS_EXPECTED + kept * (self.accepted - AS_EXPECTED)
-        self.expected = AS_EXPECTED + kept * (self.expected - AS_EXPECTED)
+        self.accepted, self.expected = kept * self.accepted, kept * self.expected
 
     def corrected(self, tokens: _Tokens) -> _Tokens:
         """What a round commits, given what shares promise."""
-        drafted = (tokens.expected - 1) * self.accepted / self.expected
-        return tokens._replace(expected=1 + drafted)
+        kept = (self.accepted + AS_EXPECTED) / (self.expected + AS_EXPECTED)
+        return tokens._replace(expected=min(1 + (tokens.expected - 1) * kept, tokens.most))
 
 
 class Chooser:
