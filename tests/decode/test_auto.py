@@ -133,9 +133,9 @@ def fixed(costs: dict[DraftShape, float], text: list[Stretch], **how) -> float:
 def test_a_text_is_nearly_as_fast_as_the_best_way(table, how):
     costs = TABLES[table]
     for name, text in TEXTS.items():
-        best = max(fixed(costs, text, **how), 1.0)
+        least = 0.97 * max(fixed(costs, text, **how), 1.0)
         speeds = [chosen(costs, text, seed, **how) for seed in range(3)]
-        assert np.mean(speeds) >= 0.97 * best and min(speeds) >= 0.95 * best, (name, speeds, best)
+        assert min(speeds) >= least, (name, speeds, least / 0.97)
 
 
 @pytest.mark.parametrize("how", [{}, {"batch": 8}, {"answers": (60, 201)}], ids=str)
@@ -143,9 +143,9 @@ def test_a_text_is_nearly_as_fast_as_the_best_way(table, how):
 def test_a_text_that_changes_is_followed(table, how):
     costs = TABLES[table]
     for name, text in CHANGING.items():
-        best = max(fixed(costs, text, **how), 1.0)
+        least = 0.97 * max(fixed(costs, text, **how), 1.0)
         speeds = [chosen(costs, text, seed, **how) for seed in range(3)]
-        assert np.mean(speeds) >= 0.97 * best and min(speeds) >= 0.95 * best, (name, speeds, best)
+        assert min(speeds) >= least, (name, speeds, least / 0.97)
 
 
 def of_new_choosers(costs: dict[DraftShape, float], text: list[Stretch]) -> float:
