@@ -1,21 +1,25 @@
-"""The learning rates of `configs/controls.py`: its four chief cells with several, one seed.
+"""The learning rates of the controls: the four drafters that are compared, with several, one seed.
 
-    python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
+    python -m train.grid --config configs/controls_rates.py \\
+        --done reports/controls.json,reports/controls_tokens.json
 
-Its directory is another one: the grid of the controls has one rate a cell.
+MoA is trained for tokens alone, the others as their authors do. Earlier reports have one rate of
+each; the data are those of `configs/controls.py`. Cells share no cache of the target here, for they
+read different layers.
 """
 
 import dataclasses
 import runpy
 from pathlib import Path
 
-controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
-CELLS = ("eagle2", "moa", "moa_hidden", "eagle3")
+best = runpy.run_path(str(Path(__file__).with_name("controls_best.py")))["config"]
+CELLS = ("eagle2", "eagle3", "moa_tokens", "moa_n3_tokens")
 
 config = dataclasses.replace(
-    controls["config"],
-    cells=tuple(each for each in controls["config"].cells if each[0] in CELLS),
+    best,
+    cells=tuple(each for each in best.cells if each[0] in CELLS),
     learning_rates=(2e-4, 4e-4, 8e-4),
     directory="runs/controls_rates",
     seeds=(0,),
+    notes=(),
 )

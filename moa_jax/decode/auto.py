@@ -8,9 +8,17 @@
 **What is known.** A position's share is counted among the rounds that drafted it and accepted all
 before it; the products of shares tell in how many rounds a position is accepted. So rounds of every
 depth are used, each for what it drafted. A tree's levels have shares of their own. What was heard
-fades with the rounds, since text changes, and more where `begins` is told. A share of which
-little was heard is close to a guess: that of the position before it, and what a chain's share says
-of a tree's, or a tree's of a chain's.
+fades with the rounds, since text changes. A share of which little was heard is close to a guess:
+that of the position before it, and what a chain's share says of a tree's, or a tree's of a chain's.
+
+**What is usual.** Texts differ more than the stretches of one. So a text that begins alone starts
+at what was usual of texts about as long, as if a few of its own rounds had said so, and what it says
+itself soon decides. Drafters mostly accept less of texts that are longer than what they learned
+from, so lengths are kept apart, each power of two:
+
+    usual      up to 128   0.84 0.85 ..        a text of 700 tokens begins with the last line,
+               up to 256   0.79 0.80 ..        and what its rounds accepted is added to it
+               up to 1024  0.22 0.41 ..        when the next text begins
 
 **What comes of it.** Rounds do not all begin alike. One of a short chain whose drafts are all
 accepted often ends in the middle of tokens that are easy, so the next begins well; one of a long
@@ -68,7 +76,9 @@ KEPT_OF_RECORDS = 1 - 1 / 4096  # the same of what came of expectations, of many
 AS_EXPECTED = 96.0  # drafted tokens that seem to have been accepted as expected
 MOST_OF_RECORD = 4096.0  # drafted tokens that count
 MOST_HEARD = 128.0  # rounds that count, so that many rows fade as soon as one does
-MOST_OF_OTHERS = 48.0  # of them, when another text begins
+SHORTEST = 128  # tokens; texts up to here are of one length
+ROUNDS_OF_USUAL = 6.0  # that seem to have said it, when a text begins
+KEPT_OF_USUAL = 0.9  # from one text to the next
 LEAST_HEARD = 2.0  # rounds that faded ones still weigh in a share
 GUESSED = 3.0  # rounds that a guess weighs
 FIRST_SHARE, FIRST_HEARD = 0.7, 3.5  # of a chain's first token; rounds that seem to have said so
@@ -104,15 +114,27 @@ class _Tokens(NamedTuple):
     most: float  # at the highest shares that are likely
 
 
+class _Counts(NamedTuple):
+    """Rounds that came to a position, and those of them that accepted it."""
+
+    came: float = 0.0
+    accepted: float = 0.0
+
+    def plus(self, other: _Counts, kept: float = 1.0) -> _Counts:
+        return _Counts(kept * self.came + other.came, kept * self.accepted + other.accepted)
+
+
 class _Position:
     """What was heard of a position of chains, or of a level of a tree."""
 
-    __slots__ = ("rounds", "share", "_all")
+    __slots__ = ("rounds", "share", "_all", "_text", "_usual")
 
     def __init__(self, share: float = 0.0, rounds: float = 0.0) -> None:
         self.rounds = rounds  # that came to the position; old ones count less
         self.share = share  # of them that accepted it
         self._all = 0  # rounds that came to it, old ones too
+        self._text = _Counts()  # of this text alone
+        self._usual: dict[int, _Counts] = {}  # of texts before it, by length
 
     @property
     def weight(self) -> float:
@@ -124,6 +146,18 @@ class _Position:
             self.share = _mean(self.share, self.weight, accepted / came, came)
             self.rounds = min(self.rounds + came, MOST_HEARD)
             self._all += came
+            self._text = self._text.plus(_Counts(came, accepted))
+
+    def begins(self, length: int, before: int) -> None:
+        """Another text begins, of such a length; the one `before` was of another, perhaps."""
+        if self._text.came:
+            usual = self._usual.get(before, _Counts())
+            self._usual[before], self._text = usual.plus(self._text, KEPT_OF_USUAL), _Counts()
+        if self._usual:
+            nearest = min(self._usual, key=lambda other: abs(other - length))
+            self.rounds, accepted = self._usual[nearest]
+            self.share = accepted / self.rounds
+        self.rounds = min(self.rounds, ROUNDS_OF_USUAL)
 
 
 class _Record:
@@ -168,6 +202,7 @@ class Chooser:
         self._probe: DraftShape | None = None
         self._left = 0  # rounds of the probe
         self._heard = 0  # rounds, of whatever way
+        self._length = _length_of(0)  # of the text that began last
 
     def heard(self, shape: DraftShape, accepted: npt.ArrayLike, rounds: int) -> None:
         """Hears how many drafted tokens each round accepted, the rows of a batch all in one list.
@@ -196,10 +231,12 @@ class Chooser:
         else:
             self._since += rounds
 
-    def begins(self) -> None:
-        """Another text begins, alone: it soon says more of itself than those heard before it."""
+    def begins(self, tokens: int) -> None:
+        """Another text begins, alone, with so many tokens: what is usual of such is expected."""
+        length, before = _length_of(tokens), self._length
         for position in itertools.chain(self._chains, *self._trees.values()):
-            position.rounds = min(position.rounds, MOST_OF_OTHERS)
+            position.begins(length, before)
+        self._length = length
 
     def next(
         self,
@@ -214,17 +251,11 @@ class Chooser:
         is not sent twice. A way without a cost is left out. Where no way has one it is `own`, else
         plain decoding, else the first way that is ready. Raises ValueError if nothing is ready.
         """
-        known = {
-            way: costs[priced]
-            for way, priced in self._priced.items()
-            if way in ready and priced in costs
-        }
+        known = self._known(costs, ready)
         if not known:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens = self._tokens(known)
-        rates = {way: tokens[way].expected / ms for way, ms in known.items()}
-        weight = lambda way: 1.0 if way.num_drafted else terms.gain  # noqa: E731
-        best = max(known, key=lambda way: rates[way] * weight(way))
+        best = max(known, key=lambda way: _rate(way, tokens[way].expected / known[way], terms))
         if self._probe in known and self._left > 0:
             sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
             if self._left > sent:
@@ -238,6 +269,32 @@ class Chooser:
         most = ROUNDS_BETWEEN_CHOICES if best.num_drafted else ROUNDS_OF_PLAIN
         rounds = min(max(self._heard, 1), most)
         return ShapeChoice(best, min(left, rounds) if left > 0 else rounds)
+
+    def contenders(
+        self,
+        costs: Mapping[DraftShape, float],
+        ready: Collection[DraftShape],
+        terms: Terms = USUAL,
+        doubt: float = 1.0,
+    ) -> set[DraftShape]:
+        """Ways that would be the fastest at the highest shares that are likely.
+
+        What they take may be less than `costs` say, down to one part in `doubt`. All else is as
+        for `next`.
+        """
+        known = self._known(costs, ready)
+        tokens = self._tokens(known)
+        rates = {way: _rate(way, tokens[way].expected / ms, terms) for way, ms in known.items()}
+        to_beat = max(rates.values(), default=0.0)
+        could = {way: _rate(way, tokens[way].most / ms, terms) for way, ms in known.items()}
+        return {way for way, rate in could.items() if doubt * rate >= to_beat}
+
+    def _known(
+        self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]
+    ) -> dict[DraftShape, float]:
+        """Milliseconds of the ways that can be taken."""
+        priced = {way: priced for way, priced in self._priced.items() if way in ready}
+        return {way: costs[shape] for way, shape in priced.items() if shape in costs}
 
     def _heard_of(self, way: DraftShape) -> list[_Position]:
         if way.is_chain:
@@ -284,6 +341,11 @@ class Chooser:
         if self._probe or gave_up:
             self._probe, self._since = None, 0
         self._best = best
+
+
+def _rate(way: DraftShape, tokens_a_ms: float, terms: Terms) -> float:
+    """Tokens a millisecond, as ways are compared: drafting must keep to the terms."""
+    return tokens_a_ms if way.num_drafted else terms.gain * tokens_a_ms
 
 
 def _probe(
@@ -337,6 +399,11 @@ def _shares(
         guess, guessed = _mean(position.share, position.weight, guess, guessed), GUESSED
         shares.append(guess)
     return shares
+
+
+def _length_of(tokens: int) -> int:
+    """The same number for texts that are about as long."""
+    return max(tokens - 1, SHORTEST - 1).bit_length()
 
 
 def _mean(one: float, weight: float, other: float, weight_of_other: float) -> float:

@@ -456,18 +456,67 @@ def test_chains_and_trees_tell_of_each_other():
         assert chooser.next({PLAIN: 1.0, other: costs[other]}, set(costs)).shape == other
 
 
+def after(texts: Sequence[tuple[int, int]], tokens: int) -> Chooser:
+    """A chooser that has heard texts of so many tokens, whose rounds all accepted as many drafts.
+
+    Another text has just begun.
+    """
+    chooser = Chooser(list(CPU), OWN)
+    for length, accepted in texts:
+        chooser.begins(length)
+        for _ in range(8):
+            chooser.heard(DraftShape(8), [accepted] * 4, 4)
+    chooser.begins(tokens)
+    return chooser
+
+
+def rounds_until_it_drafts_no_more(chooser: Chooser) -> int:
+    """Where nothing is accepted any more."""
+    rounds = 0
+    while (choice := chooser.next(CPU, CPU)).shape != PLAIN:
+        chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+        rounds += choice.rounds
+    return rounds
+
+
 def test_what_others_accepted_is_soon_overruled():
     """Of texts one by one, the next of which accepts nothing that all before it accepted."""
+    chooser = Chooser(list(CPU), OWN)
+    for _ in range(40):
+        chooser.heard(DraftShape(8), [7] * 8, 8)  # one text, and no other begins
+    assert rounds_until_it_drafts_no_more(chooser) > 40
+    assert rounds_until_it_drafts_no_more(after([(50, 7)] * 10, 50)) < 25
 
-    def rounds_until_it_is_given_up(begins: bool) -> int:
-        chooser, rounds = Chooser(list(CPU), DraftShape(3)), 0
-        for _ in range(40):
-            chooser.heard(DraftShape(8), [7] * 8, 8)
-        if begins:
-            chooser.begins()
-        while (choice := chooser.next(CPU, CPU)).shape != PLAIN:
-            chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
-            rounds += choice.rounds
-        return rounds
 
-    assert rounds_until_it_is_given_up(True) < 0.7 * rounds_until_it_is_given_up(False)
+def test_a_text_begins_with_what_is_usual():
+    """The last text is one of many, and what it accepted counts as theirs does."""
+    for usual, last in ((7, 0), (0, 7)):
+        chooser = after([*[(50, usual)] * 10, (50, last)], 50)
+        assert (chooser.next(CPU, CPU).shape != PLAIN) == (usual == 7)
+
+
+def test_usual_is_what_texts_of_this_length_accepted():
+    texts = [(50, 7), (700, 0)] * 5
+    for tokens, drafts in ((2, True), (128, True), (513, False), (1000, False), (5000, False)):
+        assert (after(texts, tokens).next(CPU, CPU).shape != PLAIN) == drafts, tokens
+    assert after([(50, 7)], 1000).next(CPU, CPU).shape != PLAIN  # of the nearest, at first
+
+
+def test_a_text_that_decoded_plainly_changes_nothing():
+    chooser = after([(50, 7)] * 10, 50)
+    for _ in range(10):
+        chooser.heard(PLAIN, [], 32)
+        chooser.begins(50)
+    assert chooser.next(CPU, CPU).shape != PLAIN
+
+
+def test_who_could_be_the_fastest():
+    sure = after([(50, 0)] * 10, 50)
+    for _ in range(50):
+        sure.heard(DraftShape(8), [0] * 8, 8)
+    chains = {way: ms for way, ms in CPU.items() if way.is_chain}  # no tree was heard
+    assert sure.contenders(chains, CPU) == {PLAIN}
+    assert sure.contenders(chains, CPU, doubt=1.5) == {PLAIN, DraftShape(2), DraftShape(3)}
+    assert sure.contenders(chains, {PLAIN, TREE}, doubt=1.5) == {PLAIN}
+    assert sure.contenders(CPU, CPU) == {PLAIN, TREE}
+    assert Chooser(list(CPU), OWN).contenders({}, CPU) == set()

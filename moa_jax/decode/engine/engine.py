@@ -409,7 +409,7 @@ class Engine:
         chunk, read = self._readings.read_on(task, drafts_alone)
         if read is not None and task.request.takes_seat:
             if is_alone:
-                self._pace.begins()
+                self._pace.begins(len(task.text.tokens))
             self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts_alone)
         return chunk
 

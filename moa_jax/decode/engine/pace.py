@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from moa_jax.config import DraftShape
@@ -45,6 +45,7 @@ LEAST_MEASURED, SURE = 2, 4  # calls before a figure counts, and before it is no
 FIRST_OLD, OLD = 32, 256
 MOST_LATEST, LOW = 17, 0.25  # calls that make a figure, and the share of them that took no longer
 STILL_COUNT = 2  # of an old figure's calls
+DOUBT = 1.5  # times as long as it takes, that a figure may say after a busy time
 LATEST_TIMES = 9  # calls that tell how fast the machine is now
 RETURNING = 0.99  # a power: below 1, what was learned of the machine fades
 
@@ -158,10 +159,10 @@ class Pace:
         if (left := seconds - rounds * self._expected(measured)) > 0:
             self._chunk_s.add(left)
 
-    def begins(self) -> None:
-        """A text begins where nobody else is decoded."""
+    def begins(self, tokens: int) -> None:
+        """A text of so many tokens begins where nobody else is decoded."""
         if self._chooser is not None:
-            self._chooser.begins()
+            self._chooser.begins(tokens)
 
     def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
         """Hears how many drafted tokens each row's rounds accepted, but for those that were cut."""
@@ -184,11 +185,10 @@ class Pace:
         table = self._costs.for_batch(batch) if self._costs else {}
         untried = [way for way in priced if self._ms(programs[way]) is None]
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
-        if alone and not (untried and table.keys() >= set(priced.values())):
-            now = self._calls[batch]
-            due = untried or [way for way in priced if self._round_s[programs[way]].is_old(now)]
-            if (way := self._on_trial(due)) is not None:
-                self.is_trying = True
+        is_time = alone and self._num_calls - self._last_trial > CALLS_BETWEEN_TRIALS
+        if is_time and not (untried and table.keys() >= set(priced.values())):
+            if due := untried or self._old(batch, programs, own):
+                way = self._on_trial(due)
                 return way, self._rounds_of_a_trial(programs[way])
         if not untried:
             table = own
@@ -196,16 +196,28 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        terms = USUAL if batch == 1 else TOGETHER
-        return self._chooser.next(table, programs, terms, under_way)
+        return self._chooser.next(table, programs, _terms(batch), under_way)
 
-    def _on_trial(self, due: list[DraftShape]) -> DraftShape | None:
-        """The way of a trial; None if this call is none."""
-        since = self._num_calls - self._last_trial
-        if not due or since <= CALLS_BETWEEN_TRIALS:
-            return None
+    def _old(
+        self,
+        batch: int,
+        programs: Mapping[DraftShape, Any],
+        costs: Mapping[DraftShape, float],
+    ) -> list[DraftShape]:
+        """Ways whose figures should be taken again, where that can change what is chosen."""
+        now = self._calls[batch]
+        figures = {way: self._round_s[programs[way]] for way in programs if priced_as(way)}
+        old = [way for way, figure in figures.items() if figure.is_old(now)]
+        if not old:
+            return []
+        could = self._chooser.contenders(costs, programs, _terms(batch), DOUBT)
+        return [way for way in old if way in could or figures[way].count < SURE]
+
+    def _on_trial(self, due: Sequence[DraftShape]) -> DraftShape:
+        """The way of this call, which is a trial."""
         others = [way for way in due if way != self._tried]  # its calls may have told nothing
         self._tried, self._last_trial = (others or due)[0], self._num_calls
+        self.is_trying = True
         return self._tried
 
     def _rounds_of_a_trial(self, program: Any) -> int:
@@ -228,3 +240,7 @@ class Pace:
         measured = self._round_s.get(program)
         known = measured is not None and measured.count >= LEAST_MEASURED
         return 1e3 * measured.typical if known else None
+
+
+def _terms(batch: int) -> Terms:
+    return USUAL if batch == 1 else TOGETHER
