@@ -11,10 +11,10 @@ depth are used, each for what it drafted. A tree's levels have shares of their o
 fades with the rounds, since text changes. A share of which little was heard is close to a guess:
 that of the position before it, and what a chain's share says of a tree's, or a tree's of a chain's.
 
-**What is usual.** Texts differ more than the stretches of one. So a text that begins alone starts
-at what was usual of texts about as long, as if a few of its own rounds had said so, and what it says
-itself soon decides. Drafters mostly accept less of texts that are longer than what they learned
-from, so lengths are kept apart, each power of two:
+**What is usual.** Texts differ more than the stretches of one. So one that begins alone starts with
+what was usual of texts about as long, as if a few of its rounds had said so, and what it says itself
+soon decides. Drafters mostly accept less of texts that are longer than what they learned from, so
+lengths are kept apart, each power of two:
 
     usual      up to 128   0.84 0.85 ..        a text of 700 tokens begins with the last line,
                up to 256   0.79 0.80 ..        and what its rounds accepted is added to it
@@ -255,7 +255,7 @@ class Chooser:
         if not known:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens = self._tokens(known)
-        best = max(known, key=lambda way: _rate(way, tokens[way].expected / known[way], terms))
+        best = _fastest(known, tokens, terms)
         if self._probe in known and self._left > 0:
             sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
             if self._left > sent:
@@ -269,6 +269,17 @@ class Chooser:
         most = ROUNDS_BETWEEN_CHOICES if best.num_drafted else ROUNDS_OF_PLAIN
         rounds = min(max(self._heard, 1), most)
         return ShapeChoice(best, min(left, rounds) if left > 0 else rounds)
+
+    def fastest(
+        self,
+        costs: Mapping[DraftShape, float],
+        ready: Collection[DraftShape],
+        terms: Terms = USUAL,
+    ) -> DraftShape:
+        """The way that `next` would choose if nothing were probed; the arguments are its own."""
+        if known := self._known(costs, ready):
+            return _fastest(known, self._tokens(known), terms)
+        return self._without_costs(ready)
 
     def contenders(
         self,
@@ -341,6 +352,12 @@ class Chooser:
         if self._probe or gave_up:
             self._probe, self._since = None, 0
         self._best = best
+
+
+def _fastest(
+    costs: Mapping[DraftShape, float], tokens: Mapping[DraftShape, _Tokens], terms: Terms
+) -> DraftShape:
+    return max(costs, key=lambda way: _rate(way, tokens[way].expected / costs[way], terms))
 
 
 def _rate(way: DraftShape, tokens_a_ms: float, terms: Terms) -> float:

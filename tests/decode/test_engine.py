@@ -144,7 +144,7 @@ def test_calls_are_timed_while_nobody_is_there(started):
 
 def test_a_text_that_begins_alone_is_another_one(monkeypatch):
     engine, begun = serving("lookup"), []
-    note = lambda tokens: begun.append((tokens, len(engine._seats.texts)))  # noqa: E731
+    note = lambda tokens: begun.append((tokens, len(engine._seats.texts))) or True  # noqa: E731
     monkeypatch.setattr(engine._pace, "begins", note)
     for request in [Request((5, 9, index), 12, NO_STOP) for index in range(3)]:
         assert_as_alone([request], answers(engine, [request]))
@@ -167,9 +167,9 @@ def test_nothing_is_tried_or_learned_behind_a_prompt(started, monkeypatch):
     monkeypatch.setattr("moa_jax.decode.engine.engine.QUIET_S", 60.0)
     choose, learned, tries = engine._pace.choose, [], []
 
-    def chosen(slots, programs, hurry, can_try, sent):
+    def chosen(slots, programs, hurry, can_try, sent, unread):
         tries.append(can_try)
-        return choose(slots, programs, hurry, can_try, sent)[0], 2
+        return choose(slots, programs, hurry, can_try, sent, unread)[0], 2
 
     monkeypatch.setattr(engine._pace, "choose", chosen)
     monkeypatch.setattr(engine._pace, "took_with_chunk", lambda *call: learned.append(call))

@@ -75,6 +75,7 @@ class Reader:
         self._calls, self._most_plain, self.ran = 0, plain_calls[-1], Counter[str]()
         if engine.session.chooser:
             patch.setattr(engine._pace, "_way", self._way)
+            patch.setattr(engine._pace, "begins", lambda tokens: not self._most_plain)
         run = engine.shelf.run
 
         def noted(name, *arrays):
@@ -92,7 +93,7 @@ class Reader:
         that were kept, of which each prompt uses some."""
         readings, kept = self._engine._readings, Prefixes(1 << 30)
         read_on, before = type(readings).read_on, self._engine.load()
-        forced = lambda task, is_drafting: read_on(readings, task, at_once)  # noqa: E731
+        forced = lambda task, drafts_alone: read_on(readings, task, lambda: at_once)  # noqa: E731
         self._patch.setattr(readings, "read_on", forced)
         self._patch.setattr(readings, "prefixes", kept)
         for index, request in enumerate([stopped(), *REQUESTS], start=-1):
@@ -167,7 +168,7 @@ def test_texts_side_by_side_are_read_as_far_as_they_are_said_to_be(which, monkey
     for plain_calls in range(2, 10):
         reader, kept = Reader(engine, monkeypatch, plain_calls), Prefixes(1 << 30)
         monkeypatch.setattr(engine._readings, "prefixes", kept)
-        engine._seats.is_drafting = False  # as under load
+        monkeypatch.setattr(engine._pace, "begins", lambda tokens: False)
         assert_as_alone(requests, answers(engine, requests))
         found.append(assert_same_drafter(in_order(kept), in_order(expected)))
         assert found[-1] >= 1 and reader.ran["catch_up"] >= (2 if "pieces" in which else 1)
@@ -195,7 +196,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
     monkeypatch.setattr(engine._pace, "_way", way)
     monkeypatch.setattr(engine._pace, "heard", heard_of)
     monkeypatch.setattr(engine._readings, "prefixes", kept)
-    engine._seats.is_drafting = False
+    monkeypatch.setattr(engine._pace, "begins", lambda tokens: False)
     assert_as_alone(REQUESTS[:1], answers(engine, REQUESTS[:1]))
     assert assert_same_drafter(in_order(kept), in_order(expected)) == 1
     assert heard[:6] == [(PLAIN, 0)] * 6 and heard[6][0] == CHAIN and heard[6][1] > 0
@@ -205,7 +206,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
 def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
     engine = choosing("moa-1")
     Reader(engine, monkeypatch, 6)
-    engine._seats.is_drafting = False
+    monkeypatch.setattr(engine._pace, "begins", lambda tokens: False)
     failing(engine, monkeypatch, "catch_up", [0])
     lost, fine = split(found := answers(engine, REQUESTS))
     assert lost
@@ -223,7 +224,7 @@ def test_a_prompt_is_read_behind_its_first_token_where_nobody_waits(monkeypatch)
     )
     monkeypatch.setattr(shelf, "LIGHTER", 0)  # 64 tokens at once, for a prompt of 100
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
-    engine._seats.is_drafting = True
+    monkeypatch.setattr(engine._pace, "begins", lambda tokens: True)
     before = engine.load().rounds_by_way.get(PLAIN, 0)
     assert_as_alone(REQUESTS[3:], answers(engine, REQUESTS[3:]))
     reading = [name for name in order if name in ("read", "first", "catch_up", "call")][:6]
@@ -240,7 +241,7 @@ def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
         engine.shelf, "run", lambda name, *arrays: (order.append(name[0]), run(name, *arrays))[1]
     )
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
-    engine._seats.is_drafting = True
+    monkeypatch.setattr(engine._pace, "begins", lambda tokens: True)
     engine._orders.put(all_here.wait)
     threading.Timer(0.2, all_here.set).start()
     requests = [Request(BEGINNING[:40], 6, NO_STOP), Request(BEGINNING[:50], 6, NO_STOP)]

@@ -401,16 +401,15 @@ class Engine:
     def _read_on(self, task: Task) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
         is_alone = not self._seats.texts and self._coming() == 1
-        drafts_alone = is_alone and self._seats.is_drafting
+        tokens = len(task.text.tokens)
+        drafts_alone = functools.cache(lambda: is_alone and self._pace.begins(tokens))
         if task not in self._readings:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
         chunk, read = self._readings.read_on(task, drafts_alone)
         if read is not None and task.request.takes_seat:
-            if is_alone:
-                self._pace.begins(len(task.text.tokens))
-            self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts_alone)
+            self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts_alone())
         return chunk
 
     # ---- decoding ----
@@ -425,7 +424,9 @@ class Engine:
         sent = self._flight and ShapeChoice(self._flight.way, self._flight.rounds)
         # What a call takes that comes behind something else cannot be told.
         can_try = at_rest and not self._read_since and not self._seats.is_disturbed
-        program, rounds = self._pace.choose(slots, programs, can_read, can_try, sent)
+        program, rounds = self._pace.choose(
+            slots, programs, can_read, can_try, sent, self._seats.most_unread
+        )
         if not self._pace.is_trying:
             program = self._seats.prepared(program, programs.get(PLAIN))
         flight = self._seats.send(program, rounds)

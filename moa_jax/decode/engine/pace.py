@@ -105,16 +105,19 @@ class Pace:
         hurry: bool,
         can_try: bool = True,
         under_way: ShapeChoice | None = None,
+        unread: int = 0,
     ) -> tuple[Any, int]:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
         Nothing is tried unless it `can_try`: of a call beside a compiler, or behind something else
         than a call, nothing is learned. What is
-        `under_way` was sent, and is heard after this choice.
+        `under_way` was sent, and is heard after this choice. Of some text the drafter has `unread`
+        tokens, which it reads before a probe.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._calls[batch] += 1
-        way, rounds = self._way(batch, programs, can_try and not hurry, under_way)
+        terms = _terms(batch, unread)
+        way, rounds = self._way(batch, programs, can_try and not hurry, under_way, terms)
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -159,10 +162,13 @@ class Pace:
         if (left := seconds - rounds * self._expected(measured)) > 0:
             self._chunk_s.add(left)
 
-    def begins(self, tokens: int) -> None:
-        """A text of so many tokens begins where nobody else is decoded."""
-        if self._chooser is not None:
-            self._chooser.begins(tokens)
+    def begins(self, tokens: int) -> bool:
+        """A text of so many tokens begins where nobody else is decoded; whether it will draft."""
+        if self._chooser is None:
+            return self._first(1).num_drafted > 0
+        self._chooser.begins(tokens)
+        costs = self._ms_of_batch.get(1) or (self._costs.for_batch(1) if self._costs else {})
+        return self._chooser.fastest(costs, {*costs, self._first(1)}).num_drafted > 0
 
     def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
         """Hears how many drafted tokens each row's rounds accepted, but for those that were cut."""
@@ -175,6 +181,7 @@ class Pace:
         programs: Mapping[DraftShape, Any],
         alone: bool,
         under_way: ShapeChoice | None,
+        terms: Terms,
     ) -> tuple[DraftShape, int]:
         first = self._first(batch)
         if self._chooser is None:
@@ -187,7 +194,7 @@ class Pace:
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
         is_time = alone and self._num_calls - self._last_trial > CALLS_BETWEEN_TRIALS
         if is_time and not (untried and table.keys() >= set(priced.values())):
-            if due := untried or self._old(batch, programs, own):
+            if due := untried or self._old(batch, programs, own, terms):
                 way = self._on_trial(due)
                 return way, self._rounds_of_a_trial(programs[way])
         if not untried:
@@ -196,13 +203,14 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        return self._chooser.next(table, programs, _terms(batch), under_way)
+        return self._chooser.next(table, programs, terms, under_way)
 
     def _old(
         self,
         batch: int,
         programs: Mapping[DraftShape, Any],
         costs: Mapping[DraftShape, float],
+        terms: Terms,
     ) -> list[DraftShape]:
         """Ways whose figures should be taken again, where that can change what is chosen."""
         now = self._calls[batch]
@@ -210,7 +218,7 @@ class Pace:
         old = [way for way, figure in figures.items() if figure.is_old(now)]
         if not old:
             return []
-        could = self._chooser.contenders(costs, programs, _terms(batch), DOUBT)
+        could = self._chooser.contenders(costs, programs, terms, DOUBT)
         return [way for way in old if way in could or figures[way].count < SURE]
 
     def _on_trial(self, due: Sequence[DraftShape]) -> DraftShape:
@@ -242,5 +250,12 @@ class Pace:
         return 1e3 * measured.typical if known else None
 
 
-def _terms(batch: int) -> Terms:
-    return USUAL if batch == 1 else TOGETHER
+def _terms(batch: int, unread: int) -> Terms:
+    """What drafting must promise; a probe waits as many rounds as the drafter has tokens to read.
+
+    Of these half, for the other half are what such rounds have left.
+    """
+    terms, wait = USUAL if batch == 1 else TOGETHER, unread // 2
+    return terms._replace(
+        first_wait=max(terms.first_wait, wait), most_wait=max(terms.most_wait, wait)
+    )

@@ -99,7 +99,6 @@ class Seats:
     def __init__(self, shelf: Shelf, nobody: RowSettings, draft_rows: int) -> None:
         """`nobody` is what a call is given for a row in which nobody sits."""
         self._shelf, self._nobody, self._draft_rows = shelf, nobody, draft_rows
-        self.is_drafting = True  # or is about to, when all is read; trials apart
         self.reset()
 
     def reset(self) -> None:
@@ -124,9 +123,9 @@ class Seats:
         return self._size
 
     @property
-    def is_late(self) -> bool:
-        """Whether the drafter may not have read all of those who sit."""
-        return any(text.unread for text in self.texts)
+    def most_unread(self) -> int:
+        """How many tokens of one who sits the drafter has not read, at most."""
+        return max((text.unread for text in self.texts), default=0)
 
     @property
     def is_disturbed(self) -> bool:
@@ -254,13 +253,12 @@ class Seats:
         is `plain` decoding's, if there is one.
         """
         size, way, _ = program
-        self.is_drafting = way.num_drafted > 0
-        while self.is_drafting and self.is_late:
+        while way.num_drafted and self.most_unread:
             self._state, most = self._shelf.catch_up(size, self._state, self._ended_rows())
             self._disturbed = self._caught_up = True
             for text in self.texts:
                 text.unread = max(0, text.unread - most)
-            if plain is not None and self.is_late:
+            if plain is not None and self.most_unread:
                 return plain
         return program
 
