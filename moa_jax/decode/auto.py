@@ -11,10 +11,10 @@ depth are used, each for what it drafted. A tree's levels have shares of their o
 fades with the rounds, since text changes. A share of which little was heard is close to a guess:
 that of the position before it, and what a chain's share says of a tree's, or a tree's of a chain's.
 
-**What is usual.** Texts differ more than the stretches of one. So one that begins alone starts with
-what was usual of texts about as long, as if a few of its rounds had said so, and what it says itself
-soon decides. Drafters mostly accept less of texts that are longer than what they learned from, so
-lengths are kept apart, each power of two:
+**What is usual.** Texts differ more than the stretches of one. So one that begins alone starts from
+what was usual of texts about as long, as if a few of its rounds had said so, and what it says
+itself soon decides. Drafters mostly accept less of texts that are longer than what they learned
+from, so lengths are kept apart, each power of two:
 
     usual      up to 128   0.84 0.85 ..        a text of 700 tokens begins with the last line,
                up to 256   0.79 0.80 ..        and what its rounds accepted is added to it
@@ -288,17 +288,14 @@ class Chooser:
         terms: Terms = USUAL,
         doubt: float = 1.0,
     ) -> set[DraftShape]:
-        """Ways that would be the fastest at the highest shares that are likely.
+        """Ways that would be the fastest if they took as little as one part in `doubt`.
 
-        What they take may be less than `costs` say, down to one part in `doubt`. All else is as
-        for `next`.
+        The other arguments are those of `next`.
         """
         known = self._known(costs, ready)
         tokens = self._tokens(known)
         rates = {way: _rate(way, tokens[way].expected / ms, terms) for way, ms in known.items()}
-        to_beat = max(rates.values(), default=0.0)
-        could = {way: _rate(way, tokens[way].most / ms, terms) for way, ms in known.items()}
-        return {way for way, rate in could.items() if doubt * rate >= to_beat}
+        return {way for way, rate in rates.items() if doubt * rate >= max(rates.values())}
 
     def _known(
         self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]

@@ -514,9 +514,8 @@ def test_who_could_be_the_fastest():
     sure = after([(50, 0)] * 10, 50)
     for _ in range(50):
         sure.heard(DraftShape(8), [0] * 8, 8)
-    chains = {way: ms for way, ms in CPU.items() if way.is_chain}  # no tree was heard
-    assert sure.contenders(chains, CPU) == {PLAIN}
-    assert sure.contenders(chains, CPU, doubt=1.5) == {PLAIN, DraftShape(2), DraftShape(3)}
-    assert sure.contenders(chains, {PLAIN, TREE}, doubt=1.5) == {PLAIN}
-    assert sure.contenders(CPU, CPU) == {PLAIN, TREE}
+    assert sure.contenders(CPU, CPU) == {PLAIN}
+    assert sure.contenders(CPU, CPU, doubt=1.5) == {PLAIN, DraftShape(2), DraftShape(3)}
+    assert sure.contenders(CPU, {PLAIN, TREE}, doubt=1.5) == {PLAIN}
+    assert sure.contenders(CPU, CPU, Terms(gain=2.0), doubt=1.5) == {PLAIN}
     assert Chooser(list(CPU), OWN).contenders({}, CPU) == set()

@@ -25,7 +25,7 @@ def test_what_the_table_does_not_know_is_measured():
         program, rounds = pace.choose(2, programs, hurry=False)
         way = program[1]
         taken[way] += rounds
-        pace.took(2, program, rounds, rounds * seconds[way])
+        pace.took(program, rounds, rounds * seconds[way])
         pace.heard(way, [0] * rounds, rounds)
     assert taken[PLAIN] > 300 and 0 < taken[TREE] < 10
     assert pace.choose(2, programs, hurry=False) == (programs[PLAIN], 8)
@@ -50,7 +50,7 @@ class PacedCalls:
             catches_up = self.is_late and way != PLAIN and not self.pace.is_trying
             self.is_late = way == PLAIN or self.is_late and self.pace.is_trying
             if not catches_up:
-                self.pace.took(8, program, rounds, rounds * self.seconds[way] * self.factor(call))
+                self.pace.took(program, rounds, rounds * self.seconds[way] * self.factor(call))
             self.pace.heard(way, [way.levels - 1] * rounds, rounds)
         return ways
 
@@ -69,8 +69,8 @@ def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy, table):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: PLAIN)
         decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
         for _ in range(FOR_A_FIGURE * (busy > 1)):
-            pace.took(8, decoded.programs[CHAIN], 1, busy * chain)
-            pace.took(8, decoded.programs[PLAIN], 1, 0.001)
+            pace.took(decoded.programs[CHAIN], 1, busy * chain)
+            pace.took(decoded.programs[PLAIN], 1, 0.001)
         decoded.calls(300)
         assert decoded.calls(100).count(wanted) >= 95
 
@@ -117,7 +117,7 @@ def test_a_size_that_comes_back_is_not_measured_anew():
 
     def call(batch: int) -> DraftShape:
         (_, way), rounds = pace.choose(batch, few if batch == 2 else many, hurry=False)
-        pace.took(batch, (batch, way), rounds, rounds * {PLAIN: 0.001, CHAIN: 0.1}[way])
+        pace.took((batch, way), rounds, rounds * {PLAIN: 0.001, CHAIN: 0.1}[way])
         pace.heard(way, [0] * rounds, rounds)
         return way
 
@@ -128,7 +128,7 @@ def test_a_size_that_comes_back_is_not_measured_anew():
     larger = {way: (rows, way) for rows, way in ((512, PLAIN), (512, CHAIN))}
     for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # often enough while nobody was there
         for _ in range(SURE + 1):
-            pace.took(8, larger[way], 1, seconds)
+            pace.took(larger[way], 1, seconds)
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
 
 
@@ -139,7 +139,7 @@ def test_a_way_whose_calls_tell_nothing_keeps_no_other_from_its_trial():
     for _ in range(60):
         program, rounds = pace.choose(2, programs, hurry=False)
         if program != programs[CHAIN]:
-            pace.took(2, program, rounds, 0.001 * rounds)
+            pace.took(program, rounds, 0.001 * rounds)
     assert pace.unsure({program: program[1] for program in programs.values()}) == programs[CHAIN]
     assert pace._round_s.keys() == {programs[PLAIN], programs[TREE]}
 
@@ -153,7 +153,7 @@ def test_trials_are_single_calls():
         ways.append(program[1])
         assert pace.is_trying or ways[-1] == PLAIN
         if ways[-1] == PLAIN:
-            pace.took(8, program, rounds, 0.001 * rounds)
+            pace.took(program, rounds, 0.001 * rounds)
     trials = [len([*same]) for way, same in itertools.groupby(ways) if way == CHAIN]
     assert len(trials) > 5 and set(trials) == {1}
 
@@ -195,12 +195,12 @@ def test_many_do_not_draft_for_want_of_figures():
     ]
     for way, seconds in ((CHAIN, 0.001), (PLAIN, 0.1)):
         for _ in range(FOR_A_FIGURE):
-            pace.took(8, many[way], 1, seconds)
+            pace.took(many[way], 1, seconds)
     assert pace.choose(8, many, True)[0] == many[CHAIN]
     assert pace.choose(16, more, True)[0] == more[CHAIN]
     for way, seconds in ((CHAIN, 0.1), (PLAIN, 0.001)):
         for _ in range(FOR_A_FIGURE):
-            pace.took(16, more[way], 1, seconds)
+            pace.took(more[way], 1, seconds)
     assert pace.choose(16, more, True)[0] == more[PLAIN]
     assert pace.choose(8, many, True)[0] == many[CHAIN]
 
@@ -214,7 +214,7 @@ def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     for each, took in ((PLAIN, 1.0), (CHAIN, seconds)):
         programs[each] = (batch, each)
         for _ in range(FOR_A_FIGURE):
-            pace.took(batch, programs[each], 1, took)
+            pace.took(programs[each], 1, took)
     pace.heard(CHAIN, [0, 2] * 40, 80)
     assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
 
@@ -226,7 +226,7 @@ def test_probes_of_several_are_rare_and_long(batch, wait, least):
     for each, took in ((PLAIN, 1.0), (CHAIN, 1.3)):
         programs[each] = (batch, each)
         for _ in range(SURE + 1):
-            pace.took(batch, programs[each], 1, took)
+            pace.took(programs[each], 1, took)
     pace.heard(CHAIN, [0] * 8, 8)  # so it is given up
     waited = 0
     while (choice := pace.choose(batch, programs, hurry=False, can_try=False))[0][1] == PLAIN:
@@ -240,7 +240,7 @@ def test_calls_are_short_where_somebody_is_read():
     pace, program = Pace(None, None, lambda batch: CHAIN), "program"
     assert pace.choose(1, {CHAIN: program}, hurry=True) == (program, 1)
     for _ in range(FOR_A_FIGURE):
-        pace.took(1, program, 8, 8 * 0.01)
+        pace.took(program, 8, 8 * 0.01)
     assert pace.choose(1, {CHAIN: program}, hurry=False) == (program, 5)
     for _ in range(FOR_A_FIGURE):
         pace.took_with_chunk(program, 1, 0.01 + 0.032)

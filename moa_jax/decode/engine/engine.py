@@ -442,7 +442,7 @@ class Engine:
         seconds, self._heard_at = now - max(self._heard_at, flight.sent), now
         at_rest = flight.at_rest and not self._maker.is_busy
         if at_rest and flight.alone and not flight.read_before:
-            self._pace.took(flight.program[0].slots, flight.program, turned, seconds)
+            self._pace.took(flight.program, turned, seconds)
         elif at_rest and flight.read_before and flight.follows and not flight.caught_up:
             self._pace.took_with_chunk(flight.program, turned, seconds)
         self._totals.rounds[flight.way] += turned
@@ -521,7 +521,7 @@ class Engine:
         if program is None:
             return False
         self._rehearsals[program] += 1
-        self._pace.took(program[0].slots, program, *self.shelf.rehearse(*program))
+        self._pace.took(program, *self.shelf.rehearse(*program))
         return True
 
     def _make_ahead(self) -> None:

@@ -93,7 +93,7 @@ class Pace:
         self._round_s: dict[Any, TypicalSeconds] = {}  # by program, on the machine as it was
         self._times = deque([1.0], maxlen=LATEST_TIMES)  # how many times that each last call took
         self._chunk_s = TypicalSeconds()
-        self._calls: Counter[int] = Counter()  # by batch: a figure ages while its batch is there
+        self._choices: Counter[Any] = Counter()  # by program: how often it could be chosen
         self._num_calls, self._last_trial = 0, 0
         self._tried: DraftShape | None = None  # the way of a trial
         self.is_trying = False  # whether the last choice is a trial
@@ -115,7 +115,7 @@ class Pace:
         tokens, which it reads before a probe.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
-        self._calls[batch] += 1
+        self._choices.update(programs.values())
         terms = _terms(batch, unread)
         way, rounds = self._way(batch, programs, can_try and not hurry, under_way, terms)
         program = programs[way]
@@ -135,14 +135,14 @@ class Pace:
         sure = {each for each, figure in self._round_s.items() if figure.count >= SURE}
         return next((each for each in wanted if each not in sure), None)
 
-    def took(self, batch: int, program: Any, rounds: int, seconds: float) -> None:
+    def took(self, program: Any, rounds: int, seconds: float) -> None:
         """Hears how long a call took that had the device for itself."""
         if not rounds:
             return
         figure = self._round_s.setdefault(program, TypicalSeconds())
         if figure.count > 0:
             self._times.append(seconds / rounds / figure.middle)
-        figure.add(seconds / rounds / self._slowness, self._calls[batch])
+        figure.add(seconds / rounds / self._slowness, self._choices[program])
 
     @property
     def _slowness(self) -> float:
@@ -194,7 +194,7 @@ class Pace:
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
         is_time = alone and self._num_calls - self._last_trial > CALLS_BETWEEN_TRIALS
         if is_time and not (untried and table.keys() >= set(priced.values())):
-            if due := untried or self._old(batch, programs, own, terms):
+            if due := untried or self._old(programs, own, terms):
                 way = self._on_trial(due)
                 return way, self._rounds_of_a_trial(programs[way])
         if not untried:
@@ -206,16 +206,12 @@ class Pace:
         return self._chooser.next(table, programs, terms, under_way)
 
     def _old(
-        self,
-        batch: int,
-        programs: Mapping[DraftShape, Any],
-        costs: Mapping[DraftShape, float],
-        terms: Terms,
+        self, programs: Mapping[DraftShape, Any], costs: Mapping[DraftShape, float], terms: Terms
     ) -> list[DraftShape]:
         """Ways whose figures should be taken again, where that can change what is chosen."""
-        now = self._calls[batch]
         figures = {way: self._round_s[programs[way]] for way in programs if priced_as(way)}
-        old = [way for way, figure in figures.items() if figure.is_old(now)]
+        ages = {way: self._choices[programs[way]] for way in figures}
+        old = [way for way, figure in figures.items() if figure.is_old(ages[way])]
         if not old:
             return []
         could = self._chooser.contenders(costs, programs, terms, DOUBT)
