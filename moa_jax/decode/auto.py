@@ -12,9 +12,9 @@ fades with the rounds, since text changes. A share of which little was heard is 
 that of the position before it, and what a chain's share says of a tree's, or a tree's of a chain's.
 
 **What is usual.** Texts differ more than the stretches of one. So one that begins alone starts from
-what was usual of texts about as long, as if a few of its rounds had said so, and what it says
-itself soon decides. Drafters mostly accept less of texts that are longer than what they learned
-from, so lengths are kept apart, each power of two:
+what was usual of texts that began about as long, as if a few of its rounds had said so; its own
+soon decide. Drafters mostly accept less of texts that are longer than those they learned. So
+lengths are kept apart, each power of two:
 
     usual      up to 128   0.84 0.85 ..        a text of 700 tokens begins with the last line,
                up to 256   0.79 0.80 ..        and what its rounds accepted is added to it
@@ -79,6 +79,7 @@ MOST_HEARD = 128.0  # rounds that count, so that many rows fade as soon as one d
 SHORTEST = 128  # tokens; texts up to here are of one length
 ROUNDS_OF_USUAL = 6.0  # that seem to have said it, when a text begins
 KEPT_OF_USUAL = 0.9  # from one text to the next
+MOST_OF_A_TEXT = 64.0  # rounds of one text that count
 LEAST_HEARD = 2.0  # rounds that faded ones still weigh in a share
 GUESSED = 3.0  # rounds that a guess weighs
 FIRST_SHARE, FIRST_HEARD = 0.7, 3.5  # of a chain's first token; rounds that seem to have said so
@@ -102,6 +103,7 @@ class Terms(NamedTuple):
     first_wait: int = FIRST_WAIT  # rounds from one probe to the next
     most_wait: int = LAST_WAIT
     least_probe: int = LEAST_PROBE  # rounds
+    unread: int = 0  # tokens that the drafter reads before a probe, which waits as many rounds
 
 
 USUAL = Terms()
@@ -120,20 +122,24 @@ class _Counts(NamedTuple):
     came: float = 0.0
     accepted: float = 0.0
 
-    def plus(self, other: _Counts, kept: float = 1.0) -> _Counts:
-        return _Counts(kept * self.came + other.came, kept * self.accepted + other.accepted)
+    def plus(self, other: _Counts) -> _Counts:
+        return _Counts(self.came + other.came, self.accepted + other.accepted)
+
+    def times(self, factor: float) -> _Counts:
+        return _Counts(factor * self.came, factor * self.accepted)
 
 
 class _Position:
     """What was heard of a position of chains, or of a level of a tree."""
 
-    __slots__ = ("rounds", "share", "_all", "_text", "_usual")
+    __slots__ = ("rounds", "share", "_all", "_begun", "_here", "_usual")
 
     def __init__(self, share: float = 0.0, rounds: float = 0.0) -> None:
         self.rounds = rounds  # that came to the position; old ones count less
         self.share = share  # of them that accepted it
         self._all = 0  # rounds that came to it, old ones too
-        self._text = _Counts()  # of this text alone
+        self._begun = _Counts(rounds, rounds * share)  # what this text began with
+        self._here = _Counts()  # what it told, where it was alone
         self._usual: dict[int, _Counts] = {}  # of texts before it, by length
 
     @property
@@ -141,23 +147,28 @@ class _Position:
         """Rounds, and at least a few: what was known last is not forgotten, but soon overruled."""
         return max(self.rounds, min(self._all, LEAST_HEARD))
 
-    def add(self, came: int, accepted: int) -> None:
+    def add(self, came: int, accepted: int, alone: bool) -> None:
+        """Hears of rounds of one text, or of several."""
         if came:
             self.share = _mean(self.share, self.weight, accepted / came, came)
             self.rounds = min(self.rounds + came, MOST_HEARD)
             self._all += came
-            self._text = self._text.plus(_Counts(came, accepted))
+            self._here = self._here.plus(_Counts(alone * came, alone * accepted))
 
     def begins(self, length: int, before: int) -> None:
-        """Another text begins, of such a length; the one `before` was of another, perhaps."""
-        if self._text.came:
-            usual = self._usual.get(before, _Counts())
-            self._usual[before], self._text = usual.plus(self._text, KEPT_OF_USUAL), _Counts()
+        """Another text begins, of such a length; the one `before` was of another, perhaps.
+
+        What is usual fades where nothing was heard, too: at last it may be probed again.
+        """
+        here = self._here.times(min(1.0, MOST_OF_A_TEXT / max(self._here.came, 1.0)))
+        usual = self._usual.get(before, self._begun).times(KEPT_OF_USUAL).plus(here)
+        if usual.came:
+            self._usual[before] = usual
         if self._usual:
-            nearest = min(self._usual, key=lambda other: abs(other - length))
-            self.rounds, accepted = self._usual[nearest]
-            self.share = accepted / self.rounds
-        self.rounds = min(self.rounds, ROUNDS_OF_USUAL)
+            usual = self._usual[min(self._usual, key=lambda other: abs(other - length))]
+            self.share = usual.accepted / usual.came
+            self.rounds = min(usual.came, ROUNDS_OF_USUAL)
+        self._begun, self._here = _Counts(self.rounds, self.rounds * self.share), _Counts()
 
 
 class _Record:
@@ -190,7 +201,7 @@ class Chooser:
 
     def __init__(self, ways: Sequence[DraftShape], own: DraftShape) -> None:
         """`ways` has plain decoding, `DraftShape(1)`, among them; `own` is for want of costs."""
-        self._ways, self._own = tuple(ways), own
+        self.ways, self._own = tuple(ways), own
         self._priced = {way: priced for way in ways if (priced := priced_as(way))}
         later = max(way.levels for way in (*ways, own)) - 2
         first = _Position(FIRST_SHARE, FIRST_HEARD)
@@ -203,6 +214,7 @@ class Chooser:
         self._left = 0  # rounds of the probe
         self._heard = 0  # rounds, of whatever way
         self._length = _length_of(0)  # of the text that began last
+        self._unjudged = 0  # its next rounds that draft
 
     def heard(self, shape: DraftShape, accepted: npt.ArrayLike, rounds: int) -> None:
         """Hears how many drafted tokens each round accepted, the rows of a batch all in one list.
@@ -220,12 +232,13 @@ class Chooser:
         came = counts.size
         for place, position in enumerate(self._heard_of(shape)[: shape.levels - 1]):
             hits = int(np.count_nonzero(counts > place))
-            position.add(came, hits)
+            position.add(came, hits, alone=counts.size <= rounds)
             came = hits
         if shape.num_drafted and shape.is_chain:
             expected = self._promised([shape])[shape].expected - 1
             record = self._records.setdefault(shape, _Record())
             record.add(float(counts.sum()), expected * counts.size)
+        self._unjudged -= rounds if shape.num_drafted else 0
         if shape == self._probe:
             self._left -= rounds
         else:
@@ -236,7 +249,8 @@ class Chooser:
         length, before = _length_of(tokens), self._length
         for position in itertools.chain(self._chains, *self._trees.values()):
             position.begins(length, before)
-        self._length = length
+        self._length, self._unjudged = length, ROUNDS_BETWEEN_CHOICES
+        self._left = 0  # of a probe that was cut
 
     def next(
         self,
@@ -262,7 +276,8 @@ class Chooser:
                 return ShapeChoice(self._probe, self._left - sent)
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
         self._judge(best, terms)
-        left = min(max(self._wait, terms.first_wait), terms.most_wait) - self._since
+        wait = min(max(self._wait, terms.first_wait), terms.most_wait)
+        left = max(wait, terms.unread) - self._since
         if left <= 0 and (probe := _probe(best, known, tokens, terms)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
@@ -295,7 +310,8 @@ class Chooser:
         known = self._known(costs, ready)
         tokens = self._tokens(known)
         rates = {way: _rate(way, tokens[way].expected / ms, terms) for way, ms in known.items()}
-        return {way for way, rate in rates.items() if doubt * rate >= max(rates.values())}
+        to_beat = max(rates.values(), default=0.0)
+        return {way for way, rate in rates.items() if doubt * rate >= to_beat}
 
     def _known(
         self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]
@@ -312,7 +328,7 @@ class Chooser:
         return self._trees[way]
 
     def _without_costs(self, ready: Collection[DraftShape]) -> DraftShape:
-        for way in (self._own, PLAIN, *self._ways):
+        for way in (self._own, PLAIN, *self.ways):
             if way in ready:
                 return way
         raise ValueError("no way to draft is ready: compile one of them first")
@@ -338,8 +354,11 @@ class Chooser:
 
     def _judge(self, best: DraftShape, terms: Terms) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
-        gave_up = not best.num_drafted and self._best.num_drafted
         text = self._promised([self._own])[self._own].expected
+        # What differs from text to text is no change of one.
+        self._best = best if self._unjudged > 0 else self._best
+        self._text = text if self._unjudged >= 0 else self._text
+        gave_up = not best.num_drafted and self._best.num_drafted
         # Beside plain decoding nothing is heard, and only what was heard fades.
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:

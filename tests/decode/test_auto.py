@@ -488,26 +488,84 @@ def test_what_others_accepted_is_soon_overruled():
     assert rounds_until_it_drafts_no_more(after([(50, 7)] * 10, 50)) < 25
 
 
+def drafts(chooser: Chooser) -> bool:
+    return chooser.fastest(CPU, CPU) != PLAIN
+
+
 def test_a_text_begins_with_what_is_usual():
     """The last text is one of many, and what it accepted counts as theirs does."""
     for usual, last in ((7, 0), (0, 7)):
-        chooser = after([*[(50, usual)] * 10, (50, last)], 50)
-        assert (chooser.next(CPU, CPU).shape != PLAIN) == (usual == 7)
+        assert drafts(after([*[(50, usual)] * 10, (50, last)], 50)) == (usual == 7)
+
+
+def test_a_long_text_is_one_text():
+    """Nor are rounds of several taken for those of one that began before them."""
+    for rows, rounds in ((1, 10_000), (8, 2000)):
+        chooser = after([(50, 7)] * 10, 50)
+        chooser.heard(DraftShape(8), [0] * rows * rounds, rounds)
+        chooser.begins(50)
+        assert drafts(chooser)
+
+
+def test_one_missed_round_is_not_what_is_usual():
+    chooser = Chooser(list(CPU), OWN)
+    chooser.begins(50)
+    chooser.heard(OWN, [0], 1)
+    chooser.begins(50)
+    assert drafts(chooser)
 
 
 def test_usual_is_what_texts_of_this_length_accepted():
     texts = [(50, 7), (700, 0)] * 5
-    for tokens, drafts in ((2, True), (128, True), (513, False), (1000, False), (5000, False)):
-        assert (after(texts, tokens).next(CPU, CPU).shape != PLAIN) == drafts, tokens
-    assert after([(50, 7)], 1000).next(CPU, CPU).shape != PLAIN  # of the nearest, at first
+    for tokens, usual in ((2, True), (128, True), (513, False), (1000, False), (5000, False)):
+        assert drafts(after(texts, tokens)) == usual, tokens
+    assert drafts(after([(50, 7)], 1000))  # of the nearest, at first
 
 
-def test_a_text_that_decoded_plainly_changes_nothing():
-    chooser = after([(50, 7)] * 10, 50)
-    for _ in range(10):
-        chooser.heard(PLAIN, [], 32)
+def test_short_texts_that_decode_plainly_are_probed_at_last():
+    """Though each begins with what is usual, and none is long enough to forget it."""
+    costs = {PLAIN: BUSY[PLAIN], DraftShape(2): BUSY[DraftShape(2)]}
+    chooser, found = Chooser(list(costs), DraftShape(2)), []
+    for text in range(200):
         chooser.begins(50)
-    assert chooser.next(CPU, CPU).shape != PLAIN
+        for _ in range(2):
+            choice = chooser.next(costs, costs)
+            found += [text] * (choice.shape != PLAIN)
+            chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+    assert max(found) > 100
+
+
+def test_another_text_is_no_change_of_one():
+    """Of two lengths by turns, one of which drafts: probes are as rare as of one kind."""
+    chooser, probes = Chooser(list(CPU), OWN), 0
+    for text in range(200):
+        chooser.begins((50, 700)[text % 2])
+        for _ in range(4):
+            choice = chooser.next(CPU, CPU)
+            drafted = choice.shape.levels - 1
+            chooser.heard(choice.shape, [drafted * (1 - text % 2)] * choice.rounds, choice.rounds)
+            probes += text > 40 and text % 2 and drafted > 0
+    assert 0 < probes < 100
+
+
+def test_a_probe_ends_with_its_text():
+    chooser = after([(50, 0)] * 10, 50)
+    while (choice := chooser.next(SLOW, SLOW)).shape == PLAIN:
+        chooser.heard(PLAIN, [], choice.rounds)
+    chooser.begins(50)
+    assert chooser.next(SLOW, SLOW).shape == PLAIN
+
+
+def test_a_probe_waits_for_as_long_as_the_drafter_has_to_read():
+    for unread in (0, 700):
+        chooser, rounds = after([(50, 0)] * 10, 50), 0
+        for _ in range(2):  # the second wait is a whole one
+            rounds = 0
+            while (choice := chooser.next(CPU, CPU, Terms(unread=unread))).shape == PLAIN:
+                chooser.heard(PLAIN, [], choice.rounds)
+                rounds += choice.rounds
+            chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+        assert (rounds >= 700) == (unread == 700)
 
 
 def test_who_could_be_the_fastest():

@@ -10,7 +10,15 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.auto import PLAIN, Chooser
-from moa_jax.decode.engine.pace import LEAST_MEASURED, SURE, Pace, TypicalSeconds
+from moa_jax.decode.engine.pace import (
+    CALLS_BETWEEN_TRIALS,
+    CANNOT_WIN,
+    LEAST_MEASURED,
+    OLD,
+    SURE,
+    Pace,
+    TypicalSeconds,
+)
 
 CHAIN, TREE = DraftShape(3), DraftShape(3, 2, 4)
 FOR_A_FIGURE = LEAST_MEASURED + 1  # calls: the first does not count
@@ -62,17 +70,82 @@ class Table:
         return {PLAIN: 1.0, CHAIN: 50.0}
 
 
-@pytest.mark.parametrize(("busy", "table"), [(1, None), (20, None), (20, Table())])
-def test_a_way_that_drafts_is_measured_behind_plain_decoding(busy, table):
-    """Also one that was measured while the machine was busy; a slow one seldom takes a call."""
+@pytest.mark.parametrize(
+    ("wrong", "table"), [(0, None), *itertools.product((FOR_A_FIGURE, SURE + 1), (None, Table()))]
+)
+def test_a_way_that_drafts_is_measured_behind_plain_decoding(wrong, table):
+    """Also one whose first figures are of a busy machine; a slow one seldom takes a call."""
     for chain, wanted in ((0.002, CHAIN), (0.1, PLAIN)):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: PLAIN)
         decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
-        for _ in range(FOR_A_FIGURE * (busy > 1)):
-            pace.took(decoded.programs[CHAIN], 1, busy * chain)
+        for _ in range(wrong):
+            pace.took(decoded.programs[CHAIN], 1, 20 * chain)
             pace.took(decoded.programs[PLAIN], 1, 0.001)
-        decoded.calls(300)
+        decoded.calls(CANNOT_WIN * OLD)
         assert decoded.calls(100).count(wanted) >= 95
+
+
+def test_what_cannot_win_is_seldom_taken_again():
+    """What could win if its figure were a busy machine's is, and as often as it grows old."""
+    taken = {}
+    for chain in (0.003, 0.03):  # for three tokens
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+        decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain})
+        decoded.calls(500)
+        taken[chain] = decoded.calls(2000).count(CHAIN)
+    assert 5 <= taken[0.003] <= 20 and taken[0.03] < taken[0.003] / 3
+
+
+def test_a_figure_ages_while_its_program_could_be_taken():
+    """Another size of the same slots makes it no older."""
+    pace, sizes = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN), (128, 1024)
+    programs = {rows: {way: (rows, way) for way in (PLAIN, CHAIN)} for rows in sizes}
+    for rows, way in itertools.product(sizes, (PLAIN, CHAIN)):
+        for _ in range(SURE + 1):
+            pace.took(programs[rows][way], 1, {PLAIN: 0.001, CHAIN: 0.0021}[way])
+    for _ in range(10 * OLD):
+        program, rounds = pace.choose(1, programs[128], hurry=False)
+        pace.took(program, rounds, rounds * {PLAIN: 0.001, CHAIN: 0.0021}[program[1]])
+    for _ in range(CALLS_BETWEEN_TRIALS):
+        pace.choose(1, programs[1024], hurry=False)
+        assert not pace.is_trying
+
+
+def test_whether_a_text_will_draft_is_said_when_it_begins():
+    """By the table, until the engine's own figures say as much; by the first way without any."""
+    table = Table()
+    assert Pace(None, None, lambda batch: CHAIN).begins(50)
+    assert not Pace(None, None, lambda batch: PLAIN).begins(50)
+    for first in (CHAIN, PLAIN):
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: first)  # noqa: B023
+        assert pace.begins(50) == (first == CHAIN)
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: CHAIN)
+    assert not pace.begins(50)  # 50 ms for a chain
+    programs = {way: ("program", way) for way in (PLAIN, CHAIN)}
+    for way in (CHAIN, PLAIN):
+        for _ in range(FOR_A_FIGURE):
+            pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0015}[way])
+        pace.choose(1, programs, hurry=False)
+        assert pace.begins(50) == (way == PLAIN)  # then both are known
+    for _ in range(5):
+        for _ in range(4):
+            pace.heard(CHAIN, [0] * 8, 8)
+        pace.begins(50)
+    assert not pace.begins(50) and not pace.begins(5000)
+
+
+def test_a_probe_waits_for_what_the_drafter_has_to_read():
+    for unread, least, most in ((0, 32, 400), (500, 500, 600)):
+        pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+        programs, rounds = {way: ("program", way) for way in (PLAIN, CHAIN)}, 0
+        for way in (PLAIN, CHAIN):
+            for _ in range(SURE + 1):
+                pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0015}[way])
+        pace.heard(CHAIN, [0] * 100, 100)
+        while (choice := pace.choose(1, programs, False, unread=unread))[0] == programs[PLAIN]:
+            pace.heard(PLAIN, [], choice[1])
+            rounds += choice[1]
+        assert least <= rounds < most and not pace.is_trying
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3])

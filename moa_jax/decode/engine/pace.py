@@ -46,6 +46,7 @@ FIRST_OLD, OLD = 32, 256
 MOST_LATEST, LOW = 17, 0.25  # calls that make a figure, and the share of them that took no longer
 STILL_COUNT = 2  # of an old figure's calls
 DOUBT = 1.5  # times as long as it takes, that a figure may say after a busy time
+CANNOT_WIN = 8  # times as old that a figure becomes which would change no choice even so
 LATEST_TIMES = 9  # calls that tell how fast the machine is now
 RETURNING = 0.99  # a power: below 1, what was learned of the machine fades
 
@@ -73,9 +74,9 @@ class TypicalSeconds:
             self.middle = statistics.median(self._latest)
         self.last = now
 
-    def is_old(self, now: int) -> bool:
+    def is_old(self, now: int, times: int = 1) -> bool:
         """Whether it should be measured again: the sooner, the fewer calls it rests on."""
-        return self.count < SURE or now - self.last > min(FIRST_OLD * self.count, OLD)
+        return self.count < SURE or now - self.last > times * min(FIRST_OLD * self.count, OLD)
 
 
 class Pace:
@@ -167,8 +168,14 @@ class Pace:
         if self._chooser is None:
             return self._first(1).num_drafted > 0
         self._chooser.begins(tokens)
-        costs = self._ms_of_batch.get(1) or (self._costs.for_batch(1) if self._costs else {})
-        return self._chooser.fastest(costs, {*costs, self._first(1)}).num_drafted > 0
+        own, table = self._ms_of_batch.get(1, {}), self._table(1)
+        costs = own if own.keys() >= table.keys() else table
+        if not costs:
+            return self._first(1).num_drafted > 0
+        return self._chooser.fastest(costs, self._chooser.ways).num_drafted > 0
+
+    def _table(self, batch: int) -> Mapping[DraftShape, float]:
+        return self._costs.for_batch(batch) if self._costs else {}
 
     def heard(self, way: DraftShape, accepted: list[int], rounds: int) -> None:
         """Hears how many drafted tokens each row's rounds accepted, but for those that were cut."""
@@ -189,7 +196,7 @@ class Pace:
         priced = {way: shape for way in programs if (shape := priced_as(way)) is not None}
         own = {shape: ms for way, shape in priced.items() if (ms := self._ms(programs[way]))}
         self._ms_of_batch.setdefault(batch, {}).update(own)
-        table = self._costs.for_batch(batch) if self._costs else {}
+        table = self._table(batch)
         untried = [way for way in priced if self._ms(programs[way]) is None]
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
         is_time = alone and self._num_calls - self._last_trial > CALLS_BETWEEN_TRIALS
@@ -215,7 +222,7 @@ class Pace:
         if not old:
             return []
         could = self._chooser.contenders(costs, programs, terms, DOUBT)
-        return [way for way in old if way in could or figures[way].count < SURE]
+        return [way for way in old if way in could or figures[way].is_old(ages[way], CANNOT_WIN)]
 
     def _on_trial(self, due: Sequence[DraftShape]) -> DraftShape:
         """The way of this call, which is a trial."""
@@ -247,11 +254,4 @@ class Pace:
 
 
 def _terms(batch: int, unread: int) -> Terms:
-    """What drafting must promise; a probe waits as many rounds as the drafter has tokens to read.
-
-    Of these half, for the other half are what such rounds have left.
-    """
-    terms, wait = USUAL if batch == 1 else TOGETHER, unread // 2
-    return terms._replace(
-        first_wait=max(terms.first_wait, wait), most_wait=max(terms.most_wait, wait)
-    )
+    return (USUAL if batch == 1 else TOGETHER)._replace(unread=unread)
