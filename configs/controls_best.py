@@ -28,6 +28,7 @@ names += ("moa_tokens", "moa_n3_tokens")
 config = dataclasses.replace(
     controls,
     cells=tuple((name, cells[name]) for name in names),
+    learning_rates=(1e-4, 2e-4, 4e-4, 8e-4),
     directory="runs/controls_best",
     notes=(
         "Shown: with three seeds each MoA for tokens alone is ahead of EAGLE-2 as its authors "

@@ -1,4 +1,4 @@
-"""The learning rates of the controls: the four drafters that are compared, with several, one seed.
+"""The learning rates of the controls: the four drafters that are compared, with several.
 
     python -m train.grid --config configs/controls_rates.py \\
         --done reports/controls.json,reports/controls_tokens.json
@@ -18,8 +18,6 @@ CELLS = ("eagle2", "eagle3", "moa_tokens", "moa_n3_tokens")
 config = dataclasses.replace(
     best,
     cells=tuple(each for each in best.cells if each[0] in CELLS),
-    learning_rates=(2e-4, 4e-4, 8e-4),
     directory="runs/controls_rates",
-    seeds=(0,),
     notes=(),
 )

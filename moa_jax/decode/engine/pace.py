@@ -204,6 +204,7 @@ class Pace:
             if due := untried or self._old(programs, own, terms):
                 way = self._on_trial(due)
                 return way, self._rounds_of_a_trial(programs[way])
+            self._last_trial = self._num_calls  # not asked again at once
         if not untried:
             table = own
         elif not table.keys() & set(priced.values()):
