@@ -46,8 +46,9 @@ about two tokens if nothing is accepted. Waits double up to 256 rounds, and such
 one token in a hundred, the drafter's reading of the text since the last one not counted. After
 longer waits, changes of text would cost more than that. For several texts, whose prompts the
 drafter may have to read as well, `Terms` make probes rarer and longer. The wait is short again
-where drafting was given up, and where `own` commits a quarter more or less, for then it is another
-text. How fast it is would say less: rounds of a longer text take longer.
+where drafting was given up, and where `own` commits a quarter more or less, for then the text has
+changed. How fast it is would say less: rounds of a longer text take longer. And a wait has as many
+rounds as the drafter has tokens of a prompt to read, or that would cost more than the probe.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Terms(NamedTuple):
     first_wait: int = FIRST_WAIT  # rounds from one probe to the next
     most_wait: int = LAST_WAIT
     least_probe: int = LEAST_PROBE  # rounds
-    unread: int = 0  # tokens that the drafter reads before a probe, which waits as many rounds
+    unread: int = 0  # tokens that the drafter reads before a probe, those of plain rounds too
 
 
 USUAL = Terms()
@@ -161,13 +162,13 @@ class _Position:
         What is usual fades where nothing was heard, too: at last it may be probed again.
         """
         here = self._here.times(min(1.0, MOST_OF_A_TEXT / max(self._here.came, 1.0)))
-        usual = self._usual.get(before, self._begun).times(KEPT_OF_USUAL).plus(here)
-        if usual.came:
-            self._usual[before] = usual
+        if here.came or before in self._usual:
+            usual = self._usual.get(before, self._begun)
+            self._usual[before] = usual.times(KEPT_OF_USUAL if usual.came > 1 else 1.0).plus(here)
         if self._usual:
             usual = self._usual[min(self._usual, key=lambda other: abs(other - length))]
-            self.share = usual.accepted / usual.came
-            self.rounds = min(usual.came, ROUNDS_OF_USUAL)
+            self.rounds, self.share = usual.came, usual.accepted / usual.came
+        self.rounds = min(self.rounds, ROUNDS_OF_USUAL)
         self._begun, self._here = _Counts(self.rounds, self.rounds * self.share), _Counts()
 
 
@@ -214,7 +215,8 @@ class Chooser:
         self._left = 0  # rounds of the probe
         self._heard = 0  # rounds, of whatever way
         self._length = _length_of(0)  # of the text that began last
-        self._unjudged = 0  # its next rounds that draft
+        self._is_alone = False  # no other joined it, or none began alone
+        self._unjudged = 0  # its first rounds that draft, as far as they were not heard
 
     def heard(self, shape: DraftShape, accepted: npt.ArrayLike, rounds: int) -> None:
         """Hears how many drafted tokens each round accepted, the rows of a batch all in one list.
@@ -232,7 +234,7 @@ class Chooser:
         came = counts.size
         for place, position in enumerate(self._heard_of(shape)[: shape.levels - 1]):
             hits = int(np.count_nonzero(counts > place))
-            position.add(came, hits, alone=counts.size <= rounds)
+            position.add(came, hits, self._is_alone)
             came = hits
         if shape.num_drafted and shape.is_chain:
             expected = self._promised([shape])[shape].expected - 1
@@ -249,8 +251,14 @@ class Chooser:
         length, before = _length_of(tokens), self._length
         for position in itertools.chain(self._chains, *self._trees.values()):
             position.begins(length, before)
-        self._length, self._unjudged = length, ROUNDS_BETWEEN_CHOICES
-        self._left = 0  # of a probe that was cut
+        self._length, self._is_alone = length, True
+        self._unjudged = ROUNDS_BETWEEN_CHOICES
+        if self._probe is not None:  # its text has ended
+            self._probe, self._left, self._since = None, 0, 0
+
+    def joins(self) -> None:
+        """Other texts are decoded, too: until one begins alone nothing tells what is usual."""
+        self._is_alone = False
 
     def next(
         self,
@@ -277,7 +285,7 @@ class Chooser:
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
         self._judge(best, terms)
         wait = min(max(self._wait, terms.first_wait), terms.most_wait)
-        left = max(wait, terms.unread) - self._since
+        left = max(wait, terms.unread - self._since) - self._since
         if left <= 0 and (probe := _probe(best, known, tokens, terms)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
@@ -356,9 +364,8 @@ class Chooser:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         text = self._promised([self._own])[self._own].expected
         # What differs from text to text is no change of one.
-        self._best = best if self._unjudged > 0 else self._best
-        self._text = text if self._unjudged >= 0 else self._text
-        gave_up = not best.num_drafted and self._best.num_drafted
+        is_new, self._text = self._unjudged > 0, text if self._unjudged >= 0 else self._text
+        gave_up = not is_new and not best.num_drafted and self._best.num_drafted
         # Beside plain decoding nothing is heard, and only what was heard fades.
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:

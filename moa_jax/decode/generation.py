@@ -91,8 +91,11 @@ class Generation:
         self.state, self.limits, self.law, self.prefill_s = started
         self._session = session
         self._chooser = session.chooser if teaches else None
-        if self._chooser is not None and len(prompts) == 1:
-            self._chooser.begins(len(prompts[0]))
+        if self._chooser is not None:
+            if len(prompts) == 1:
+                self._chooser.begins(len(prompts[0]))
+            else:
+                self._chooser.joins()
         self._kept: dict[int, int] = {}
         self._rounds_B = np.zeros(len(prompts), np.int32)
         self._done_B = gathered(self.state.now.done_B)

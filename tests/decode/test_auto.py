@@ -499,12 +499,30 @@ def test_a_text_begins_with_what_is_usual():
 
 
 def test_a_long_text_is_one_text():
-    """Nor are rounds of several taken for those of one that began before them."""
-    for rows, rounds in ((1, 10_000), (8, 2000)):
-        chooser = after([(50, 7)] * 10, 50)
-        chooser.heard(DraftShape(8), [0] * rows * rounds, rounds)
+    chooser = after([(50, 7)] * 10, 50)
+    chooser.heard(DraftShape(8), [0] * 10_000, 10_000)
+    chooser.begins(50)
+    assert drafts(chooser)
+
+
+def test_what_is_usual_is_told_by_texts_alone():
+    """Whoever is left of several may be of another length than the one that began alone."""
+    for joins in (False, True):
+        chooser = after([(50, 0)] * 2, 50)
+        if joins:
+            chooser.joins()
+        for _ in range(8):
+            chooser.heard(DraftShape(8), [7] * 8, 8)
         chooser.begins(50)
-        assert drafts(chooser)
+        assert drafts(chooser) != joins
+
+
+def test_after_several_a_text_alone_is_not_bound_by_them():
+    chooser = Chooser(list(CPU), OWN)
+    for _ in range(40):
+        chooser.heard(DraftShape(8), [7] * 8, 8)
+    chooser.begins(50)
+    assert drafts(chooser) and rounds_until_it_drafts_no_more(chooser) < 25
 
 
 def test_one_missed_round_is_not_what_is_usual():
@@ -545,27 +563,51 @@ def test_another_text_is_no_change_of_one():
             drafted = choice.shape.levels - 1
             chooser.heard(choice.shape, [drafted * (1 - text % 2)] * choice.rounds, choice.rounds)
             probes += text > 40 and text % 2 and drafted > 0
-    assert 0 < probes < 100
+    assert 0 < probes < 60
 
 
 def test_a_probe_ends_with_its_text():
+    """The next text waits as long as this one did."""
     chooser = after([(50, 0)] * 10, 50)
     while (choice := chooser.next(SLOW, SLOW)).shape == PLAIN:
         chooser.heard(PLAIN, [], choice.rounds)
+    wait = chooser._wait
     chooser.begins(50)
-    assert chooser.next(SLOW, SLOW).shape == PLAIN
+    assert chooser.next(SLOW, SLOW) == ShapeChoice(PLAIN, auto.ROUNDS_OF_PLAIN)
+    assert chooser._wait == wait
 
 
-def test_a_probe_waits_for_as_long_as_the_drafter_has_to_read():
-    for unread in (0, 700):
-        chooser, rounds = after([(50, 0)] * 10, 50), 0
-        for _ in range(2):  # the second wait is a whole one
-            rounds = 0
-            while (choice := chooser.next(CPU, CPU, Terms(unread=unread))).shape == PLAIN:
-                chooser.heard(PLAIN, [], choice.rounds)
-                rounds += choice.rounds
-            chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
-        assert (rounds >= 700) == (unread == 700)
+def test_a_probe_that_pays_is_soon_followed():
+    """In a text of which nothing but the probe has drafted yet."""
+    chooser = after([(50, 0)] * 10, 50)
+    chooser._wait = 200
+    while (choice := chooser.next(CPU, CPU)).shape == PLAIN:
+        chooser.heard(PLAIN, [], choice.rounds)
+    chooser.heard(choice.shape, [choice.shape.levels - 1] * 40, choice.rounds)
+    assert chooser.next(CPU, CPU).shape != PLAIN and chooser._wait == auto.FIRST_WAIT
+
+
+def plain_rounds(chooser: Chooser, prompt: int, under_way: int) -> int:
+    """Before a probe, where the drafter has read nothing of a prompt and of what came since.
+
+    So many rounds are always sent that were not heard.
+    """
+    rounds = 0
+    while rounds < 5000:
+        terms = Terms(unread=prompt + rounds + under_way)
+        if (choice := chooser.next(CPU, CPU, terms)).shape != PLAIN:
+            break
+        chooser.heard(PLAIN, [], choice.rounds)
+        rounds += choice.rounds
+    return rounds
+
+
+@pytest.mark.parametrize("under_way", [0, 8])
+def test_a_probe_waits_for_as_long_as_the_drafter_has_to_read(under_way):
+    for prompt, least, most in ((0, 0, 300), (700, 600, 800)):
+        chooser = after([(50, 0)] * 10, 50)
+        chooser._since = 0
+        assert least <= plain_rounds(chooser, prompt, under_way) <= most
 
 
 def test_who_could_be_the_fastest():

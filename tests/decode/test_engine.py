@@ -149,6 +149,11 @@ def test_a_text_that_begins_alone_is_another_one(monkeypatch):
     for request in [Request((5, 9, index), 12, NO_STOP) for index in range(3)]:
         assert_as_alone([request], answers(engine, [request]))
     assert begun == [(3, 0)] * 3
+    joined = []
+    monkeypatch.setattr(engine._pace, "joins", lambda: joined.append(len(engine._seats.texts)))
+    two = [Request((5, 9, index), 30, NO_STOP) for index in range(2)]
+    assert_as_alone(two, answers(engine, two))
+    assert len(begun) + len(joined) == 5 and joined
 
 
 def test_no_call_is_timed_between_two_requests(started, monkeypatch):

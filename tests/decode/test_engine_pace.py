@@ -135,16 +135,19 @@ def test_whether_a_text_will_draft_is_said_when_it_begins():
 
 
 def test_a_probe_waits_for_what_the_drafter_has_to_read():
-    for unread, least, most in ((0, 32, 400), (500, 500, 600)):
+    for prompt, least, most in ((0, 32, 400), (500, 500, 600)):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
         programs, rounds = {way: ("program", way) for way in (PLAIN, CHAIN)}, 0
         for way in (PLAIN, CHAIN):
             for _ in range(SURE + 1):
                 pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0015}[way])
         pace.heard(CHAIN, [0] * 100, 100)
-        while (choice := pace.choose(1, programs, False, unread=unread))[0] == programs[PLAIN]:
-            pace.heard(PLAIN, [], choice[1])
-            rounds += choice[1]
+        while True:
+            program, more = pace.choose(1, programs, False, unread=prompt + rounds)
+            if program == programs[CHAIN]:
+                break
+            pace.heard(PLAIN, [], more)
+            rounds += more
         assert least <= rounds < most and not pace.is_trying
 
 

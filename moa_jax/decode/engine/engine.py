@@ -409,6 +409,8 @@ class Engine:
         self._read_since = True
         chunk, read = self._readings.read_on(task, drafts_alone)
         if read is not None and task.request.takes_seat:
+            if not is_alone:
+                self._pace.joins()
             self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts_alone())
         return chunk
 

@@ -174,6 +174,11 @@ class Pace:
             return self._first(1).num_drafted > 0
         return self._chooser.fastest(costs, self._chooser.ways).num_drafted > 0
 
+    def joins(self) -> None:
+        """A text is decoded beside others."""
+        if self._chooser is not None:
+            self._chooser.joins()
+
     def _table(self, batch: int) -> Mapping[DraftShape, float]:
         return self._costs.for_batch(batch) if self._costs else {}
 
