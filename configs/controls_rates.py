@@ -4,8 +4,8 @@
         --done reports/controls.json,reports/controls_tokens.json
 
 MoA is trained for tokens alone, the others as their authors do. Earlier reports have one rate of
-each; the data are those of `configs/controls.py`. Cells share no cache of the target here, for they
-read different layers.
+each, and rows of this grid's count in `configs/controls_best.py`. The data are those of
+`configs/controls.py`.
 """
 
 import dataclasses
