@@ -37,6 +37,13 @@ class Script:
 
     def __init__(self, *choices: tuple[DraftShape, int]) -> None:
         self.choices, self.all_heard = itertools.cycle(choices), []
+        self.begun: list[int] = []  # tokens of texts that began alone, 0 where several did
+
+    def begins(self, tokens: int) -> None:
+        self.begun.append(tokens)
+
+    def joins(self) -> None:
+        self.begun.append(0)
 
     def next(self, costs, ready):
         return next(self.choices)
@@ -213,5 +220,6 @@ def test_a_session_that_drafts_nothing_chooses_nothing():
 def test_levels_of_each_round_are_those_of_its_way():
     found = scripted("moa-0", (TREE, 2), (PLAIN, 1), (LONG, 1))
     (row,) = found.generate(SOME[1:2], 30, NO_STOP)
+    assert found.chooser.begun[-1] == len(SOME[1])
     assert row.drafted[:4] == [4, 4, 0, 4] and list(row.drafted_levels[:4]) == [2, 2, 0, 4]
     assert len(row.drafted_levels) == row.rounds
