@@ -216,7 +216,7 @@ class Chooser:
         self._heard = 0  # rounds, of whatever way
         self._length = _length_of(0)  # of the text that began last
         self._is_alone = False  # no other joined it, or none began alone
-        self._unjudged = 0  # its first rounds that draft, as far as they were not heard
+        self._unjudged = 0  # its first rounds that draft, less those that were heard
 
     def heard(self, shape: DraftShape, accepted: npt.ArrayLike, rounds: int) -> None:
         """Hears how many drafted tokens each round accepted, the rows of a batch all in one list.
@@ -363,9 +363,10 @@ class Chooser:
     def _judge(self, best: DraftShape, terms: Terms) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         text = self._promised([self._own])[self._own].expected
-        # What differs from text to text is no change of one.
-        is_new, self._text = self._unjudged > 0, text if self._unjudged >= 0 else self._text
-        gave_up = not is_new and not best.num_drafted and self._best.num_drafted
+        if self._unjudged >= 0:  # a text is compared with itself, not with the one before
+            self._text = text
+        drafted = self._best.num_drafted > 0 and self._unjudged <= 0
+        gave_up = drafted and not best.num_drafted
         # Beside plain decoding nothing is heard, and only what was heard fades.
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
         if self._probe or gave_up or changed:

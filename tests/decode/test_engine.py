@@ -139,7 +139,7 @@ def test_calls_are_timed_while_nobody_is_there(started):
     assert engine._pace.unsure(calls) is None
     request = Request((5, 9, 2), 40, NO_STOP)
     assert_as_alone([request], answers(engine, [request]))
-    assert engine._pace._last_trial == 0 < engine._pace._num_calls
+    assert engine._pace._tried is None and engine._pace._num_calls > 0
 
 
 def test_a_text_that_begins_alone_is_another_one(monkeypatch):

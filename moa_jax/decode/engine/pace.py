@@ -95,7 +95,7 @@ class Pace:
         self._times = deque([1.0], maxlen=LATEST_TIMES)  # how many times that each last call took
         self._chunk_s = TypicalSeconds()
         self._choices: Counter[Any] = Counter()  # by program: how often it could be chosen
-        self._num_calls, self._last_trial = 0, 0
+        self._num_calls, self._last_looked = 0, 0  # for old figures
         self._tried: DraftShape | None = None  # the way of a trial
         self.is_trying = False  # whether the last choice is a trial
 
@@ -204,12 +204,12 @@ class Pace:
         table = self._table(batch)
         untried = [way for way in priced if self._ms(programs[way]) is None]
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
-        is_time = alone and self._num_calls - self._last_trial > CALLS_BETWEEN_TRIALS
+        is_time = alone and self._num_calls - self._last_looked > CALLS_BETWEEN_TRIALS
         if is_time and not (untried and table.keys() >= set(priced.values())):
             if due := untried or self._old(programs, own, terms):
                 way = self._on_trial(due)
                 return way, self._rounds_of_a_trial(programs[way])
-            self._last_trial = self._num_calls  # not asked again at once
+            self._last_looked = self._num_calls
         if not untried:
             table = own
         elif not table.keys() & set(priced.values()):
@@ -233,7 +233,7 @@ class Pace:
     def _on_trial(self, due: Sequence[DraftShape]) -> DraftShape:
         """The way of this call, which is a trial."""
         others = [way for way in due if way != self._tried]  # its calls may have told nothing
-        self._tried, self._last_trial = (others or due)[0], self._num_calls
+        self._tried, self._last_looked = (others or due)[0], self._num_calls
         self.is_trying = True
         return self._tried
 
