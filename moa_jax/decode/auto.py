@@ -48,7 +48,7 @@ longer waits, changes of text would cost more than that. For several texts, whos
 drafter may have to read as well, `Terms` make probes rarer and longer. The wait is short again
 where drafting was given up, and where `own` commits a quarter more or less, for then the text has
 changed. How fast it is would say less: rounds of a longer text take longer. And a wait has as many
-rounds as the drafter has tokens of a prompt to read, or that would cost more than the probe.
+rounds as the drafter has tokens to read first, of all rows, or that would cost more than the probe.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from tests.decode.engines import (
     LAWS,
     LONG,
     NO_STOP,
+    Listener,
     alone,
     answers,
     assert_as_alone,
@@ -247,6 +248,41 @@ def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
     requests = [Request(BEGINNING[:40], 6, NO_STOP), Request(BEGINNING[:50], 6, NO_STOP)]
     assert_as_alone(requests, answers(engine, requests))
     assert order.index("catch_up") > [i for i, name in enumerate(order) if name == "read"][1]
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monkeypatch):
+    """In its own row: among others the drafter would read as many rows of each."""
+    engine, order, second = choosing("moa-1"), [], Listener()
+    Reader(engine, monkeypatch, 0 if drafts else 1000)
+    run, choose, unread = engine.shelf.run, engine._pace.choose, []
+
+    def noted(name, *arrays):
+        order.append(name[:2])
+        return run(name, *arrays)
+
+    def chosen(slots, *others):
+        unread.append((slots, others[-1]))
+        return choose(slots, *others)
+
+    monkeypatch.setattr(engine.shelf, "run", noted)
+    monkeypatch.setattr(engine._pace, "choose", chosen)
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    first, asked = Listener(), []
+
+    def hear(news):
+        first(news)
+        if len(first.all) == 2 and not asked:
+            asked.append(engine.submit(REQUESTS[3], second))
+
+    engine.submit(REQUESTS[0], hear)
+    first.wait(), second.wait()
+    assert_as_alone([REQUESTS[0], REQUESTS[3]], [first, second])
+    one = Size(1, engine.shelf.rows[0])
+    read = [size for name, size in order[order.index(("call", one)) :] if name == "catch_up"]
+    assert read == [one] * drafts
+    beside = {tokens for slots, tokens in unread if slots > 1}
+    assert beside == {0} if drafts else min(beside) >= engine.num_slots * len(REQUESTS[3].prompt_ids)
 
 
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):

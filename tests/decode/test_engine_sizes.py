@@ -6,6 +6,8 @@ import functools
 import itertools
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,7 +61,7 @@ def test_states_grow_and_shrink_around_texts(name, small_steps, started, monkeyp
     assert set(sizes[before:]) == {Size(1, 128), Size(1, 256)}
 
 
-def without_programs(monkeypatch, sizes: tuple[Size, ...], **settings: int) -> Engine:
+def without_programs(monkeypatch, sizes: Sequence[Size], **settings: Any) -> Engine:
     """An engine that moves texts between states of these sizes and computes nothing."""
     engine = Engine(target(), **settings)
     for size in sizes:
@@ -119,6 +121,42 @@ def test_a_call_has_no_more_rounds_than_its_state_has_rows_for(monkeypatch):
         sent.append((size, flight.rounds))
         assert text.surely + text.ahead + 1 <= size.rows - engine._draft_rows
     assert sent == [(small, 8), (small, 8), (small, 5), (large, 8)]
+
+
+def test_several_stay_in_a_small_state_until_they_are_drafted_for(monkeypatch):
+    """Drafts take rows, and in a larger state each round takes longer; one text may soon draft."""
+    sizes = [Size(slots, rows) for slots in (1, 2) for rows in (128, 256)]
+    pair = dict(drafter=drafter("moa-1"), shape=CHAIN, ways=(LONG,))
+    engine = without_programs(monkeypatch, sizes, num_slots=2, max_tokens=200, **pair)
+    seats, found = engine._seats, []
+    texts = [engine._text_of(Request((5,) * 100, 20, NO_STOP)) for _ in range(2)]
+    for is_drafting in (False, True, False):
+        seats.is_drafting = is_drafting
+        for text in texts:
+            seats.enter(None, 256, text)
+        found.append((seats.ready().keys(), seats.size))
+        for text in texts:
+            seats.leave(text)
+        seats.reset()
+    small, large = ({PLAIN}, Size(2, 128)), ({PLAIN, CHAIN, LONG}, Size(2, 256))
+    assert found == [small, large, small]
+    seats.enter(None, 256, texts[0])
+    assert seats.ready().keys() >= {CHAIN} and seats.size == Size(1, 256)
+
+
+@pytest.mark.parametrize(("way", "expected"), [(PLAIN, [8, 2, 2]), (CHAIN, [4, 2, 2])])
+def test_a_call_for_several_ends_when_one_of_them_may(way, expected, monkeypatch):
+    """Who ends in the middle of a long call has a seat in vain until the host has heard of it."""
+    sizes = [Size(slots, 256) for slots in (1, 2)]
+    pair = dict(drafter=drafter("moa-1"), shape=CHAIN, ways=(LONG,))
+    engine = without_programs(monkeypatch, sizes, num_slots=2, max_tokens=200, **pair)
+    seats = engine._seats
+    for new in (11, 90):  # the first token comes with the prompt
+        seats.enter(None, 256, engine._text_of(Request((5,), new, NO_STOP)))
+    rounds = [seats.send(seats.ready()[way], 8).rounds for _ in expected]
+    assert rounds == expected
+    seats.leave(seats.texts[0])
+    assert seats.send(seats.ready()[way], 8).rounds == 8
 
 
 def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, monkeypatch):

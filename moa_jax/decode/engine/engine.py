@@ -402,22 +402,29 @@ class Engine:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
         is_alone = not self._seats.texts and self._coming() == 1
         tokens = len(task.text.tokens)
-        drafts_alone = functools.cache(lambda: is_alone and self._pace.begins(tokens))
+
+        @functools.cache
+        def drafts() -> bool:
+            if is_alone:
+                return self._pace.begins(tokens)
+            return bool(self._seats.texts) and self._pace.is_drafting
+
         if task not in self._readings:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        chunk, read = self._readings.read_on(task, drafts_alone)
+        chunk, read = self._readings.read_on(task, drafts)
         if read is not None and task.request.takes_seat:
             if not is_alone:
                 self._pace.joins()
-            self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts_alone())
+            self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts())
         return chunk
 
     # ---- decoding ----
 
     def _send(self) -> Flight:
         """Sends a call for all who sit, and wishes for the programs that would serve better."""
+        self._seats.is_drafting = self._pace.is_drafting
         programs = self._seats.ready(self._coming())
         self._maker.make(wanted_now(self.shelf, self._seats, self._coming()))
         at_rest = not self._maker.is_busy
@@ -427,7 +434,7 @@ class Engine:
         # What a call takes that comes behind something else cannot be told.
         can_try = at_rest and not self._read_since and not self._seats.is_disturbed
         program, rounds = self._pace.choose(
-            slots, programs, can_read, can_try, sent, self._seats.most_unread
+            slots, programs, can_read, can_try, sent, slots * self._seats.most_unread
         )
         if not self._pace.is_trying:
             program = self._seats.prepared(program, programs.get(PLAIN))

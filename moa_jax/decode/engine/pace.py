@@ -30,8 +30,8 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 # have to read what all have, prompts and answers: then probes are rare, and tell enough that chance
 # seldom makes it read in vain: at the longest wait about one round in a hundred.
 TOGETHER = Terms(
-    gain=1.25,
-    gain_of_probe=1.5,
+    gain=1.2,
+    gain_of_probe=1.4,
     first_wait=4 * FIRST_WAIT,
     most_wait=4 * LAST_WAIT,
     least_probe=8,
@@ -98,6 +98,7 @@ class Pace:
         self._num_calls, self._last_looked = 0, 0  # for old figures
         self._tried: DraftShape | None = None  # the way of a trial
         self.is_trying = False  # whether the last choice is a trial
+        self.is_drafting = False  # whether the last one that is none drafts
 
     def choose(
         self,
@@ -112,13 +113,15 @@ class Pace:
 
         Nothing is tried unless it `can_try`: of a call beside a compiler, or behind something else
         than a call, nothing is learned. What is
-        `under_way` was sent, and is heard after this choice. Of some text the drafter has `unread`
-        tokens, which it reads before a probe.
+        `under_way` was sent, and is heard after this choice. The drafter reads `unread` rows of
+        tokens before a probe.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._choices.update(programs.values())
         terms = _terms(batch, unread)
         way, rounds = self._way(batch, programs, can_try and not hurry, under_way, terms)
+        if not self.is_trying:
+            self.is_drafting = way.num_drafted > 0
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:

@@ -104,11 +104,12 @@ class Readings:
         """Forgets first tokens of those who have seats; their rows are lost with the state."""
         self.firsts = deque(each for each in self.firsts if not each.task.request.takes_seat)
 
-    def read_on(self, task: Task, drafts_alone: Callable[[], bool]) -> tuple[int, Reading | None]:
+    def read_on(self, task: Task, drafts: Callable[[], bool]) -> tuple[int, Reading | None]:
         """Sends one chunk; its size, and what was read if it was the last.
 
-        Where it will draft for this text alone the drafter reads the prompt behind the first token,
-        which so comes sooner; else not before it has to.
+        Where the text is drafted for as soon as it sits the drafter reads the prompt behind the
+        first token, which so comes sooner: here it reads no rows of others. Else it does not
+        before it has to.
         """
         request, prompt, text = task.request, task.request.prompt_ids, task.text
         if task not in self:
@@ -134,7 +135,7 @@ class Readings:
             self.firsts.append(FirstToken(task, *first))
         if reading.left:
             return chunk, None
-        while request.takes_seat and drafts_alone() and text.unread:
+        while request.takes_seat and drafts() and text.unread:
             size, nobody = Size(1, reading.rows), np.zeros(1, bool)
             reading.live, most = self._shelf.catch_up(size, reading.live, nobody)
             text.unread = max(0, text.unread - most)

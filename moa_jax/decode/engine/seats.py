@@ -36,6 +36,7 @@ from moa_jax.decode.logprobs import Likely, LogProbs
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
 ROUNDS_AHEAD = 3
+LEAST_ROUNDS = 2  # of a call for several: the host has to send the next one meanwhile
 ROUNDS_OF_A_MOVE = 6  # of the smaller state: about what there and back costs
 
 
@@ -99,6 +100,7 @@ class Seats:
     def __init__(self, shelf: Shelf, nobody: RowSettings, draft_rows: int) -> None:
         """`nobody` is what a call is given for a row in which nobody sits."""
         self._shelf, self._nobody, self._draft_rows = shelf, nobody, draft_rows
+        self.is_drafting = False  # whether several are drafted for, which takes more rows
         self.reset()
 
     def reset(self) -> None:
@@ -184,15 +186,30 @@ class Seats:
     def _needs(self, texts: Sequence[Text]) -> tuple[int, int]:
         """Slots, and rows for the next rounds of any way that so many may take."""
         sizes = [slots for slots in self._shelf.slots if slots >= len(texts)]
-        levels = max(way.levels for slots in sizes for way in self._shelf.ways_for(slots))
-        longest = max(min(t.total, _begin(t) + ROUNDS_AHEAD * levels) for t in texts)
-        return len(texts), longest + self._draft_rows
+        ways = [way for slots in sizes for way in self._shelf.ways_for(slots)]
+        if len(texts) > 1 and not self.is_drafting:  # larger states are slower
+            ways = [way for way in ways if not way.num_drafted] or ways
+        ahead = ROUNDS_AHEAD * max(way.levels for way in ways)
+        longest = max(min(text.total, _begin(text) + ahead) for text in texts)
+        return len(texts), longest + max(self._rows_of(way) for way in ways)
+
+    def _rows_of(self, way: DraftShape) -> int:
+        """Rows behind a text that a round writes; who drafts may have the drafter read before."""
+        return self._draft_rows if way.num_drafted else way.num_rows
 
     def _rounds_left(self, way: DraftShape) -> float:
         """How many rounds of a way the state has rows for; 0 if some text may outgrow it in one."""
-        rows = self._size.rows - self._draft_rows
+        rows = self._size.rows - self._rows_of(way)
         growing = [rows - _begin(text) for text in self.texts if text.total > rows]
         return min(growing) // way.levels if growing else math.inf
+
+    def _rounds_to_an_end(self, way: DraftShape) -> float:
+        """Rounds until the first of several may end, who else would sit idle in a long call.
+
+        Where one may have ended in what is under way, the host soon looks up from the next call.
+        """
+        left = [text.total - _begin(text) for text in self.texts]
+        return max(LEAST_ROUNDS, -(-min(left) // way.levels)) if len(left) > 1 else math.inf
 
     def _fit(self, texts: Sequence[Text], coming: int) -> None:
         """Moves to another size where this one is too small, or a smaller one will soon pay."""
@@ -265,7 +282,7 @@ class Seats:
     def send(self, program: Program, rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
-        rounds = int(min(rounds, self._rounds_left(way)))
+        rounds = int(min(rounds, self._rounds_left(way), self._rounds_to_an_end(way)))
         self._wasted += rounds * max(0, size.cost - self._best.cost)
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]
