@@ -282,7 +282,8 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
     read = [size for name, size in order[order.index(("call", one)) :] if name == "catch_up"]
     assert read == [one] * drafts
     beside = {tokens for slots, tokens in unread if slots > 1}
-    assert beside == {0} if drafts else min(beside) >= engine.num_slots * len(REQUESTS[3].prompt_ids)
+    most = engine.num_slots * len(REQUESTS[3].prompt_ids)
+    assert beside == {0} if drafts else min(beside) >= most
 
 
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
