@@ -105,6 +105,7 @@ class Terms(NamedTuple):
     most_wait: int = LAST_WAIT
     least_probe: int = LEAST_PROBE  # rounds
     unread: int = 0  # tokens that the drafter reads before a probe, those of plain rounds too
+    rows: int = 1  # of which it reads so many each
 
 
 USUAL = Terms()
@@ -283,9 +284,9 @@ class Chooser:
             if self._left > sent:
                 return ShapeChoice(self._probe, self._left - sent)
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
-        self._judge(best, terms)
+        self._judge(best, known, terms)
         wait = min(max(self._wait, terms.first_wait), terms.most_wait)
-        left = max(wait, terms.unread - self._since) - self._since
+        left = max(wait, terms.rows * (terms.unread - self._since)) - self._since
         if left <= 0 and (probe := _probe(best, known, tokens, terms)):
             self._probe, self._left = probe
             return ShapeChoice(*probe)
@@ -360,16 +361,17 @@ class Chooser:
             tokens[way] = _Tokens(expected[way.levels - 1], most[way.levels - 1])
         return tokens
 
-    def _judge(self, best: DraftShape, terms: Terms) -> None:
+    def _judge(self, best: DraftShape, known: Collection[DraftShape], terms: Terms) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
         text = self._promised([self._own])[self._own].expected
         if self._unjudged >= 0:  # a text is compared with itself, not with the one before
             self._text = text
         drafted = self._best.num_drafted > 0 and self._unjudged <= 0
-        gave_up = drafted and not best.num_drafted
+        could = any(way.num_drafted for way in known)
+        gave_up = drafted and could and not best.num_drafted
         # Beside plain decoding nothing is heard, and only what was heard fades.
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
-        if self._probe or gave_up or changed:
+        if self._probe in known or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
             self._wait = terms.first_wait if paid else min(2 * self._wait, terms.most_wait)
             self._text = text

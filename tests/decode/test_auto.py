@@ -587,14 +587,14 @@ def test_a_probe_that_pays_is_soon_followed():
     assert chooser.next(CPU, CPU).shape != PLAIN and chooser._wait == auto.FIRST_WAIT
 
 
-def plain_rounds(chooser: Chooser, prompt: int, under_way: int) -> int:
-    """Before a probe, where the drafter has read nothing of a prompt and of what came since.
+def plain_rounds(chooser: Chooser, prompt: int, under_way: int, rows: int) -> int:
+    """Before a probe, where the drafter has read nothing of prompts and of what came since.
 
     So many rounds are always sent that were not heard.
     """
     rounds = 0
     while rounds < 5000:
-        terms = Terms(unread=prompt + rounds + under_way)
+        terms = Terms(unread=prompt + rounds + under_way, rows=rows)
         if (choice := chooser.next(CPU, CPU, terms)).shape != PLAIN:
             break
         chooser.heard(PLAIN, [], choice.rounds)
@@ -603,11 +603,12 @@ def plain_rounds(chooser: Chooser, prompt: int, under_way: int) -> int:
 
 
 @pytest.mark.parametrize("under_way", [0, 8])
-def test_a_probe_waits_for_as_long_as_the_drafter_has_to_read(under_way):
-    for prompt, least, most in ((0, 0, 300), (700, 600, 800)):
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_probe_waits_for_as_long_as_the_drafter_has_to_read(under_way, rows):
+    for prompt, least, most in ((0, 0, 300), (700, rows * 650, rows * 750)):
         chooser = after([(50, 0)] * 10, 50)
         chooser._since = 0
-        assert least <= plain_rounds(chooser, prompt, under_way) <= most
+        assert least <= plain_rounds(chooser, prompt, under_way, rows) <= most
 
 
 def test_who_could_be_the_fastest():

@@ -144,7 +144,7 @@ def test_calls_are_timed_while_nobody_is_there(started):
 
 def test_a_text_that_begins_alone_is_another_one(monkeypatch):
     engine, begun = serving("lookup"), []
-    note = lambda tokens: begun.append((tokens, len(engine._seats.texts))) or True  # noqa: E731
+    note = lambda tokens: begun.append((tokens, len(engine._seats.texts)))  # noqa: E731
     monkeypatch.setattr(engine._pace, "begins", note)
     for request in [Request((5, 9, index), 12, NO_STOP) for index in range(3)]:
         assert_as_alone([request], answers(engine, [request]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ class Reader:
         self._calls, self._most_plain, self.ran = 0, plain_calls[-1], Counter[str]()
         if engine.session.chooser:
             patch.setattr(engine._pace, "_way", self._way)
-            patch.setattr(engine._pace, "begins", lambda tokens: not self._most_plain)
+            patch.setattr(engine._pace, "drafts", lambda batch: not self._most_plain)
         run = engine.shelf.run
 
         def noted(name, *arrays):
@@ -93,8 +94,9 @@ class Reader:
         """Tokens drafted and accepted where the drafter reads prompts `at_once` or late; and texts
         that were kept, of which each prompt uses some."""
         readings, kept = self._engine._readings, Prefixes(1 << 30)
+        times = math.inf if at_once else 0
         read_on, before = type(readings).read_on, self._engine.load()
-        forced = lambda task, drafts_alone: read_on(readings, task, lambda: at_once)  # noqa: E731
+        forced = lambda task, _: read_on(readings, task, lambda: times)  # noqa: E731
         self._patch.setattr(readings, "read_on", forced)
         self._patch.setattr(readings, "prefixes", kept)
         for index, request in enumerate([stopped(), *REQUESTS], start=-1):
@@ -169,7 +171,7 @@ def test_texts_side_by_side_are_read_as_far_as_they_are_said_to_be(which, monkey
     for plain_calls in range(2, 10):
         reader, kept = Reader(engine, monkeypatch, plain_calls), Prefixes(1 << 30)
         monkeypatch.setattr(engine._readings, "prefixes", kept)
-        monkeypatch.setattr(engine._pace, "begins", lambda tokens: False)
+        monkeypatch.setattr(engine._pace, "drafts", lambda batch: False)
         assert_as_alone(requests, answers(engine, requests))
         found.append(assert_same_drafter(in_order(kept), in_order(expected)))
         assert found[-1] >= 1 and reader.ran["catch_up"] >= (2 if "pieces" in which else 1)
@@ -197,7 +199,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
     monkeypatch.setattr(engine._pace, "_way", way)
     monkeypatch.setattr(engine._pace, "heard", heard_of)
     monkeypatch.setattr(engine._readings, "prefixes", kept)
-    monkeypatch.setattr(engine._pace, "begins", lambda tokens: False)
+    monkeypatch.setattr(engine._pace, "drafts", lambda batch: False)
     assert_as_alone(REQUESTS[:1], answers(engine, REQUESTS[:1]))
     assert assert_same_drafter(in_order(kept), in_order(expected)) == 1
     assert heard[:6] == [(PLAIN, 0)] * 6 and heard[6][0] == CHAIN and heard[6][1] > 0
@@ -207,7 +209,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
 def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
     engine = choosing("moa-1")
     Reader(engine, monkeypatch, 6)
-    monkeypatch.setattr(engine._pace, "begins", lambda tokens: False)
+    monkeypatch.setattr(engine._pace, "drafts", lambda batch: False)
     failing(engine, monkeypatch, "catch_up", [0])
     lost, fine = split(found := answers(engine, REQUESTS))
     assert lost
@@ -225,7 +227,7 @@ def test_a_prompt_is_read_behind_its_first_token_where_nobody_waits(monkeypatch)
     )
     monkeypatch.setattr(shelf, "LIGHTER", 0)  # 64 tokens at once, for a prompt of 100
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
-    monkeypatch.setattr(engine._pace, "begins", lambda tokens: True)
+    monkeypatch.setattr(engine._pace, "drafts", lambda batch: True)
     before = engine.load().rounds_by_way.get(PLAIN, 0)
     assert_as_alone(REQUESTS[3:], answers(engine, REQUESTS[3:]))
     reading = [name for name in order if name in ("read", "first", "catch_up", "call")][:6]
@@ -242,7 +244,7 @@ def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
         engine.shelf, "run", lambda name, *arrays: (order.append(name[0]), run(name, *arrays))[1]
     )
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
-    monkeypatch.setattr(engine._pace, "begins", lambda tokens: True)
+    monkeypatch.setattr(engine._pace, "drafts", lambda batch: True)
     engine._orders.put(all_here.wait)
     threading.Timer(0.2, all_here.set).start()
     requests = [Request(BEGINNING[:40], 6, NO_STOP), Request(BEGINNING[:50], 6, NO_STOP)]
@@ -267,6 +269,7 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
 
     monkeypatch.setattr(engine.shelf, "run", noted)
     monkeypatch.setattr(engine._pace, "choose", chosen)
+    monkeypatch.setattr(engine._seats, "_drafts", lambda slots: drafts)
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     first, asked = Listener(), []
 
@@ -281,9 +284,38 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
     one = Size(1, engine.shelf.rows[0])
     read = [size for name, size in order[order.index(("call", one)) :] if name == "catch_up"]
     assert read == [one] * drafts
-    beside = {tokens for slots, tokens in unread if slots > 1}
-    most = engine.num_slots * len(REQUESTS[3].prompt_ids)
-    assert beside == {0} if drafts else min(beside) >= most
+    assert all(tokens == 0 for slots, tokens in unread if slots > 1) == drafts
+
+
+@pytest.mark.parametrize("sits", [True, False])
+def test_who_sits_waits_for_one_reading_of_another_prompt(sits, monkeypatch):
+    """What is left of a long one is read among those who sit; somebody alone reads all at once."""
+    engine, second = choosing("moa-1"), Listener()
+    Reader(engine, monkeypatch, 0)
+    monkeypatch.setattr(engine._seats, "_drafts", lambda slots: True)
+    monkeypatch.setattr(shelf, "LIGHTER", 0)  # 64 tokens at once, for a prompt of 100
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    catch_up, sizes = engine.shelf.catch_up, []
+    monkeypatch.setattr(
+        engine.shelf, "catch_up", lambda size, *rest: (sizes.append(size), catch_up(size, *rest))[1]
+    )
+    first, asked = Listener(), []
+
+    def hear(news):
+        first(news)
+        if len(first.all) == 2 and not asked:
+            sizes.clear()
+            asked.append(engine.submit(REQUESTS[3], second))
+
+    engine.submit(REQUESTS[0], hear if sits else first)
+    first.wait()
+    if not sits:
+        sizes.clear()
+        engine.submit(REQUESTS[3], second)
+    second.wait()
+    one = Size(1, engine.shelf.rows[0])
+    assert sizes[:2] == ([one, engine.shelf.largest] if sits else [one, one])
+    assert_as_alone([REQUESTS[0], REQUESTS[3]], [first, second])
 
 
 def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):

@@ -111,27 +111,31 @@ def test_a_figure_ages_while_its_program_could_be_taken():
         assert not pace.is_trying
 
 
-def test_whether_a_text_will_draft_is_said_when_it_begins():
+def test_whether_so_many_will_be_drafted_for():
     """By the table, until the engine's own figures say as much; by the first way without any."""
     table = Table()
-    assert Pace(None, None, lambda batch: CHAIN).begins(50)
-    assert not Pace(None, None, lambda batch: PLAIN).begins(50)
+    assert Pace(None, None, lambda batch: CHAIN).drafts(1)
+    assert not Pace(None, None, lambda batch: PLAIN).drafts(1)
     for first in (CHAIN, PLAIN):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: first)  # noqa: B023
-        assert pace.begins(50) == (first == CHAIN)
-    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, lambda batch: CHAIN)
-    assert not pace.begins(50)  # 50 ms for a chain
+        assert pace.drafts(1) == (first == CHAIN)
+    first_of = lambda batch: CHAIN if batch == 1 else PLAIN  # noqa: E731
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, first_of)
+    assert not pace.drafts(1)  # 50 ms for a chain
     programs = {way: ("program", way) for way in (PLAIN, CHAIN)}
     for way in (CHAIN, PLAIN):
         for _ in range(FOR_A_FIGURE):
             pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0015}[way])
         pace.choose(1, programs, hurry=False)
-        assert pace.begins(50) == (way == PLAIN)  # then both are known
+        assert pace.drafts(1) == (way == PLAIN)  # then both are known
     for _ in range(5):
         for _ in range(4):
             pace.heard(CHAIN, [0] * 8, 8)
         pace.begins(50)
-    assert not pace.begins(50) and not pace.begins(5000)
+    for tokens in (50, 5000):
+        pace.begins(tokens)
+        assert not pace.drafts(1)
+    assert not pace.drafts(2)  # plain decoding is the first way of several
 
 
 def test_a_probe_waits_for_what_the_drafter_has_to_read():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -130,8 +131,8 @@ def test_several_stay_in_a_small_state_until_they_are_drafted_for(monkeypatch):
     engine = without_programs(monkeypatch, sizes, num_slots=2, max_tokens=200, **pair)
     seats, found = engine._seats, []
     texts = [engine._text_of(Request((5,) * 100, 20, NO_STOP)) for _ in range(2)]
-    for is_drafting in (False, True, False):
-        seats.is_drafting = is_drafting
+    for drafts in (False, True, False):
+        monkeypatch.setattr(seats, "_drafts", lambda slots, drafts=drafts: drafts)
         for text in texts:
             seats.enter(None, 256, text)
         found.append((seats.ready().keys(), seats.size))
@@ -140,32 +141,36 @@ def test_several_stay_in_a_small_state_until_they_are_drafted_for(monkeypatch):
         seats.reset()
     small, large = ({PLAIN}, Size(2, 128)), ({PLAIN, CHAIN, LONG}, Size(2, 256))
     assert found == [small, large, small]
-    seats.enter(None, 256, texts[0])
+    seats.enter(None, 256, texts[0], coming=1)
+    assert seats.ready(coming=1).keys() == {PLAIN} and seats.size == Size(2, 128)
     assert seats.ready().keys() >= {CHAIN} and seats.size == Size(1, 256)
 
 
-@pytest.mark.parametrize(("way", "expected"), [(PLAIN, [8, 2, 2]), (CHAIN, [4, 2, 2])])
+@pytest.mark.parametrize(("way", "expected"), [(PLAIN, [8, 5, 4]), (CHAIN, [5, 4, 4])])
 def test_a_call_for_several_ends_when_one_of_them_may(way, expected, monkeypatch):
     """Who ends in the middle of a long call has a seat in vain until the host has heard of it."""
     sizes = [Size(slots, 256) for slots in (1, 2)]
     pair = dict(drafter=drafter("moa-1"), shape=CHAIN, ways=(LONG,))
     engine = without_programs(monkeypatch, sizes, num_slots=2, max_tokens=200, **pair)
     seats = engine._seats
-    for new in (11, 90):  # the first token comes with the prompt
+    for new in (14, 90):  # the first token comes with the prompt
         seats.enter(None, 256, engine._text_of(Request((5,), new, NO_STOP)))
-    rounds = [seats.send(seats.ready()[way], 8).rounds for _ in expected]
+    rounds = []
+    for _ in expected:
+        rounds.append(min(8, seats.rounds_to_an_end(way)))
+        seats.send(seats.ready()[way], rounds[-1])
     assert rounds == expected
     seats.leave(seats.texts[0])
-    assert seats.send(seats.ready()[way], 8).rounds == 8
+    assert seats.rounds_to_an_end(way) == math.inf
 
 
 def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, monkeypatch):
     engine = engine_of(None, num_slots=4)
-    assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(4, 256)
+    assert engine.shelf.best(2, 100, kind_of(LAWS[1]), engine.shelf.ways) == Size(4, 256)
     requests = [Request((5, 9, index), 30, NO_STOP, LAWS[1]) for index in range(2)]
     assert_as_alone(requests, answers(started(engine), requests))
     settle(engine, requests)
-    assert engine.shelf.best(2, 100, kind_of(LAWS[1])) == Size(2, 256)
+    assert engine.shelf.best(2, 100, kind_of(LAWS[1]), engine.shelf.ways) == Size(2, 256)
     assert engine.shelf.kind_of_call(Size(2, 256), PLAIN, kind_of(LAWS[1])) == Kind(WARM)
     assert_as_alone(requests, answers(engine, requests))
     assert engine._seats.size.slots < 4

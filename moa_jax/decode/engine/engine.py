@@ -120,9 +120,9 @@ class Engine:
         num_rows = max_tokens + self._draft_rows
         shelf = functools.partial(LeadingShelf, group) if group else Shelf
         self.shelf = shelf(self.session, num_slots, num_rows, blank, is_priced)
-        self._seats = Seats(self.shelf, self._nobody, self._draft_rows)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731
         self._pace = Pace(self.session.chooser, costs, first_way)
+        self._seats = Seats(self.shelf, self._nobody, self._draft_rows, self._pace.drafts)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the next two
@@ -400,31 +400,32 @@ class Engine:
 
     def _read_on(self, task: Task) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
-        is_alone = not self._seats.texts and self._coming() == 1
+        sitting = len(self._seats.texts)
+        is_alone = not sitting and self._coming() == 1
         tokens = len(task.text.tokens)
 
-        @functools.cache
-        def drafts() -> bool:
+        def times_to_draft() -> float:
             if is_alone:
-                return self._pace.begins(tokens)
-            return bool(self._seats.texts) and self._pace.is_drafting
+                self._pace.begins(tokens)
+                return math.inf if self._pace.drafts(1) else 0
+            # Who sits waits meanwhile: what is left is read among them
+            return int(sitting > 0 and self._seats.drafts_for(sitting + 1))
 
         if task not in self._readings:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        chunk, read = self._readings.read_on(task, drafts)
+        chunk, read = self._readings.read_on(task, times_to_draft)
         if read is not None and task.request.takes_seat:
             if not is_alone:
                 self._pace.joins()
-            self._seats.enter(read.live, read.rows, task.text, self._coming(), drafts())
+            self._seats.enter(read.live, read.rows, task.text, self._coming(), read.caught_up)
         return chunk
 
     # ---- decoding ----
 
     def _send(self) -> Flight:
         """Sends a call for all who sit, and wishes for the programs that would serve better."""
-        self._seats.is_drafting = self._pace.is_drafting
         programs = self._seats.ready(self._coming())
         self._maker.make(wanted_now(self.shelf, self._seats, self._coming()))
         at_rest = not self._maker.is_busy
@@ -434,10 +435,11 @@ class Engine:
         # What a call takes that comes behind something else cannot be told.
         can_try = at_rest and not self._read_since and not self._seats.is_disturbed
         program, rounds = self._pace.choose(
-            slots, programs, can_read, can_try, sent, slots * self._seats.most_unread
+            slots, programs, can_read, can_try, sent, self._seats.most_unread
         )
         if not self._pace.is_trying:
             program = self._seats.prepared(program, programs.get(PLAIN))
+            rounds = min(rounds, self._seats.rounds_to_an_end(program[1]))
         flight = self._seats.send(program, rounds)
         flight.read_before, self._read_since = self._read_since, False
         flight.follows = self._flight is not None

@@ -98,7 +98,6 @@ class Pace:
         self._num_calls, self._last_looked = 0, 0  # for old figures
         self._tried: DraftShape | None = None  # the way of a trial
         self.is_trying = False  # whether the last choice is a trial
-        self.is_drafting = False  # whether the last one that is none drafts
 
     def choose(
         self,
@@ -113,15 +112,13 @@ class Pace:
 
         Nothing is tried unless it `can_try`: of a call beside a compiler, or behind something else
         than a call, nothing is learned. What is
-        `under_way` was sent, and is heard after this choice. The drafter reads `unread` rows of
-        tokens before a probe.
+        `under_way` was sent, and is heard after this choice. Of each of the `batch` the drafter
+        reads as many as `unread` tokens before a probe.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._choices.update(programs.values())
         terms = _terms(batch, unread)
         way, rounds = self._way(batch, programs, can_try and not hurry, under_way, terms)
-        if not self.is_trying:
-            self.is_drafting = way.num_drafted > 0
         program = programs[way]
         measured = self._round_s.get(program)
         if measured is not None and measured.count > 0:
@@ -166,16 +163,19 @@ class Pace:
         if (left := seconds - rounds * self._expected(measured)) > 0:
             self._chunk_s.add(left)
 
-    def begins(self, tokens: int) -> bool:
-        """A text of so many tokens begins where nobody else is decoded; whether it will draft."""
-        if self._chooser is None:
-            return self._first(1).num_drafted > 0
-        self._chooser.begins(tokens)
-        own, table = self._ms_of_batch.get(1, {}), self._table(1)
+    def begins(self, tokens: int) -> None:
+        """A text of so many tokens begins where nobody else is decoded."""
+        if self._chooser is not None:
+            self._chooser.begins(tokens)
+
+    def drafts(self, batch: int) -> bool:
+        """Whether so many would be drafted for, as far as is known."""
+        own, table = self._ms_of_batch.get(batch, {}), self._table(batch)
         costs = own if own.keys() >= table.keys() else table
-        if not costs:
-            return self._first(1).num_drafted > 0
-        return self._chooser.fastest(costs, self._chooser.ways).num_drafted > 0
+        if self._chooser is None or not costs:
+            return self._first(batch).num_drafted > 0
+        way = self._chooser.fastest(costs, self._chooser.ways, _terms(batch))
+        return way.num_drafted > 0
 
     def joins(self) -> None:
         """A text is decoded beside others."""
@@ -262,5 +262,5 @@ class Pace:
         return 1e3 * measured.typical if known else None
 
 
-def _terms(batch: int, unread: int) -> Terms:
-    return (USUAL if batch == 1 else TOGETHER)._replace(unread=unread)
+def _terms(batch: int, unread: int = 0) -> Terms:
+    return (USUAL if batch == 1 else TOGETHER)._replace(unread=unread, rows=batch)

@@ -38,6 +38,7 @@ class Reading:
     live: Live
     rows: int
     left: int  # tokens
+    caught_up: bool = False  # the drafter has read of it
 
 
 class ScoredChunk(NamedTuple):
@@ -104,12 +105,11 @@ class Readings:
         """Forgets first tokens of those who have seats; their rows are lost with the state."""
         self.firsts = deque(each for each in self.firsts if not each.task.request.takes_seat)
 
-    def read_on(self, task: Task, drafts: Callable[[], bool]) -> tuple[int, Reading | None]:
+    def read_on(self, task: Task, catch_ups: Callable[[], float]) -> tuple[int, Reading | None]:
         """Sends one chunk; its size, and what was read if it was the last.
 
-        Where the text is drafted for as soon as it sits the drafter reads the prompt behind the
-        first token, which so comes sooner: here it reads no rows of others. Else it does not
-        before it has to.
+        Behind the first token, which so comes sooner, the drafter reads so many times; here it
+        reads no rows of others. What is left it reads when it has to.
         """
         request, prompt, text = task.request, task.request.prompt_ids, task.text
         if task not in self:
@@ -135,10 +135,12 @@ class Readings:
             self.firsts.append(FirstToken(task, *first))
         if reading.left:
             return chunk, None
-        while request.takes_seat and drafts() and text.unread:
+        times = catch_ups() if request.takes_seat else 0
+        while times > 0 and text.unread:
             size, nobody = Size(1, reading.rows), np.zeros(1, bool)
             reading.live, most = self._shelf.catch_up(size, reading.live, nobody)
             text.unread = max(0, text.unread - most)
+            reading.caught_up, times = True, times - 1
         self._counts["prompt_tokens"] += len(prompt)
         self.keep(prompt, lambda: (reading.live, reading.rows))
         self.leave(task)

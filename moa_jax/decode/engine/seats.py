@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,11 +32,12 @@ from moa_jax.decode.engine.rows import (
 )
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.logprobs import Likely, LogProbs
+from moa_jax.decode.programs import at_least
 
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
 ROUNDS_AHEAD = 3
-LEAST_ROUNDS = 2  # of a call for several: the host has to send the next one meanwhile
+LEAST_ROUNDS = 4  # of a call for several: the host has to send the next one meanwhile
 ROUNDS_OF_A_MOVE = 6  # of the smaller state: about what there and back costs
 
 
@@ -97,10 +98,17 @@ class Seats:
     While they move from one state to another, both are in memory.
     """
 
-    def __init__(self, shelf: Shelf, nobody: RowSettings, draft_rows: int) -> None:
-        """`nobody` is what a call is given for a row in which nobody sits."""
+    def __init__(
+        self,
+        shelf: Shelf,
+        nobody: RowSettings,
+        draft_rows: int,
+        drafts: Callable[[int], bool] = lambda slots: True,
+    ) -> None:
+        """`nobody` is what a call is given for a row in which nobody sits; `drafts` says whether a
+        state of so many slots is likely to be drafted for."""
         self._shelf, self._nobody, self._draft_rows = shelf, nobody, draft_rows
-        self.is_drafting = False  # whether several are drafted for, which takes more rows
+        self._drafts = drafts
         self.reset()
 
     def reset(self) -> None:
@@ -183,15 +191,24 @@ class Seats:
 
     # ---- grow and shrink ----
 
-    def _needs(self, texts: Sequence[Text]) -> tuple[int, int]:
-        """Slots, and rows for the next rounds of any way that so many may take."""
+    def _needs(self, texts: Sequence[Text], coming: int) -> tuple[int, int, list[DraftShape]]:
+        """Slots, and rows for the next rounds of these ways.
+
+        They are those that so many may take. But several who are hardly drafted for need no rows
+        for drafts: in a larger state each round takes longer.
+        """
         sizes = [slots for slots in self._shelf.slots if slots >= len(texts)]
-        ways = [way for slots in sizes for way in self._shelf.ways_for(slots)]
-        if len(texts) > 1 and not self.is_drafting:  # larger states are slower
+        ways = list({way: 0 for slots in sizes for way in self._shelf.ways_for(slots)})
+        seats = self._seats_for(len(texts), coming)
+        if seats > 1 and not self.drafts_for(seats):
             ways = [way for way in ways if not way.num_drafted] or ways
         ahead = ROUNDS_AHEAD * max(way.levels for way in ways)
         longest = max(min(text.total, _begin(text) + ahead) for text in texts)
-        return len(texts), longest + max(self._rows_of(way) for way in ways)
+        return len(texts), longest + max(self._rows_of(way) for way in ways), ways
+
+    def drafts_for(self, count: int) -> bool:
+        """Whether so many texts are likely to be drafted for."""
+        return self._drafts(at_least(self._shelf.slots, count))
 
     def _rows_of(self, way: DraftShape) -> int:
         """Rows behind a text that a round writes; who drafts may have the drafter read before."""
@@ -203,20 +220,12 @@ class Seats:
         growing = [rows - _begin(text) for text in self.texts if text.total > rows]
         return min(growing) // way.levels if growing else math.inf
 
-    def _rounds_to_an_end(self, way: DraftShape) -> float:
-        """Rounds until the first of several may end, who else would sit idle in a long call.
-
-        Where one may have ended in what is under way, the host soon looks up from the next call.
-        """
-        left = [text.total - _begin(text) for text in self.texts]
-        return max(LEAST_ROUNDS, -(-min(left) // way.levels)) if len(left) > 1 else math.inf
-
     def _fit(self, texts: Sequence[Text], coming: int) -> None:
         """Moves to another size where this one is too small, or a smaller one will soon pay."""
-        (slots, rows), kind = self._needs(texts), _most([text.kind for text in texts])
+        (slots, rows, ways), kind = self._needs(texts, coming), _most([t.kind for t in texts])
         seats = self._seats_for(slots, coming)
-        best, size = self._shelf.best(seats, rows, kind), self._size
-        if size and self._shelf.fits(size, slots, rows) and self._shelf.serves(size, kind):
+        best, size = self._shelf.best(seats, rows, kind, ways), self._size
+        if size and self._shelf.fits(size, slots, rows) and self._shelf.serves(size, kind, ways):
             self._best = best
             if best.cost >= size.cost:
                 self._wasted = 0
@@ -246,7 +255,7 @@ class Seats:
 
         `coming` more would sit if they could.
         """
-        slots, rows = self._needs(self.texts)
+        slots, rows, _ = self._needs(self.texts, coming)
         slots = self._seats_for(slots, coming)
         end = max(text.total for text in self.texts) + self._draft_rows
         return [self._shelf.wanted(slots, rows), self._shelf.wanted(slots, min(2 * rows, end))]
@@ -262,6 +271,14 @@ class Seats:
             if served is not None and self._rounds_left(way) > 0:
                 found[way] = (self._size, way, served)
         return found
+
+    def rounds_to_an_end(self, way: DraftShape) -> float:
+        """Rounds until the first of several may end, who else would sit idle in a long call.
+
+        Where one may have ended in what is under way, the host soon looks up from the next call.
+        """
+        left = [text.total - _begin(text) for text in self.texts]
+        return max(LEAST_ROUNDS, -(-min(left) // way.levels)) if len(left) > 1 else math.inf
 
     def prepared(self, program: Program, plain: Program | None) -> Program:
         """Has the drafter read before a call that drafts, and says which call can follow.
@@ -282,7 +299,7 @@ class Seats:
     def send(self, program: Program, rounds: int) -> Flight:
         """Sends a call of one of the programs that are `ready`."""
         size, way, kind = program
-        rounds = int(min(rounds, self._rounds_left(way), self._rounds_to_an_end(way)))
+        rounds = int(min(rounds, self._rounds_left(way)))
         self._wasted += rounds * max(0, size.cost - self._best.cost)
         if kind not in self._given:
             rows = [self._nobody if text is None else text.given for text in self._texts]

@@ -15,7 +15,7 @@ knows so many.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,14 +127,14 @@ class Shelf:
         """The smallest size for so much, whether its programs are there or not."""
         return Size(at_least(self.slots, slots), at_least(self.rows, rows))
 
-    def best(self, slots: int, rows: int, kind: Kind) -> Size | None:
-        """The size that is there, holds so much, serves the kind, and costs least."""
-        holds = lambda size: self.fits(size, slots, rows) and self.serves(size, kind)  # noqa: E731
+    def best(self, slots: int, rows: int, kind: Kind, ways: Sequence[DraftShape]) -> Size | None:
+        """The size that is there, holds so much, serves the kind in a way, and costs least."""
+        holds = lambda size: self.fits(size, slots, rows) and self.serves(size, kind, ways)  # noqa: E731
         return self._sizes.cheapest(holds, lambda size: size.cost)
 
-    def serves(self, size: Size, kind: Kind) -> bool:
-        """Whether a state of this size can decode this kind."""
-        return any(self.kind_of_call(size, way, kind) is not None for way in self.ways)
+    def serves(self, size: Size, kind: Kind, ways: Sequence[DraftShape]) -> bool:
+        """Whether a state of this size can decode this kind in one of the ways."""
+        return any(self.kind_of_call(size, way, kind) is not None for way in ways)
 
     def ways_for(self, slots: int) -> list[DraftShape]:
         """The ways that such a batch may take, the one that it takes for want of figures first."""
