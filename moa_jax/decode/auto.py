@@ -48,7 +48,8 @@ longer waits, changes of text would cost more than that. For several texts, whos
 drafter may have to read as well, `Terms` make probes rarer and longer. The wait is short again
 where drafting was given up, and where `own` commits a quarter more or less, for then the text has
 changed. How fast it is would say less: rounds of a longer text take longer. And a wait has as many
-rounds as the drafter has tokens to read first, of all rows, or that would cost more than the probe.
+rounds as the drafter had tokens to read when it began, of all rows that sit there still, or that
+would cost more than the probe.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Terms(NamedTuple):
     most_wait: int = LAST_WAIT
     least_probe: int = LEAST_PROBE  # rounds
     unread: int = 0  # tokens that the drafter reads before a probe, those of plain rounds too
-    rows: int = 1  # of which it reads so many each
+    rows: int = 1  # of each of which it reads so many, needed or not
 
 
 USUAL = Terms()
@@ -377,7 +378,8 @@ class Chooser:
             self._text = text
         if self._probe or gave_up:
             self._probe, self._since = None, 0
-        self._best = best
+        if could or best.num_drafted:
+            self._best = best
 
 
 def _fastest(

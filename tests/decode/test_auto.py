@@ -587,6 +587,17 @@ def test_a_probe_that_pays_is_soon_followed():
     assert chooser.next(CPU, CPU).shape != PLAIN and chooser._wait == auto.FIRST_WAIT
 
 
+def test_who_cannot_draft_for_a_while_has_not_given_up():
+    """A state may have no rows for drafts, or no program yet."""
+    chooser = after([(50, 7)] * 4, 50)
+    before = chooser.next(CPU, CPU).shape
+    chooser.heard(before, [before.levels - 1] * 16, 16)
+    chooser.next(CPU, CPU)
+    since, wait, before = chooser._since, chooser._wait, chooser._best
+    assert since and before.num_drafted and chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
+    assert (chooser._best, chooser._since, chooser._wait) == (before, since, wait)
+
+
 def plain_rounds(chooser: Chooser, prompt: int, under_way: int, rows: int) -> int:
     """Before a probe, where the drafter has read nothing of prompts and of what came since.
 

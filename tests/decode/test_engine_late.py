@@ -77,7 +77,7 @@ class Reader:
         self._calls, self._most_plain, self.ran = 0, plain_calls[-1], Counter[str]()
         if engine.session.chooser:
             patch.setattr(engine._pace, "_way", self._way)
-            patch.setattr(engine._pace, "drafts", lambda batch: not self._most_plain)
+            patch.setattr(engine._pace, "would_draft", lambda batch: not self._most_plain)
         run = engine.shelf.run
 
         def noted(name, *arrays):
@@ -171,7 +171,7 @@ def test_texts_side_by_side_are_read_as_far_as_they_are_said_to_be(which, monkey
     for plain_calls in range(2, 10):
         reader, kept = Reader(engine, monkeypatch, plain_calls), Prefixes(1 << 30)
         monkeypatch.setattr(engine._readings, "prefixes", kept)
-        monkeypatch.setattr(engine._pace, "drafts", lambda batch: False)
+        monkeypatch.setattr(engine._pace, "would_draft", lambda batch: False)
         assert_as_alone(requests, answers(engine, requests))
         found.append(assert_same_drafter(in_order(kept), in_order(expected)))
         assert found[-1] >= 1 and reader.ran["catch_up"] >= (2 if "pieces" in which else 1)
@@ -199,7 +199,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
     monkeypatch.setattr(engine._pace, "_way", way)
     monkeypatch.setattr(engine._pace, "heard", heard_of)
     monkeypatch.setattr(engine._readings, "prefixes", kept)
-    monkeypatch.setattr(engine._pace, "drafts", lambda batch: False)
+    monkeypatch.setattr(engine._pace, "would_draft", lambda batch: False)
     assert_as_alone(REQUESTS[:1], answers(engine, REQUESTS[:1]))
     assert assert_same_drafter(in_order(kept), in_order(expected)) == 1
     assert heard[:6] == [(PLAIN, 0)] * 6 and heard[6][0] == CHAIN and heard[6][1] > 0
@@ -209,7 +209,7 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
 def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):
     engine = choosing("moa-1")
     Reader(engine, monkeypatch, 6)
-    monkeypatch.setattr(engine._pace, "drafts", lambda batch: False)
+    monkeypatch.setattr(engine._pace, "would_draft", lambda batch: False)
     failing(engine, monkeypatch, "catch_up", [0])
     lost, fine = split(found := answers(engine, REQUESTS))
     assert lost
@@ -227,7 +227,7 @@ def test_a_prompt_is_read_behind_its_first_token_where_nobody_waits(monkeypatch)
     )
     monkeypatch.setattr(shelf, "LIGHTER", 0)  # 64 tokens at once, for a prompt of 100
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
-    monkeypatch.setattr(engine._pace, "drafts", lambda batch: True)
+    monkeypatch.setattr(engine._pace, "would_draft", lambda batch: True)
     before = engine.load().rounds_by_way.get(PLAIN, 0)
     assert_as_alone(REQUESTS[3:], answers(engine, REQUESTS[3:]))
     reading = [name for name in order if name in ("read", "first", "catch_up", "call")][:6]
@@ -244,7 +244,7 @@ def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
         engine.shelf, "run", lambda name, *arrays: (order.append(name[0]), run(name, *arrays))[1]
     )
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
-    monkeypatch.setattr(engine._pace, "drafts", lambda batch: True)
+    monkeypatch.setattr(engine._pace, "would_draft", lambda batch: True)
     engine._orders.put(all_here.wait)
     threading.Timer(0.2, all_here.set).start()
     requests = [Request(BEGINNING[:40], 6, NO_STOP), Request(BEGINNING[:50], 6, NO_STOP)]
@@ -269,7 +269,7 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
 
     monkeypatch.setattr(engine.shelf, "run", noted)
     monkeypatch.setattr(engine._pace, "choose", chosen)
-    monkeypatch.setattr(engine._seats, "_drafts", lambda slots: drafts)
+    monkeypatch.setattr(engine._seats, "_would_draft", lambda slots: drafts)
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     first, asked = Listener(), []
 
@@ -292,7 +292,7 @@ def test_who_sits_waits_for_one_reading_of_another_prompt(sits, monkeypatch):
     """What is left of a long one is read among those who sit; somebody alone reads all at once."""
     engine, second = choosing("moa-1"), Listener()
     Reader(engine, monkeypatch, 0)
-    monkeypatch.setattr(engine._seats, "_drafts", lambda slots: True)
+    monkeypatch.setattr(engine._seats, "_would_draft", lambda slots: True)
     monkeypatch.setattr(shelf, "LIGHTER", 0)  # 64 tokens at once, for a prompt of 100
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     catch_up, sizes = engine.shelf.catch_up, []

@@ -114,32 +114,32 @@ def test_a_figure_ages_while_its_program_could_be_taken():
 def test_whether_so_many_will_be_drafted_for():
     """By the table, until the engine's own figures say as much; by the first way without any."""
     table = Table()
-    assert Pace(None, None, lambda batch: CHAIN).drafts(1)
-    assert not Pace(None, None, lambda batch: PLAIN).drafts(1)
+    assert Pace(None, None, lambda batch: CHAIN).would_draft(1)
+    assert not Pace(None, None, lambda batch: PLAIN).would_draft(1)
     for first in (CHAIN, PLAIN):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: first)  # noqa: B023
-        assert pace.drafts(1) == (first == CHAIN)
+        assert pace.would_draft(1) == (first == CHAIN)
     first_of = lambda batch: CHAIN if batch == 1 else PLAIN  # noqa: E731
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, first_of)
-    assert not pace.drafts(1)  # 50 ms for a chain
+    assert not pace.would_draft(1)  # 50 ms for a chain
     programs = {way: ("program", way) for way in (PLAIN, CHAIN)}
     for way in (CHAIN, PLAIN):
         for _ in range(FOR_A_FIGURE):
             pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0015}[way])
         pace.choose(1, programs, hurry=False)
-        assert pace.drafts(1) == (way == PLAIN)  # then both are known
+        assert pace.would_draft(1) == (way == PLAIN)  # then both are known
     for _ in range(5):
         for _ in range(4):
             pace.heard(CHAIN, [0] * 8, 8)
         pace.begins(50)
     for tokens in (50, 5000):
         pace.begins(tokens)
-        assert not pace.drafts(1)
-    assert not pace.drafts(2)  # plain decoding is the first way of several
+        assert not pace.would_draft(1)
+    assert not pace.would_draft(2)  # plain decoding is the first way of several
 
 
 def test_a_probe_waits_for_what_the_drafter_has_to_read():
-    for prompt, least, most in ((0, 32, 400), (500, 500, 600)):
+    for batch, prompt, least, most in ((1, 0, 32, 400), (1, 500, 500, 600), (4, 500, 1900, 2200)):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
         programs, rounds = {way: ("program", way) for way in (PLAIN, CHAIN)}, 0
         for way in (PLAIN, CHAIN):
@@ -147,7 +147,7 @@ def test_a_probe_waits_for_what_the_drafter_has_to_read():
                 pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0015}[way])
         pace.heard(CHAIN, [0] * 100, 100)
         while True:
-            program, more = pace.choose(1, programs, False, unread=prompt + rounds)
+            program, more = pace.choose(batch, programs, False, unread=prompt + rounds)
             if program == programs[CHAIN]:
                 break
             pace.heard(PLAIN, [], more)

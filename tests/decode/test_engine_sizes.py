@@ -132,7 +132,7 @@ def test_several_stay_in_a_small_state_until_they_are_drafted_for(monkeypatch):
     seats, found = engine._seats, []
     texts = [engine._text_of(Request((5,) * 100, 20, NO_STOP)) for _ in range(2)]
     for drafts in (False, True, False):
-        monkeypatch.setattr(seats, "_drafts", lambda slots, drafts=drafts: drafts)
+        monkeypatch.setattr(seats, "_would_draft", lambda slots, drafts=drafts: drafts)
         for text in texts:
             seats.enter(None, 256, text)
         found.append((seats.ready().keys(), seats.size))
@@ -162,6 +162,28 @@ def test_a_call_for_several_ends_when_one_of_them_may(way, expected, monkeypatch
     assert rounds == expected
     seats.leave(seats.texts[0])
     assert seats.rounds_to_an_end(way) == math.inf
+
+
+@pytest.mark.parametrize("is_trying", [False, True])
+def test_calls_are_cut_at_an_end_but_for_trials(is_trying, monkeypatch):
+    """In a short call it counts much when it was heard."""
+    sizes = [Size(slots, 256) for slots in (1, 2)]
+    engine = without_programs(monkeypatch, sizes, num_slots=2, max_tokens=200)
+    for new in (6, 90):
+        engine._seats.enter(None, 256, engine._text_of(Request((5,), new, NO_STOP)))
+    monkeypatch.setattr(engine._maker, "make", lambda wanted: None)
+    monkeypatch.setattr(engine._pace, "choose", lambda slots, programs, *rest: (programs[PLAIN], 8))
+    engine._pace.is_trying = is_trying
+    assert engine._send().rounds == (8 if is_trying else 5)
+
+
+def test_a_size_serves_with_the_ways_that_there_are_rows_for(monkeypatch):
+    """In one where only a way of drafts is compiled, plain decoding's rows may be too few."""
+    engine = without_programs(monkeypatch, [Size(2, 128)], num_slots=2, max_tokens=100)
+    there = lambda size, way, kind: kind if way.num_drafted else None  # noqa: E731
+    monkeypatch.setattr(engine.shelf, "kind_of_call", there)
+    for ways, expected in (([PLAIN], None), ([PLAIN, CHAIN], Size(2, 128))):
+        assert engine.shelf.best(2, 100, EVERY, ways) == expected
 
 
 def test_a_size_that_is_not_there_is_made_while_a_larger_one_serves(started, monkeypatch):

@@ -122,7 +122,7 @@ class Engine:
         self.shelf = shelf(self.session, num_slots, num_rows, blank, is_priced)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731
         self._pace = Pace(self.session.chooser, costs, first_way)
-        self._seats = Seats(self.shelf, self._nobody, self._draft_rows, self._pace.drafts)
+        self._seats = Seats(self.shelf, self._nobody, self._draft_rows, self._pace.would_draft)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the next two
@@ -400,22 +400,21 @@ class Engine:
 
     def _read_on(self, task: Task) -> int:
         """Sends one chunk of a prompt, and says its size; after the last the text takes a seat."""
-        sitting = len(self._seats.texts)
-        is_alone = not sitting and self._coming() == 1
+        is_alone = not self._seats.texts and self._coming() == 1
         tokens = len(task.text.tokens)
 
-        def times_to_draft() -> float:
+        def catch_ups() -> float:
             if is_alone:
                 self._pace.begins(tokens)
-                return math.inf if self._pace.drafts(1) else 0
+                return math.inf if self._pace.would_draft(1) else 0
             # Who sits waits meanwhile: what is left is read among them
-            return int(sitting > 0 and self._seats.drafts_for(sitting + 1))
+            return 1 if self._seats.texts and self._seats.would_draft_for_another() else 0
 
         if task not in self._readings:
             self._waiting.remove(task)
             self._leaves_waiting()
         self._read_since = True
-        chunk, read = self._readings.read_on(task, times_to_draft)
+        chunk, read = self._readings.read_on(task, catch_ups)
         if read is not None and task.request.takes_seat:
             if not is_alone:
                 self._pace.joins()

@@ -91,6 +91,7 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
+        self._last_costs: dict[int, Mapping[DraftShape, float]] = {}  # by batch, of choices
         self._round_s: dict[Any, TypicalSeconds] = {}  # by program, on the machine as it was
         self._times = deque([1.0], maxlen=LATEST_TIMES)  # how many times that each last call took
         self._chunk_s = TypicalSeconds()
@@ -168,10 +169,9 @@ class Pace:
         if self._chooser is not None:
             self._chooser.begins(tokens)
 
-    def drafts(self, batch: int) -> bool:
-        """Whether so many would be drafted for, as far as is known."""
-        own, table = self._ms_of_batch.get(batch, {}), self._table(batch)
-        costs = own if own.keys() >= table.keys() else table
+    def would_draft(self, batch: int) -> bool:
+        """Whether so many would be drafted for, by the costs of their last choice or the table."""
+        costs = self._last_costs.get(batch) or self._table(batch)
         if self._chooser is None or not costs:
             return self._first(batch).num_drafted > 0
         way = self._chooser.fastest(costs, self._chooser.ways, _terms(batch))
@@ -219,6 +219,7 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
+        self._last_costs[batch] = table
         return self._chooser.next(table, programs, terms, under_way)
 
     def _old(

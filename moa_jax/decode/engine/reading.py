@@ -108,8 +108,8 @@ class Readings:
     def read_on(self, task: Task, catch_ups: Callable[[], float]) -> tuple[int, Reading | None]:
         """Sends one chunk; its size, and what was read if it was the last.
 
-        Behind the first token, which so comes sooner, the drafter reads so many times; here it
-        reads no rows of others. What is left it reads when it has to.
+        Behind the first token, which so comes sooner, the drafter reads as often as `catch_ups`
+        says; here it reads no rows of others. What is left it reads when it has to.
         """
         request, prompt, text = task.request, task.request.prompt_ids, task.text
         if task not in self:

@@ -37,7 +37,7 @@ from moa_jax.decode.programs import at_least
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
 ROUNDS_AHEAD = 3
-LEAST_ROUNDS = 4  # of a call for several: the host has to send the next one meanwhile
+LEAST_ROUNDS = 4  # to which a call is cut at least: the host has to send the next one meanwhile
 ROUNDS_OF_A_MOVE = 6  # of the smaller state: about what there and back costs
 
 
@@ -103,12 +103,12 @@ class Seats:
         shelf: Shelf,
         nobody: RowSettings,
         draft_rows: int,
-        drafts: Callable[[int], bool] = lambda slots: True,
+        would_draft: Callable[[int], bool],
     ) -> None:
-        """`nobody` is what a call is given for a row in which nobody sits; `drafts` says whether a
-        state of so many slots is likely to be drafted for."""
+        """`nobody` is what a call is given for a row in which nobody sits; `would_draft` says
+        whether a state of so many slots is likely to be drafted for."""
         self._shelf, self._nobody, self._draft_rows = shelf, nobody, draft_rows
-        self._drafts = drafts
+        self._would_draft = would_draft
         self.reset()
 
     def reset(self) -> None:
@@ -198,17 +198,21 @@ class Seats:
         for drafts: in a larger state each round takes longer.
         """
         sizes = [slots for slots in self._shelf.slots if slots >= len(texts)]
-        ways = list({way: 0 for slots in sizes for way in self._shelf.ways_for(slots)})
+        ways = list(dict.fromkeys(w for slots in sizes for w in self._shelf.ways_for(slots)))
         seats = self._seats_for(len(texts), coming)
-        if seats > 1 and not self.drafts_for(seats):
+        if seats > 1 and not self._would_draft(at_least(self._shelf.slots, seats)):
             ways = [way for way in ways if not way.num_drafted] or ways
         ahead = ROUNDS_AHEAD * max(way.levels for way in ways)
         longest = max(min(text.total, _begin(text) + ahead) for text in texts)
         return len(texts), longest + max(self._rows_of(way) for way in ways), ways
 
-    def drafts_for(self, count: int) -> bool:
-        """Whether so many texts are likely to be drafted for."""
-        return self._drafts(at_least(self._shelf.slots, count))
+    def would_draft_for_another(self) -> bool:
+        """Whether those who sit and one more are likely to be drafted for."""
+        count = len(self.texts) + 1
+        has_room = self._size is not None and self._size.slots >= count
+        return self._would_draft(
+            self._size.slots if has_room else at_least(self._shelf.slots, count)
+        )
 
     def _rows_of(self, way: DraftShape) -> int:
         """Rows behind a text that a round writes; who drafts may have the drafter read before."""
@@ -225,7 +229,7 @@ class Seats:
         (slots, rows, ways), kind = self._needs(texts, coming), _most([t.kind for t in texts])
         seats = self._seats_for(slots, coming)
         best, size = self._shelf.best(seats, rows, kind, ways), self._size
-        if size and self._shelf.fits(size, slots, rows) and self._shelf.serves(size, kind, ways):
+        if size and self._shelf.fits(size, slots, rows) and self._ready_for(kind):
             self._best = best
             if best.cost >= size.cost:
                 self._wasted = 0
@@ -239,11 +243,12 @@ class Seats:
 
     def _move(self, size: Size) -> None:
         old, before, sitting = self._state, self._size, list(enumerate(self._texts))
+        caught_up = self._caught_up
         moving = [(i, text) for i, text in sitting if text is not None]
         if not moving:
             old = self._state = None  # its memory is free before more is taken
         self.reset()
-        self._size, self._texts = size, [None] * size.slots
+        self._size, self._texts, self._caught_up = size, [None] * size.slots, caught_up
         self._state = self._shelf.run(("empty", size))
         for index, text in moving:
             row = self._shelf.run(("take", before), old, np.int32(index))
@@ -265,7 +270,11 @@ class Seats:
     def ready(self, coming: int = 0) -> dict[DraftShape, Program]:
         """The ways that a call can take now, each with its program; `coming` more will sit soon."""
         self._fit(self.texts, coming)
-        kind, found = self.kind, {}
+        return self._ready_for(self.kind)
+
+    def _ready_for(self, kind: Kind) -> dict[DraftShape, Program]:
+        """The ways for which this state has programs and rows."""
+        found = {}
         for way in self._shelf.ways:
             served = self._shelf.kind_of_call(self._size, way, kind)
             if served is not None and self._rounds_left(way) > 0:
