@@ -20,6 +20,9 @@ lengths are kept apart, each power of two:
                up to 256   0.79 0.80 ..        and what its rounds accepted is added to it
                up to 1024  0.22 0.41 ..        when the next text begins
 
+One that joins n others brings what is usual of it for its part, one in n + 1. So several soon draft
+again after a text of which nothing was accepted has gone, though plain decoding hears nothing.
+
 **What comes of it.** Rounds do not all begin alike. One of a short chain whose drafts are all
 accepted often ends in the middle of tokens that are easy, so the next begins well; one of a long
 chain ends at a token that was refused, and such tokens stand together. So shares that short chains
@@ -168,10 +171,21 @@ class _Position:
             usual = self._usual.get(before, self._begun)
             self._usual[before] = usual.times(KEPT_OF_USUAL if usual.came > 1 else 1.0).plus(here)
         if self._usual:
-            usual = self._usual[min(self._usual, key=lambda other: abs(other - length))]
-            self.rounds, self.share = usual.came, usual.accepted / usual.came
+            self.rounds, self.share = self._usual_of(length)
         self.rounds = min(self.rounds, ROUNDS_OF_USUAL)
         self._begun, self._here = _Counts(self.rounds, self.rounds * self.share), _Counts()
+
+    def joins(self, length: int, others: int) -> None:
+        """A text of such a length joins so many others, of whom it is one more from now on."""
+        if self._usual:
+            rounds, share = self._usual_of(length)
+            self.share = _mean(self.share, others, share, 1)
+            self.rounds = _mean(self.rounds, others, min(rounds, ROUNDS_OF_USUAL), 1)
+
+    def _usual_of(self, length: int) -> tuple[float, float]:
+        """Rounds of texts of the nearest length that is known, and the share of them."""
+        usual = self._usual[min(self._usual, key=lambda other: abs(other - length))]
+        return usual.came, usual.accepted / usual.came
 
 
 class _Record:
@@ -258,8 +272,14 @@ class Chooser:
         if self._probe is not None:  # its text has ended
             self._probe, self._left, self._since = None, 0, 0
 
-    def joins(self) -> None:
-        """Other texts are decoded, too: until one begins alone nothing tells what is usual."""
+    def joins(self, tokens: int, others: int) -> None:
+        """Another text begins, with so many tokens, beside so many others.
+
+        What is usual of such is its part of what is expected. Until one begins alone nothing tells
+        what is usual.
+        """
+        for position in itertools.chain(self._chains, *self._trees.values()):
+            position.joins(_length_of(tokens), others)
         self._is_alone = False
 
     def next(

@@ -95,7 +95,8 @@ class Generation:
             if len(prompts) == 1:
                 self._chooser.begins(len(prompts[0]))
             else:
-                self._chooser.joins()
+                for others, prompt in enumerate(prompts):
+                    self._chooser.joins(len(prompt), others)
         self._kept: dict[int, int] = {}
         self._rounds_B = np.zeros(len(prompts), np.int32)
         self._done_B = gathered(self.state.now.done_B)

@@ -510,11 +510,34 @@ def test_what_is_usual_is_told_by_texts_alone():
     for joins in (False, True):
         chooser = after([(50, 0)] * 2, 50)
         if joins:
-            chooser.joins()
+            chooser.joins(50, 1)
         for _ in range(8):
             chooser.heard(DraftShape(8), [7] * 8, 8)
         chooser.begins(50)
         assert drafts(chooser) != joins
+
+
+def test_several_draft_again_when_those_have_gone_who_accept_nothing():
+    """Each that joins is as usual, and beside plain decoding nothing else is heard."""
+    chooser, found = after([(50, 7)] * 10, 50), []
+    chooser.joins(50, 1)
+    for _ in range(40):
+        chooser.heard(OWN, [0] * 8, 4)
+    for _ in range(6):
+        found.append(drafts(chooser))
+        chooser.joins(50, 1)
+    assert not found[0] and found[-1]
+
+
+def test_who_joins_many_changes_little():
+    shares = []
+    for others in (0, 1, 15):
+        chooser = after([(50, 7)] * 10, 50)
+        chooser._chains[0].share = 0.2
+        chooser.joins(50, others)
+        shares.append(chooser._chains[0].share)
+    more = shares[0] - 0.2
+    assert shares[1:] == pytest.approx([0.2 + more / 2, 0.2 + more / 16]) and more > 0.5
 
 
 def test_after_several_a_text_alone_is_not_bound_by_them():
@@ -594,7 +617,9 @@ def test_who_cannot_draft_for_a_while_has_not_given_up():
     chooser.heard(before, [before.levels - 1] * 16, 16)
     chooser.next(CPU, CPU)
     since, wait, before = chooser._since, chooser._wait, chooser._best
-    assert since and before.num_drafted and chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
+    assert (
+        since and before.num_drafted and chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
+    )
     assert (chooser._best, chooser._since, chooser._wait) == (before, since, wait)
 
 

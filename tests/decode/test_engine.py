@@ -150,7 +150,7 @@ def test_a_text_that_begins_alone_is_another_one(monkeypatch):
         assert_as_alone([request], answers(engine, [request]))
     assert begun == [(3, 0)] * 3
     joined = []
-    monkeypatch.setattr(engine._pace, "joins", lambda: joined.append(len(engine._seats.texts)))
+    monkeypatch.setattr(engine._pace, "joins", lambda tokens, others: joined.append(others))
     two = [Request((5, 9, index), 30, NO_STOP) for index in range(2)]
     assert_as_alone(two, answers(engine, two))
     assert len(begun) + len(joined) == 5 and joined

@@ -42,8 +42,8 @@ class Script:
     def begins(self, tokens: int) -> None:
         self.begun.append(tokens)
 
-    def joins(self) -> None:
-        self.begun.append(0)
+    def joins(self, tokens: int, others: int) -> None:
+        self.begun += [0] * (others == 0)
 
     def next(self, costs, ready):
         return next(self.choices)

@@ -417,7 +417,7 @@ class Engine:
         chunk, read = self._readings.read_on(task, catch_ups)
         if read is not None and task.request.takes_seat:
             if not is_alone:
-                self._pace.joins()
+                self._pace.joins(tokens, len(self._seats.texts))
             self._seats.enter(read.live, read.rows, task.text, self._coming(), read.caught_up)
         return chunk
 

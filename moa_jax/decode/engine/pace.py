@@ -177,10 +177,10 @@ class Pace:
         way = self._chooser.fastest(costs, self._chooser.ways, _terms(batch))
         return way.num_drafted > 0
 
-    def joins(self) -> None:
-        """A text is decoded beside others."""
+    def joins(self, tokens: int, others: int) -> None:
+        """A text of so many tokens begins beside so many others."""
         if self._chooser is not None:
-            self._chooser.joins()
+            self._chooser.joins(tokens, others)
 
     def _table(self, batch: int) -> Mapping[DraftShape, float]:
         return self._costs.for_batch(batch) if self._costs else {}
