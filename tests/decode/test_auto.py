@@ -617,9 +617,8 @@ def test_who_cannot_draft_for_a_while_has_not_given_up():
     chooser.heard(before, [before.levels - 1] * 16, 16)
     chooser.next(CPU, CPU)
     since, wait, before = chooser._since, chooser._wait, chooser._best
-    assert (
-        since and before.num_drafted and chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
-    )
+    assert since and before.num_drafted
+    assert chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
     assert (chooser._best, chooser._since, chooser._wait) == (before, since, wait)
 
 

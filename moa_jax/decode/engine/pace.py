@@ -112,9 +112,8 @@ class Pace:
         """The program of the next call, and its rounds; a few in a `hurry`: somebody is read.
 
         Nothing is tried unless it `can_try`: of a call beside a compiler, or behind something else
-        than a call, nothing is learned. What is
-        `under_way` was sent, and is heard after this choice. Of each of the `batch` the drafter
-        reads as many as `unread` tokens before a probe.
+        than a call, nothing is learned. What is `under_way` was sent, and is heard after this
+        choice. Of each of the `batch` the drafter reads as many as `unread` tokens before a probe.
         """
         self._num_calls, self.is_trying = self._num_calls + 1, False
         self._choices.update(programs.values())

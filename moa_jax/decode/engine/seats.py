@@ -192,19 +192,19 @@ class Seats:
     # ---- grow and shrink ----
 
     def _needs(self, texts: Sequence[Text], coming: int) -> tuple[int, int, list[DraftShape]]:
-        """Slots, and rows for the next rounds of these ways.
+        """Slots with `coming` more, and rows for the next rounds of these ways.
 
         They are those that so many may take. But several who are hardly drafted for need no rows
         for drafts: in a larger state each round takes longer.
         """
         sizes = [slots for slots in self._shelf.slots if slots >= len(texts)]
         ways = list(dict.fromkeys(w for slots in sizes for w in self._shelf.ways_for(slots)))
-        seats = self._seats_for(len(texts), coming)
+        seats = min(len(texts) + coming, self._shelf.slots[-1])
         if seats > 1 and not self._would_draft(at_least(self._shelf.slots, seats)):
             ways = [way for way in ways if not way.num_drafted] or ways
         ahead = ROUNDS_AHEAD * max(way.levels for way in ways)
         longest = max(min(text.total, _begin(text) + ahead) for text in texts)
-        return len(texts), longest + max(self._rows_of(way) for way in ways), ways
+        return seats, longest + max(self._rows_of(way) for way in ways), ways
 
     def would_draft_for_another(self) -> bool:
         """Whether those who sit and one more are likely to be drafted for."""
@@ -227,9 +227,8 @@ class Seats:
     def _fit(self, texts: Sequence[Text], coming: int) -> None:
         """Moves to another size where this one is too small, or a smaller one will soon pay."""
         (slots, rows, ways), kind = self._needs(texts, coming), _most([t.kind for t in texts])
-        seats = self._seats_for(slots, coming)
-        best, size = self._shelf.best(seats, rows, kind, ways), self._size
-        if size and self._shelf.fits(size, slots, rows) and self._ready_for(kind):
+        best, size = self._shelf.best(slots, rows, kind, ways), self._size
+        if size and self._shelf.fits(size, len(texts), rows) and self._ready_for(kind):
             self._best = best
             if best.cost >= size.cost:
                 self._wasted = 0
@@ -237,9 +236,6 @@ class Seats:
                 return
         if best != size:
             self._move(best)
-
-    def _seats_for(self, slots: int, coming: int) -> int:
-        return min(slots + coming, self._shelf.slots[-1])
 
     def _move(self, size: Size) -> None:
         old, before, sitting = self._state, self._size, list(enumerate(self._texts))
@@ -261,7 +257,6 @@ class Seats:
         `coming` more would sit if they could.
         """
         slots, rows, _ = self._needs(self.texts, coming)
-        slots = self._seats_for(slots, coming)
         end = max(text.total for text in self.texts) + self._draft_rows
         return [self._shelf.wanted(slots, rows), self._shelf.wanted(slots, min(2 * rows, end))]
 
