@@ -18,7 +18,7 @@ lengths are kept apart, each power of two:
 
     usual      up to 128   0.84 0.85 ..        a text of 700 tokens begins with the last line,
                up to 256   0.79 0.80 ..        and what its rounds accepted is added to it
-               up to 1024  0.22 0.41 ..        when the next text begins
+               up to 1024  0.22 0.41 ..        when it is alone no more
 
 One that joins n others brings what is usual of it for its part, one in n + 1. So several soon draft
 again after a text of which nothing was accepted has gone, though plain decoding hears nothing.
@@ -51,8 +51,8 @@ longer waits, changes of text would cost more than that. For several texts, whos
 drafter may have to read as well, `Terms` make probes rarer and longer. The wait is short again
 where drafting was given up, and where `own` commits a quarter more or less, for then the text has
 changed. How fast it is would say less: rounds of a longer text take longer. And a wait has as many
-rounds as the drafter had tokens to read when it began, of all rows that sit there still, or that
-would cost more than the probe.
+rounds as the drafter has tokens to read that it had when the wait began, in all rows that it reads
+together, or that would cost more than the probe.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -161,19 +161,23 @@ class _Position:
             self._all += came
             self._here = self._here.plus(_Counts(alone * came, alone * accepted))
 
-    def begins(self, length: int, before: int) -> None:
-        """Another text begins, of such a length; the one `before` was of another, perhaps.
+    def begins(self, length: int) -> None:
+        """A text of such a length begins alone."""
+        if self._usual:
+            self.rounds, self.share = self._usual_of(length)
+        self.rounds = min(self.rounds, ROUNDS_OF_USUAL)
+        self._begun = _Counts(self.rounds, self.rounds * self.share)
+
+    def was_alone(self, length: int) -> None:
+        """A text of such a length is alone no more: what it told belongs to what is usual.
 
         What is usual fades where nothing was heard, too: at last it may be probed again.
         """
         here = self._here.times(min(1.0, MOST_OF_A_TEXT / max(self._here.came, 1.0)))
-        if here.came or before in self._usual:
-            usual = self._usual.get(before, self._begun)
-            self._usual[before] = usual.times(KEPT_OF_USUAL if usual.came > 1 else 1.0).plus(here)
-        if self._usual:
-            self.rounds, self.share = self._usual_of(length)
-        self.rounds = min(self.rounds, ROUNDS_OF_USUAL)
-        self._begun, self._here = _Counts(self.rounds, self.rounds * self.share), _Counts()
+        if here.came or length in self._usual:
+            usual = self._usual.get(length, self._begun)
+            self._usual[length] = usual.times(KEPT_OF_USUAL if usual.came > 1 else 1.0).plus(here)
+        self._here = _Counts()
 
     def joins(self, length: int, others: int) -> None:
         """A text of such a length joins so many others, of whom it is one more from now on."""
@@ -230,8 +234,8 @@ class Chooser:
         self._probe: DraftShape | None = None
         self._left = 0  # rounds of the probe
         self._heard = 0  # rounds, of whatever way
-        self._length = _length_of(0)  # of the text that began last
-        self._is_alone = False  # no other joined it, or none began alone
+        self._length = _length_of(0)  # of the text that was alone last
+        self._is_alone = False  # it still is
         self._unjudged = 0  # its first rounds that draft, less those that were heard
 
     def heard(self, shape: DraftShape, accepted: npt.ArrayLike, rounds: int) -> None:
@@ -245,7 +249,7 @@ class Chooser:
         for record in self._records.values():
             record.fade(KEPT_OF_RECORDS**rounds)
         kept = KEPT**rounds
-        for position in itertools.chain(self._chains, *self._trees.values()):
+        for position in self._positions():
             position.rounds *= kept
         came = counts.size
         for place, position in enumerate(self._heard_of(shape)[: shape.levels - 1]):
@@ -264,10 +268,10 @@ class Chooser:
 
     def begins(self, tokens: int) -> None:
         """Another text begins, alone, with so many tokens: what is usual of such is expected."""
-        length, before = _length_of(tokens), self._length
-        for position in itertools.chain(self._chains, *self._trees.values()):
-            position.begins(length, before)
-        self._length, self._is_alone = length, True
+        self._is_alone_no_more()
+        self._length, self._is_alone = _length_of(tokens), True
+        for position in self._positions():
+            position.begins(self._length)
         self._unjudged = ROUNDS_BETWEEN_CHOICES
         if self._probe is not None:  # its text has ended
             self._probe, self._left, self._since = None, 0, 0
@@ -275,12 +279,21 @@ class Chooser:
     def joins(self, tokens: int, others: int) -> None:
         """Another text begins, with so many tokens, beside so many others.
 
-        What is usual of such is its part of what is expected. Until one begins alone nothing tells
+        What is usual of such is its part of what is expected. Until one was alone nothing tells
         what is usual.
         """
-        for position in itertools.chain(self._chains, *self._trees.values()):
+        self._is_alone_no_more()
+        for position in self._positions():
             position.joins(_length_of(tokens), others)
+
+    def _is_alone_no_more(self) -> None:
+        if self._is_alone:
+            for position in self._positions():
+                position.was_alone(self._length)
         self._is_alone = False
+
+    def _positions(self) -> Iterator[_Position]:
+        return itertools.chain(self._chains, *self._trees.values())
 
     def next(
         self,
@@ -392,13 +405,15 @@ class Chooser:
         gave_up = drafted and could and not best.num_drafted
         # Beside plain decoding nothing is heard, and only what was heard fades.
         changed = best.num_drafted > 0 and abs(math.log(text / self._text)) > CHANGED
-        if self._probe in known or gave_up or changed:
+        was_probed = self._probe in known  # else it could not be sent
+        if was_probed or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
             self._wait = terms.first_wait if paid else min(2 * self._wait, terms.most_wait)
             self._text = text
-        if self._probe or gave_up:
-            self._probe, self._since = None, 0
-        if could or best.num_drafted:
+        self._probe = None
+        if was_probed or gave_up:
+            self._since = 0
+        if could:
             self._best = best
 
 

@@ -529,6 +529,21 @@ def test_several_draft_again_when_those_have_gone_who_accept_nothing():
     assert not found[0] and found[-1]
 
 
+def test_one_that_was_alone_tells_what_is_usual_when_another_joins():
+    """A server may never be empty again."""
+    for accepted in (7, 0):
+        chooser = Chooser(list(CPU), OWN)
+        chooser.begins(50)
+        for _ in range(8):
+            chooser.heard(DraftShape(8), [accepted] * 4, 4)
+        chooser.joins(50, 1)
+        for _ in range(40):
+            chooser.heard(OWN, [0] * 8, 4)
+        for _ in range(6):
+            chooser.joins(50, 1)
+        assert drafts(chooser) == (accepted == 7)
+
+
 def test_who_joins_many_changes_little():
     shares = []
     for others in (0, 1, 15):
@@ -620,6 +635,16 @@ def test_who_cannot_draft_for_a_while_has_not_given_up():
     assert since and before.num_drafted
     assert chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
     assert (chooser._best, chooser._since, chooser._wait) == (before, since, wait)
+
+
+def test_a_probe_that_cannot_be_sent_soon_comes_again():
+    """Texts may outgrow their state while the drafter reads for it."""
+    chooser = after([(50, 0)] * 10, 50)
+    while (choice := chooser.next(CPU, CPU)).shape == PLAIN:
+        chooser.heard(PLAIN, [], choice.rounds)
+    wait = chooser._wait
+    assert chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
+    assert chooser.next(CPU, CPU).shape != PLAIN and chooser._wait == wait
 
 
 def plain_rounds(chooser: Chooser, prompt: int, under_way: int, rows: int) -> int:

@@ -254,10 +254,14 @@ def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monkeypatch):
-    """In its own row: among others the drafter would read as many rows of each."""
+    """In its own row: among others the drafter would read as many rows of each.
+
+    What is expected of the newcomer is asked before, and the call behind it tells no time.
+    """
     engine, order, second = choosing("moa-1"), [], Listener()
     Reader(engine, monkeypatch, 0 if drafts else 1000)
     run, choose, unread = engine.shelf.run, engine._pace.choose, []
+    send, joined, flights = engine._seats.send, [], []
 
     def noted(name, *arrays):
         order.append(name[:2])
@@ -267,9 +271,15 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
         unread.append((slots, others[-1]))
         return choose(slots, *others)
 
+    def sent(*args):
+        flights.append(send(*args))
+        return flights[-1]
+
     monkeypatch.setattr(engine.shelf, "run", noted)
     monkeypatch.setattr(engine._pace, "choose", chosen)
-    monkeypatch.setattr(engine._seats, "_would_draft", lambda slots: drafts)
+    monkeypatch.setattr(engine._pace, "joins", lambda *text: joined.append(text))
+    monkeypatch.setattr(engine._pace, "would_draft", lambda slots: drafts and bool(joined))
+    monkeypatch.setattr(engine._seats, "send", sent)
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     first, asked = Listener(), []
 
@@ -283,8 +293,50 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
     assert_as_alone([REQUESTS[0], REQUESTS[3]], [first, second])
     one = Size(1, engine.shelf.rows[0])
     read = [size for name, size in order[order.index(("call", one)) :] if name == "catch_up"]
-    assert read == [one] * drafts
+    assert read == [one] * drafts and joined == [(len(REQUESTS[3].prompt_ids), 1)]
+    assert next(f for f in flights if sum(map(bool, f.texts)) == 2).caught_up == drafts
     assert all(tokens == 0 for slots, tokens in unread if slots > 1) == drafts
+
+
+def test_where_all_must_be_read_a_newcomer_is_not_read_alone(monkeypatch):
+    """The drafter then reads those who sit as well, and the newcomer's row with them."""
+    engine, listeners, all_here = choosing("moa-1"), [Listener(), Listener()], threading.Event()
+    Reader(engine, monkeypatch, 0)
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    monkeypatch.setattr(engine._pace, "would_draft", lambda slots: True)
+    catch_up, sizes = engine.shelf.catch_up, []
+    monkeypatch.setattr(
+        engine.shelf, "catch_up", lambda size, *rest: (sizes.append(size), catch_up(size, *rest))[1]
+    )
+    requests = [Request(BEGINNING[:n], 6, NO_STOP) for n in (50, 40)]
+    engine._orders.put(all_here.wait)
+    for request, listener in zip(requests, listeners, strict=True):
+        engine.submit(request, listener)
+    all_here.set()
+    for listener in listeners:
+        listener.wait()
+    assert sizes[0].slots > 1
+    assert_as_alone(requests, listeners)
+
+
+def test_a_newcomer_that_cannot_be_caught_up_is_lost_alone(monkeypatch):
+    engine, listeners = choosing("moa-1"), [Listener(), Listener()]
+    Reader(engine, monkeypatch, 0)
+    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
+    monkeypatch.setattr(engine._pace, "would_draft", lambda slots: True)
+
+    def hear(news):
+        listeners[0](news)
+        if len(listeners[0].all) == 2:
+            failing(engine, monkeypatch, "catch_up", [0])
+            engine.submit(REQUESTS[3], listeners[1])
+
+    engine.submit(REQUESTS[0], hear)
+    for listener in listeners:
+        listener.wait()
+    lost, fine = split(listeners)
+    assert (lost, fine) == ([1], [0])
+    assert_as_alone(REQUESTS[:1], listeners[:1])
 
 
 @pytest.mark.parametrize("sits", [True, False])

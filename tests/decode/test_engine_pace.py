@@ -138,6 +138,23 @@ def test_whether_so_many_will_be_drafted_for():
     assert not pace.would_draft(2)  # plain decoding is the first way of several
 
 
+def test_a_state_without_rows_for_drafts_changes_no_mind():
+    """Else one for plain decoding alone would be left for no other."""
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+    programs = {way: ("program", way) for way in (PLAIN, CHAIN)}
+    for way in programs:
+        for _ in range(SURE + 1):
+            pace.took(programs[way], 1, {PLAIN: 0.001, CHAIN: 0.0011}[way])
+    pace.choose(2, programs, hurry=False)
+    assert pace.would_draft(2)
+    plain = {PLAIN: ("another program", PLAIN)}
+    for _ in range(FOR_A_FIGURE):
+        pace.took(plain[PLAIN], 1, 0.001)
+    for _ in range(8):
+        pace.choose(2, plain, hurry=False)
+    assert pace.would_draft(2)
+
+
 def test_a_probe_waits_for_what_the_drafter_has_to_read():
     for batch, prompt, least, most in ((1, 0, 32, 400), (1, 500, 500, 600), (4, 500, 1900, 2200)):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)

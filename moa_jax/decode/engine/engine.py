@@ -122,7 +122,8 @@ class Engine:
         self.shelf = shelf(self.session, num_slots, num_rows, blank, is_priced)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]  # noqa: E731
         self._pace = Pace(self.session.chooser, costs, first_way)
-        self._seats = Seats(self.shelf, self._nobody, self._draft_rows, self._pace.would_draft)
+        would_draft = lambda slots: self._pace.would_draft(slots)  # noqa: E731
+        self._seats = Seats(self.shelf, self._nobody, self._draft_rows, would_draft)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the next two
@@ -407,8 +408,11 @@ class Engine:
             if is_alone:
                 self._pace.begins(tokens)
                 return math.inf if self._pace.would_draft(1) else 0
-            # Who sits waits meanwhile: what is left is read among them
-            return 1 if self._seats.texts and self._seats.would_draft_for_another() else 0
+            self._pace.joins(tokens, len(self._seats.texts))
+            # Among those who sit it would read as many rows of each; but they wait meanwhile
+            if not self._seats.texts or task.text.unread <= self._seats.most_unread:
+                return 0
+            return 1 if self._seats.would_draft_with(self._coming()) else 0
 
         if task not in self._readings:
             self._waiting.remove(task)
@@ -416,8 +420,6 @@ class Engine:
         self._read_since = True
         chunk, read = self._readings.read_on(task, catch_ups)
         if read is not None and task.request.takes_seat:
-            if not is_alone:
-                self._pace.joins(tokens, len(self._seats.texts))
             self._seats.enter(read.live, read.rows, task.text, self._coming(), read.caught_up)
         return chunk
 

@@ -91,7 +91,6 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
-        self._last_costs: dict[int, Mapping[DraftShape, float]] = {}  # by batch, of choices
         self._round_s: dict[Any, TypicalSeconds] = {}  # by program, on the machine as it was
         self._times = deque([1.0], maxlen=LATEST_TIMES)  # how many times that each last call took
         self._chunk_s = TypicalSeconds()
@@ -169,8 +168,8 @@ class Pace:
             self._chooser.begins(tokens)
 
     def would_draft(self, batch: int) -> bool:
-        """Whether so many would be drafted for, by the costs of their last choice or the table."""
-        costs = self._last_costs.get(batch) or self._table(batch)
+        """Whether so many would be drafted for if all ways could be taken, as far as is known."""
+        costs = self._costs_of(batch)
         if self._chooser is None or not costs:
             return self._first(batch).num_drafted > 0
         way = self._chooser.fastest(costs, self._chooser.ways, _terms(batch))
@@ -180,6 +179,11 @@ class Pace:
         """A text of so many tokens begins beside so many others."""
         if self._chooser is not None:
             self._chooser.joins(tokens, others)
+
+    def _costs_of(self, batch: int) -> Mapping[DraftShape, float]:
+        """Milliseconds of rounds of some ways, by calls in states of whatever rows."""
+        own, table = self._ms_of_batch.get(batch, {}), self._table(batch)
+        return own if own.keys() >= table.keys() else table
 
     def _table(self, batch: int) -> Mapping[DraftShape, float]:
         return self._costs.for_batch(batch) if self._costs else {}
@@ -218,7 +222,6 @@ class Pace:
             table = self._nearest(batch, set(priced.values())) or own
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
-        self._last_costs[batch] = table
         return self._chooser.next(table, programs, terms, under_way)
 
     def _old(

@@ -206,9 +206,9 @@ class Seats:
         longest = max(min(text.total, _begin(text) + ahead) for text in texts)
         return seats, longest + max(self._rows_of(way) for way in ways), ways
 
-    def would_draft_for_another(self) -> bool:
-        """Whether those who sit and one more are likely to be drafted for."""
-        count = len(self.texts) + 1
+    def would_draft_with(self, coming: int) -> bool:
+        """Whether those who sit and so many more are likely to be drafted for."""
+        count = min(len(self.texts) + coming, self._shelf.slots[-1])
         has_room = self._size is not None and self._size.slots >= count
         return self._would_draft(
             self._size.slots if has_room else at_least(self._shelf.slots, count)

@@ -129,12 +129,12 @@ class Shelf:
 
     def best(self, slots: int, rows: int, kind: Kind, ways: Sequence[DraftShape]) -> Size | None:
         """The size that is there, holds so much, serves the kind in a way, and costs least."""
-        holds = lambda size: self.fits(size, slots, rows) and self.serves(size, kind, ways)  # noqa: E731
-        return self._sizes.cheapest(holds, lambda size: size.cost)
 
-    def serves(self, size: Size, kind: Kind, ways: Sequence[DraftShape]) -> bool:
-        """Whether a state of this size can decode this kind in one of the ways."""
-        return any(self.kind_of_call(size, way, kind) is not None for way in ways)
+        def holds(size: Size) -> bool:
+            serves = any(self.kind_of_call(size, way, kind) is not None for way in ways)
+            return serves and self.fits(size, slots, rows)
+
+        return self._sizes.cheapest(holds, lambda size: size.cost)
 
     def ways_for(self, slots: int) -> list[DraftShape]:
         """The ways that such a batch may take, the one that it takes for want of figures first."""
