@@ -1,9 +1,10 @@
-"""The learning rates of the controls: the four drafters that are compared, with several.
+"""The learning rates of the controls: the drafters that are compared, some with several.
 
     python -m train.grid --config configs/controls_rates.py \\
         --done reports/controls.json,reports/controls_tokens.json
 
-MoA is trained for tokens alone, the others as their authors do. Earlier reports have one rate of
+MoA is trained for tokens alone, the others as their authors do, one of them with losses that
+weigh alike too. Earlier reports have one rate of
 each, and rows of this grid's count in `configs/controls_best.py`. The data are those of
 `configs/controls.py`.
 """
@@ -13,7 +14,7 @@ import runpy
 from pathlib import Path
 
 best = runpy.run_path(str(Path(__file__).with_name("controls_best.py")))["config"]
-CELLS = ("eagle2", "eagle3", "moa_tokens", "moa_n3_tokens")
+CELLS = ("eagle2", "eagle2_even_losses", "eagle3", "moa_tokens", "moa_n3_tokens")
 
 config = dataclasses.replace(
     best,
