@@ -390,6 +390,7 @@ def test_rows_of_an_earlier_report_count_as_done(earlier, monkeypatch):
     assert json.loads(json.dumps(told)) == json.loads(json.dumps(document["rows"]))
     assert grown["missing"] == ["moa (seed 1)", "eagle (seed 1)"]
     assert str(path) in grown["files"]
+    assert grown["command"] == f"python -m train.grid --config given.py --done {path}"
     text = grids.render(grown)
     assert f"Trained and decoded earlier, for {path}: moa (seed 0), eagle (seed 0)." in text
     assert document["rows"][0]["decoded"][0]["tau"]["tokens/rounds_by_prompt"] == "8/2 8/4"

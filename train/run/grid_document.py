@@ -46,11 +46,12 @@ def document_of(
     there = {(row.best.cell, row.best.seed) for row in rows}
     wanted = itertools.product((name for name, _ in grid.cells), grid.seeds)
     reports = sorted({row.report for row in rows if row.report})
+    done = f" --done {','.join(reports)}" if reports else ""
     others = {
         str(file): facts(file) for file in map(Path, [config_file, *reports]) if file.is_file()
     }
     return {
-        "command": f"python -m train.grid --config {config_file}",
+        "command": f"python -m train.grid --config {config_file}{done}",
         "versions": {
             "moa-jax": __version__,
             "python": platform.python_version(),
