@@ -46,6 +46,7 @@ from moa_jax.version import __version__
 
 OPEN_PATHS = ("/health", "/ping")  # for those who only look whether the server lives
 DISCARDED, DISCARD_SECONDS = 1 << 26, 5.0  # of a body that is too large, before it is refused
+JSON = "application/json"
 CLIENT_GONE = 499  # a status for the log: nobody receives it
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -196,7 +197,8 @@ class OpenAIServer:
             return EventStream(self, answering, replies)
         try:
             parts = await unless_gone(request.receive, self._whole(answering))
-            return reply(replies.whole(parts), headers={"x-request-id": replies.id})
+            whole = await replies.whole(parts)
+            return Response(whole, 200, {"x-request-id": replies.id}, JSON)
         finally:
             self.ended(answering, replies.id)
 
@@ -250,8 +252,8 @@ class OpenAIServer:
         """The body; raises Refusal for one that is no JSON, too large, or does not come."""
         kind = request.headers.get("content-type", "")
         # Pages of other sites may send anything else unasked, and bodies without a type, too.
-        if kind.partition(";")[0].strip().lower() != "application/json":
-            message = f"content-type is {kind[:60] or 'missing'}: send application/json"
+        if kind.partition(";")[0].strip().lower() != JSON:
+            message = f"content-type is {kind[:60] or 'missing'}: send {JSON}"
             raise Refusal(BAD_TYPE, message, code="unsupported_media_type")
         most, parts, size, more = self.limits.max_body_bytes, [], 0, True
         try:
@@ -420,4 +422,4 @@ async def _next_part(request: Request) -> tuple[bytes, bool]:
 
 def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """JSON as a response."""
-    return Response(as_json(content), status, headers, "application/json")
+    return Response(as_json(content), status, headers, JSON)

@@ -47,11 +47,13 @@ class Model:
         found = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return tuple(found["input_ids"])
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of tokens; without a tokenizer their ids stand for it."""
+        return GrowingText(None).add(ids) if self.tokenizer is None else self.tokenizer.decode(ids)
+
     def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
         """Where each token of a prompt begins in its text; what has no text begins at the last."""
-        if self.tokenizer is None:
-            return (0,) * len(ids)
-        if self.tokenizer.is_fast:
+        if self.tokenizer is not None and self.tokenizer.is_fast:
             options = {"return_offsets_mapping": True, "verbose": False}
             found = self.tokenizer(text, add_special_tokens=special, **options)
             if tuple(found["input_ids"]) == tuple(ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Iterator
@@ -34,11 +35,18 @@ class Replies:
             "seed": self._wanted.sampling.seed,  # with it the answer can be had again
         }
 
-    def whole(self, parts: list[Part]) -> dict[str, Any]:
-        """The reply with all choices."""
-        pairs = zip(self._answering.choices, parts, strict=True)
-        choices = [self._choice(choice, part, "message") for choice, part in pairs]
-        return self._reply(choices) | {"usage": self._usage()}
+    async def whole(self, parts: list[Part]) -> bytes:
+        """The reply with all choices, as JSON.
+
+        Log-probabilities of many choices are much to write, so others have a turn after each.
+        """
+        choices = []
+        for choice, part in zip(self._answering.choices, parts, strict=True):
+            choices.append(as_json(self._choice(choice, part, "message")))
+            await asyncio.sleep(0)
+        rest = self._reply([{}]) | {"usage": self._usage()}
+        del rest["choices"]
+        return b'%s,"choices":[%s]}' % (as_json(rest)[:-1], b",".join(choices))
 
     def events(self, choice: Choice, part: Part) -> Iterator[bytes]:
         """The events of a stream for what is new of a choice."""

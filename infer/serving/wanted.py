@@ -61,10 +61,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "documents": (),
+    "return_tokens_as_token_ids": (False,),
+    "thinking_token_budget": (),
 }
 # Fields of one of the two paths, which would be ignored at the other.
 OF_CHATS: dict[str, tuple[Any, ...]] = {"messages": (), "top_logprobs": ()}
-OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"prompt": ()}
+OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"prompt": (), "add_special_tokens": (False,)}
 # Fields that change nothing. The log does not name them.
 SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 SILENT += ("parallel_tool_calls", "spaces_between_special_tokens", "request_id", "priority")
@@ -119,7 +121,7 @@ def completion_of(body: dict[str, Any], model: Model) -> Wanted:
     fields = Fields(body)
     model.check_name(fields.text("model"))
     echo = fields.flag("echo")
-    top_logprobs = fields.whole("logprobs", None, 0, MOST_LOGPROBS)
+    top_logprobs = fields.whole("logprobs", None, 0, min(MOST_LOGPROBS, model.vocab_size))
     scored = echo and top_logprobs is not None
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
@@ -144,7 +146,7 @@ def chat_of(body: dict[str, Any], model: Model) -> Wanted:
     if fields.flag("echo"):
         raise fields.wrong("echo", "false: a chat does not repeat its messages")
     with_logprobs = fields.flag("logprobs")
-    top_logprobs = fields.whole("top_logprobs", None, 0, MOST_LOGPROBS)
+    top_logprobs = fields.whole("top_logprobs", None, 0, min(MOST_LOGPROBS, model.vocab_size))
     if top_logprobs is not None and not with_logprobs:
         raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
     if with_logprobs:
@@ -218,7 +220,7 @@ def _prompt(value: Any, place: str, model: Model, special: bool, echo: bool) -> 
     if not isinstance(value, list):
         raise bad(place, f"{place} is {shown(value)}: give a text or a list of token ids")
     ids = ids_of(value, place, model)
-    return Prompt(place, ids, model.tokenizer.decode(ids) if echo and model.tokenizer else "")
+    return Prompt(place, ids, model.text_of(ids) if echo else "")
 
 
 def _with_offsets(prompt: Prompt, model: Model, special: bool) -> Prompt:
@@ -266,7 +268,7 @@ def _wanted(
         new_tokens=tuple(_new_tokens(prompt, most, model) for prompt in prompts),
         n=n,
         sampling=_sampling_of(fields, model),
-        stops=_stops_of(fields),
+        stops=_stops_of(fields, model),
         stop_ids=_stop_ids_of(fields, model),
         keep_stop=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", default=True),
@@ -335,9 +337,11 @@ def _biases_of(fields: Fields, model: Model) -> tuple[tuple[int, float], ...]:
     return tuple((token, bias) for token, bias in sorted(found.items()) if bias)
 
 
-def _stops_of(fields: Fields) -> tuple[str, ...]:
+def _stops_of(fields: Fields, model: Model) -> tuple[str, ...]:
     value = fields.value("stop")
     texts = [value] if isinstance(value, str) else [] if value is None else value
+    if texts and model.tokenizer is None:
+        raise bad("stop", "stop: the model has no tokenizer, and no text: give stop_token_ids")
     if not isinstance(texts, list) or len(texts) > MOST_STOPS:
         raise fields.wrong("stop", f"a text or a list of at most {MOST_STOPS} texts")
     if not all(is_text(text) and 0 < len(text) <= LONGEST_STOP for text in texts):

@@ -33,7 +33,7 @@ from moa_jax.config import Sampling
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import before_stop
 from tests.serve.test_clients import HELLO_IDS, KEY, start_program
-from tests.serve.test_protocol_errors import send_malformed
+from tests.serve.test_protocol_errors import assert_fields_were_checked, send_malformed
 from tests.serve.toy_server import CHATS, COMPLETIONS, DEMO, TOKENIZER, VOCAB, wait_for
 
 pytestmark = pytest.mark.slow
@@ -263,7 +263,7 @@ def test_a_thousand_malformed_bodies_leave_the_engine_as_it_was(served):
 
     with ThreadPoolExecutor(SLOTS) as pool:
         statuses = sum(pool.map(some, range(SLOTS)), collections.Counter())
-    assert statuses[400] > 500 and statuses[200] > 50 and statuses[404] > 10
+    assert_fields_were_checked(statuses)
     assert_nothing_is_held(served)
 
 

@@ -242,6 +242,27 @@ def test_an_echo_of_ids_has_its_logprobs_alone(server):
     assert sizes == [3, 1] and said["usage"]["completion_tokens"] == 0
 
 
+def test_without_a_tokenizer_ids_stand_for_text():
+    with running(tokenizer=None) as server:
+        body = LONG | {"echo": True, "max_tokens": 3}
+        (choice,) = server.post(COMPLETIONS, body).json()["choices"]
+        tokens = [7, 8, *answer_of(server.engine.requests[-1])]
+        assert choice["text"] == "".join(f"{token} " for token in tokens)
+        (choice,) = server.post(COMPLETIONS, body | {"logprobs": 0}).json()["choices"]
+        for token, offset in zip(tokens, choice["logprobs"]["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(f"{token} ")
+        refused = server.post(COMPLETIONS, {"prompt": [7], "stop": "1"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop"
+
+
+def test_choices_of_a_whole_reply_are_in_order_and_all_its_fields_there(server):
+    body = {"messages": HELLO, "n": 3, "max_tokens": 2, "return_token_ids": True}
+    said = server.post(CHATS, body).json()
+    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
+    assert said["object"] == "chat.completion" and said["usage"]["completion_tokens"] == 6
+    assert said["prompt_token_ids"] == list(server.engine.requests[-1].prompt_ids)
+
+
 def test_logprobs_of_a_chat(server):
     body = {"messages": HELLO, "max_tokens": 9, "logprobs": True, "top_logprobs": 3, "seed": 1}
     (choice,) = server.post(CHATS, body).json()["choices"]

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -328,12 +329,18 @@ NAMES = "model prompt messages n stream stream_options max_tokens max_completion
 NAMES += " temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 NAMES += " logprobs top_logprobs logit_bias echo best_of stop_token_ids ignore_eos tools user"
 NAMES += " response_format return_token_ids include_stop_str_in_output tool_choice unheard_of"
+NAMES += " tokens add_special_tokens skip_special_tokens"
+ASKED = {
+    COMPLETIONS: {"prompt": [7, 8], "max_tokens": 3},
+    CHATS: {"messages": HELLO, "max_tokens": 3},
+    "/tokenize": {"prompt": "Good day."},
+    "/detokenize": {"tokens": [7, 8]},
+}
 
 
 def malformed(draw: random.Random, path: str) -> bytes:
     """A body that was damaged in one way or another, and that may still be right."""
-    asked = {"messages": HELLO} if path == CHATS else {"prompt": [7, 8]}
-    body = asked | {"max_tokens": 3}
+    body = dict(ASKED[path])
     for _ in range(draw.randint(0, 2)):
         name = draw.choice(NAMES.split())
         body[name] = draw.choice(VALUES)
@@ -353,25 +360,49 @@ def malformed(draw: random.Random, path: str) -> bytes:
     return data
 
 
-def send_malformed(client: httpx.Client, draw: random.Random, count: int) -> Counter[int]:
-    """Sends so many such bodies; how often each status came."""
-    statuses: Counter[int] = Counter()
+class Damaged(NamedTuple):
+    """A malformed body, and what came of it."""
+
+    path: str
+    is_object: bool  # of JSON, so that a field was wrong if anything
+    status: int
+
+
+def is_object(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), dict)
+    except ValueError:
+        return False
+
+
+def send_malformed(client: httpx.Client, draw: random.Random, count: int) -> Counter[Damaged]:
+    """Sends so many such bodies."""
+    statuses: Counter[Damaged] = Counter()
     headers = {"content-type": "application/json"}
     for index in range(count):
-        path = draw.choice((COMPLETIONS, CHATS, "/tokenize", "/detokenize"))
-        response = client.post(path, content=malformed(draw, path), headers=headers)
+        path = draw.choice(list(ASKED))
+        data = malformed(draw, path)
+        response = client.post(path, content=data, headers=headers)
         assert response.status_code in (200, 400, 404), (index, response.text)
-        statuses[response.status_code] += 1
+        statuses[Damaged(path, is_object(data), response.status_code)] += 1
         if response.status_code != 200:
             error_of(response, response.status_code)
     return statuses
+
+
+def assert_fields_were_checked(statuses: Counter[Damaged]) -> None:
+    """Of a thousand bodies: on each path some were right, and some had wrong fields."""
+    for path in ASKED:
+        right, wrong = (statuses[Damaged(path, True, status)] for status in (200, 400))
+        assert right > 30 and wrong > (50 if path in (COMPLETIONS, CHATS) else 10), statuses
+        assert statuses[Damaged(path, True, 404)] and not statuses[Damaged(path, False, 200)]
 
 
 def test_a_thousand_malformed_bodies_leave_the_server_as_it_was():
     with running() as server, httpx.Client(base_url=server.url, timeout=30) as client:
         good = server.post(COMPLETIONS, LONG).json()["choices"]
         statuses = send_malformed(client, random.Random(5), 1000)
-        assert statuses[400] > 500 and statuses[200] > 50 and statuses[404] > 10
+        assert_fields_were_checked(statuses)
         assert server.post(COMPLETIONS, LONG).json()["choices"] == good
         assert not server.named("error") and not server.server.answering
         wait_for(lambda: not server.engine._tasks)
@@ -389,7 +420,6 @@ def test_requests_that_are_no_http_are_refused(server):
 def test_many_clients_at_once_all_hear_their_own_answer():
     engine = ToyEngine(slots=4, max_waiting=64)
     with running(engine) as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        from concurrent.futures import ThreadPoolExecutor
 
         def ask(seed: int) -> tuple[str, int]:
             body = LONG | {"seed": seed, "max_tokens": 5 + seed % 40}

@@ -165,6 +165,7 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(name):
     for read in (completion, chat):
         found = refusal(read, **{name: {"type": "json_object"}})
         assert (found.param, found.code) == (name, "unsupported_parameter")
+    assert refusal(chat, add_special_tokens=True).param == "add_special_tokens"
 
 
 BOTH = {  # fields, and the parameter that the error names
