@@ -152,7 +152,7 @@ def assert_drafting_equals_training(
             given = (drafter.params, shared, cache, root_B, length_B)
             alone_BJV = _alone(functions, *given, depth - 1)
         seen = []
-        law = lambda logits_BWV, _: seen.append(logits_BWV) or logits_BWV  # noqa: E731
+        law = lambda logits_BWV, _: seen.append(logits_BWV) or logits_BWV
         guide = Guide(law, None, None, vocab_size)
         rest = (root_B, jnp.asarray(length_B), DraftShape(depth), guide)
         tree, _ = functions.propose(drafter.params, shared, cache, *rest)

@@ -33,7 +33,7 @@ PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md"))
 PAGES += sorted(
     page for top in ("moa_jax", "train", "infer", "reports") for page in (ROOT / top).rglob("*.md")
 )
-NAME = lambda file: str(file.relative_to(ROOT))  # noqa: E731
+NAME = lambda file: str(file.relative_to(ROOT))
 page = pytest.mark.parametrize("page", PAGES, ids=NAME)
 
 FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)

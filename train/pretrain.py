@@ -42,10 +42,10 @@ def pretrain(config: PretrainConfig) -> None:
     train, report = batches.load(config.data, tokenizer, vocab_size, "train", progress)
     validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", progress)
     print(f"data: {report}", file=sys.stderr)
-    loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)  # noqa: E731
+    loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
-    start = lambda: init_state(llama.init(config.target, key), tx)  # noqa: E731
+    start = lambda: init_state(llama.init(config.target, key), tx)
     job = Job(
         config=config,
         start=start,

@@ -164,7 +164,7 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
 def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
     """A server, which was asked what it has and speaks."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
-    notice = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    notice = lambda line: print(line, file=sys.stderr, flush=True)
     server = Endpoint(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
     wanted = AnswerFields(
         rules.tokenizer,

@@ -169,7 +169,7 @@ def _spread(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
 
     def spread(params: Any, table: convert.Table, model: str) -> Any:
         places = quantise.shardings_of(params, cut_for_decoding(table, mesh, model))
-        form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)  # noqa: E731
+        form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
         return jax.tree.map(form, params, places)
 
     target = spread(weights.target, convert.target_table(request.target), "target")

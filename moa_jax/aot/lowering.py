@@ -57,7 +57,7 @@ def compile_for(
     """
     if not isinstance(where, Mesh):
         place = SingleDeviceSharding(where)
-        form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
+        form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         arguments = jax.tree.map(form, arguments)
         # jax 0.11 asks the mesh, not the arguments, which GPU a Pallas kernel is for.
         where = make_mesh(MeshConfig(), [where])
@@ -100,7 +100,7 @@ def abstract_weights(
 ) -> Weights:
     """The shapes of both models' weights as they are loaded for decoding."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)  # noqa: E731
+    cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
     inits = (functools.partial(llama.init, setup.target), setup.drafter and setup.drafter.init)
     shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
     if weights is None:

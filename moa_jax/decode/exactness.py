@@ -57,7 +57,7 @@ def compare(
     index = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
     if index == len(plain) == len(drafted):
         return None
-    at = lambda tokens: tokens[index] if index < len(tokens) else None  # noqa: E731
+    at = lambda tokens: tokens[index] if index < len(tokens) else None
     one, two = at(plain), at(drafted)
     margin = None
     if None not in (one, two):

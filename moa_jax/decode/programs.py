@@ -90,7 +90,7 @@ class Programs:
         is_new = not self.is_compiled(function, *arrays, donate=donate, **static)
         program = self.compile(function, *arrays, donate=donate, **static)
         if is_new and jax.default_backend() == "cpu" and self._mesh is None:
-            blank = lambda leaf: (jnp.zeros if leaf.shape else jnp.ones)(leaf.shape, leaf.dtype)  # noqa: E731
+            blank = lambda leaf: (jnp.zeros if leaf.shape else jnp.ones)(leaf.shape, leaf.dtype)
             jax.block_until_ready(program(*self.weights, *jax.tree.map(blank, arrays)))
         return program
 
@@ -109,7 +109,7 @@ def _key(function: Program, arrays: Any, donate: bool, static: dict[str, Any]) -
 
 def on_mesh(arrays: Any, mesh: Mesh) -> Any:
     """The shapes of a program's arrays, with where they lie on a mesh for decoding."""
-    form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)  # noqa: E731
+    form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
     return jax.tree.map(form, arrays, sharding.of_state(arrays, mesh))
 
 

@@ -128,7 +128,7 @@ def adjust(law: Law, logits_BNV: Array, said: Said, bias_BV: Array | None) -> Ar
     """
     if bias_BV is not None:
         logits_BNV = logits_BNV + bias_BV[:, None]
-    row = lambda value_B: value_B[:, None, None]  # noqa: E731
+    row = lambda value_B: value_B[:, None, None]
     if law.repetition_B is not None:
         penalty_B11 = row(law.repetition_B)
         lowered_BNV = jnp.where(logits_BNV > 0, logits_BNV / penalty_B11, logits_BNV * penalty_B11)
@@ -204,7 +204,7 @@ def said_in(
 
 def nothing_said(law: Law, batch: int, vocab_size: int) -> Said:
     """What rows of no tokens say; what no penalty of the law asks for is None."""
-    blank = lambda penalty_B, dtype: (  # noqa: E731
+    blank = lambda penalty_B, dtype: (
         None if penalty_B is None else jnp.zeros((batch, vocab_size), dtype)
     )
     return Said(blank(law.repetition_B, bool), blank(law.presence_B, jnp.int32))
@@ -255,7 +255,7 @@ def log_law(law: Law, logits_BNV: Array) -> Array:
     Tokens as likely as the last one kept are kept too. Rows of temperature 0 put all on the
     likeliest token.
     """
-    row = lambda value_B: value_B[:, None, None]  # noqa: E731
+    row = lambda value_B: value_B[:, None, None]
     warm_B11 = jnp.where(law.temperature_B > 0, law.temperature_B, 1.0)[:, None, None]
     # The largest logit is subtracted first, because a tiny temperature would overflow.
     scaled_BNV = (logits_BNV - logits_BNV.max(axis=-1, keepdims=True)) / warm_B11
@@ -309,8 +309,8 @@ def _first(log_BNV: Array, weight_BNV: Array, enough_BN1: Array) -> Array:
     def refine(step: Array, last_BN1: Array) -> Array:
         low = jnp.maximum(31 - STEP * (step + 1), 0).astype(jnp.uint32)
         tried_BNT = last_BN1 + (digit_T << low)
-        likelier = lambda t: bits_BNXP < tried_BNT[..., t, None, None]  # noqa: E731
-        weigh = lambda t: jnp.where(likelier(t), weight_BNXP, 0).sum(axis=-1)  # noqa: E731
+        likelier = lambda t: bits_BNXP < tried_BNT[..., t, None, None]
+        weigh = lambda t: jnp.where(likelier(t), weight_BNXP, 0).sum(axis=-1)
         weight_BNTX = jnp.stack([weigh(t) for t in range(len(digit_T))], axis=2)
         less_BNT = weight_BNTX.sum(axis=-1) < enough_BN1
         return last_BN1 + (less_BNT.sum(axis=-1, keepdims=True, dtype=jnp.uint32) << low)
@@ -406,6 +406,6 @@ def children(tree: Tree, most: int) -> Array:
     child_BNN = (tree.parent_BN[:, None, :] == index_N[:, None]) & (index_N > 0)
     rank_BNN = jnp.cumsum(child_BNN, axis=-1) - 1
     tokens_B1N = tree.tokens_BN[:, None, :]
-    pick = lambda rank: child_BNN & (rank_BNN == rank)  # noqa: E731
-    of_rank = lambda rank: jnp.max(jnp.where(pick(rank), tokens_B1N, NOTHING), axis=-1)  # noqa: E731
+    pick = lambda rank: child_BNN & (rank_BNN == rank)
+    of_rank = lambda rank: jnp.max(jnp.where(pick(rank), tokens_B1N, NOTHING), axis=-1)
     return jnp.stack([of_rank(rank) for rank in range(most)], axis=-1)

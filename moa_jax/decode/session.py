@@ -418,6 +418,6 @@ def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> Vocabulary:
     found = Vocabulary(ids_U, quantise.columns(head, ids_U))
     if (mesh := sharding.mesh_of(params)) is None:
         return found
-    place = lambda leaf, *axes: NamedSharding(mesh, sharding.dividing(axes, leaf.shape, mesh))  # noqa: E731
+    place = lambda leaf, *axes: NamedSharding(mesh, sharding.dividing(axes, leaf.shape, mesh))
     cut = quantise.sharding_as(("head",), found.head_DU, place(found.head_DU, None, "vocab"))
     return jax.device_put(found, Vocabulary(place(ids_U, None), cut))

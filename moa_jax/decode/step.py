@@ -132,7 +132,7 @@ def decode(
     setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
 ) -> DecodeState:
     """Rounds until every row is done, or until the pause, without leaving the device."""
-    full = lambda carried: jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), carried, state)  # noqa: E731
+    full = lambda carried: jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), carried, state)
     is_one = len(state.rounds_B) == 1  # several would be copied once in and once out for it
     lean = cache.lean if traced_platform() == "cpu" and is_one else lambda state: state
 
@@ -172,7 +172,7 @@ def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> Ro
     behind = None
     if setup.catches_up:
         taps, width = setup.drafter.taps, setup.target.block.hidden_size
-        nothing = lambda: States(jnp.zeros((batch, rows, width), dtype))  # noqa: E731
+        nothing = lambda: States(jnp.zeros((batch, rows, width), dtype))
         streams = tuple(nothing() for _ in taps.streams)
         behind = Behind(jnp.zeros(batch, jnp.int32), streams, nothing() if taps.hidden else None)
     state = RoundState(
@@ -425,7 +425,7 @@ def caught_up(setup: Setup, weights: Weights, state: DecodeState) -> DecodeState
 
 def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:
     """What earlier passes gave for these positions: from the target's caches, and set aside."""
-    of_places = lambda rows_BSD: jnp.take_along_axis(rows_BSD, place_BT[..., None], axis=1)  # noqa: E731
+    of_places = lambda rows_BSD: jnp.take_along_axis(rows_BSD, place_BT[..., None], axis=1)
     rows = None
     if _reads_rows(setup):
         rows = llama.stack_rows([cache.take(past, place_BT) for past in now.target_caches])
@@ -478,7 +478,7 @@ def verify_tree(setup: Setup, weights: Weights, now: RoundState, law: Law, tree:
     path_BD = verdict.path_BD
     taken = tuple(cache.take(rows, path_BD) for rows in found.rows)
     caches = keep_path(found.caches, taken, path_BD, now.length_B)
-    on_path = lambda x_BND: jnp.take_along_axis(x_BND, path_BD[..., None], axis=1)  # noqa: E731
+    on_path = lambda x_BND: jnp.take_along_axis(x_BND, path_BD[..., None], axis=1)
     tapped = jax.tree.map(on_path, whole)
     rows = llama.stack_rows(taken) if _reads_rows(setup) else None
     thought = _logprobs(setup, logits_BNV, verdict)
@@ -504,7 +504,7 @@ def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Arra
     if law.key_B is None:
         return likeliest(after_BNV)
     position_BD = now.length_B[:, None] + 1 + jnp.arange(setup.shape.levels)
-    of_node = lambda x_BDX: jnp.take_along_axis(x_BDX, tree.depth_BN[..., None], axis=1)  # noqa: E731
+    of_node = lambda x_BDX: jnp.take_along_axis(x_BDX, tree.depth_BN[..., None], axis=1)
     noise_BNV = of_node(sample.gumbel(law, sample.TARGET, position_BD, logits_BNV.shape[-1]))
     if tree.draft_BNV is None:
         return sample.draw(after_BNV, noise_BNV)

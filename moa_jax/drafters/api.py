@@ -78,7 +78,7 @@ def chain(tokens_BN: Array) -> Tree:
     """The tree in which every node has one child; a single node is plain decoding."""
     B, N = tokens_BN.shape
     index_N = jnp.arange(N, dtype=jnp.int32)
-    spread = lambda row_N: jnp.broadcast_to(row_N, (B, N))  # noqa: E731
+    spread = lambda row_N: jnp.broadcast_to(row_N, (B, N))
     parent_BN = spread(jnp.maximum(index_N - 1, 0))
     return Tree(tokens_BN, parent_BN, spread(index_N), masks.line(N))
 

@@ -294,7 +294,7 @@ def static_tree(tokens_BN: Array, paths: tuple[tuple[int, ...], ...]) -> Tree:
     parent_N = np.array([node_of[path[:-1]] for path in all_paths], np.int32)
     depth_N = np.array([len(path) for path in all_paths], np.int32)
     ancestor_NN = np.array([[path[: len(a)] == a for a in all_paths] for path in all_paths])
-    spread = lambda row_N: jnp.broadcast_to(jnp.asarray(row_N), tokens_BN.shape)  # noqa: E731
+    spread = lambda row_N: jnp.broadcast_to(jnp.asarray(row_N), tokens_BN.shape)
     return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_NN[None])
 
 
@@ -393,7 +393,7 @@ def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) ->
     parent_BN = jnp.where(wanted_BN == 0, 0, jnp.minimum(node_BN, shape.num_drafted))
     # 3. The root in front.
     depth_BN = jnp.asarray(np.array(flat.depth, np.int32))[chosen_BN]
-    first = lambda value, rows_BN: jnp.concatenate([value, rows_BN], axis=1)  # noqa: E731
+    first = lambda value, rows_BN: jnp.concatenate([value, rows_BN], axis=1)
     zero_B1 = jnp.zeros((B, 1), jnp.int32)
     parent_BN = first(zero_B1, parent_BN)
     return Tree(

@@ -231,7 +231,7 @@ def _by_rank(root_B: Array, trie: Trie, shape: DraftShape) -> Tree:
 def candidates(trie: Trie, count: int) -> grow.Flat:
     """The nodes of a trie as candidates of a dynamic tree, at least `count` of them."""
     B, R, D = trie.tokens_BRD.shape
-    flat = lambda x_BRD: x_BRD.reshape(B, R * D)  # noqa: E731
+    flat = lambda x_BRD: x_BRD.reshape(B, R * D)
     # 1. A node is worth less the further from the root and the worse its match, in equal steps.
     step_D = jnp.arange(D)
     worth_RD = -(jnp.arange(R)[:, None] + step_D).astype(jnp.float32)

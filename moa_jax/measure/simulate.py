@@ -34,7 +34,7 @@ def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
         # The throw depends on the seed, the row and the position alone.
         position_BN = now.length_B[:, None] + tree.depth_BN
         keys_B = jax.random.split(jax.random.key(seed), position_BN.shape[0])
-        one = lambda key, place: jax.random.uniform(jax.random.fold_in(key, place))  # noqa: E731
+        one = lambda key, place: jax.random.uniform(jax.random.fold_in(key, place))
         luck_BN = jax.vmap(jax.vmap(one, (None, 0)))(keys_B, position_BN)
         follow_BN = (luck_BN < probability) & (child_BNk[..., 0] >= 0)
         return jnp.where(follow_BN, child_BNk[..., 0], other_BN)

@@ -60,7 +60,7 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
             total += sum(sizes.get(id(var), 0) for var in eqn.invars)
             taken_over = eqn.params["input_output_aliases"]
             old, new = ([pair[i] for pair in taken_over] for i in (0, 1))
-            pick = lambda variables, places: [variables[place] for place in places]  # noqa: E731
+            pick = lambda variables, places: [variables[place] for place in places]
             sizes |= _renamed(sizes, pick(eqn.invars, old), pick(eqn.outvars, new))
         elif name in IN_PLACE + SEEN_THROUGH:
             sizes |= _renamed(sizes, eqn.invars[:1], eqn.outvars)

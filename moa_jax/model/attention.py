@@ -84,7 +84,7 @@ def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
             return attend(q_BKGTE, kv, seen.mask())
     if q_BKGTE.shape[3] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
         q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
-        part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])  # noqa: E731
+        part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])
         mask_BTS = jnp.broadcast_to(seen, (q_BTKGE.shape[0], *seen.shape[1:]))
         return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
     return _attend(q_BKGTE, kv, seen)

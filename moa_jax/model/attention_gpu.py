@@ -235,7 +235,7 @@ class _Program:
         seen_R = row_R < self.length
         if sizes.first:
             seen_R &= row_R >= sizes.first
-        take = lambda ref, e: triton.load(  # noqa: E731
+        take = lambda ref, e: triton.load(
             ref.at[self.b, self.k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
         )
         k_2RH = [take(self.k_ref, half) for half in self.halves_2]

@@ -121,7 +121,7 @@ def _attend_one(given: AttentionInputs, far: int) -> tuple[Array, Array]:
     One score a token needs no kernel.
     """
     G = given.q_BHTE.shape[1] // given.k_BKTE.shape[1]
-    of_head = lambda x: jnp.repeat(jnp.roll(x, far, axis=2), G, axis=1)  # noqa: E731
+    of_head = lambda x: jnp.repeat(jnp.roll(x, far, axis=2), G, axis=1)
     k_BHTE, v_BHTE = (of_head(x).astype(jnp.float32) for x in given[1:3])
     score_BHT = jnp.sum(given.q_BHTE * k_BHTE, axis=-1) * k_BHTE.shape[-1] ** -0.5
     seen_B1T = (given.first_BT <= given.last_BT)[:, None]
@@ -231,7 +231,7 @@ class _Specs:
 
     def __init__(self, queries: int, G: int, given: AttentionInputs) -> None:
         T, E = given.q_BHTE.shape[2:]
-        at = lambda shape, index: pl.BlockSpec((None, None, *shape), index)  # noqa: E731
+        at = lambda shape, index: pl.BlockSpec((None, None, *shape), index)
         self.block = at((queries, E), lambda b, h, i, *_: (b, h, i, 0))
         self.rows = at((T, E), lambda b, h, i, *_: (b, h // G, 0, 0))
         whole = queries == T
@@ -313,7 +313,7 @@ def _forward_kernel(
         v_RE = v_ref[rows, :]
         return higher_Q1, total_Q1, fade_Q1 * sum_QE + _dot(weight_QR.astype(v_RE.dtype), v_RE)
 
-    zeros = lambda width: jnp.zeros((Q, width), jnp.float32)  # noqa: E731
+    zeros = lambda width: jnp.zeros((Q, width), jnp.float32)
     start = (zeros(1) + NOTHING, zeros(1), zeros(E))
     best_Q1, total_Q1, sum_QE = lax.fori_loop(*_bounds(begin_ref, end_ref), see, start)
     divisor_Q1 = jnp.where(total_Q1 > 0, total_Q1, 1.0)

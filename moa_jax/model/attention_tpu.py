@@ -102,7 +102,7 @@ def _attend_prefix(q_BKGTE: Array, past: KV, sight: Sight, interpret: bool) -> t
     q_BKQE = q_BKGTE.reshape(B, K, G * T, E)
     q_BKQE = jnp.pad(q_BKQE, ((0, 0), (0, 0), (0, num - G * T), (0, 0)))
     rows = next(size for size in (512, 256, 128) if S % size == 0)
-    last = lambda length: jnp.maximum(pl.cdiv(length, rows) - 1, 0)  # noqa: E731
+    last = lambda length: jnp.maximum(pl.cdiv(length, rows) - 1, 0)
     queries = pl.BlockSpec((None, None, block, E), lambda b, k, q, s, n: (b, k, q, 0))
     # A block that was fetched is not fetched again: beyond the prefix, the last one is named.
     keys = pl.BlockSpec(

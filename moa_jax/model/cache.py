@@ -57,7 +57,7 @@ def join(past: KV, new: KV) -> KV:
 
 def take(rows: KV, path_BD: Array) -> KV:
     """The rows of a path of D nodes, from the T rows of one pass."""
-    pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)  # noqa: E731
+    pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)
     return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
 
 
@@ -79,5 +79,5 @@ def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
         rows, new = cache_BKSE.reshape(*heads, S, E), new_BKTE.reshape(*heads, -1, E)
         start = (*(0 for _ in heads), start_B[0], 0)
         return lax.dynamic_update_slice(rows, new, start).reshape(cache_BKSE.shape)
-    update = lambda row, new, start: lax.dynamic_update_slice(row, new, (0, start, 0))  # noqa: E731
+    update = lambda row, new, start: lax.dynamic_update_slice(row, new, (0, start, 0))
     return jax.vmap(update)(cache_BKSE, new_BKTE, start_B)

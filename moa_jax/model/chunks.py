@@ -57,7 +57,7 @@ def sum_and_join(
     The pieces are those of axis 1. There is no gradient of it that spares memory.
     """
     T = jax.tree.leaves(arrays)[0].shape[1]
-    one = lambda start, size: function(_cut(arrays, start, size, 1))  # noqa: E731
+    one = lambda start, size: function(_cut(arrays, start, size, 1))
 
     def add(total: Any, start: Array) -> tuple[Any, Any]:
         summed, joined = one(start, size)

@@ -58,7 +58,7 @@ def init(cfg: TargetConfig, key: Array) -> Params:
     embed_key, head_key, *layer_keys = jax.random.split(key, cfg.num_layers + 2)
     x_BTD = jnp.zeros((1, 1, cfg.block.hidden_size))
     turn = rotation(cfg.block, jnp.zeros((1, 1), jnp.int32))
-    block = lambda k: Block(cfg.block).init(k, x_BTD, turn, masks.line(1))["params"]  # noqa: E731
+    block = lambda k: Block(cfg.block).init(k, x_BTD, turn, masks.line(1))["params"]
     shape = (cfg.vocab_size, cfg.block.hidden_size)
     params = {
         "embed": INIT_STDDEV * jax.random.normal(embed_key, shape),
@@ -118,7 +118,7 @@ def stack_rows(rows: Rows) -> KV:
     """
     if isinstance(rows, KV):
         return rows
-    by_token = lambda *each: jnp.stack([x.swapaxes(1, 2) for x in each], axis=2)  # noqa: E731
+    by_token = lambda *each: jnp.stack([x.swapaxes(1, 2) for x in each], axis=2)
     return jax.tree.map(lambda *each: by_token(*each).transpose(2, 0, 3, 1, 4), *rows)
 
 

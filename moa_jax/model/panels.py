@@ -87,7 +87,7 @@ def is_fast() -> bool:
     """Whether XLA here makes one library call of `multiply`; a loop of its own is far slower."""
     if jax.default_backend() != "cpu":
         return False
-    struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)  # noqa: E731
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
     panels = Panels(struct(4, 256, WIDTH), (4 * WIDTH,))
     program = jax.jit(multiply).lower(struct(1, 256), panels).compile()
     return "__ynn_fusion" in program.as_text()

@@ -122,7 +122,7 @@ def shardings_of(params: Any, sharding_of: ShardingOf) -> Any:
         steps = tuple(getattr(step, "key", getattr(step, "idx", None)) for step in path)
         return sharding_as(steps, leaf, sharding_of(steps, leaf.shape))
 
-    is_matrix = lambda leaf: isinstance(leaf, Quantised)  # noqa: E731
+    is_matrix = lambda leaf: isinstance(leaf, Quantised)
     return jax.tree.map_with_path(at, params, is_leaf=is_matrix)
 
 
@@ -133,7 +133,7 @@ def in_panels(params: Any) -> Any:
         is_kernel = _SUMMED.get(getattr(path[-1], "key", None)) == 0
         return panels.cut(leaf) if is_kernel else leaf
 
-    is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)  # noqa: E731
+    is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)
     return jax.tree.map_with_path(of, params, is_leaf=is_matrix)
 
 
@@ -161,7 +161,7 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     is_master = kernel.dtype != x.dtype and not sharding.is_cut()  # kept in more bits, in training
     apart = sharding.cuts_outputs() and not is_master
     multiply = functools.partial(jnp.tensordot, axes=1) if apart else jnp.matmul
-    joined = lambda array, *before: array if apart else array.reshape(*before, -1)  # noqa: E731
+    joined = lambda array, *before: array if apart else array.reshape(*before, -1)
     if isinstance(kernel, Quantised):
         values_DF = joined(kernel.values, inputs).astype(x.dtype)
         y = multiply(x, values_DF, preferred_element_type=jnp.float32)

@@ -275,7 +275,7 @@ def for_decoding(table: convert.Table, mesh: Mesh) -> Cut:
 def dividing(axes: convert.Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The mesh axes of an array in decoding; an axis that the mesh does not divide is not split."""
     sizes = list(zip(spec(axes, DECODE), shape, strict=False))  # trailing axes need no name
-    fits = lambda part, size: part is None or size % mesh.shape[part] == 0  # noqa: E731
+    fits = lambda part, size: part is None or size % mesh.shape[part] == 0
     return PartitionSpec(*(part if fits(part, size) else None for part, size in sizes))
 
 
@@ -285,7 +285,7 @@ def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
     Caches are split by their heads besides, and kept states by their features.
     """
     kept = {KV: ("rows", "kv_heads", None, None), States: ("rows", None, "features")}
-    axes = lambda part: kept.get(type(part), ("rows",))  # noqa: E731
+    axes = lambda part: kept.get(type(part), ("rows",))
 
     def place(part: Any) -> Any:
         return jax.tree.map(lambda leaf: dividing(axes(part), leaf.shape, mesh), part)

@@ -157,7 +157,7 @@ def digest_form(
 ) -> tuple[Any, tuple[LeafSpec, ...]]:
     """The structure of a drafter's digest, and its leaves for one token."""
     block, taps = cfg.block, functions.taps
-    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     rows = of(cfg.num_layers, 1, block.num_kv_heads, 1, block.head_dim)
     x_BTD = of(1, 1, block.hidden_size)
     tapped = Tapped(llama.KV(rows, rows), (x_BTD,) * len(taps.streams), x_BTD)

@@ -278,7 +278,7 @@ class Slots:
             own = PassSize(function, 1, bucket(width), True)
         else:
             own = PassSize(function, self._num_rows(count), at_least(NODES, width), sampled)
-        holds = lambda size: size.function is function and size.holds(count, width, sampled)  # noqa: E731
+        holds = lambda size: size.function is function and size.holds(count, width, sampled)
         return self._ready.cheapest(holds, lambda size: (size != own, *size.cost)) or own
 
     def _num_rows(self, count: int) -> int:

@@ -297,7 +297,7 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
         )
     with ocp.StandardCheckpointer() as reader:
         found = reader.metadata(folder / "state").item_metadata.tree["params"]
-    shapes = lambda tree: {  # noqa: E731
+    shapes = lambda tree: {
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }

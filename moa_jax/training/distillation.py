@@ -109,7 +109,7 @@ def _apart(parts: Parts, never: Array) -> Parts:
     A compiler joins the reading of a micro-batch to what follows, which then rounds in another
     way than behind the target's layers; over a branch it joins nothing.
     """
-    blank = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
+    blank = lambda x: jax.tree.map(jnp.zeros_like, x)
     return jax.lax.cond(never, blank, lambda x: x, parts)
 
 
@@ -280,7 +280,7 @@ def abstract_frozen(target_cfg: TargetConfig, dtype: Any = jnp.float32) -> Any:
     """The shapes of a target's weights with stacked layers."""
     shapes = jax.eval_shape(lambda: llama.init(target_cfg, jax.random.key(0)))
     layers = shapes["layers"]
-    stack = lambda leaf: jax.ShapeDtypeStruct((len(layers), *leaf.shape), dtype)  # noqa: E731
+    stack = lambda leaf: jax.ShapeDtypeStruct((len(layers), *leaf.shape), dtype)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
     return shapes | {"layers": jax.tree.map(stack, layers[0])}
 

@@ -98,7 +98,7 @@ def _defaults(config: Any, above: str = "") -> Settings:
 
 
 def _decisive(settings: Settings) -> Settings:
-    free = lambda name: any(f"{name}.".startswith(f"{part}.") for part in FREE)  # noqa: E731
+    free = lambda name: any(f"{name}.".startswith(f"{part}.") for part in FREE)
     return {n: v for n, v in settings.items() if n in DECISIVE or not free(n)}
 
 

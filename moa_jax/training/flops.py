@@ -61,7 +61,7 @@ def model_flops_per_token(
         batch = TappedBatch(*batch, jax.eval_shape(keep, frozen, batch))
     gradient = attention.computed("einsum")(jax.grad(loss, has_aux=True))
     traced = jax.make_jaxpr(gradient)(params, frozen, batch, key, progress)
-    seen = lambda parts: (T + 1) / 2 / (parts * short)  # noqa: E731
+    seen = lambda parts: (T + 1) / 2 / (parts * short)
     return of_program(traced, seen) / short
 
 

@@ -38,7 +38,7 @@ def abstract(tree: Any, sharding: Any) -> Any:
     if isinstance(sharding, jax.sharding.Sharding):
         where = sharding
         sharding = jax.tree.map(lambda _: where, tree)
-    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, tree, sharding)
 
 

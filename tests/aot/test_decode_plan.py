@@ -457,7 +457,7 @@ def test_moves_of_2_mib_are_listed_with_their_phase():
 def level_and_target(rows: int) -> tuple[int, int]:
     """Numbers that one level of the paper's drafter and one pass of Llama-3-8B read."""
     D, E, head = 4096, 128, 4096 * 128_256
-    block = lambda kv, inner: D * (32 + 2 * kv) * E + 32 * E * D + 3 * D * inner  # noqa: E731
+    block = lambda kv, inner: D * (32 + 2 * kv) * E + 32 * E * D + 3 * D * inner
     level = 2 * block(4, 6144) + head + 2 * 2 * 4 * E * rows
     return level, 32 * block(8, 14_336) + head + 32 * 2 * 8 * E * rows
 

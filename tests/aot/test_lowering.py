@@ -245,7 +245,7 @@ def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
     cfg = dataclasses.replace(LLAMA, num_layers=num_layers, vocab_size=512)
     setup = Setup(cfg, None, DraftShape(1))
     params = abstract_weights(setup).target
-    stack = lambda *leaves: jax.ShapeDtypeStruct((num_layers, *leaves[0].shape), leaves[0].dtype)  # noqa: E731
+    stack = lambda *leaves: jax.ShapeDtypeStruct((num_layers, *leaves[0].shape), leaves[0].dtype)
     params = params | {"layers": jax.tree.map(stack, *params["layers"])}
 
     def decode(params, root_11, count):

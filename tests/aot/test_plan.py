@@ -82,15 +82,15 @@ def test_model_flops_are_those_of_the_formula(reused, on_policy, length):
 def test_loops_branches_and_second_forwards_count():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     once = 2 * 8**3
-    square = lambda y: y @ y  # noqa: E731
-    step = lambda y, _: (lax.scan(lambda z, _: (z @ z, None), y, None, length=5)[0], None)  # noqa: E731
+    square = lambda y: y @ y
+    step = lambda y, _: (lax.scan(lambda z, _: (z @ z, None), y, None, length=5)[0], None)
     assert flops.count(lambda x: lax.scan(step, x, None, length=3)[0], x) == 15 * once
-    either = lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ y @ y, square, x)  # noqa: E731
+    either = lambda x: lax.cond(x[0, 0] > 0, lambda y: y @ y @ y, square, x)
     assert flops.count(either, x) == 2 * once
     assert flops.count(jax.jit(jax.vmap(square)), jax.ShapeDtypeStruct((7, 8, 8), "float32")) == (
         7 * once
     )
-    deep = lambda x: jnp.sum(jnp.sin(square(jnp.sin(square(x)))))  # noqa: E731
+    deep = lambda x: jnp.sum(jnp.sin(square(jnp.sin(square(x)))))
     assert flops.count(jax.grad(deep), x) == 6 * once
     assert flops.count(jax.value_and_grad(jax.checkpoint(deep)), x) == 8 * once
     assert flops.count(jax.grad(jax.checkpoint(deep)), x) == 6 * once  # the first is not needed
@@ -378,7 +378,7 @@ def test_hosts_are_whole():
 @pytest.mark.parametrize("true", [0, 1, 2, 37])
 def test_the_largest_that_fits(true, guess):
     tried = []
-    fits = lambda units: tried.append(units) or units <= true  # noqa: E731
+    fits = lambda units: tried.append(units) or units <= true
     assert planning.largest(fits, guess) == true
     assert all(units > 0 for units in tried)
     assert len(tried) == len(set(tried)) <= (4 if abs(guess - true) <= 1 else 18)

@@ -104,7 +104,7 @@ def test_config_files_that_do_not_run_are_refused_in_one_line(tmp_path, text, sa
 
 def test_a_config_file_has_a_config_of_the_asked_kinds(tmp_path):
     path = tmp_path / "a.py"
-    read = lambda *kinds: read_config(str(path), *kinds)  # noqa: E731
+    read = lambda *kinds: read_config(str(path), *kinds)
     path.write_text("from configs.tiny import config")
     assert read(PretrainConfig, DistillConfig) == tiny.config
     assert "defines a DistillConfig named `config`, expected Pretrain" in refusal(

@@ -65,7 +65,7 @@ def drafter(name: str) -> LoadedDrafter:
 
 
 def large(found):
-    grown = lambda leaf: leaf if leaf.ndim == 1 else 10 * leaf  # noqa: E731
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 10 * leaf
     return found._replace(params=jax.tree.map(grown, found.params))
 
 
@@ -87,7 +87,7 @@ def assert_same_start(found, expected, lengths=LENGTHS):
         np.testing.assert_array_equal(*pair, err_msg=name)
     for ours, theirs in zip(found.now.said, expected.now.said, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    parts = lambda state: {"target": state.now.target_caches, "draft": state.now.draft_cache}  # noqa: E731
+    parts = lambda state: {"target": state.now.target_caches, "draft": state.now.draft_cache}
     leaves = zip(
         *(jax.tree.leaves_with_path(parts(state)) for state in (found, expected)), strict=True
     )

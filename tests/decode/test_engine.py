@@ -99,7 +99,7 @@ def test_every_way_gives_the_same_texts(monkeypatch):
     """From each way to each other one, with drafters that wait behind rounds of plain decoding."""
     engine = serving_ways()
     turns = itertools.cycle([(CHAIN, 2), (PLAIN, 3), (TREE, 1), (PLAIN, 7), (LONG, 2)])
-    there = lambda batch, programs, *alone: next(turn for turn in turns if turn[0] in programs)  # noqa: E731
+    there = lambda batch, programs, *alone: next(turn for turn in turns if turn[0] in programs)
     monkeypatch.setattr(engine._pace, "_way", there)
     requests = mixed(10, 4)
     assert_as_alone(requests, answers(engine, requests))
@@ -144,7 +144,7 @@ def test_calls_are_timed_while_nobody_is_there(started):
 
 def test_a_text_that_begins_alone_is_another_one(monkeypatch):
     engine, begun = serving("lookup"), []
-    note = lambda tokens: begun.append((tokens, len(engine._seats.texts)))  # noqa: E731
+    note = lambda tokens: begun.append((tokens, len(engine._seats.texts)))
     monkeypatch.setattr(engine._pace, "begins", note)
     for request in [Request((5, 9, index), 12, NO_STOP) for index in range(3)]:
         assert_as_alone([request], answers(engine, [request]))
@@ -320,7 +320,7 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
         before = engine.load()
         for request in requests:
             assert_as_alone([request], answers(engine, [request]))
-        new = lambda count: count(engine.load()) - count(before)  # noqa: E731,B023
+        new = lambda count: count(engine.load()) - count(before)  # noqa: B023
         drafted[most_bytes] = (new(lambda x: x.drafted_tokens), new(lambda x: x.accepted_tokens))
         if most_bytes:
             assert (new(lambda x: x.prefix_lookups), new(lambda x: x.prefix_hits)) == (6, 5)
@@ -339,8 +339,8 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
 
 def test_texts_are_kept_within_their_bytes():
     """The text that was used last stays; one that is too large drives nobody out."""
-    row = lambda size: np.zeros(size, np.float32)  # noqa: E731
-    text = lambda start, *tail: np.array([start, *range(LEAST_REUSED - 1), *tail])  # noqa: E731
+    row = lambda size: np.zeros(size, np.float32)
+    text = lambda start, *tail: np.array([start, *range(LEAST_REUSED - 1), *tail])
     kept, first = Prefixes(100), lambda: [int(each.tokens[0]) for each in kept._kept]
     for start in (1, 2, 3):
         kept.keep(Kept(text(start, 7, 8), row(10), 1))

@@ -162,7 +162,7 @@ def test_closing_lets_answers_end_in_the_time_they_have():
 def test_an_engine_starts_once_and_a_listener_may_close_it():
     """Those who are answered hear so, and nobody waits for himself."""
     engine = engine_of(None, num_slots=2)
-    names = lambda: [each.name for each in threading.enumerate()].count("engine")  # noqa: E731
+    names = lambda: [each.name for each in threading.enumerate()].count("engine")
     before = names()
     engine.start()
     engine.start()
@@ -186,7 +186,7 @@ def test_an_engine_starts_once_and_a_listener_may_close_it():
 def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
     engine = engine_of(None, num_slots=1)
     run = engine.shelf.run
-    slowly = lambda name, *arrays: (time.sleep(0.1), run(name, *arrays))[1]  # noqa: E731
+    slowly = lambda name, *arrays: (time.sleep(0.1), run(name, *arrays))[1]
     monkeypatch.setattr(engine.shelf, "run", slowly)
     engine.start()
     engine.submit(Request((5,), 190, NO_STOP), cut := Listener())

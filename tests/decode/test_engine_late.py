@@ -96,7 +96,7 @@ class Reader:
         readings, kept = self._engine._readings, Prefixes(1 << 30)
         times = math.inf if at_once else 0
         read_on, before = type(readings).read_on, self._engine.load()
-        forced = lambda task, _: read_on(readings, task, lambda: times)  # noqa: E731
+        forced = lambda task, _: read_on(readings, task, lambda: times)
         self._patch.setattr(readings, "read_on", forced)
         self._patch.setattr(readings, "prefixes", kept)
         for index, request in enumerate([stopped(), *REQUESTS], start=-1):

@@ -119,7 +119,7 @@ def test_whether_so_many_will_be_drafted_for():
     for first in (CHAIN, PLAIN):
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: first)  # noqa: B023
         assert pace.would_draft(1) == (first == CHAIN)
-    first_of = lambda batch: CHAIN if batch == 1 else PLAIN  # noqa: E731
+    first_of = lambda batch: CHAIN if batch == 1 else PLAIN
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), table, first_of)
     assert not pace.would_draft(1)  # 50 ms for a chain
     programs = {way: ("program", way) for way in (PLAIN, CHAIN)}
@@ -178,8 +178,8 @@ def test_a_busy_machine_seldom_changes_a_choice(share):
     for seed, chain in itertools.product(range(2), (0.002, 0.02)):
         draw = np.random.default_rng(seed)
         slow = draw.choice([1.0, 1.0, 3.0], 8)
-        spike = lambda: draw.choice([3, 10]) if draw.random() < share else 1  # noqa: E731,B023
-        factor = lambda call: slow[call // 100] * spike()  # noqa: E731,B023
+        spike = lambda: draw.choice([3, 10]) if draw.random() < share else 1  # noqa: B023
+        factor = lambda call: slow[call // 100] * spike()  # noqa: B023
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
         ways = PacedCalls(pace, {PLAIN: 0.001, CHAIN: chain}, factor).calls(800)
         assert ways.count(CHAIN if chain < 0.01 else PLAIN) >= 0.9 * len(ways)
@@ -198,7 +198,7 @@ def test_noise_does_not_add_up():
     """Neither in figures nor in how fast the machine is: one is divided by the other."""
     for seed in range(4):
         draw = np.random.default_rng(seed)
-        factor = lambda call: draw.lognormal(0, 0.2)  # noqa: E731,B023
+        factor = lambda call: draw.lognormal(0, 0.2)  # noqa: B023
         pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
         decoded = PacedCalls(pace, {PLAIN: 0.001, CHAIN: 0.0015}, factor)
         decoded.calls(1000)
@@ -282,8 +282,8 @@ def test_nothing_is_tried_beside_a_chunk():
 
 def test_many_do_not_draft_for_want_of_figures():
     """Nor in a hurry; those of the nearest batch stand in where a size has none of its own."""
-    programs = lambda size: {way: (size, way) for way in (CHAIN, PLAIN)}  # noqa: E731
-    first = lambda batch: PLAIN if batch > 4 else CHAIN  # noqa: E731
+    programs = lambda size: {way: (size, way) for way in (CHAIN, PLAIN)}
+    first = lambda batch: PLAIN if batch > 4 else CHAIN
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, first)
     few, many, more = programs(2), programs(8), programs(16)
     assert [pace.choose(n, few if n == 2 else many, True)[0] for n in (8, 2)] == [

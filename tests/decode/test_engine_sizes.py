@@ -180,7 +180,7 @@ def test_calls_are_cut_at_an_end_but_for_trials(is_trying, monkeypatch):
 def test_a_size_serves_with_the_ways_that_there_are_rows_for(monkeypatch):
     """In one where only a way of drafts is compiled, plain decoding's rows may be too few."""
     engine = without_programs(monkeypatch, [Size(2, 128)], num_slots=2, max_tokens=100)
-    there = lambda size, way, kind: kind if way.num_drafted else None  # noqa: E731
+    there = lambda size, way, kind: kind if way.num_drafted else None
     monkeypatch.setattr(engine.shelf, "kind_of_call", there)
     for ways, expected in (([PLAIN], None), ([PLAIN, CHAIN], Size(2, 128))):
         assert engine.shelf.best(2, 100, EVERY, ways) == expected
@@ -246,7 +246,7 @@ def test_without_room_nothing_more_is_compiled(monkeypatch, started, caplog):
 def test_a_call_has_run_a_round_before_anybody_waits_for_it(monkeypatch):
     """What XLA's library prepares at a program's first run is inside the loop of rounds."""
     session = Session(target())
-    blank = lambda slots, kind: together([given_of(GREEDY, 0, 0, (), 64)] * slots, kind)  # noqa: E731
+    blank = lambda slots, kind: together([given_of(GREEDY, 0, 0, (), 64)] * slots, kind)
     shelf, rounds = Shelf(session, 1, 100, blank), []
 
     class Noted(Programs):

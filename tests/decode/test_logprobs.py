@@ -85,7 +85,7 @@ def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
     stop = whole.token_ids[7]
     first = whole.token_ids.index(stop) + 1
     (stopped,) = session.generate(PROMPTS[1:], NEW, [stop], LAWS[1])
-    find = lambda tokens: 5 if len(tokens) > 5 else None  # noqa: E731
+    find = lambda tokens: 5 if len(tokens) > 5 else None
     (cut,) = session.generate(PROMPTS[1:], NEW, NO_STOP, LAWS[1], find)
     for result, length in ((stopped, first), (cut, 5)):
         assert len(result.logprobs) == len(result.token_ids) == length

@@ -190,7 +190,7 @@ def test_what_a_mesh_does_not_divide_is_whole_everywhere(axes, shape, expected):
 
 def test_a_mesh_splits_what_is_kept_of_a_text():
     """Caches by heads, the states that a late drafter will read by features, all by rows."""
-    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, np.float32)  # noqa: E731
+    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, np.float32)
     state = (KV(*[array(2, 4, 6, 8)] * 2), States(array(2, 6, 32)), array(2, 6, 32))
     specs = sharding.specs_of(state, AbstractMesh((2, 4), sharding.DECODE_AXES))
     heads = P("data", "tensor", None, None)

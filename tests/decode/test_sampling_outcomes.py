@@ -76,7 +76,7 @@ def tree_of(paths: tuple, tokens_BN: np.ndarray) -> Tree:
     nodes = ((), *paths)
     parent_N = np.array([nodes.index(path[:-1]) for path in nodes])
     ancestor_NN = np.array([[path[: len(up)] == up for up in nodes] for path in nodes])
-    spread = lambda row_N: np.broadcast_to(row_N, tokens_BN.shape)  # noqa: E731
+    spread = lambda row_N: np.broadcast_to(row_N, tokens_BN.shape)
     depth_N = np.array([len(path) for path in nodes])
     return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_NN[None])
 
@@ -91,10 +91,10 @@ def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_
     What a round emits is continued by the target's own law.
     """
     nodes, size = ((), *paths), len(target[()])
-    token = lambda path: path[-1] if path else 0  # noqa: E731
+    token = lambda path: path[-1] if path else 0
     tokens_DN = np.array([[token(draft[node]) for node in nodes] for draft, _ in drafts])
     unreached = np.full(size, 1 / size)  # what follows a missing node
-    follows = lambda table, path: table.get(path, unreached)  # noqa: E731
+    follows = lambda table, path: table.get(path, unreached)
     laws = [
         np.array([[follows(table, draft[node]) for node in nodes] for draft, _ in drafts])
         for table in (target, drafter)

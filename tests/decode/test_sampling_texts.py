@@ -52,7 +52,7 @@ def table_drafter(logits_VV) -> Drafter:
 
         return grow.grow(level, cache, root_B, shape, guide)
 
-    nothing = lambda *arguments: ()  # noqa: E731
+    nothing = lambda *arguments: ()
     return Drafter(Taps(), lambda params: {}, None, nothing, nothing, propose, None, None, None)
 
 
@@ -67,7 +67,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
 
     B = ROWS * len(rows)
     law = law_of(rows, SIZE)
-    spread = lambda a: None if a is None else jnp.repeat(jnp.asarray(a), ROWS, axis=0)  # noqa: E731
+    spread = lambda a: None if a is None else jnp.repeat(jnp.asarray(a), ROWS, axis=0)
     key_B = jax.vmap(jax.random.key)(jnp.arange(B, dtype=jnp.uint32))
     law = sample.Law(key_B, *map(spread, law[1:]))
     setup = Setup(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)

@@ -203,7 +203,7 @@ def test_caches_have_a_multiple_of_128_rows(simple_pair, shape):
 def test_weights_that_are_replaced_are_let_go(simple_pair):
     """Training puts the drafter's newest parameters into a session at each checkpoint."""
     session = Session(simple_pair.target, simple_pair.drafter, DraftShape(3))
-    scale = lambda params, by: jax.tree.map(lambda leaf: leaf * by, params)  # noqa: E731
+    scale = lambda params, by: jax.tree.map(lambda leaf: leaf * by, params)
     session.weights = session.weights._replace(drafter=scale(session.weights.drafter, 1.0))
     before = session.generate([[5, 6, 7]], 8, NO_STOP)[0]
     old = weakref.ref(jax.tree.leaves(session.weights.drafter)[0])

@@ -88,7 +88,7 @@ def test_draft_rounds_equal_recorded(folder, name):
     compared = 0
     for which, prompt, answer in prompts_of(arrays):
         seen = f"{which}/{name}/rounds_draft_tokens" in arrays
-        of = lambda key, which=which: arrays[f"{which}/{name}/{key}"]  # noqa: E731
+        of = lambda key, which=which: arrays[f"{which}/{name}/{key}"]
         state, limits, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
         rounds = len(of("rounds_min_gap")) if seen else 0
         index = 0

@@ -114,7 +114,7 @@ def test_the_bundled_pair_in_eight_bits():
     drafter = load_drafter(DEMO / "draft", target, weights="int8")
     assert format_of(target.params) == format_of(drafter.params) == "int8"
     tokenizer = load_tokenizer(DEMO / "target")
-    ask = lambda text: chat.prompt_ids(tokenizer, [{"role": "user", "content": text}])  # noqa: E731
+    ask = lambda text: chat.prompt_ids(tokenizer, [{"role": "user", "content": text}])
     prompts = [ask("I need a cheap hotel in the north of town."), ask("Hello!")]
     laws = [Sampling(), Sampling(0.8, seed=5)]
     plain, found = (

@@ -77,7 +77,7 @@ def drafter(request, calm_target):
     """A drafter whose weights are large enough for its guesses to differ."""
     config = CONFIGS[request.param]
     found = untrained(calm_target, request.param.split("-")[0], config)
-    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf  # noqa: E731
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf
     return found._replace(params=jax.tree.map(grown, found.params))
 
 
@@ -181,7 +181,7 @@ def test_cached_drafting_equals_training(calm_target, drafter):
 def test_drafts_equal_the_oracle(calm_target, name, tmp_path):
     """Tokens and logits of a chain, from files of the official layout."""
     found = untrained(calm_target, name, CONFIGS[name], seed=3)
-    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf  # noqa: E731
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf
     save_drafter(tmp_path / "d", name, found.config, jax.tree.map(grown, found.params), calm_target)
     drafter = load_drafter(tmp_path / "d", calm_target)
     weights = {k: torch.from_numpy(v.copy()) for k, v in tensors_of(tmp_path / "d").items()}
@@ -202,7 +202,7 @@ def test_drafts_equal_the_oracle(calm_target, name, tmp_path):
 def test_training_time_test_equals_the_oracle(calm_target, steps, chunk, tmp_path):
     """Loss and gradients of conversations side by side, for a head that lacks some choices."""
     found = untrained(calm_target, "eagle3", CONFIGS["eagle3"], seed=5)
-    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf  # noqa: E731
+    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf
     drafter = found._replace(params=jax.tree.map(grown, found.params))
     lengths = [[9, 7], [12]]  # of the conversations in each row
     batch = _packed(lengths, seed=7)
@@ -246,12 +246,12 @@ def _packed(lengths, seed):
 
 def _tapped(target, drafter, batch):
     functions = make(target, drafter)
-    tapped = lambda batch: tap(target.config, functions, target.params, batch, jnp.float32)  # noqa: E731
+    tapped = lambda batch: tap(target.config, functions, target.params, batch, jnp.float32)
     return jax.jit(tapped)(batch)
 
 
 def _reads(target, tapped, cut):
-    as_torch = lambda x: torch.from_numpy(np.array(x))  # noqa: E731
+    as_torch = lambda x: torch.from_numpy(np.array(x))
     streams = [as_torch(stream[cut]) for stream in tapped.streams]
     head = as_torch(target.params["lm_head"].T)
     embed = as_torch(target.params["embed"])

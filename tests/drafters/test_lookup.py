@@ -146,7 +146,7 @@ def by_definition(text: list[int], shape: DraftShape) -> list[tuple[int, ...]]:
 def test_the_example_of_the_docstring():
     """Its arrays are what the functions give for its text."""
     docs = lookup.__doc__
-    shown_as = lambda name: [int(x) for x in shown(docs, name)]  # noqa: E731
+    shown_as = lambda name: [int(x) for x in shown(docs, name)]
     text_BS, length_B = jnp.array([[1, 4, 6, 1, 4, 5, 1, 9]]), jnp.array([6])
     assert "text_BS          1  4  6  1  4  5  1 | 9" in docs
     count_S = lookup.match_lengths(LookupConfig(), text_BS, length_B)[0]

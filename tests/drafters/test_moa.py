@@ -56,7 +56,7 @@ class MoaPair:
     def tap(self):
         """(batch) -> what a target pass gives the drafter."""
         functions = make(self.drafter.config, self.target.config)
-        one = lambda batch: tap(  # noqa: E731
+        one = lambda batch: tap(
             self.target.config, functions, self.target.params, batch, jnp.float32
         )
         return jax.jit(one)
@@ -296,9 +296,9 @@ def test_packed_equals_unpacked(num_reused, tmp_path):
     """Two conversations in one row: the same loss and gradient as in rows of their own."""
     pair, batch = random_opened(tmp_path, "llama", num_reused)
     keep = jax.tree.map(lambda x: x[1:], batch)  # rows of 17 and 12 tokens, padded to 23
-    join = lambda x: jnp.concatenate([x[0, :17], x[1, :12]])[None]  # noqa: E731
+    join = lambda x: jnp.concatenate([x[0, :17], x[1, :12]])[None]
     packed = Batch(*map(join, keep))._replace(segment_BT=jnp.array([[1] * 17 + [2] * 12]))
-    one = lambda b: pair.gradient(b, train.Draws(~b.response_BT, jnp.ones(len(b[0]), bool)))  # noqa: E731
+    one = lambda b: pair.gradient(b, train.Draws(~b.response_BT, jnp.ones(len(b[0]), bool)))
     (separate, parts), (together, same) = one(keep), one(packed)
     assert_value(same["loss"], parts["loss"], "loss")
     jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), together, separate)
@@ -326,7 +326,7 @@ def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
     segment_BT = jnp.ones((1, 6), jnp.int32)
     start_BT = masks.known_until(known_BT, segment_BT)
     assert start_BT.tolist() == [[0, 1, 1, 1, 4, 4]]
-    picture = lambda seen: [  # noqa: E731
+    picture = lambda seen: [
         "".join("x" if v else "." for v in row) for row in seen.mask()[0].tolist()
     ]
     assert picture(masks.staircase(start_BT)) == [

@@ -95,7 +95,7 @@ def test_long_attention_in_chunks_equals_short(monkeypatch):
     mask_1TT = jnp.tril(jnp.ones((1, T, T), bool))
 
     def found():
-        total = lambda q, kv: jnp.sum(jnp.sin(attention.attend(q, kv, mask_1TT)))  # noqa: E731
+        total = lambda q, kv: jnp.sum(jnp.sin(attention.attend(q, kv, mask_1TT)))
         return jax.jit(jax.grad(total, (0, 1)))(q_BKGTE, kv)
 
     whole = found()
@@ -123,7 +123,7 @@ def test_probe_in_chunks_equals_whole(monkeypatch):
 def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
     """For drafts of unlike weights, and wherever a program takes the gradient."""
     shared, batch = stacked_target(), batch_of()
-    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
     hidden_BTD, features = drawn(1, 3, T, 32), [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
     asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
 
@@ -133,7 +133,7 @@ def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
         first, second = learning.token_losses(objective, shared, None, hidden_BTD, drafts)
         return 0.3 * first[token] + 1.7 * second[token], (first, second)
 
-    gradient = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(features)  # noqa: E731
+    gradient = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(features)
     (expected, parts), slopes = gradient(lambda x: total(x, 0))
     again = jax.checkpoint(lambda x: total(x, 7))
     for within in (lambda x: total(x, 7), jax.jit(lambda x: total(x, 7)), again):
@@ -152,13 +152,13 @@ def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
     shared, batch, scored = stacked_target(), batch_of(), []
     unembed = llama.unembed
     monkeypatch.setattr(llama, "unembed", lambda *x: scored.append(1) or unembed(*x))
-    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)  # noqa: E731
+    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
     head_DU, hidden_BTD = drawn(0, 32, len(draft_ids or range(96))), drawn(1, 3, T, 32)
     features = [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
     asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
 
     def parts(head_DU, drafts):
-        head = lambda x_BTD: x_BTD @ head_DU  # noqa: E731
+        head = lambda x_BTD: x_BTD @ head_DU
         return learning.token_losses(objective, shared, head, hidden_BTD, drafts, draft_ids)
 
     def total(together, head_DU, features):
@@ -173,7 +173,7 @@ def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
     (value, (*found, once)), grads = both(True, head_DU, features)
     (expected, (*alone, twice)), expected_grads = both(False, head_DU, features)
     assert 2 * once == twice
-    compared = lambda a, b: assert_norm_close(a, b, "together")  # noqa: E731
+    compared = lambda a, b: assert_norm_close(a, b, "together")
     jax.tree.map(compared, (value, found, grads), (expected, alone, expected_grads))
 
 
@@ -247,7 +247,7 @@ def test_no_array_of_tokens_by_vocabulary_lives():
     """Neither direction holds logits of all tokens: no shape of the program says so."""
     V, rows, length = 5_003, 2, 64
     cfg = dataclasses.replace(TARGET, vocab_size=V)
-    abstract = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    abstract = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
     fields = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)
     batch = Batch(*(abstract((rows, length), dtype) for dtype in fields))
 

@@ -51,7 +51,7 @@ TARGETS = [
     ("qwen2", {"tie_word_embeddings": False}),
     ("qwen3", BIASED | {"tie_word_embeddings": True}),
 ]
-ids = lambda value: value if isinstance(value, str) else "-".join(value) or "plain"  # noqa: E731
+ids = lambda value: value if isinstance(value, str) else "-".join(value) or "plain"
 
 
 def assert_same_trees(one, two) -> None:
@@ -115,7 +115,7 @@ def test_weights_are_quantised_as_they_are_loaded(pair):
     drafter = load_drafter(pair / "draft", target, **options)
     found = load_drafter(pair / "draft", quantised, weights="int8", **options)
     assert_same_trees(found.params, quantise_params(drafter.params, "int8"))
-    borrow = lambda params: {"embed": params["embed"], "last": params["layers"][-1]}  # noqa: E731
+    borrow = lambda params: {"embed": params["embed"], "last": params["layers"][-1]}
     shared = load_borrowed(describe_target(pair / "target"), borrow, weights="int8")
     assert_same_trees(shared, borrow(expected))
 

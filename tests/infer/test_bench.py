@@ -137,7 +137,7 @@ def test_bytes_of_small_programs():
         return jax.lax.scan(lambda x, w: (x @ w @ held["w"], None), x, held["four"])[0]
 
     def for_each(held, x):
-        part = lambda i: x @ jax.lax.dynamic_index_in_dim(held["four"], i, keepdims=False)  # noqa: E731
+        part = lambda i: x @ jax.lax.dynamic_index_in_dim(held["four"], i, keepdims=False)
         return jax.lax.map(part, jnp.arange(4))
 
     assert traffic.bytes_read(twice, held, rows) == 2 * 4 * 16
@@ -187,7 +187,7 @@ def test_bytes_of_phases_by_hand():
     a_cache = 2 * 4 * 1 * rows * 8  # keys and values, float32, one head of 8
 
     def bytes_of(turn, moving, read) -> int:
-        phase = lambda held, z: turn(setup, held[0], read, held[1], z)  # noqa: E731
+        phase = lambda held, z: turn(setup, held[0], read, held[1], z)
         return traffic.bytes_read(phase, (weights, moving), zero)
 
     sa, ca, lsa, out = (
@@ -221,7 +221,7 @@ def test_bandwidth_is_that_of_copies():
 
 def test_known_shapes_count_as_published():
     config = SHAPES[moa_llama3_8b.config.target]
-    count = lambda table: sum(int(np.prod(packing.shape)) for packing in table.values())  # noqa: E731
+    count = lambda table: sum(int(np.prod(packing.shape)) for packing in table.values())
     assert count(convert.target_table(config)) == 8_030_261_248
     drafter = DRAFTERS["moa"].table(moa_llama3_8b.config.drafter, config)
     assert 2.4e8 < count(drafter) < 2.7e8
@@ -235,7 +235,7 @@ def test_shapes_of_a_target_in_a_folder():
 def test_random_pairs_have_the_shapes_of_real_ones():
     target, drafter = tiny()
     real = jax.eval_shape(DRAFTERS["moa"].make(DRAFT, TARGET).init, jax.random.key(0))
-    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)  # noqa: E731
+    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)
     assert shapes(drafter.params) == shapes(real)
     std = {float(leaf.std()) for leaf in (target.params["embed"], target.params["lm_head"])}
     assert len(std) == 2 and all(0.018 < value < 0.022 for value in std)
@@ -375,7 +375,7 @@ def test_random_pairs_are_quantised_as_they_are_drawn():
 
 def test_the_cost_of_weights_by_hand():
     """Two targets whose laws differ much: KL and agreement on the tokens that count."""
-    sharp = lambda target: target._replace(  # noqa: E731
+    sharp = lambda target: target._replace(
         params=target.params | {"lm_head": 40 * target.params["lm_head"]}
     )
     one = sharp(tiny()[0])

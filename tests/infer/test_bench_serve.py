@@ -212,7 +212,7 @@ def test_the_worst_of_all_rates():
         | dict(zip(names, known, strict=True))
         for rate, known in ratios.items()
     ]
-    twice = lambda rate, value: dict(rate=rate, clients=None, value=value, runs=[value] * 2)  # noqa: E731
+    twice = lambda rate, value: dict(rate=rate, clients=None, value=value, runs=[value] * 2)
     assert figures.worst(rows) == {
         "speedup_at_lowest_rate": twice(1.0, 1.5),
         "lowest_throughput_over_plain": twice(2.0, 0.9),
@@ -270,7 +270,7 @@ def test_counts_are_what_the_servers_own_metrics_say():
     idle = counts.what_server_did(counts.growth(after, after))
     assert (idle["tau"], idle["acceptance_rate"], idle["shares"]) == (None, None, {})
     seen = [(1.0, before), (2.0, after), (9.0, before)]
-    until = lambda end: counts.mean_in_use(counts.seen_until(seen, end))  # noqa: E731
+    until = lambda end: counts.mean_in_use(counts.seen_until(seen, end))
     assert until(2.5) == {"slots_in_use": 1.5, "waiting": 1.0}
     assert until(0.5) == {"slots_in_use": 0.0, "waiting": 0.0}
     assert counts.mean_in_use([]) == {"slots_in_use": None, "waiting": None}
@@ -550,7 +550,7 @@ def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):
     facts = [(rate["rate"], rate["clients"], rate["requests"]) for rate in document["rates"]]
     assert facts == [(None, 1, 8), (None, 2, 8), (60, None, 8)]
     alone, two, _ = (rate["ways"][1] for rate in document["rates"])
-    at_once = lambda *seeds: {toys[1].at_once[seed] for seed in seeds}  # noqa: E731
+    at_once = lambda *seeds: {toys[1].at_once[seed] for seed in seeds}
     assert at_once(0, 1, 2, 3, 12, 13, 14, 15) == {1}
     assert at_once(4, 5, 6, 7, 16, 17, 18, 19) == {1, 2}
     assert alone["compared"] == two["compared"] == 8

@@ -87,7 +87,7 @@ def test_unpack_undoes_pack(name):
 @pytest.mark.parametrize("name", FLAGS)
 def test_tables_have_the_shapes_that_the_models_use(name):
     cfg = config_of(name)
-    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)  # noqa: E731
+    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)
     leaves = {path: packing.shape for path, packing in convert.target_table(cfg).items()}
     made = jax.eval_shape(lambda: llama.init(cfg, jax.random.key(0)))
     assert convert.nest(leaves) == shapes(made)

@@ -203,7 +203,7 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_refused_flags(folder, tmp_path):
-    again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))  # noqa: E731
+    again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))
     assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
     assert "--draft a/b=c: write NAME=DIR" in again("--draft", "a/b=c")
     assert "a=b,k=2: k is no option, known are method, n" in again("--draft", "a=b,k=2")

@@ -91,13 +91,13 @@ def test_a_depth_is_at_most_64(flag):
 
 
 def test_depths():
-    depth = lambda *flags: pair.shape_of(parse(*flags), 4).depth  # noqa: E731
+    depth = lambda *flags: pair.shape_of(parse(*flags), 4).depth
     assert [depth(), depth("--depth", "1"), depth("--num-speculative-tokens", "4")] == [4, 1, 5]
     assert pair.shape_of(parse(), None) == DraftShape(5)
 
 
 def test_tree_flags(tmp_path):
-    shape = lambda *flags: pair.shape_of(parse("--mode", "tree", *flags), 4)  # noqa: E731
+    shape = lambda *flags: pair.shape_of(parse("--mode", "tree", *flags), 4)
     assert shape() == DraftShape(7, 8, 62)
     assert shape("--depth", "3", "--breadth", "2", "--total-tokens", "5") == DraftShape(3, 2, 5)
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
@@ -106,7 +106,7 @@ def test_tree_flags(tmp_path):
     (tmp_path / "tree.json").write_text("[[0")
     assert "is no JSON list of paths" in refusal(shape, "--paths", str(tmp_path / "tree.json"))
     assert "leave out --depth" in refusal(shape, "--paths", "x", "--depth", "3")
-    chain = lambda *flags: pair.shape_of(parse(*flags), 4)  # noqa: E731
+    chain = lambda *flags: pair.shape_of(parse(*flags), 4)
     assert "use it with --mode tree" in refusal(chain, "--breadth", "3")
 
 

@@ -33,7 +33,7 @@ def test_the_demo_needs_no_data(monkeypatch, tmp_path):
 
 def test_what_is_left_out_makes_room_for_the_next():
     questions = [suites.Question(name, i, "", name, ("Hi",)) for name in "ab" for i in range(4)]
-    why_not = lambda question: "first" if question.id == 0 else None  # noqa: E731
+    why_not = lambda question: "first" if question.id == 0 else None
     chosen, left_out = suites.choose(questions, 2, why_not)
     assert [(q.set, q.id) for q in chosen] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
     assert left_out == {questions[0]: "first", questions[4]: "first"}

@@ -105,7 +105,7 @@ def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype):
     foul = jax.tree.map(lambda rows: jnp.where(used[:, None, :, None], rows, jnp.nan), past)
     mixed, written = jax.jit(attention.by_einsum)(packed, turn, foul, sight)
     each = [jax.tree.map(lambda a, i=i: a[i : i + 1], given) for i in range(5)]
-    of = lambda a, i: None if a is None else a[i : i + 1]  # noqa: E731
+    of = lambda a, i: None if a is None else a[i : i + 1]
     seen = [masks.sight(of(length_B, i), of(ancestor, i), first) for i in range(5)]
     expected = [attention.by_einsum(*one, sees)[0] for one, sees in zip(each, seen, strict=True)]
     atol = 2e-6 if dtype == "float32" else 2e-2

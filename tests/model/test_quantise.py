@@ -138,7 +138,7 @@ def test_matrices_of_a_tree_are_quantised_and_no_vectors(calm_target, weights): 
         kept[name] = kept.get(name, True) and not isinstance(leaf, Quantised)
         assert leaf.dtype == jnp.float32
     assert kept == {"embed": False, "kernel": False, "scale": True, "lm_head": False}
-    size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
+    size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert size(found) < 0.32 * size(params)
 
 
@@ -154,5 +154,5 @@ def test_weights_that_are_not_quantised_compute_what_they_did(calm_target):  # n
         )
     )(x_BTD, kernel)
     found = jax.make_jaxpr(lambda x, kernel: quantise.matmul(x, kernel, x.dtype))(x_BTD, kernel)
-    operations = lambda jaxpr: [str(eqn.primitive) for eqn in jaxpr.eqns]  # noqa: E731
+    operations = lambda jaxpr: [str(eqn.primitive) for eqn in jaxpr.eqns]
     assert operations(found) == operations(by_hand)

@@ -152,7 +152,7 @@ def test_shapes_of_real_llama3(size):
     params = jax.eval_shape(lambda key: llama.init(cfg, key), jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert abs(count / expected - 1) < 1e-3
-    stack = lambda layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)  # noqa: E731
+    stack = lambda layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     stacked = params | {"layers": jax.eval_shape(stack, params["layers"])}
     tokens_BT = jax.ShapeDtypeStruct((2, 128), jnp.int32)
     logits = jax.eval_shape(

@@ -64,9 +64,7 @@ def start_program(folder: Path, *flags: str) -> tuple[subprocess.Popen, dict]:
 @pytest.fixture(scope="module", params=["toy", pytest.param("pair", marks=pytest.mark.slow)])
 def served(request, tmp_path_factory) -> Iterator[ServedModel]:
     if request.param == "toy":
-        say = lambda ids, count, sampling: answer_of(  # noqa: E731
-            Request(tuple(ids), count, (EOS,), sampling)
-        )
+        say = lambda ids, count, sampling: answer_of(Request(tuple(ids), count, (EOS,), sampling))
         with running(ToyEngine(slots=8, max_waiting=64), keys=(KEY,)) as server:
             yield ServedModel(f"{server.url}/v1", say)
         return

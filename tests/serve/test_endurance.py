@@ -312,8 +312,8 @@ def crowd(
     def other(do: Callable[..., Any], draw: random.Random, count: int, client: Any) -> None:
         do(client, draw)
 
-    damage = lambda client, draw: send_malformed(client, draw, 1)  # noqa: E731
-    leave = lambda client, draw: vanish(served, draw)  # noqa: E731
+    damage = lambda client, draw: send_malformed(client, draw, 1)
+    leave = lambda client, draw: vanish(served, draw)
     part, usual, few = functools.partial, 1 << 18, 4096
     return [
         *(part(again, part(asking, number, 0.0), usual) for number in range(8)),

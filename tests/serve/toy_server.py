@@ -164,7 +164,7 @@ class Running:
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         self.port = self.listener.getsockname()[1]
         self.engine, self.events = engine, []
-        log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
+        log = lambda event, **facts: self.events.append((event, facts))
         most = engine.max_tokens
         self.model = Model("toy", tokenizer, VOCAB, (EOS,), most, most - 1, created=5)
         metrics = ServingMetrics("toy", engine)

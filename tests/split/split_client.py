@@ -266,7 +266,7 @@ def ask(
     **given,
 ) -> AnswerSeen:
     """One answer of a client of its own."""
-    work = lambda answering: answered(answering, prompt, new, **given)  # noqa: E731
+    work = lambda answering: answered(answering, prompt, new, **given)
     return run_client(server, options, work, half)
 
 

@@ -155,7 +155,7 @@ class RunningSplit:
         self, slots: ToySlots, server_limits: ServerLimits, limits: ConnectionLimits
     ) -> None:
         self.slots, self.events = slots, []
-        log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
+        log = lambda event, **facts: self.events.append((event, facts))
         self.service = Service(slots, server_limits, ServerMetrics(), log)
         self.server = SplitServer(self.service, PAIRING, VOCAB, limits, log)
         self.port = 0

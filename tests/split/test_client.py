@@ -229,7 +229,7 @@ def test_split_client_says_that_a_server_is_silent_or_none(ask):
 
 
 def test_split_client_of_another_version_is_told_so(ask, server):
-    spoil = lambda message, seen: [bytes((9,)) + message[1:]]  # noqa: E731
+    spoil = lambda message, seen: [bytes((9,)) + message[1:]]
     with relayed(server.port, spoil, token="secret") as port:
         said = refused(ask(*IDS, url=f"ws://127.0.0.1:{port}/v1/split"))
     assert "speaks protocol version 9" in said

@@ -136,7 +136,7 @@ def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
             proxy.heal()
             first = await answered(answering, PROMPT, NEW)
             proxy.refuse()
-            heal = lambda index, _: proxy.heal() if index == 4 else None  # noqa: E731
+            heal = lambda index, _: proxy.heal() if index == 4 else None
             return first, await answered(answering, [7, *PROMPT], NEW, act=heal)
 
         with nothing_left():
@@ -172,7 +172,7 @@ def test_disconnect_for_good_ends_alone(server):
     for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
         options = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
         with linked(server.port) as proxy, nothing_left():
-            refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None  # noqa: E731
+            refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None
             found = ask(server_at(proxy.port), options, PROMPT, NEW, act=refuse)
         assert found.done == "length" and found.kept[-1] and not found.kept[0]
         found.check("keep")
@@ -182,7 +182,7 @@ def test_disconnect_for_good_without_a_drafter_to_go_on(server):
     """A drafter that only makes trees waits for a link, and gives up in time."""
     with linked(server.port) as proxy:
         half, options = ToyHalf(can_go_on=False), dataclasses.replace(TREE, reconnect_seconds=0.3)
-        refuse = lambda index, _: proxy.refuse() if index == 5 else None  # noqa: E731
+        refuse = lambda index, _: proxy.refuse() if index == 5 else None
         found = ask(server_at(proxy.port), options, PROMPT, NEW, half, act=refuse)
         assert found.done == "lost" and not any(found.kept)
         proxy.heal()

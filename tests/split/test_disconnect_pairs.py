@@ -108,7 +108,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
     for seed in range(6):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
-            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)  # noqa: E731
+            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
             found = run_client(at(proxy.port, facts), OPTIONS[name], work, half)
             proxy.heal()
         assert found.tokens == plain.token_ids and found.done == "length"
@@ -123,7 +123,7 @@ def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, ha
     for seed in range(6):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
-            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)  # noqa: E731
+            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
             found = run_client(at(proxy.port, facts), options, work, half)
             proxy.heal()
         assert len(found.tokens) == NEW

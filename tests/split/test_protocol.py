@@ -54,7 +54,7 @@ CODECS = ("float32", "bfloat16", "int8")
 def random_messages(seed: int) -> list[Any]:
     """One message of each kind within LIMITS."""
     rng = np.random.default_rng(seed)
-    tokens = lambda most, least=1: rng.integers(  # noqa: E731
+    tokens = lambda most, least=1: rng.integers(
         LIMITS.vocab_size, size=rng.integers(least, most + 1)
     ).tolist()
     seq = int(rng.integers(1 << 31))
@@ -329,7 +329,7 @@ SPECS = {
 
 def random_rows(specs: list[LeafSpec], count: int, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    scale = lambda: np.exp(3 * rng.standard_normal())  # noqa: E731
+    scale = lambda: np.exp(3 * rng.standard_normal())
     return [
         (scale() * rng.standard_normal((count, *spec.shape))).astype(np.float32) for spec in specs
     ]

@@ -112,7 +112,7 @@ def test_split_bench_counts_what_each_way_costs(at):
 
 
 def test_split_bench_speedups_are_ratios_of_the_same_prompt():
-    rates = lambda *values: [{"tokens_per_s": value} for value in values]  # noqa: E731
+    rates = lambda *values: [{"tokens_per_s": value} for value in values]
     found = run._ratios(rates(6.0, 9.0, None, 1.0), rates(2.0, 1.0, 5.0, 0.0))
     assert found == [3.0, 9.0]
 
@@ -181,7 +181,7 @@ def test_disconnect_quality_is_what_the_target_thinks(tmp_path):
 
 
 def test_split_bench_names_the_best_n():
-    row = lambda layers, rate: {  # noqa: E731
+    row = lambda layers, rate: {
         "method": "moa",
         "target_layer_inference": layers,
         "tokens_per_s": rate,

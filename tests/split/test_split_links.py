@@ -150,7 +150,7 @@ def test_split_rows_come_in_parts_of_few_bytes():
 
 def test_split_parts_that_follow_each_other_are_taken_in_at_once():
     text = list(range(40))
-    rows = lambda a, b: [np.arange(a, b), np.arange(a, b)[:, None]]  # noqa: E731
+    rows = lambda a, b: [np.arange(a, b), np.arange(a, b)[:, None]]
     parts = [TokenRows(a, text[a:b], rows(a, b)) for a, b in [(0, 3), (3, 8), (8, 9), (20, 22)]]
     found = joined(parts, 8)
     assert [(part.start, part.tokens) for part in found] == [

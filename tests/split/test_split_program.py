@@ -109,7 +109,7 @@ def test_an_old_ready_file_announces_no_new_server(tmp_path):
 
 
 def test_public_hosts_go_with_a_token_or_by_will(files):
-    parse = lambda *flags: server._parser().parse_args(["--host", "0.0.0.0", *flags])  # noqa: E731
+    parse = lambda *flags: server._parser().parse_args(["--host", "0.0.0.0", *flags])
     check_address(parse("--token-file", files["token"]), "--token-file", has_secret=True)
     check_address(parse("--open"), "--token-file", has_secret=False)
     with pytest.raises(InputError):

@@ -61,9 +61,7 @@ def test_split_screen_shows_the_answer_and_the_notices_alone(seed, row):
     out = io.StringIO()
     screen = Screen(out, lambda: (columns, rows))
     letters = "abcdef ghij 字漢\n"
-    words = lambda most: "".join(  # noqa: E731
-        chance.choice(letters) for _ in range(chance.randrange(most))
-    )
+    words = lambda most: "".join(chance.choice(letters) for _ in range(chance.randrange(most)))
     text, notices = "", 0
     for _ in range(60):
         screen.show(text, words(chance.choice([3, 30, 300])))

@@ -29,7 +29,7 @@ class Work:
     def __init__(self, slots: ToySlots, limits: ServerLimits) -> None:
         self.slots, self.now, self.events = slots, 0.0, []
         self.metrics = ServerMetrics()
-        log = lambda event, **facts: self.events.append((event, facts))  # noqa: E731
+        log = lambda event, **facts: self.events.append((event, facts))
         self.service = Service(slots, limits, self.metrics, log, lambda: self.now)
 
     async def open(self, tokens: list[int], **changes) -> SplitSession:
@@ -97,7 +97,7 @@ def test_split_big_draft_has_a_pass_of_its_own():
             work.slots.hold.clear()
             sizes = (1, 3, 62, 7)  # nodes, the root left out
             drafts = [wire.Verify(1, list(range(size)), [0] * size) for size in sizes]
-            submit = lambda i: work.service.submit(sessions[i], drafts[i])  # noqa: E731
+            submit = lambda i: work.service.submit(sessions[i], drafts[i])
             answers = [submit(0)]
             await until(lambda: work.entries("verify"))
             answers += [submit(1), submit(2), submit(3)]
@@ -399,7 +399,7 @@ def test_split_failure_that_takes_the_caches_ends_all_who_have_rows():
 def test_split_text_is_logged_only_if_asked_for():
     async def check(text_of):
         slots, events = ToySlots(), []
-        log = lambda event, **facts: events.append((event, facts))  # noqa: E731
+        log = lambda event, **facts: events.append((event, facts))
         limits = ServerLimits(num_slots=4, chunk=8)
         async with Service(slots, limits, ServerMetrics(), log, text_of=text_of) as service:
             session = await service.open(opening([61, 62, 63]), AS_IS, nobody)

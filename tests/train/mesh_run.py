@@ -92,11 +92,11 @@ def losses(
             program.update, donate_argnums=0, out_shardings=(program.state_sharding, None)
         )
         for step in range(steps):
-            read = lambda rows, step=step: batch_of(step, rows)  # noqa: E731
+            read = lambda rows, step=step: batch_of(step, rows)
             batch = sharding.place_rows(read, program.rows_sharding, (ROWS,))
             if cached:
                 kept = TappedBatch(*jax.device_get((*batch, keep(weights, batch))))
-                cut = lambda rows, kept=kept: jax.tree.map(lambda x: x[rows], kept)  # noqa: E731
+                cut = lambda rows, kept=kept: jax.tree.map(lambda x: x[rows], kept)
                 batch = sharding.place_rows(cut, program.rows_sharding, (ROWS,))
             state, metrics = update(state, weights, batch)
             found.append(float(metrics["loss"]))

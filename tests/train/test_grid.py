@@ -96,7 +96,7 @@ def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
     grid, trained = toy_grid(tmp_path), []
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
     monkeypatch.setattr(grids, "train", lambda runs, *rest: trained.extend(runs))
-    asked = lambda rates: grids.main(["--config", "given", "--learning-rates", rates])  # noqa: E731
+    asked = lambda rates: grids.main(["--config", "given", "--learning-rates", rates])
     for text in ("1e-4", "0.0001", "1.0e-04"):
         trained.clear()
         asked(text)
@@ -291,7 +291,7 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     shutil.copy(CONVERSATIONS, data)
     grid = with_cell(toy_grid(tmp_path), data_train=(str(data),))
     run = grids.runs_of(grid)[0]
-    finished = lambda config, flags: finish(run, 1.5) or True  # noqa: E731
+    finished = lambda config, flags: finish(run, 1.5) or True
     monkeypatch.setattr(grids, "distill", finished)
     assert grids.train([run], TARGET) and grids.is_finished(run, TARGET)
     assert grids.files_of(run.config)[str(data)]["bytes"] == data.stat().st_size
@@ -489,7 +489,7 @@ def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
     eagle3 = dataclasses.replace(grid.cells[0][1], drafter=Eagle3Config(1, 24))
     grid = dataclasses.replace(grid, cells=(*grid.cells, ("eagle3", eagle3)))
     flags = CacheFlags(tmp_path / "cache", 1.0)
-    one_of = lambda grid: shared(flags, grid.cells, TARGET.config)  # noqa: E731
+    one_of = lambda grid: shared(flags, grid.cells, TARGET.config)
     assert one_of(grid) == flags._replace(taps=Taps(True, (2, 6, 9)))
     alike = with_cell(grid, data_rows_per_batch=2, data_seed=5, optim_total_steps=13)
     assert one_of(alike) == one_of(grid)

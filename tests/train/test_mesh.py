@@ -191,7 +191,7 @@ def test_every_array_of_both_models_has_a_rule():
     mesh = sharding.make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
     program = make_train_step(mesh_run.config_of(MeshConfig(1, 1, 1)), mesh_run.TARGET, mesh)
     state = jax.eval_shape(program.init, jax.random.key(0))
-    same = lambda arrays, places: jax.tree.structure(arrays) == jax.tree.structure(places)  # noqa: E731
+    same = lambda arrays, places: jax.tree.structure(arrays) == jax.tree.structure(places)
     assert same(state, program.state_sharding)
     assert same(abstract_frozen(mesh_run.TARGET), program.frozen_sharding)
     layers = program.frozen_sharding["layers"]

@@ -374,7 +374,7 @@ def test_a_run_of_several_processes_compares_settings_models_and_data(
     shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     described = describe_target(bare)  # as a hub gives it before the weights are asked for
     tokenizer, vocab_size = load_tokenizer(small_target), described.config.vocab_size
-    load = lambda data, part: batches.load(data, tokenizer, vocab_size, part)[0]  # noqa: E731
+    load = lambda data, part: batches.load(data, tokenizer, vocab_size, part)[0]
     train, validation = (load(config.data, part) for part in ("train", "validation"))
     facts = functools.partial(distill._facts, config, described)
     ours = facts(tokenizer, train, validation)

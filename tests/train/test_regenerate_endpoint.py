@@ -268,7 +268,7 @@ def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path
 
 def test_retry_after_is_obeyed(ask, fake, tmp_path):
     turns = itertools.count()
-    too_many = lambda handler: handler.reply(429, {}, Retry_After="0.5")  # noqa: E731
+    too_many = lambda handler: handler.reply(429, {}, Retry_After="0.5")
     fake.fault = lambda handler: next(turns) == 0 and too_many(handler)
     ask(tmp_path / "a.jsonl", "--limit", "1", "--concurrency", "1")
     assert fake.times[1] - fake.times[0] >= 0.5

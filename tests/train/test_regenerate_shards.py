@@ -112,7 +112,7 @@ def test_an_unreadable_record_is_left_out_and_counted(ask, scripted, tmp_path, c
 @pytest.fixture
 def short(tmp_path) -> Path:
     """Conversations of two questions, so short that one compiled program answers all."""
-    talk = lambda i: [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")]  # noqa: E731
+    talk = lambda i: [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")]
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(8)))
     return path
@@ -156,7 +156,7 @@ def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder)
         found = session.generate(prompts, 12, None, laws)[: len(asked)]
         return [tokenizer.decode(r.token_ids, skip_special_tokens=True).strip() for r in found]
 
-    before = lambda asked: [(number, messages[:-1]) for number, messages in asked]  # noqa: E731
+    before = lambda asked: [(number, messages[:-1]) for number, messages in asked]
     talks = [json.loads(line)["messages"] for line in lines(tmp_path / "a.jsonl")]
     for turn in (1, 3):
         there = [(int(t[0]["content"][5:-1]), t) for t in talks if len(t) > turn]

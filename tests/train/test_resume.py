@@ -421,7 +421,7 @@ def test_kinds_of_drafters_differ_though_their_settings_are_alike():
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     taus = iter([1.0, 3.0, 2.0, 1.5, 2.5, 2.9])
-    evaluate = lambda params, frozen: {"simulated_tau": next(taus)}  # noqa: E731
+    evaluate = lambda params, frozen: {"simulated_tau": next(taus)}
     config = toy_config(tmp_path, eval_every=2, save_every=2, keep_checkpoints=2)
 
     def batch(step: int):

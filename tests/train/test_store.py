@@ -85,7 +85,7 @@ def test_a_drafter_in_a_store_is_taken_out_and_trained_on(store, small_target, t
 
 
 def same_files(one: Path, other: Path) -> bool:
-    files = lambda folder: {file.name: file.read_bytes() for file in folder.iterdir()}  # noqa: E731
+    files = lambda folder: {file.name: file.read_bytes() for file in folder.iterdir()}
     return files(one) == files(other) != {}
 
 
@@ -105,9 +105,7 @@ def test_data_comes_from_a_store(store):
 
 def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
     config = toy_config(tmp_path)
-    at = lambda url: dataclasses.replace(  # noqa: E731
-        config, run=dataclasses.replace(config.run, directory=url)
-    )
+    at = lambda url: dataclasses.replace(config, run=dataclasses.replace(config.run, directory=url))
     said = refusal(expanded, at("s3://bucket/run"))
     assert said.startswith("s3://bucket/run: s3:// is no store that is known: use gs://")
     for package in places.PACKAGES:

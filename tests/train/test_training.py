@@ -309,7 +309,7 @@ REFUSALS = {
 def test_refused_before_the_target_is_loaded(case, small_target, distilled, tmp_path, monkeypatch):
     monkeypatch.setattr(distill, "load_target", None)
     config = distill_config(tmp_path, small_target)
-    set_run = lambda **changes: dataclasses.replace(config.run, **changes)  # noqa: E731
+    set_run = lambda **changes: dataclasses.replace(config.run, **changes)
     held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if case == "no tensorboard":
         monkeypatch.setitem(sys.modules, "tensorboardX", None)

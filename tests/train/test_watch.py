@@ -194,7 +194,7 @@ def test_prompts_are_decoded_at_checkpoints(tmp_path, capsys):
 
 def test_the_summary_names_the_best_and_where_it_is(tmp_path, capsys):
     taus = iter([1.5, 2.5, 2.0, 2.25])
-    evaluate = lambda params, frozen: {"simulated_tau": next(taus)}  # noqa: E731
+    evaluate = lambda params, frozen: {"simulated_tau": next(taus)}
     fit(toy_job(toy_config(tmp_path), evaluate=evaluate), None)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("12 steps, the last 12 in ")
@@ -236,7 +236,7 @@ def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
     fake.SummaryWriter = FakeWriter
     fake.__spec__ = importlib.util.spec_from_loader("tensorboardX", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", fake)
-    evaluate = lambda params, frozen: {"simulated_tau": 2.0, "agreement": [0.5, 0.25]}  # noqa: E731
+    evaluate = lambda params, frozen: {"simulated_tau": 2.0, "agreement": [0.5, 0.25]}
     fit(toy_job(toy_config(tmp_path, tensorboard=True), evaluate=evaluate), None)
     writer = FakeWriter.made.pop()
     assert writer.folder == tmp_path / "run" / "tensorboard" and writer.purge_step == 0

@@ -54,11 +54,9 @@ def make_decode(
     method, depth = method_of(config.drafter), config.horizon + 1
     cut = _decoding_mesh(mesh, target.config)
     table = DRAFTERS[method].table(config.drafter, target.config)
-    unstacked = lambda: _laid(  # noqa: E731
-        target.params, _unstacked, convert.target_table(target.config), cut
-    )
+    unstacked = lambda: _laid(target.params, _unstacked, convert.target_table(target.config), cut)
     dtype = target.params["embed"].dtype
-    as_target = lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # noqa: E731
+    as_target = lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     session: Session | None = None
 
     def decode(params: Any) -> dict[str, float]:
@@ -99,7 +97,7 @@ def _laid(
 
 def _unstacked(params: Any) -> Any:
     layers = params["layers"]
-    one = lambda index: jax.tree.map(lambda leaf: leaf[index], layers)  # noqa: E731
+    one = lambda index: jax.tree.map(lambda leaf: leaf[index], layers)
     return params | {"layers": [one(index) for index in range(len(jax.tree.leaves(layers)[0]))]}
 
 

@@ -131,7 +131,7 @@ def filled(
     at_once = config.data.rows_per_batch // config.optim.accumulate  # as in training
 
     def keep(number_B: np.ndarray) -> Parts:
-        read = lambda rows: source.take(number_B[rows])  # noqa: E731
+        read = lambda rows: source.take(number_B[rows])
         batch = sharding.place_rows(read, where, (at_once,))
         with matmul_precision(config.run.dtype):
             return jax.device_get(program(target.params, batch))

@@ -72,7 +72,7 @@ def what_server_did(grown: ServerCounts) -> dict[str, Any]:
     answer comes with its prompt: so rounds are tokens without first and accepted ones. `shares`
     counts rounds of whole batches.
     """
-    count = lambda name: grown.get(name, 0.0)  # noqa: E731
+    count = lambda name: grown.get(name, 0.0)
     committed = count("moa:decoded_tokens") - count("time_to_first_token_seconds_count")
     accepted, drafted = (count(f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
     rounds = {
@@ -100,7 +100,7 @@ def seen_until(seen: Sequence[tuple[float, ServerCounts]], until: float) -> list
 
 def mean_in_use(seen: Sequence[ServerCounts]) -> dict[str, float | None]:
     """Means of what was seen: requests in slots, requests that waited."""
-    mean = lambda name: sum(each[name] for each in seen) / len(seen) if seen else None  # noqa: E731
+    mean = lambda name: sum(each[name] for each in seen) / len(seen) if seen else None
     return {"slots_in_use": mean("num_requests_running"), "waiting": mean("num_requests_waiting")}
 
 

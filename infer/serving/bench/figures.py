@@ -91,7 +91,7 @@ def _beside(runs: Runs, plain: Runs) -> dict[str, Any]:
         if not answer.error and answer.asked.index in known
     ]
     ours, theirs = summarise(runs), summarise(plain)
-    p95 = lambda row: row["latency_s"]["p95"]  # noqa: E731
+    p95 = lambda row: row["latency_s"]["p95"]
     return {
         "speedup": median([theirs.seconds / ours.seconds for ours, theirs in pairs]),
         "throughput_over_plain": _over(ours["tokens_per_s"], theirs["tokens_per_s"]),
@@ -122,7 +122,7 @@ def worst(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     known = [row for row in rows if row.get("speedup") is not None]
     low = next((row for row in known if row["rate"] is not None), known[0])
-    least = lambda key: min((row for row in known if row[key]), key=lambda row: row[key])  # noqa: E731
+    least = lambda key: min((row for row in known if row[key]), key=lambda row: row[key])
     return {
         "speedup_at_lowest_rate": _of_all_and_each(low, "speedup"),
         "lowest_throughput_over_plain": _of_all_and_each(

@@ -21,7 +21,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         rates = [rate for rate in document["rates"] if rate["rate"] is not None]
         rows = [row for rate in rates for row in rate["ways"] if row["way"] == way]
         look = {"color": colour(index), "marker": "o", "markersize": 4}
-        at = lambda key, name=None, rows=rows: _series(rows, key, name)  # noqa: E731
+        at = lambda key, name=None, rows=rows: _series(rows, key, name)
         latency.plot(*at("latency_s", "p50"), label=way, **look)
         latency.plot(*at("latency_s", "p95"), linestyle=":", **look)
         throughput.plot(*at("tokens_per_s"), **look)

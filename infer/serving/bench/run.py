@@ -210,7 +210,7 @@ def _to_play(rates: Sequence[Rate], plain: Capacity | None) -> list[Played]:
     per_second = [
         rate.value * (whole if rate.of_capacity else 1.0) for rate in rates if not rate.clients
     ]
-    share = lambda rate: rate / whole if plain else None  # noqa: E731
+    share = lambda rate: rate / whole if plain else None
     return [Played(None, None, count, []) for count in crowds] + [
         Played(rate, share(rate), None, []) for rate in sorted(per_second)
     ]
@@ -276,7 +276,7 @@ def _rate_of(
 ) -> dict[str, Any]:
     """All ways at one rate; texts are compared with those of the first way."""
     facts = played.facts
-    runs_of = lambda way: [cell[way].answers for cell in played.cells]  # noqa: E731
+    runs_of = lambda way: [cell[way].answers for cell in played.cells]
     first = runs_of(plain or 0)
     rows = []
     for index, server in enumerate(servers):

@@ -183,7 +183,7 @@ def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rates = [one["tokens_per_s"] for one in answers if one["tokens_per_s"]]
     tokens = sum(len(one["token_ids"]) for one in answers)
     rounds = [length for one in answers for length in one["accept_lengths"]]
-    mean = lambda key: sum(one[key] for one in answers) / len(answers)  # noqa: E731
+    mean = lambda key: sum(one[key] for one in answers) / len(answers)
     streams = any(one["tau"] == 1.0 and not one["accept_lengths"] for one in answers)
     return {
         "answers": len(answers),
@@ -242,7 +242,7 @@ def _offline(bench: SplitBench, way: Way) -> dict[str, Any]:
         for prompt, one, own in triples
         if one["token_ids"]
     ]
-    mean = lambda values: sum(values) / len(views) if views else None  # noqa: E731
+    mean = lambda values: sum(values) / len(views) if views else None
     rates = [one["tokens_per_s"] for one in found if one["tokens_per_s"]]
     return way.facts | {
         "tokens_per_s": median(rates),
@@ -354,7 +354,7 @@ def _outage_row(
         for prompt, theirs, ours in zip(bench.prompts, own, found, strict=True)
     ]
     written = [one for one in each if one["tokens"]]
-    mean = lambda key: sum(one[key] for one in written) / len(written) if written else None  # noqa: E731
+    mean = lambda key: sum(one[key] for one in written) / len(written) if written else None
     keys = ("tokens", "agreement", "first_disagreement", "log_likelihood", "own_log_likelihood")
     facts = {"draft": pair.name, "method": pair.drafter.method, "after": after}
     return facts | {"answers": len(written)} | {key: mean(key) for key in keys}

@@ -91,7 +91,7 @@ def _offline(row: dict[str, Any]) -> dict[str, str]:
 
 def _crowd(row: dict[str, Any]) -> dict[str, Any]:
     failed = f", {row['failed']} failed" if row["answers"] and row["failed"] else ""
-    spread = lambda key: f"{row[key]['p50']:.2f}, {row[key]['p95']:.2f}" if key in row else ""  # noqa: E731
+    spread = lambda key: f"{row[key]['p50']:.2f}, {row[key]['p95']:.2f}" if key in row else ""
     return {
         "clients": row["clients"],
         "way": row["mode"] + failed,
@@ -165,7 +165,7 @@ def _costs(panels: Sequence[Any], profiles: Sequence[dict[str, Any]]) -> None:
     """Means over networks: what an answer costs the server, and the network."""
     found = list(_by_way(profiles))
     labels = [label for label, _ in found]
-    mean = lambda rows, key: sum(row[key] for row in rows) / len(rows)  # noqa: E731
+    mean = lambda rows, key: sum(row[key] for row in rows) / len(rows)
     for index, (_, rows) in enumerate(found):
         panels[0].barh(index, mean(rows, "target_passes"), color=colour(index))
         up, down = mean(rows, "bytes_up") / 1024, mean(rows, "bytes_down") / 1024

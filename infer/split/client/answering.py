@@ -179,7 +179,7 @@ class SplitClient:
         missed = None
         try:
             yield self.text.event()
-            is_back = lambda: joining is not None and joining.done()  # noqa: E731
+            is_back = lambda: joining is not None and joining.done()
             async with contextlib.aclosing(self._write(is_back)) as events:
                 async for event in events:
                     yield event

@@ -95,7 +95,7 @@ class DraftPace:
     def choose(self, ahead: int = 0) -> NextDraft:
         """The fastest choice, when `ahead` tokens have been drafted ahead."""
         reply, token = self.reply_s.value or 0.0, self.token_s.value or 0.0
-        speed = lambda steps: self.committed(steps) / max(reply + steps * token, 1e-9)  # noqa: E731
+        speed = lambda steps: self.committed(steps) / max(reply + steps * token, 1e-9)
         best = max(self.lengths, key=speed)
         kept = min(ahead, self.lengths[-1])
         if kept and self.committed(kept, ahead=True) / max(reply, 1e-9) >= speed(best):

@@ -175,7 +175,7 @@ def follow(shelf: Shelf, first: Connection) -> None:
                 made.setdefault(message.name, maker.submit(_make, shelf, message.name))
                 continue
             made[message.name].result()
-            array_of = lambda leaf: held[leaf] if isinstance(leaf, Held) else leaf  # noqa: E731
+            array_of = lambda leaf: held[leaf] if isinstance(leaf, Held) else leaf
             found = shelf.run(message.name, *jax.tree.map(array_of, message.arrays))
             for each in message.dead:
                 del held[each]

@@ -105,7 +105,7 @@ def restart(setup: Setup, weights: Weights, live: Live, tokens_BC: Array, length
 
 def insert(setup: Setup, weights: Weights, live: Live, row: Live, index: Array) -> Live:
     """The state with another one's only row at an index; both have the same number of rows."""
-    put = lambda leaf, one: lax.dynamic_update_index_in_dim(leaf, one, index, 0)  # noqa: E731
+    put = lambda leaf, one: lax.dynamic_update_index_in_dim(leaf, one, index, 0)
     return jax.tree.map(put, live, row)
 
 

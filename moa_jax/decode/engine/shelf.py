@@ -189,7 +189,7 @@ class Shelf:
         Its rows are of zeros and a quarter full, as those of short texts are.
         """
         live, given = self.run(("empty", size)), self._blank(size.slots, kind)
-        all_of = lambda number: np.full(size.slots, number, np.int32)  # noqa: E731
+        all_of = lambda number: np.full(size.slots, number, np.int32)
         nobody = np.zeros(size.slots, bool)
         now = live.now._replace(length_B=all_of(size.rows // 4), done_B=nobody)
         live = live._replace(now=step.all_known(now))
@@ -302,5 +302,5 @@ class Shelf:
         raise KeyError(name)
 
     def _form(self, size: Size) -> Live:
-        empty = lambda weights: device.empty(self._session.setup, weights, **size._asdict())  # noqa: E731
+        empty = lambda weights: device.empty(self._session.setup, weights, **size._asdict())
         return jax.eval_shape(empty, self._session.weights)

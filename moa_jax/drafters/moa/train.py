@@ -210,7 +210,7 @@ def loss_of(
     it is the distance of what enters the reused layers.
     References: paper section 3.4; authors' train/moa_spec.py.
     """
-    mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)  # noqa: E731
+    mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)
     drafts = [learning.Draft(found.feature_BTD, batch.response_BT) for found in passes]
     each = learning.token_losses(objective, shared, None, tapped.hidden_BTD, drafts)
     for parts, found in zip(each, passes, strict=True):
