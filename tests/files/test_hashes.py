@@ -15,8 +15,8 @@ STORED = {  # of the bundled models: of all their bytes (answer folders), of sam
         "5531478d18a3cfb34fac23029f4008d105f4642e47d8b7695ae5cce96ef92016",
     ),
     "draft": (
-        "d6490a9644a99911ba7a27f4ab4f53a21d4949771810b081cf14412d17377cc8",
-        "090cf8378634d3bfdd31d3cae6dd32b6e4aec6b1f02d3a50524059d5d0aaa6fb",
+        "0e8b27b4efab978bcc0823b954224fca4facaa6eb7e7b8e8845df29a345bd917",
+        "09e5146ca51f81805e9f959616003445dabac166fa0988a4042972bd89bfc9ac",
     ),
 }
 
