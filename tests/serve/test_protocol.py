@@ -256,7 +256,13 @@ def test_without_a_tokenizer_ids_stand_for_text():
 
 
 def test_choices_of_a_whole_reply_are_in_order_and_all_its_fields_there(server):
-    body = {"messages": HELLO, "n": 3, "max_tokens": 2, "return_token_ids": True}
+    body = {
+        "messages": HELLO,
+        "n": 3,
+        "max_tokens": 2,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     said = server.post(CHATS, body).json()
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
     assert said["object"] == "chat.completion" and said["usage"]["completion_tokens"] == 6
