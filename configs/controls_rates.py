@@ -3,10 +3,9 @@
     python -m train.grid --config configs/controls_rates.py \\
         --done reports/controls.json,reports/controls_tokens.json
 
-MoA is trained for tokens alone, the others as their authors do, one of them with losses that
-weigh alike too. Earlier reports have one rate of
-each, and rows of this grid's count in `configs/controls_best.py`. The data are those of
-`configs/controls.py`.
+MoA is trained for tokens alone, the others as their authors do, and EAGLE-2 once more with losses
+that weigh alike. Earlier reports have one rate of each, and rows of this grid's count in
+`configs/controls_best.py`. The data are those of `configs/controls.py`.
 """
 
 import dataclasses

@@ -145,7 +145,7 @@ class Chooser:
 
     def begins(self, tokens: int) -> None:
         """Another text begins, alone, with so many tokens: what is usual of such is expected."""
-        self._is_alone_no_more()
+        self._write_down()
         self._length, self._is_alone = length_of(tokens), True
         for position in self._positions():
             position.begins(self._length)
@@ -159,11 +159,12 @@ class Chooser:
         What is usual of such is its part of what is expected. Until one was alone nothing tells
         what is usual.
         """
-        self._is_alone_no_more()
+        self._write_down()
         for position in self._positions():
             position.joins(length_of(tokens), others)
 
-    def _is_alone_no_more(self) -> None:
+    def _write_down(self) -> None:
+        """What a text told that was alone until now belongs to what is usual."""
         if self._is_alone:
             for position in self._positions():
                 position.was_alone(self._length)
