@@ -26,11 +26,12 @@ more it is expected to lose. Where drafting was given up nothing is expected of 
 about two tokens if nothing is accepted. Waits double up to 256 rounds, and such a probe then takes
 one token in a hundred, the drafter's reading of the text since the last one not counted. After
 longer waits, changes of text would cost more than that. For several texts, whose prompts the
-drafter may have to read as well, `Terms` make probes rarer and longer. The wait is short again
-where drafting was given up, and where `own` commits a quarter more or less, for then the text has
-changed. How fast it is would say less: rounds of a longer text take longer. And a wait has as many
-rounds as the drafter has tokens to read that it had when the wait began, in all rows that it reads
-together, or that would cost more than the probe.
+drafter may have to read as well, `Terms` make probes rarer and longer; and there drafting that goes
+on needs less gain than one that begins. The wait is short again where drafting was given up, and
+where `own` commits a quarter more or less, for then the text has changed. How fast it is would say
+less: rounds of a longer text take longer. And a wait has as many rounds as the drafter has tokens
+to read that it had when the wait began, in all rows that it reads together, or that would cost more
+than the probe.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class ShapeChoice(NamedTuple):
 class Terms(NamedTuple):
     """What drafting must promise, beside plain decoding, and how often it is probed."""
 
-    gain: float = 1.0  # times as fast
+    gain: float = 1.0  # times as fast, to begin with it
+    gain_to_go_on: float = 1.0  # the same where it is under way: nothing must be read for it first
     gain_of_probe: float = 1.0  # the same of a probe, at the highest shares that are likely
     first_wait: int = FIRST_WAIT  # rounds from one probe to the next
     most_wait: int = LAST_WAIT
@@ -189,7 +191,7 @@ class Chooser:
         known = self._known(costs, ready)
         if not known:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
-        tokens = self._tokens(known)
+        tokens, terms = self._tokens(known), self._terms_now(terms)
         best = _fastest(known, tokens, terms)
         if self._probe in known and self._left > 0:
             sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
@@ -214,7 +216,7 @@ class Chooser:
     ) -> DraftShape:
         """The way that `next` would choose if nothing were probed; the arguments are its own."""
         if known := self._known(costs, ready):
-            return _fastest(known, self._tokens(known), terms)
+            return _fastest(known, self._tokens(known), self._terms_now(terms))
         return self._without_costs(ready)
 
     def contenders(
@@ -229,10 +231,14 @@ class Chooser:
         The other arguments are those of `next`.
         """
         known = self._known(costs, ready)
-        tokens = self._tokens(known)
+        tokens, terms = self._tokens(known), self._terms_now(terms)
         rates = {way: _rate(way, tokens[way].expected / ms, terms) for way, ms in known.items()}
         to_beat = max(rates.values(), default=0.0)
         return {way for way, rate in rates.items() if doubt * rate >= to_beat}
+
+    def _terms_now(self, terms: Terms) -> Terms:
+        """What drafting must gain if it was the best so far, or if it was not."""
+        return terms._replace(gain=terms.gain_to_go_on) if self._best.num_drafted else terms
 
     def _known(
         self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]

@@ -422,6 +422,18 @@ def test_a_cost_that_changes_changes_the_choice():
     assert chooser.next(GPU | {OWN: 1.0}, set(GPU)).shape == OWN
 
 
+def test_who_drafts_goes_on_for_less_than_it_began_for():
+    """Else a gain about as large as the terms would have the drafter read again and again."""
+    chain, terms = DraftShape(3), Terms(gain=1.5, gain_to_go_on=1.1)
+    chooser = Chooser([PLAIN, chain], chain)
+    chooser.heard(chain, [2] * 200, 200)
+    looks = [(2.2, chain), (2.9, PLAIN), (2.2, PLAIN), (1.9, chain), (2.2, chain)]
+    for ms, way in looks:
+        costs = {PLAIN: 1.0, chain: ms}
+        assert chooser.fastest(costs, costs, terms) == way
+        assert chooser.next(costs, costs, terms).shape == way
+
+
 def test_drawn_candidates_go_by_the_costs_of_the_likeliest():
     drawn = DraftShape(3, sampled=True)
     chooser = Chooser([PLAIN, drawn], drawn)
@@ -678,5 +690,5 @@ def test_who_could_be_the_fastest():
     assert sure.contenders(CPU, CPU) == {PLAIN}
     assert sure.contenders(CPU, CPU, doubt=1.5) == {PLAIN, DraftShape(2), DraftShape(3)}
     assert sure.contenders(CPU, {PLAIN, TREE}, doubt=1.5) == {PLAIN}
-    assert sure.contenders(CPU, CPU, Terms(gain=2.0), doubt=1.5) == {PLAIN}
+    assert sure.contenders(CPU, CPU, Terms(gain=2.0, gain_to_go_on=2.0), doubt=1.5) == {PLAIN}
     assert Chooser(list(CPU), OWN).contenders({}, CPU) == set()

@@ -229,6 +229,20 @@ def test_a_size_that_comes_back_is_not_measured_anew():
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
 
 
+def test_states_of_a_batch_agree_on_what_drafting_costs():
+    """A figure that one of them took on a busy machine decides nothing; nor what others take."""
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+    programs = {rows: {way: (rows, way) for way in (PLAIN, CHAIN)} for rows in (256, 512, 1024)}
+    for rows, busy in ((256, 3.0), (512, 1.0), (1024, 1.0)):
+        for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.002 * busy)):
+            for _ in range(SURE + 1):
+                pace.took(programs[rows][way], 1, seconds * rows / 256)
+    pace.heard(CHAIN, [2] * 50, 50)  # three tokens a round
+    for rows in (1024, 512, 256):
+        assert pace.choose(4, programs[rows], hurry=True)[0] == programs[rows][CHAIN]
+    assert pace.choose(8, programs[256], hurry=True)[0] == programs[256][PLAIN]
+
+
 def test_a_way_whose_calls_tell_nothing_keeps_no_other_from_its_trial():
     """As one whose drafter catches up at each of its calls."""
     pace = Pace(Chooser((PLAIN, CHAIN, TREE), PLAIN), None, lambda batch: PLAIN)
@@ -316,7 +330,7 @@ def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
 
 
-@pytest.mark.parametrize(("batch", "wait", "least"), [(1, 32, 1), (8, 128, 8)])
+@pytest.mark.parametrize(("batch", "wait", "least"), [(1, 32, 1), (8, 512, 8)])
 def test_probes_of_several_are_rare_and_long(batch, wait, least):
     """The drafter may have to read whole prompts for them."""
     pace, programs = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN), {}

@@ -8,6 +8,16 @@ Such figures belong to a program, so to slots, rows and kind of settings, and no
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
 
+What counts is how many plain rounds one that drafts takes. A figure that was taken beside other
+programs can be twice what it should be, and stays so while its own calls alone tell how fast the
+machine is. But states of as many slots have about the same ratio, however many rows they have, so
+the median of theirs holds for each:
+
+    rows     plain   chain   ratio   is taken as
+    256      2.9     11.1    3.8     1.8            ms of 4 slots and a chain of 3, as a server
+    512      4.2     7.6     1.8     1.8            once believed them; its calls took about twice
+    1024     5.4     8.2     1.5     1.8            what plain ones did with each number of rows
+
 A machine is now faster, now slower, for all programs alike. So figures are of the machine as it was
 when they began, and how many times as long calls of whatever program take now is known apart: else
 a way in use would lose to one that was timed on a better day.
@@ -22,18 +32,20 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.auto import FIRST_WAIT, LAST_WAIT, USUAL, Chooser, ShapeChoice, Terms
+from moa_jax.decode.auto import FIRST_WAIT, LAST_WAIT, PLAIN, USUAL, Chooser, ShapeChoice, Terms
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
-# Means hide that those whose drafts are refused wait for the rest. Before a probe the drafter may
-# have to read what all have, prompts and answers: then probes are rare, and tell enough that chance
-# seldom makes it read in vain: at the longest wait about one round in a hundred.
+# Means hide that those whose drafts are refused wait for the rest, and no round's time has what the
+# drafter reads of each text that comes. Before a probe it may have to read what all have, prompts
+# and answers: then probes are rare, and tell enough that chance seldom makes it read in vain. What
+# is accepted of many texts changes slowly, so little is missed meanwhile.
 TOGETHER = Terms(
-    gain=1.2,
+    gain=1.25,
+    gain_to_go_on=1.15,
     gain_of_probe=1.4,
-    first_wait=4 * FIRST_WAIT,
-    most_wait=4 * LAST_WAIT,
+    first_wait=16 * FIRST_WAIT,
+    most_wait=8 * LAST_WAIT,
     least_probe=8,
 )
 LONGEST_S = 0.05  # of a call, so that news come often
@@ -91,6 +103,8 @@ class Pace:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
         self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
+        # Of rounds of plain decoding, by batch and the program of those in such a state
+        self._beside_plain: dict[int, dict[Any, dict[DraftShape, float]]] = {}
         self._round_s: dict[Any, TypicalSeconds] = {}  # by program, on the machine as it was
         self._times = deque([1.0], maxlen=LATEST_TIMES)  # how many times that each last call took
         self._chunk_s = TypicalSeconds()
@@ -206,7 +220,7 @@ class Pace:
             return first, MOST_ROUNDS
         priced = {way: shape for way in programs if (shape := priced_as(way)) is not None}
         own = {shape: ms for way, shape in priced.items() if (ms := self._ms(programs[way]))}
-        self._ms_of_batch.setdefault(batch, {}).update(own)
+        own = self._agreed(batch, programs.get(PLAIN), own)
         table = self._table(batch)
         untried = [way for way in priced if self._ms(programs[way]) is None]
         # A call beside a chunk has no time of its own. The table's figures do not age, ours do.
@@ -223,6 +237,22 @@ class Pace:
             if priced.get(first) not in table and first in programs:
                 return first, MOST_ROUNDS
         return self._chooser.next(table, programs, terms, under_way)
+
+    def _agreed(
+        self, batch: int, plain: Any, own: Mapping[DraftShape, float]
+    ) -> Mapping[DraftShape, float]:
+        """A state's milliseconds: of drafting as many times `plain` decoding's as in most states.
+
+        How many rows states of a batch have changes such a ratio little; but a figure that was
+        taken beside something else, or long ago, may be twice or half of what it should be.
+        """
+        if base := own.get(PLAIN):
+            beside = self._beside_plain.setdefault(batch, {})
+            beside[plain] = {shape: ms / base for shape, ms in own.items()}
+            each = {shape: [r[shape] for r in beside.values() if shape in r] for shape in own}
+            own = {shape: base * statistics.median(ratios) for shape, ratios in each.items()}
+        self._ms_of_batch.setdefault(batch, {}).update(own)
+        return own
 
     def _old(
         self, programs: Mapping[DraftShape, Any], costs: Mapping[DraftShape, float], terms: Terms
