@@ -65,6 +65,7 @@ PLAIN = DraftShape(1)
 ROUNDS_BETWEEN_CHOICES = 8  # fewer at first, as many as were heard
 ROUNDS_OF_PLAIN = 32  # the same of what tells nothing
 FIRST_WAIT, LAST_WAIT = 32, 256  # rounds from one probe to the next
+MOST_DOUBLINGS = 8  # of a wait
 CHANGED = math.log(1.25)  # of what a round of `own` commits: what a probe found holds no more
 LEAST_PROBE, MOST_PROBE = 1, 32  # rounds
 TOKENS_OF_A_PROBE = 2.0  # that it may be expected to lose
@@ -81,7 +82,7 @@ class Terms(NamedTuple):
     """What drafting must promise, beside plain decoding, and how often it is probed."""
 
     gain: float = 1.0  # times as fast, to begin with it
-    gain_to_go_on: float = 1.0  # the same where it is under way: nothing must be read for it first
+    gain_to_go_on: float | None = None  # the same where several were drafted for before; or `gain`
     gain_of_probe: float = 1.0  # the same of a probe, at the highest shares that are likely
     first_wait: int = FIRST_WAIT  # rounds from one probe to the next
     most_wait: int = LAST_WAIT
@@ -109,7 +110,8 @@ class Chooser:
         self._trees: dict[DraftShape, list[Position]] = {}
         self._records: dict[DraftShape, TrackRecord] = {}
         self._best, self._text = own, 1.0  # tokens of a round of `own`, when the wait was set
-        self._wait, self._since = FIRST_WAIT, 0  # rounds from probe to probe, and those so far
+        self._doublings, self._since = 0, 0  # of the wait for a probe, and rounds of it so far
+        self._several_draft = False  # where there were several last, they were drafted for
         self._probe: DraftShape | None = None
         self._left = 0  # rounds of the probe
         self._heard = 0  # rounds, of whatever way
@@ -199,7 +201,7 @@ class Chooser:
                 return ShapeChoice(self._probe, self._left - sent)
             return ShapeChoice(best, ROUNDS_BETWEEN_CHOICES)  # until it is heard
         self._judge(best, known, terms)
-        wait = min(max(self._wait, terms.first_wait), terms.most_wait)
+        wait = min(terms.first_wait << self._doublings, terms.most_wait)
         left = max(wait, terms.rows * (terms.unread - self._since)) - self._since
         if left <= 0 and (probe := _probe(best, known, tokens, terms)):
             self._probe, self._left = probe
@@ -237,8 +239,9 @@ class Chooser:
         return {way for way, rate in rates.items() if doubt * rate >= to_beat}
 
     def _terms_now(self, terms: Terms) -> Terms:
-        """What drafting must gain if it was the best so far, or if it was not."""
-        return terms._replace(gain=terms.gain_to_go_on) if self._best.num_drafted else terms
+        """What drafting must gain now: several who do not draft would have to be read first."""
+        goes_on = self._several_draft and terms.gain_to_go_on is not None
+        return terms._replace(gain=terms.gain_to_go_on) if goes_on else terms
 
     def _known(
         self, costs: Mapping[DraftShape, float], ready: Collection[DraftShape]
@@ -292,13 +295,15 @@ class Chooser:
         was_probed = self._probe in known  # else it could not be sent
         if was_probed or gave_up or changed:
             paid = gave_up or changed or _tells_more(best, self._best)
-            self._wait = terms.first_wait if paid else min(2 * self._wait, terms.most_wait)
+            self._doublings = 0 if paid else min(self._doublings + 1, MOST_DOUBLINGS)
             self._text = text
         self._probe = None
         if was_probed or gave_up:
             self._since = 0
         if could:
             self._best = best
+        if could and terms.rows > 1:
+            self._several_draft = best.num_drafted > 0
 
 
 def _fastest(

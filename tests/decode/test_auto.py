@@ -422,16 +422,17 @@ def test_a_cost_that_changes_changes_the_choice():
     assert chooser.next(GPU | {OWN: 1.0}, set(GPU)).shape == OWN
 
 
-def test_who_drafts_goes_on_for_less_than_it_began_for():
+def test_several_who_are_drafted_for_go_on_for_less_than_it_began_for():
     """Else a gain about as large as the terms would have the drafter read again and again."""
-    chain, terms = DraftShape(3), Terms(gain=1.5, gain_to_go_on=1.1)
+    chain, terms = DraftShape(3), Terms(gain=1.5, gain_to_go_on=1.1, rows=2)
     chooser = Chooser([PLAIN, chain], chain)
     chooser.heard(chain, [2] * 200, 200)
-    looks = [(2.2, chain), (2.9, PLAIN), (2.2, PLAIN), (1.9, chain), (2.2, chain)]
+    looks = [(2.2, PLAIN), (1.9, chain), (2.2, chain), (2.9, PLAIN), (2.2, PLAIN)]
     for ms, way in looks:
         costs = {PLAIN: 1.0, chain: ms}
         assert chooser.fastest(costs, costs, terms) == way
         assert chooser.next(costs, costs, terms).shape == way
+        chooser.next({PLAIN: 1.0, chain: 2.0}, costs)  # one alone changes no mind of several
 
 
 def test_drawn_candidates_go_by_the_costs_of_the_likeliest():
@@ -621,20 +622,20 @@ def test_a_probe_ends_with_its_text():
     chooser = after([(50, 0)] * 10, 50)
     while (choice := chooser.next(SLOW, SLOW)).shape == PLAIN:
         chooser.heard(PLAIN, [], choice.rounds)
-    wait = chooser._wait
+    doublings = chooser._doublings
     chooser.begins(50)
     assert chooser.next(SLOW, SLOW) == ShapeChoice(PLAIN, auto.ROUNDS_OF_PLAIN)
-    assert chooser._wait == wait
+    assert chooser._doublings == doublings
 
 
 def test_a_probe_that_pays_is_soon_followed():
     """In a text of which nothing but the probe has drafted yet."""
     chooser = after([(50, 0)] * 10, 50)
-    chooser._wait = 200
+    chooser._doublings = 2
     while (choice := chooser.next(CPU, CPU)).shape == PLAIN:
         chooser.heard(PLAIN, [], choice.rounds)
     chooser.heard(choice.shape, [choice.shape.levels - 1] * 40, choice.rounds)
-    assert chooser.next(CPU, CPU).shape != PLAIN and chooser._wait == auto.FIRST_WAIT
+    assert chooser.next(CPU, CPU).shape != PLAIN and chooser._doublings == 0
 
 
 def test_who_cannot_draft_for_a_while_has_not_given_up():
@@ -643,10 +644,10 @@ def test_who_cannot_draft_for_a_while_has_not_given_up():
     before = chooser.next(CPU, CPU).shape
     chooser.heard(before, [before.levels - 1] * 16, 16)
     chooser.next(CPU, CPU)
-    since, wait, before = chooser._since, chooser._wait, chooser._best
+    since, doublings, before = chooser._since, chooser._doublings, chooser._best
     assert since and before.num_drafted
     assert chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
-    assert (chooser._best, chooser._since, chooser._wait) == (before, since, wait)
+    assert (chooser._best, chooser._since, chooser._doublings) == (before, since, doublings)
 
 
 def test_a_probe_that_cannot_be_sent_soon_comes_again():
@@ -654,9 +655,9 @@ def test_a_probe_that_cannot_be_sent_soon_comes_again():
     chooser = after([(50, 0)] * 10, 50)
     while (choice := chooser.next(CPU, CPU)).shape == PLAIN:
         chooser.heard(PLAIN, [], choice.rounds)
-    wait = chooser._wait
+    doublings = chooser._doublings
     assert chooser.next({PLAIN: CPU[PLAIN]}, {PLAIN}).shape == PLAIN
-    assert chooser.next(CPU, CPU).shape != PLAIN and chooser._wait == wait
+    assert chooser.next(CPU, CPU).shape != PLAIN and chooser._doublings == doublings
 
 
 def plain_rounds(chooser: Chooser, prompt: int, under_way: int, rows: int) -> int:
@@ -690,5 +691,5 @@ def test_who_could_be_the_fastest():
     assert sure.contenders(CPU, CPU) == {PLAIN}
     assert sure.contenders(CPU, CPU, doubt=1.5) == {PLAIN, DraftShape(2), DraftShape(3)}
     assert sure.contenders(CPU, {PLAIN, TREE}, doubt=1.5) == {PLAIN}
-    assert sure.contenders(CPU, CPU, Terms(gain=2.0, gain_to_go_on=2.0), doubt=1.5) == {PLAIN}
+    assert sure.contenders(CPU, CPU, Terms(gain=2.0), doubt=1.5) == {PLAIN}
     assert Chooser(list(CPU), OWN).contenders({}, CPU) == set()

@@ -229,18 +229,40 @@ def test_a_size_that_comes_back_is_not_measured_anew():
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
 
 
+def known(pace: Pace, programs: dict[DraftShape, object], seconds: dict[DraftShape, float]) -> None:
+    """The pace has a sure figure of each way."""
+    for way, took in seconds.items():
+        for _ in range(SURE + 1):
+            pace.took(programs[way], 1, took)
+
+
 def test_states_of_a_batch_agree_on_what_drafting_costs():
-    """A figure that one of them took on a busy machine decides nothing; nor what others take."""
+    """A figure that one of them took on a busy machine decides nothing where two others have one;
+    nor does what states of other batches say."""
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
     programs = {rows: {way: (rows, way) for way in (PLAIN, CHAIN)} for rows in (256, 512, 1024)}
     for rows, busy in ((256, 3.0), (512, 1.0), (1024, 1.0)):
-        for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.002 * busy)):
-            for _ in range(SURE + 1):
-                pace.took(programs[rows][way], 1, seconds * rows / 256)
+        seconds = {PLAIN: 0.001, CHAIN: 0.002 * busy}
+        known(pace, programs[rows], {way: took * rows / 256 for way, took in seconds.items()})
     pace.heard(CHAIN, [2] * 50, 50)  # three tokens a round
     for rows in (1024, 512, 256):
         assert pace.choose(4, programs[rows], hurry=True)[0] == programs[rows][CHAIN]
+    full = {PLAIN: programs[512][PLAIN]}  # a state without rows for drafts still says what it knows
+    assert pace.choose(4, full, hurry=True)[0] == full[PLAIN]
+    assert pace.choose(4, programs[256], hurry=True)[0] == programs[256][CHAIN]
     assert pace.choose(8, programs[256], hurry=True)[0] == programs[256][PLAIN]
+
+
+def test_a_state_whose_plain_rounds_alone_are_known_takes_the_ratio_of_others():
+    """And not their milliseconds, which are of other rows."""
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda batch: PLAIN)
+    small, large = ({way: (rows, way) for way in (PLAIN, CHAIN)} for rows in (256, 1024))
+    known(pace, small, {PLAIN: 0.001, CHAIN: 0.004})
+    known(pace, large, {PLAIN: 0.003})
+    pace.heard(CHAIN, [2] * 50, 50)
+    for programs in (small, large):
+        assert pace.choose(4, programs, hurry=True)[0] == programs[PLAIN]
+    assert not pace.would_draft(4)
 
 
 def test_a_way_whose_calls_tell_nothing_keeps_no_other_from_its_trial():
@@ -317,7 +339,8 @@ def test_many_do_not_draft_for_want_of_figures():
 
 
 @pytest.mark.parametrize(
-    ("batch", "seconds", "way"), [(1, 1.9, CHAIN), (4, 1.8, PLAIN), (4, 1.6, CHAIN)]
+    ("batch", "seconds", "way"),
+    [(1, 1.9, CHAIN), (4, 1.65, PLAIN), (4, 1.55, CHAIN)],
 )
 def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     """A round of these gives two tokens, and plain decoding's takes a second."""

@@ -11,7 +11,7 @@ nearest batch stand in, and before there are any the first way of such a batch i
 What counts is how many plain rounds one that drafts takes. A figure that was taken beside other
 programs can be twice what it should be, and stays so while its own calls alone tell how fast the
 machine is. But states of as many slots have about the same ratio, however many rows they have, so
-the median of theirs holds for each:
+the median of theirs is taken for each:
 
     rows     plain   chain   ratio   is taken as
     256      2.9     11.1    3.8     1.8            ms of 4 slots and a chain of 3, as a server
@@ -25,6 +25,7 @@ a way in use would lose to one that was timed on a better day.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter, deque
@@ -37,9 +38,9 @@ from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Means hide that those whose drafts are refused wait for the rest, and no round's time has what the
-# drafter reads of each text that comes. Before a probe it may have to read what all have, prompts
-# and answers: then probes are rare, and tell enough that chance seldom makes it read in vain. What
-# is accepted of many texts changes slowly, so little is missed meanwhile.
+# drafter reads of each text that comes. Who begins has it read what all have, prompts and answers:
+# that takes a larger gain than to go on, and a probe that is rare and tells enough for chance to
+# have it read in vain seldom. The price is that a change is found late.
 TOGETHER = Terms(
     gain=1.25,
     gain_to_go_on=1.15,
@@ -102,7 +103,7 @@ class Pace:
     ) -> None:
         """`first` says which way a batch takes for want of figures."""
         self._chooser, self._costs, self._first = chooser, costs, first
-        self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # of any program, the last
+        self._ms_of_batch: dict[int, dict[DraftShape, float]] = {}  # beside the last plain figure
         # Of rounds of plain decoding, by batch and the program of those in such a state
         self._beside_plain: dict[int, dict[Any, dict[DraftShape, float]]] = {}
         self._round_s: dict[Any, TypicalSeconds] = {}  # by program, on the machine as it was
@@ -241,17 +242,20 @@ class Pace:
     def _agreed(
         self, batch: int, plain: Any, own: Mapping[DraftShape, float]
     ) -> Mapping[DraftShape, float]:
-        """A state's milliseconds: of drafting as many times `plain` decoding's as in most states.
+        """A state's milliseconds, of drafting by the median of the batch's ratios to plain rounds.
 
-        How many rows states of a batch have changes such a ratio little; but a figure that was
-        taken beside something else, or long ago, may be twice or half of what it should be.
+        How many rows they have changes such a ratio little; but a figure that was taken beside
+        something else may be twice or half of what it should be.
         """
         if base := own.get(PLAIN):
             beside = self._beside_plain.setdefault(batch, {})
-            beside[plain] = {shape: ms / base for shape, ms in own.items()}
-            each = {shape: [r[shape] for r in beside.values() if shape in r] for shape in own}
-            own = {shape: base * statistics.median(ratios) for shape, ratios in each.items()}
-        self._ms_of_batch.setdefault(batch, {}).update(own)
+            beside.setdefault(plain, {}).update({shape: ms / base for shape, ms in own.items()})
+            ratios: dict[DraftShape, list[float]] = {}
+            for shape, ratio in itertools.chain.from_iterable(map(dict.items, beside.values())):
+                ratios.setdefault(shape, []).append(ratio)
+            agreed = {shape: base * statistics.median(each) for shape, each in ratios.items()}
+            self._ms_of_batch[batch] = agreed
+            own = {shape: agreed[shape] for shape in own}
         return own
 
     def _old(
