@@ -42,8 +42,8 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 # that takes a larger gain than to go on, and a probe that is rare and tells enough for chance to
 # have it read in vain seldom. The price is that a change is found late.
 TOGETHER = Terms(
-    gain=1.25,
-    gain_to_go_on=1.15,
+    gain=1.35,
+    gain_to_go_on=1.25,
     gain_of_probe=1.4,
     first_wait=16 * FIRST_WAIT,
     most_wait=8 * LAST_WAIT,
