@@ -82,8 +82,8 @@ class Terms(NamedTuple):
     """What drafting must promise, beside plain decoding, and how often it is probed."""
 
     gain: float = 1.0  # times as fast, to begin with it
-    gain_to_go_on: float | None = None  # the same where several were drafted for before; or `gain`
-    gain_of_probe: float = 1.0  # the same of a probe, at the highest shares that are likely
+    gain_to_go_on: float | None = None  # the same where several draft already; None is `gain`
+    gain_of_probe: float = 1.0  # the same to probe it, at the highest shares that are likely
     first_wait: int = FIRST_WAIT  # rounds from one probe to the next
     most_wait: int = LAST_WAIT
     least_probe: int = LEAST_PROBE  # rounds
@@ -111,7 +111,7 @@ class Chooser:
         self._records: dict[DraftShape, TrackRecord] = {}
         self._best, self._text = own, 1.0  # tokens of a round of `own`, when the wait was set
         self._doublings, self._since = 0, 0  # of the wait for a probe, and rounds of it so far
-        self._several_draft = False  # where there were several last, they were drafted for
+        self._several_draft = False  # what was best for several last did draft
         self._probe: DraftShape | None = None
         self._left = 0  # rounds of the probe
         self._heard = 0  # rounds, of whatever way
@@ -239,7 +239,7 @@ class Chooser:
         return {way for way, rate in rates.items() if doubt * rate >= to_beat}
 
     def _terms_now(self, terms: Terms) -> Terms:
-        """What drafting must gain now: several who do not draft would have to be read first."""
+        """The terms with the gain that holds now: to go on, or to begin."""
         goes_on = self._several_draft and terms.gain_to_go_on is not None
         return terms._replace(gain=terms.gain_to_go_on) if goes_on else terms
 

@@ -24,6 +24,13 @@ CHAIN, TREE = DraftShape(3), DraftShape(3, 2, 4)
 FOR_A_FIGURE = LEAST_MEASURED + 1  # calls: the first does not count
 
 
+def known(pace: Pace, programs: dict[DraftShape, object], seconds: dict[DraftShape, float]) -> None:
+    """The pace has a sure figure of each way."""
+    for way, took in seconds.items():
+        for _ in range(SURE + 1):
+            pace.took(programs[way], 1, took)
+
+
 def test_what_the_table_does_not_know_is_measured():
     """Each way gets calls now and then until it has a figure; then the chooser has them all."""
     programs = {way: ("program", way) for way in (PLAIN, CHAIN, TREE)}
@@ -223,17 +230,8 @@ def test_a_size_that_comes_back_is_not_measured_anew():
             call(batch)
     assert [call(8) for _ in range(30)] == [PLAIN] * 30
     larger = {way: (rows, way) for rows, way in ((512, PLAIN), (512, CHAIN))}
-    for way, seconds in ((PLAIN, 0.001), (CHAIN, 0.1)):  # often enough while nobody was there
-        for _ in range(SURE + 1):
-            pace.took(larger[way], 1, seconds)
+    known(pace, larger, {PLAIN: 0.001, CHAIN: 0.1})  # as while nobody was there
     assert [pace.choose(8, larger, False)[0] for _ in range(30)] == [larger[PLAIN]] * 30
-
-
-def known(pace: Pace, programs: dict[DraftShape, object], seconds: dict[DraftShape, float]) -> None:
-    """The pace has a sure figure of each way."""
-    for way, took in seconds.items():
-        for _ in range(SURE + 1):
-            pace.took(programs[way], 1, took)
 
 
 def test_states_of_a_batch_agree_on_what_drafting_costs():
@@ -344,11 +342,9 @@ def test_many_do_not_draft_for_want_of_figures():
 )
 def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     """A round of these gives two tokens, and plain decoding's takes a second."""
-    pace, programs = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN), {}
-    for each, took in ((PLAIN, 1.0), (CHAIN, seconds)):
-        programs[each] = (batch, each)
-        for _ in range(FOR_A_FIGURE):
-            pace.took(programs[each], 1, took)
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN)
+    programs = {each: (batch, each) for each in (PLAIN, CHAIN)}
+    known(pace, programs, {PLAIN: 1.0, CHAIN: seconds})
     pace.heard(CHAIN, [0, 2] * 40, 80)
     assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
 
@@ -356,11 +352,9 @@ def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
 @pytest.mark.parametrize(("batch", "wait", "least"), [(1, 32, 1), (8, 512, 8)])
 def test_probes_of_several_are_rare_and_long(batch, wait, least):
     """The drafter may have to read whole prompts for them."""
-    pace, programs = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN), {}
-    for each, took in ((PLAIN, 1.0), (CHAIN, 1.3)):
-        programs[each] = (batch, each)
-        for _ in range(SURE + 1):
-            pace.took(programs[each], 1, took)
+    pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN)
+    programs = {way: (batch, way) for way in (PLAIN, CHAIN)}
+    known(pace, programs, {PLAIN: 1.0, CHAIN: 1.3})
     pace.heard(CHAIN, [0] * 8, 8)  # so it is given up
     waited = 0
     while (choice := pace.choose(batch, programs, hurry=False, can_try=False))[0][1] == PLAIN:

@@ -8,10 +8,10 @@ Such figures belong to a program, so to slots, rows and kind of settings, and no
 table, which holds what was measured on a machine at rest. Until a size has its figures those of the
 nearest batch stand in, and before there are any the first way of such a batch is taken.
 
-What counts is how many plain rounds one that drafts takes. A figure that was taken beside other
-programs can be twice what it should be, and stays so while its own calls alone tell how fast the
-machine is. But states of as many slots have about the same ratio, however many rows they have, so
-the median of theirs is taken for each:
+What counts is how many plain rounds one that drafts takes. Single figures were found to be twice
+what they should be; and where the calls of one way alone tell how fast the machine is, its figure
+agrees with itself. But states of as many slots have about the same ratio, however many rows they
+have. So the median of theirs is taken for each:
 
     rows     plain   chain   ratio   is taken as
     256      2.9     11.1    3.8     1.8            ms of 4 slots and a chain of 3, as a server
@@ -37,10 +37,10 @@ from moa_jax.decode.auto import FIRST_WAIT, LAST_WAIT, PLAIN, USUAL, Chooser, Sh
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.engine.rows import MOST_ROUNDS
 
-# Means hide that those whose drafts are refused wait for the rest, and no round's time has what the
-# drafter reads of each text that comes. Who begins has it read what all have, prompts and answers:
-# that takes a larger gain than to go on, and a probe that is rare and tells enough for chance to
-# have it read in vain seldom. The price is that a change is found late.
+# Means hide that those whose drafts are refused wait for the rest. No round's time has what the
+# drafter reads of each text that comes. And before drafting begins it reads what all have, prompts
+# and answers: so it takes a larger gain to begin than to go on. A probe has it read as much, so
+# probes are rare, and long enough that chance seldom starts one in vain; a change is found late.
 TOGETHER = Terms(
     gain=1.35,
     gain_to_go_on=1.25,
@@ -244,16 +244,15 @@ class Pace:
     ) -> Mapping[DraftShape, float]:
         """A state's milliseconds, of drafting by the median of the batch's ratios to plain rounds.
 
-        How many rows they have changes such a ratio little; but a figure that was taken beside
-        something else may be twice or half of what it should be.
+        How many rows they have changes such a ratio little; but single figures were found to be
+        twice what they should be.
         """
         if base := own.get(PLAIN):
             beside = self._beside_plain.setdefault(batch, {})
             beside.setdefault(plain, {}).update({shape: ms / base for shape, ms in own.items()})
-            ratios: dict[DraftShape, list[float]] = {}
-            for shape, ratio in itertools.chain.from_iterable(map(dict.items, beside.values())):
-                ratios.setdefault(shape, []).append(ratio)
-            agreed = {shape: base * statistics.median(each) for shape, each in ratios.items()}
+            ratios = lambda shape: [each[shape] for each in beside.values() if shape in each]
+            shapes = dict.fromkeys(itertools.chain(*beside.values()))
+            agreed = {shape: base * statistics.median(ratios(shape)) for shape in shapes}
             self._ms_of_batch[batch] = agreed
             own = {shape: agreed[shape] for shape in own}
         return own
