@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import types
 from itertools import islice
 from pathlib import Path
 
@@ -541,6 +542,27 @@ def test_capacity_beside_a_compiler_is_measured_again(monkeypatch):
     measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
     seeds = {body["seed"] for body in toy.bodies}
     assert 2 * run.WARMING in seeds and 3 * run.WARMING in seeds
+
+
+@pytest.mark.parametrize("stalls", [1, run.ATTEMPTS])
+def test_a_capacity_of_nothing_is_measured_again(stalls, monkeypatch):
+    """Rates are shares of it, and a machine may stand still while it is measured."""
+    keep_asking, stalled = clients.keep_asking, []
+
+    async def late(client, asks, count):
+        if isinstance(asks, types.GeneratorType) and len(stalled) < stalls:  # until a time
+            stalled.append(await asyncio.sleep(0.2))
+        return await keep_asking(client, asks, count)
+
+    monkeypatch.setattr(clients, "keep_asking", late)
+    line = "--suite demo --modes plain --rates 0.5x --requests 2 --repeats 1"
+    ask = lambda: measured([ToyServer()], line, monkeypatch)
+    if stalls < run.ATTEMPTS:
+        assert ask()["servers"][0]["requests_per_s"] > 0
+    else:
+        with pytest.raises(InputError, match="the server of plain answers nothing in"):
+            ask()
+    assert len(stalled) == stalls
 
 
 def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):

@@ -183,9 +183,15 @@ async def _capacity(server: Server, questions: Questions, slots: int) -> Capacit
             answers = await clients.keep_asking(client, asks, slots)
             _check(server, answers)
             server.settle()
-            if await counts.num_programs(client) == programs:
-                break
-    return figures.capacity_of(answers, begin + FILLING_SECONDS, end)
+            found = figures.capacity_of(answers, begin + FILLING_SECONDS, end)
+            # Rates are shares of it, and a machine that stood still meanwhile has answered nothing.
+            if found.requests_per_s and await counts.num_programs(client) == programs:
+                return found
+    if not found.requests_per_s:
+        raise InputError(
+            f"the server of {server.way.label} answers nothing in {CAPACITY_SECONDS} s"
+        )
+    return found
 
 
 def cell_of(args: argparse.Namespace, questions: Questions, played: Played, begin: int) -> Cell:
