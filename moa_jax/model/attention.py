@@ -8,7 +8,7 @@ whose scores stay on the chip (`attention_intervals.py`); elsewhere an einsum ma
                      every row       |                 |
 
 Allocated rows are S, used rows n + X. The einsum reads all S under a mask, but on a CPU of several
-long texts only as many as each one may use. The kernels of accelerators read the n rows of the
+long texts hardly more than the longest one uses. The kernels of accelerators read the n rows of the
 prefix, which need no mask but their number, and apart from these the X rows of the tree. They join
 the two by their log-sum-exps. `attend_cached` chooses: a program compiled for a GPU gets
 Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a mesh each device does this for
@@ -38,7 +38,7 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
 
-LONG = 512  # rows of caches whose texts a CPU reads one by one
+LONG = 512  # rows of caches of several texts that a CPU reads as far as they are used
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 INTERVALS = "scores_of_intervals_"  # names operations, before a number of parts, for `flops.py`
 
@@ -201,45 +201,32 @@ def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tu
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
         past = cache.write(past, rows, sight.start_B(T))
     mask_BTS = sight.mask(T, past.k_BKSE.shape[2])
-    if _pays_one_by_one(past):
-        return _one_by_one(q_BKGTE, past, mask_BTS, sight.length_B + sight.num_behind), past
+    if _pays_to_look(past):
+        return _as_far_as_used(q_BKGTE, past, mask_BTS, sight.length_B + sight.num_behind), past
     return attend(q_BKGTE, past, mask_BTS), past
 
 
-def _pays_one_by_one(kv: KV) -> bool:
-    """Whether rows that no text has come to cost more to read than texts to tell apart."""
+def _pays_to_look(kv: KV) -> bool:
+    """Whether rows that no text has come to cost more to read than it takes to look for them."""
     B, _, S, _ = kv.k_BKSE.shape
     return traced_platform() == "cpu" and B > 1 and S >= LONG
 
 
-def _one_by_one(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:
-    """`attend` for texts of many lengths: of each one's rows the least of three sizes.
+def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:
+    """`attend` to the least of three sizes that holds what the longest text has used.
 
-    text 0   x x . . | . . . . | . . . . . . . .      reads a quarter of the rows
-    text 1   x x x x   x x . . | . . . . . . . .      reads half of them
+    text 0   x x . . | . . . . | . . . . . . . .      half of the rows are read of each text
+    text 1   x x x x   x x . . | . . . . . . . .
     """
-    B, _, S, _ = kv.k_BKSE.shape
-    mask_BTS = jnp.broadcast_to(mask_BTS, (B, *mask_BTS.shape[1:]))
+    S = kv.k_BKSE.shape[2]
     sizes = (S // 4, S // 2, S)
 
-    def one(index: Array) -> Array:
-        branches = [functools.partial(_of_one, q_BKGTE, kv, mask_BTS, index, n) for n in sizes]
-        return lax.switch(jnp.searchsorted(np.array(sizes[:-1]), used_B[index]), branches)
+    def first(size: int) -> Array:
+        rows = KV(kv.k_BKSE[:, :, :size], kv.v_BKSE[:, :, :size])
+        return attend(q_BKGTE, rows, mask_BTS[:, :, :size])
 
-    return lax.map(one, jnp.arange(B))
-
-
-def _of_one(q_BKGTE: Array, kv: KV, mask_BTS: Array, index: Array, size: int) -> Array:
-    """What one text's tokens see of its first `size` rows."""
-
-    def own(array: Array, row_axis: int | None = None) -> Array:
-        shape = [1, *array.shape[1:]]
-        if row_axis is not None:
-            shape[row_axis] = size
-        return lax.dynamic_slice(array, (index, *[0] * (array.ndim - 1)), shape)
-
-    rows = KV(own(kv.k_BKSE, 2), own(kv.v_BKSE, 2))
-    return attend(own(q_BKGTE), rows, own(mask_BTS, 2))[0]
+    place = jnp.sum(jnp.max(used_B) > np.array(sizes[:-1]))
+    return lax.switch(place, [functools.partial(first, size) for size in sizes])
 
 
 def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:

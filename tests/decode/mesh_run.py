@@ -335,18 +335,18 @@ def outcome(case: str) -> dict[str, Any]:
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
-    batches: set[int] = set()  # of a device's texts that were read one by one
-    one_by_one = attention._one_by_one
+    batches: set[int] = set()  # of a device's texts that were read as far as they were used
+    as_far_as_used = attention._as_far_as_used
 
     def noted(q_BKGTE: jax.Array, kv: KV, *rest: jax.Array) -> jax.Array:
         batches.add(kv.k_BKSE.shape[0])
-        return one_by_one(q_BKGTE, kv, *rest)
+        return as_far_as_used(q_BKGTE, kv, *rest)
 
-    attention._one_by_one = noted
+    attention._as_far_as_used = noted
     for case in sys.argv[1:]:
         batches.clear()
         found = {"case": case} | outcome(case)
-        print(json.dumps(found | {"one_by_one": sorted(batches)}), flush=True)
+        print(json.dumps(found | {"as_far_as_used": sorted(batches)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def test_a_round_copies_no_cache(pair, shape, batch):
     assert copies(session, batch) == []
 
 
-def test_reading_texts_one_by_one_copies_no_whole_cache(pair):
-    """Of each text the rows that are read are, which a product wants side by side."""
+def test_reading_as_far_as_is_used_copies_no_whole_cache(pair):
+    """Rows that are read may be copied, which a product wants side by side."""
     assert copies(pair.plain, 2, attention.LONG) == []
 
 

@@ -84,7 +84,7 @@ def test_a_mesh_writes_the_texts_of_one_device(told, case):
     if "engine" in shape or shape == "split":
         return
     if "data=2" in sizes:
-        assert 2 in told[case]["one_by_one"]  # texts of each device
+        assert 2 in told[case]["as_far_as_used"]  # texts of each device
     if shape != "plain" and case not in TOO_NARROW:
         assert max(max(row["accepted"]) for row in on_mesh) > 1  # drafts count
     if shape == "auto":
