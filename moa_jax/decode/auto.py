@@ -109,6 +109,7 @@ class Chooser:
         self._chains = [first, *(Position() for _ in range(later))]
         self._trees: dict[DraftShape, list[Position]] = {}
         self._records: dict[DraftShape, TrackRecord] = {}
+        self._promised_now: dict[DraftShape, Promised] | None = None  # until more is heard
         self._best, self._text = own, 1.0  # tokens of a round of `own`, when the wait was set
         self._doublings, self._since = 0, 0  # of the wait for a probe, and rounds of it so far
         self._several_draft = False  # what was best for several last did draft
@@ -137,8 +138,9 @@ class Chooser:
             hits = int(np.count_nonzero(counts > place))
             position.add(came, hits, self._is_alone)
             came = hits
+        self._promised_now = None
         if shape.num_drafted and shape.is_chain:
-            expected = self._promised([shape])[shape].expected - 1
+            expected = self._promised()[shape].expected - 1
             record = self._records.setdefault(shape, TrackRecord())
             record.add(float(counts.sum()), expected * counts.size)
         self._unjudged -= rounds if shape.num_drafted else 0
@@ -153,6 +155,7 @@ class Chooser:
         self._length, self._is_alone = length_of(tokens), True
         for position in self._positions():
             position.begins(self._length)
+        self._promised_now = None
         self._unjudged = ROUNDS_BETWEEN_CHOICES
         if self._probe is not None:  # its text has ended
             self._probe, self._left, self._since = None, 0, 0
@@ -166,6 +169,7 @@ class Chooser:
         self._write_down()
         for position in self._positions():
             position.joins(length_of(tokens), others)
+        self._promised_now = None
 
     def _write_down(self) -> None:
         """What a text told that was alone until now belongs to what is usual."""
@@ -265,26 +269,28 @@ class Chooser:
 
     def _tokens(self, ways: Iterable[DraftShape]) -> dict[DraftShape, Promised]:
         """What a round of each way commits, as far as is known."""
-        new = TrackRecord()
-        found = self._promised(ways).items()
-        return {way: self._records.get(way, new).corrected(tokens) for way, tokens in found}
+        new, found = TrackRecord(), self._promised()
+        return {way: self._records.get(way, new).corrected(found[way]) for way in ways}
 
-    def _promised(self, ways: Iterable[DraftShape]) -> dict[DraftShape, Promised]:
-        """The same by shares alone."""
-        trees = [(heard, of_a_chain) for heard in self._trees.values()]
-        of_chains = promised(self._chains, shares_of(self._chains, trees, FIRST_SHARE))
-        tokens = {}
-        for way in ways:
-            expected, most = of_chains
-            if not way.is_chain:
-                heard, guesses = self._heard_of(way), [(self._chains, of_a_tree)]
-                expected, most = promised(heard, shares_of(heard, guesses, of_a_tree(FIRST_SHARE)))
-            tokens[way] = Promised(expected[way.levels - 1], most[way.levels - 1])
-        return tokens
+    def _promised(self) -> Mapping[DraftShape, Promised]:
+        """The same of all ways, by shares alone; asked several times for each call."""
+        if self._promised_now is None:
+            trees = [(heard, of_a_chain) for heard in self._trees.values()]
+            of_chains = promised(self._chains, shares_of(self._chains, trees, FIRST_SHARE))
+            self._promised_now = {}
+            for way in (*self.ways, self._own):
+                expected, most = of_chains
+                if not way.is_chain:
+                    heard, guesses = self._heard_of(way), [(self._chains, of_a_tree)]
+                    shares = shares_of(heard, guesses, of_a_tree(FIRST_SHARE))
+                    expected, most = promised(heard, shares)
+                last = way.levels - 1
+                self._promised_now[way] = Promised(expected[last], most[last])
+        return self._promised_now
 
     def _judge(self, best: DraftShape, known: Collection[DraftShape], terms: Terms) -> None:
         """Says how long the next wait is, where a probe has ended or the text has changed."""
-        text = self._promised([self._own])[self._own].expected
+        text = self._promised()[self._own].expected
         if self._unjudged >= 0:  # a text is compared with itself, not with the one before
             self._text = text
         drafted = self._best.num_drafted > 0 and self._unjudged <= 0

@@ -67,6 +67,7 @@ def args_of(line: str):
         ("--target X", "--target without --draft"),
         ("--modes plain --chain-depth 3", "--chain-depth without chain"),
         ("--draft a=X --draft a=Y", "two ways are named a chain"),
+        ("--servers 3", "--servers 3 of each way, but each rate is played 2 times"),
         ("--temperature -1", "temperature is -1.0"),
         ("--output absent/x.json", "no such folder"),
         ("--plot x.gif", "--plot x.gif"),
@@ -454,7 +455,7 @@ class ToyChild:
 
 
 def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
-    """The document over toy servers, one for each way."""
+    """The document over toy servers, one for each way, and again as often as --servers says."""
     monkeypatch.setattr(run, "CAPACITY_SECONDS", 0.1)
     monkeypatch.setattr(run, "FILLING_SECONDS", 0.01)
     monkeypatch.setattr("infer.serving.bench.stage.LOOK_SECONDS", 0.01)
@@ -464,9 +465,11 @@ def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
     with contextlib.ExitStack() as stack:
         servers = [
             Server(way, stack.enter_context(listening(toy)), ToyChild())
-            for way, toy in zip(ways_of(args), toys, strict=True)
+            for way, toy in zip(ways_of(args) * args.servers, toys, strict=True)
         ]
-        return json.loads(json.dumps(asyncio.run(run._measure(args, machine, servers))))
+        size = len(toys) // args.servers
+        teams = [servers[begin : begin + size] for begin in range(0, len(servers), size)]
+        return json.loads(json.dumps(asyncio.run(run._measure(args, machine, teams))))
 
 
 LINE = "--suite demo --modes plain,auto --slots 2"
@@ -503,6 +506,22 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     picture.plot(document, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
     assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
+
+
+def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):
+    """Each team is played every second repeat, and all have the mean of both capacities' rate."""
+    toys = [ToyServer(seconds=seconds) for seconds in (0.01, 0.01, 0.04, 0.01)]
+    line = f"{LINE} --rates 60,0.5x --requests 3 --repeats 4 --servers 2"
+    document = measured(toys, line, monkeypatch)
+    told = [{body["seed"] for body in toy.bodies if body["seed"] < run.WARMING} for toy in toys]
+    assert told[0] == told[1] == {i for i in range(24) if i % 12 < 6}
+    assert told[2] == told[3] == {i for i in range(24) if i % 12 >= 6}
+    plain, _ = document["servers"]
+    assert 2 / 0.04 < plain["requests_per_s"] < 2 / 0.01
+    half = next(rate for rate in document["rates"] if rate["of_capacity"] == pytest.approx(0.5))
+    assert half["rate"] == pytest.approx(plain["requests_per_s"] / 2)
+    assert [len(row["runs"]) for row in half["ways"]] == [4, 4]
+    assert "; 2 servers of each way" in tables.render(document)
 
 
 def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capfd):

@@ -45,6 +45,11 @@ def capacity_of(answers: Sequence[RequestOutcome], begin: float, end: float) -> 
     return Capacity(requests / (end - begin), tokens / (end - begin))
 
 
+def mean_of(capacities: Sequence[Capacity]) -> Capacity:
+    """That of a way with several servers."""
+    return Capacity(*(sum(each) / len(capacities) for each in zip(*capacities, strict=True)))
+
+
 def summarise(runs: Runs) -> dict[str, Any]:
     """What clients saw of one server at one rate, which was played so often."""
     answers = list(itertools.chain(*runs))

@@ -110,6 +110,14 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--repeats", type=positive, default=2, help="of each rate, with other questions each time"
     )
+    group.add_argument(
+        "--servers",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of each way, which take turns repeat by repeat: two processes of the same programs "
+        "may be some percent apart; at most --repeats",
+    )
     group.add_argument("--seed", type=int, default=0, help="of arrivals, questions and answers")
 
 
@@ -134,6 +142,11 @@ def check(args: argparse.Namespace) -> None:
     for label, count in Counter(twice).items():
         if count > 1:
             raise InputError(f"two ways are named {label}: name drafters as --draft NAME=DIR")
+    if args.servers > args.repeats:
+        raise InputError(
+            f"--servers {args.servers} of each way, but each rate is played {args.repeats} times: "
+            "raise --repeats, or start fewer"
+        )
     if args.output and not args.output.parent.is_dir():
         raise InputError(f"--output {args.output}: there is no such folder: make it first")
     if args.plot:

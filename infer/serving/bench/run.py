@@ -7,7 +7,9 @@
 Each way to decode has a server of its own, all on this machine and on the same pair. From this
 process clients send each of them the same questions at the same times, which follow a Poisson law,
 and read streams. The ways take turns rate by rate, another one first each time, and only one server
-is loaded at a time; all rates come again with other questions as often as --repeats says. Rates
+is loaded at a time; all rates come again with other questions as often as --repeats says. With
+--servers each way has several, which take turns repeat by repeat: two processes that run the same
+programs may be some percent apart for as long as they live, by where their memory lies. Rates
 such as 0.5x are shares of what plain decoding does with all slots full, and 2c are two clients who
 ask again once they are answered. What was measured while a server compiled is measured again. Texts
 of the same request are compared; where one differs in float32, the exit code is 1.
@@ -105,23 +107,29 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole document."""
     machine = _machine()
-    with serving(ways_of(args)) as servers:
-        return asyncio.run(_measure(args, machine, servers))
+    ways = ways_of(args)
+    with serving(ways * args.servers) as servers:
+        teams = [servers[begin : begin + len(ways)] for begin in range(0, len(servers), len(ways))]
+        return asyncio.run(_measure(args, machine, teams))
 
 
 async def _measure(
-    args: argparse.Namespace, machine: dict[str, Any], servers: Sequence[Server]
+    args: argparse.Namespace, machine: dict[str, Any], teams: Sequence[Sequence[Server]]
 ) -> dict[str, Any]:
+    """The same with servers that are there: each team has one of every way."""
+    servers = teams[0]
     model, most_tokens = await _model_of(servers[0])
     questions = Questions(args, most_tokens)
     idle, capacities = [], []
-    for server in servers:
+    for server in itertools.chain(*teams):
         print(f"{server.way.label}: compiling what requests ask for", file=sys.stderr)
         idle.append(await _prepare(server, questions, args.slots))
-    for server in servers:
+    for server in itertools.chain(*teams):
         capacities.append(await _capacity(server, questions, args.slots))
+    idle = [_worst_idle(idle[way :: len(servers)]) for way in range(len(servers))]
+    capacities = [figures.mean_of(capacities[way :: len(servers)]) for way in range(len(servers))]
     plain = next((i for i, server in enumerate(servers) if server.way.mode == PLAIN), None)
-    played = await _in_turns(args, servers, questions, None if plain is None else capacities[plain])
+    played = await _in_turns(args, teams, questions, None if plain is None else capacities[plain])
     differences: list[dict[str, Any]] = []
     rates = [_rate_of(each, servers, plain, differences) for each in played]
     dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
@@ -165,6 +173,11 @@ async def _prepare(server: Server, questions: Questions, slots: int) -> float | 
                 if quiet == QUIET_WARMINGS:
                     break
     return share
+
+
+def _worst_idle(shares: Sequence[float | None]) -> float | None:
+    """What the busiest of some servers uses of a core at rest; None where it is not known."""
+    return None if None in shares else max(shares)
 
 
 def _check(server: Server, answers: Sequence[RequestOutcome]) -> None:
@@ -227,14 +240,15 @@ def _to_play(rates: Sequence[Rate], plain: Capacity | None) -> list[Played]:
 
 async def _in_turns(
     args: argparse.Namespace,
-    servers: Sequence[Server],
+    teams: Sequence[Sequence[Server]],
     questions: Questions,
     plain: Capacity | None,
 ) -> list[Played]:
-    """Plays every rate with every server, the slowest first, and all of them again."""
+    """Plays every rate with a team, the slowest first, and all of them with the next one."""
     found, begin = _to_play(args.rates, plain), 0
-    with progress(args.repeats * len(found) * len(servers), "cells") as bar:
+    with progress(args.repeats * len(found) * len(teams[0]), "cells") as bar:
         for repeat, (index, played) in itertools.product(range(args.repeats), enumerate(found)):
+            servers = teams[repeat % len(teams)]
             order = rotated(range(len(servers)), repeat + index)
             for _ in range(ATTEMPTS):
                 cell = cell_of(args, questions, played, begin)
@@ -328,6 +342,7 @@ def _settings(args: argparse.Namespace, questions: Questions) -> dict[str, Any]:
         "seconds": None if args.requests else args.seconds or SECONDS,
         "requests": args.requests,
         "repeats": args.repeats,
+        "servers": args.servers,
     }
 
 

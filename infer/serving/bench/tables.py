@@ -17,7 +17,8 @@ def render(document: Mapping[str, Any]) -> str:
         f"{settings['questions']} questions of the suite {settings['suite']}{left}, answers {stop} "
         f"or {settings['max_new_tokens']} tokens, temperature {settings['temperature']:g}, "
         f"{settings['dtype']}, {settings['slots']} slots; {machine['device_kind']}, "
-        f"{machine['cores']} cores for server and clients together",
+        f"{machine['cores']} cores for server and clients together"
+        + (f"; {settings['servers']} servers of each way" if settings["servers"] > 1 else ""),
         table_of([_capacity(server) for server in document["servers"]]),
         table_of([cells for rate in document["rates"] for cells in _rate(rate["ways"])]),
         table_of([cells for rate in document["rates"] for cells in _work(rate["ways"])]),
