@@ -109,7 +109,9 @@ class Chooser:
         self._chains = [first, *(Position() for _ in range(later))]
         self._trees: dict[DraftShape, list[Position]] = {}
         self._records: dict[DraftShape, TrackRecord] = {}
-        self._promised_now: dict[DraftShape, Promised] | None = None  # until more is heard
+        self._promised_now: dict[DraftShape, Promised] | None = (
+            None  # until more is heard, or a text begins
+        )
         self._best, self._text = own, 1.0  # tokens of a round of `own`, when the wait was set
         self._doublings, self._since = 0, 0  # of the wait for a probe, and rounds of it so far
         self._several_draft = False  # what was best for several last did draft
@@ -273,11 +275,11 @@ class Chooser:
         return {way: self._records.get(way, new).corrected(found[way]) for way in ways}
 
     def _promised(self) -> Mapping[DraftShape, Promised]:
-        """The same of all ways, by shares alone; asked several times for each call."""
+        """The same of all ways, by shares alone; reckoned once between two news."""
         if self._promised_now is None:
             trees = [(heard, of_a_chain) for heard in self._trees.values()]
             of_chains = promised(self._chains, shares_of(self._chains, trees, FIRST_SHARE))
-            self._promised_now = {}
+            found = {}
             for way in (*self.ways, self._own):
                 expected, most = of_chains
                 if not way.is_chain:
@@ -285,7 +287,8 @@ class Chooser:
                     shares = shares_of(heard, guesses, of_a_tree(FIRST_SHARE))
                     expected, most = promised(heard, shares)
                 last = way.levels - 1
-                self._promised_now[way] = Promised(expected[last], most[last])
+                found[way] = Promised(expected[last], most[last])
+            self._promised_now = found
         return self._promised_now
 
     def _judge(self, best: DraftShape, known: Collection[DraftShape], terms: Terms) -> None:

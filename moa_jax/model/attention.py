@@ -8,11 +8,11 @@ whose scores stay on the chip (`attention_intervals.py`); elsewhere an einsum ma
                      every row       |                 |
 
 Allocated rows are S, used rows n + X. The einsum reads all S under a mask, but on a CPU of several
-long texts hardly more than the longest one uses. The kernels of accelerators read the n rows of the
-prefix, which need no mask but their number, and apart from these the X rows of the tree. They join
-the two by their log-sum-exps. `attend_cached` chooses: a program compiled for a GPU gets
-Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a mesh each device does this for
-its heads and its rows of the batch.
+long caches a quarter, half or all, as the longest text needs. The kernels of accelerators read the
+n rows of the prefix, which need no mask but their number, and apart from these the X rows of the
+tree. They join the two by their log-sum-exps. `attend_cached` chooses: a program compiled for a GPU
+gets Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a mesh each device does this
+for its heads and its rows of the batch.
 """
 
 from __future__ import annotations
@@ -207,13 +207,13 @@ def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tu
 
 
 def _pays_to_look(kv: KV) -> bool:
-    """Whether rows that no text has come to cost more to read than it takes to look for them."""
+    """Whether to look how far texts have come takes less than to read all rows."""
     B, _, S, _ = kv.k_BKSE.shape
     return traced_platform() == "cpu" and B > 1 and S >= LONG
 
 
 def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:
-    """`attend` to the least of three sizes that holds what the longest text has used.
+    """`attend` to the first rows of each text, as many of three sizes as the longest one needs.
 
     text 0   x x . . | . . . . | . . . . . . . .      half of the rows are read of each text
     text 1   x x x x   x x . . | . . . . . . . .
@@ -221,12 +221,12 @@ def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> A
     S = kv.k_BKSE.shape[2]
     sizes = (S // 4, S // 2, S)
 
-    def first(size: int) -> Array:
+    def to_rows(size: int) -> Array:
         rows = KV(kv.k_BKSE[:, :, :size], kv.v_BKSE[:, :, :size])
         return attend(q_BKGTE, rows, mask_BTS[:, :, :size])
 
     place = jnp.sum(jnp.max(used_B) > np.array(sizes[:-1]))
-    return lax.switch(place, [functools.partial(first, size) for size in sizes])
+    return lax.switch(place, [functools.partial(to_rows, size) for size in sizes])
 
 
 def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:

@@ -70,7 +70,7 @@ def test_a_round_copies_no_cache(pair, shape, batch):
 
 
 def test_reading_as_far_as_is_used_copies_no_whole_cache(pair):
-    """Rows that are read may be copied, which a product wants side by side."""
+    """A part of it may be copied, as a product wants the rows that it reads side by side."""
     assert copies(pair.plain, 2, attention.LONG) == []
 
 

@@ -387,3 +387,25 @@ def test_nothing_is_read_for_drafts_that_do_not_come(monkeypatch):
     assert reader.ran["read"] == 2 and reader.ran["catch_up"] == 0
     answers(engine, REQUESTS[:1])
     assert reader.ran["catch_up"] == 1  # behind the first token
+
+
+@pytest.mark.parametrize("make", [lambda: serving(None), lambda: choosing("moa-1")])
+def test_a_row_that_somebody_left_is_empty(make, monkeypatch):
+    """From the next call on: a CPU reads of all rows as far as the longest one goes."""
+    engine, rows = make(), []
+    send = engine._seats.send
+
+    def noted(program, rounds):
+        flight = send(program, rounds)
+        now = engine._seats._state.now
+        known_B = now.length_B if now.behind is None else now.behind.known_B
+        rows.append(list(zip(flight.texts, now.length_B.tolist(), known_B.tolist(), strict=True)))
+        return flight
+
+    monkeypatch.setattr(engine._seats, "send", noted)
+    requests = [Request((*BEGINNING, 7), 3, NO_STOP)]
+    requests += [Request((9, i), 60, NO_STOP) for i in range(2)]
+    assert_as_alone(requests, answers(engine, requests))
+    (seat,) = {i for row in rows for i, each in enumerate(row) if each[1] > len(BEGINNING)}
+    gone = [row[seat] for row in rows if row[seat][0] is None]
+    assert gone and {each[1:] for each in gone} == {(0, 0)}

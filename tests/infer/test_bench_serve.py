@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import types
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from infer import bench, program
 from infer.evaluation.suites import DEMO, PAPER
 from infer.listening.child import Child, ended_by_sigterm
-from infer.serving.bench import clients, counts, figures, picture, questions, run, tables
+from infer.serving.bench import clients, counts, figures, picture, questions, run, stage, tables
 from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import check, parser_of, ways_of
@@ -67,7 +67,7 @@ def args_of(line: str):
         ("--target X", "--target without --draft"),
         ("--modes plain --chain-depth 3", "--chain-depth without chain"),
         ("--draft a=X --draft a=Y", "two ways are named a chain"),
-        ("--servers 3", "--servers 3 of each way, but each rate is played 2 times"),
+        ("--servers 3 --repeats 4", "--servers 3 cannot have equal parts of --repeats 4"),
         ("--temperature -1", "temperature is -1.0"),
         ("--output absent/x.json", "no such folder"),
         ("--plot x.gif", "--plot x.gif"),
@@ -509,19 +509,48 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
 
 
 def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):
-    """Each team is played every second repeat, and all have the mean of both capacities' rate."""
-    toys = [ToyServer(seconds=seconds) for seconds in (0.01, 0.01, 0.04, 0.01)]
+    """Teams take turns repeat by repeat; rates are shares of the mean of plain's servers."""
+    toys, known = [ToyServer(seconds=0.01) for _ in range(4)], iter((40.0, 50.0, 60.0, 70.0))
+
+    async def capacity(*_):
+        return Capacity(each := next(known), 100 * each)
+
+    monkeypatch.setattr(run, "_capacity", capacity)
     line = f"{LINE} --rates 60,0.5x --requests 3 --repeats 4 --servers 2"
     document = measured(toys, line, monkeypatch)
     told = [{body["seed"] for body in toy.bodies if body["seed"] < run.WARMING} for toy in toys]
     assert told[0] == told[1] == {i for i in range(24) if i % 12 < 6}
     assert told[2] == told[3] == {i for i in range(24) if i % 12 >= 6}
-    plain, _ = document["servers"]
-    assert 2 / 0.04 < plain["requests_per_s"] < 2 / 0.01
-    half = next(rate for rate in document["rates"] if rate["of_capacity"] == pytest.approx(0.5))
-    assert half["rate"] == pytest.approx(plain["requests_per_s"] / 2)
-    assert [len(row["runs"]) for row in half["ways"]] == [4, 4]
-    assert "; 2 servers of each way" in tables.render(document)
+    plain, auto = document["servers"]
+    assert (plain["requests_per_s"], auto["requests_per_s"]) == (50, 60)
+    assert (plain["each_tokens_per_s"], auto["each_tokens_per_s"]) == ([4000, 6000], [5000, 7000])
+    half, _ = document["rates"]
+    assert half["rate"] == 25 and [len(row["runs"]) for row in half["ways"]] == [4, 4]
+    shown = tables.render(document)
+    assert "; 2 servers of each way" in shown and "| 5000 (4000, 6000) |" in shown
+
+
+def test_each_team_has_a_server_of_every_way(monkeypatch):
+    class Starting(contextlib.nullcontext, ToyChild):
+        def __init__(self, program, flags, folder, env):
+            self.env, self.url = env, f"http://{folder.name}/v1"
+            self.enter_result, self.last = self, ""
+
+        def ready(self):
+            return {"url": self.url}
+
+    monkeypatch.setattr(stage, "Child", Starting)
+    monkeypatch.delenv(stage.MEMORY_SHARE, raising=False)
+    with stage.serving(ways_of(args_of("--modes plain,auto")), 2) as teams:
+        assert [[each.way.label for each in team] for team in teams] == [["plain", "auto"]] * 2
+        servers = list(chain(*teams))
+        assert [each.url for each in servers] == ["http://0", "http://1", "http://2", "http://3"]
+        assert {each.child.env[stage.MEMORY_SHARE] for each in servers} == {"0.225"}
+
+
+def test_the_busiest_server_of_a_way_tells_how_idle_it_is():
+    assert figures.busiest([0.01, 0.03, 0.02]) == 0.03
+    assert figures.busiest([0.01, None]) is None
 
 
 def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capfd):

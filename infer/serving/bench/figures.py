@@ -45,8 +45,13 @@ def capacity_of(answers: Sequence[RequestOutcome], begin: float, end: float) -> 
     return Capacity(requests / (end - begin), tokens / (end - begin))
 
 
-def mean_of(capacities: Sequence[Capacity]) -> Capacity:
-    """That of a way with several servers."""
+def busiest(shares: Sequence[float | None]) -> float | None:
+    """The most that a server of a way uses of a core at rest; None where one is not known."""
+    return None if None in shares else max(shares)
+
+
+def mean_capacity(capacities: Sequence[Capacity]) -> Capacity:
+    """The mean capacity of a way's servers."""
     return Capacity(*(sum(each) / len(capacities) for each in zip(*capacities, strict=True)))
 
 

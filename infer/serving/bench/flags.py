@@ -40,7 +40,7 @@ class Rate(NamedTuple):
 
 
 class ServedWay(NamedTuple):
-    """A way to decode that has a server of its own, with that server's flags."""
+    """A way to decode that has servers of its own, with their flags."""
 
     label: str
     mode: str
@@ -115,8 +115,8 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="of each way, which take turns repeat by repeat: two processes of the same programs "
-        "may be some percent apart; at most --repeats",
+        help="of each way, which take turns repeat by repeat, as two processes of the same "
+        "programs may be some percent apart; --repeats is a multiple",
     )
     group.add_argument("--seed", type=int, default=0, help="of arrivals, questions and answers")
 
@@ -142,10 +142,10 @@ def check(args: argparse.Namespace) -> None:
     for label, count in Counter(twice).items():
         if count > 1:
             raise InputError(f"two ways are named {label}: name drafters as --draft NAME=DIR")
-    if args.servers > args.repeats:
+    if args.repeats % args.servers:
         raise InputError(
-            f"--servers {args.servers} of each way, but each rate is played {args.repeats} times: "
-            "raise --repeats, or start fewer"
+            f"--servers {args.servers} cannot have equal parts of --repeats {args.repeats}: choose "
+            "a multiple"
         )
     if args.output and not args.output.parent.is_dir():
         raise InputError(f"--output {args.output}: there is no such folder: make it first")

@@ -8,8 +8,8 @@ Each way to decode has a server of its own, all on this machine and on the same 
 process clients send each of them the same questions at the same times, which follow a Poisson law,
 and read streams. The ways take turns rate by rate, another one first each time, and only one server
 is loaded at a time; all rates come again with other questions as often as --repeats says. With
---servers each way has several, which take turns repeat by repeat: two processes that run the same
-programs may be some percent apart for as long as they live, by where their memory lies. Rates
+--servers each way has several, and teams of one server a way take turns repeat by repeat, since two
+processes that run the same programs may be some percent apart for as long as they live. Rates
 such as 0.5x are shares of what plain decoding does with all slots full, and 2c are two clients who
 ask again once they are answered. What was measured while a server compiled is measured again. Texts
 of the same request are compared; where one differs in float32, the exit code is 1.
@@ -56,7 +56,7 @@ ATTEMPTS = 3  # at a cell in which something is compiled
 
 
 class Cell(NamedTuple):
-    """What every server is sent at one rate."""
+    """What every server of a team is sent at one rate."""
 
     asks: list[Asked]
     times: list[float]  # seconds at which requests come; with clients there are none
@@ -82,7 +82,7 @@ class Played(NamedTuple):
     rate: float | None  # requests a second
     of_capacity: float | None
     clients: int | None
-    cells: list[list[ServerFound]]  # by repeat and server
+    cells: list[list[ServerFound]]  # by repeat and way
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,9 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole document."""
     machine = _machine()
-    ways = ways_of(args)
-    with serving(ways * args.servers) as servers:
-        teams = [servers[begin : begin + len(ways)] for begin in range(0, len(servers), len(ways))]
+    with serving(ways_of(args), args.servers) as teams:
         return asyncio.run(_measure(args, machine, teams))
 
 
@@ -120,22 +118,28 @@ async def _measure(
     servers = teams[0]
     model, most_tokens = await _model_of(servers[0])
     questions = Questions(args, most_tokens)
-    idle, capacities = [], []
+    idle_of_all, capacity_of_all = [], []
     for server in itertools.chain(*teams):
         print(f"{server.way.label}: compiling what requests ask for", file=sys.stderr)
-        idle.append(await _prepare(server, questions, args.slots))
+        idle_of_all.append(await _prepare(server, questions, args.slots))
     for server in itertools.chain(*teams):
-        capacities.append(await _capacity(server, questions, args.slots))
-    idle = [_worst_idle(idle[way :: len(servers)]) for way in range(len(servers))]
-    capacities = [figures.mean_of(capacities[way :: len(servers)]) for way in range(len(servers))]
+        capacity_of_all.append(await _capacity(server, questions, args.slots))
+    of_ways = lambda each: [each[way :: len(servers)] for way in range(len(servers))]
+    idle, each_capacity = map(figures.busiest, of_ways(idle_of_all)), of_ways(capacity_of_all)
+    capacities = list(map(figures.mean_capacity, each_capacity))
     plain = next((i for i, server in enumerate(servers) if server.way.mode == PLAIN), None)
     played = await _in_turns(args, teams, questions, None if plain is None else capacities[plain])
     differences: list[dict[str, Any]] = []
     rates = [_rate_of(each, servers, plain, differences) for each in played]
     dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
-    triples = zip(servers, capacities, idle, strict=True)
+    rows = zip(servers, capacities, idle, each_capacity, strict=True)
     return {
-        "servers": [_facts(server) | c._asdict() | {"idle_cpu": cpu} for server, c, cpu in triples],
+        "servers": [
+            _facts(server)
+            | capacity._asdict()
+            | {"idle_cpu": cpu, "each_tokens_per_s": [one.tokens_per_s for one in each]}
+            for server, capacity, cpu, each in rows
+        ],
         "rates": rates,
         "beside_plain": _beside_plain(servers, rates),
         "differences": differences,
@@ -173,11 +177,6 @@ async def _prepare(server: Server, questions: Questions, slots: int) -> float | 
                 if quiet == QUIET_WARMINGS:
                     break
     return share
-
-
-def _worst_idle(shares: Sequence[float | None]) -> float | None:
-    """What the busiest of some servers uses of a core at rest; None where it is not known."""
-    return None if None in shares else max(shares)
 
 
 def _check(server: Server, answers: Sequence[RequestOutcome]) -> None:
@@ -244,12 +243,12 @@ async def _in_turns(
     questions: Questions,
     plain: Capacity | None,
 ) -> list[Played]:
-    """Plays every rate with a team, the slowest first, and all of them with the next one."""
+    """Plays all rates with one team, the slowest first, then with the next, --repeats times."""
     found, begin = _to_play(args.rates, plain), 0
     with progress(args.repeats * len(found) * len(teams[0]), "cells") as bar:
         for repeat, (index, played) in itertools.product(range(args.repeats), enumerate(found)):
             servers = teams[repeat % len(teams)]
-            order = rotated(range(len(servers)), repeat + index)
+            order = rotated(range(len(servers)), repeat + repeat // len(teams) + index)
             for _ in range(ATTEMPTS):
                 cell = cell_of(args, questions, played, begin)
                 begin += len(cell.asks)
@@ -342,7 +341,7 @@ def _settings(args: argparse.Namespace, questions: Questions) -> dict[str, Any]:
         "seconds": None if args.requests else args.seconds or SECONDS,
         "requests": args.requests,
         "repeats": args.repeats,
-        "servers": args.servers,
+        "servers_of_each_way": args.servers,
     }
 
 

@@ -1,4 +1,4 @@
-"""A server process for each way, on the same pair; all stay while one of them is measured."""
+"""Server processes for each way, on the same pair; all stay while one of them is measured."""
 
 from __future__ import annotations
 
@@ -54,9 +54,12 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(ways: Sequence[ServedWay]) -> Iterator[list[Server]]:
-    """Starts all servers at once; raises InputError with the last line of one that cannot."""
-    share = {MEMORY_SHARE: f"{MEMORY_OF_ALL / len(ways):.3f}"}
+def serving(ways: Sequence[ServedWay], teams: int = 1) -> Iterator[list[list[Server]]]:
+    """Starts all servers at once: so many teams, each with one of every way.
+
+    Raises InputError with the last line of a server that cannot start.
+    """
+    share = {MEMORY_SHARE: f"{MEMORY_OF_ALL / (teams * len(ways)):.3f}"}
     share = {} if MEMORY_SHARE in os.environ else share
     more = ["--max-queue", str(MOST_WAITING), "--drain-seconds", "1"]
     more += ["--prefix-bytes", "0"]  # questions come again, and not as often to every server
@@ -66,13 +69,13 @@ def serving(ways: Sequence[ServedWay]) -> Iterator[list[Server]]:
             stack.enter_context(
                 Child("infer.serve", [*way.flags, *more], folder / f"{index}", env=share)
             )
-            for index, way in enumerate(ways)
+            for index, way in enumerate([*ways] * teams)
         ]
         found = []
-        for way, child in zip(ways, children, strict=True):
+        for way, child in zip([*ways] * teams, children, strict=True):
             try:
                 url = child.ready()["url"]
             except InputError as error:
                 raise InputError(f"{way.label}: {error}") from error
             found.append(Server(way, url.removesuffix("/v1"), child))
-        yield found
+        yield [found[begin : begin + len(ways)] for begin in range(0, len(found), len(ways))]

@@ -12,13 +12,14 @@ def render(document: Mapping[str, Any]) -> str:
     """All tables, with what they rest on."""
     settings, machine = document["settings"], document["machine"]
     stop = "to their limit" if settings["ignore_stop"] else "to their end"
+    count = settings["servers_of_each_way"]
     left = f" ({settings['left_out']} too long)" if settings["left_out"] else ""
     parts = [
         f"{settings['questions']} questions of the suite {settings['suite']}{left}, answers {stop} "
         f"or {settings['max_new_tokens']} tokens, temperature {settings['temperature']:g}, "
         f"{settings['dtype']}, {settings['slots']} slots; {machine['device_kind']}, "
         f"{machine['cores']} cores for server and clients together"
-        + (f"; {settings['servers']} servers of each way" if settings["servers"] > 1 else ""),
+        + (f"; {count} servers of each way" if count > 1 else ""),
         table_of([_capacity(server) for server in document["servers"]]),
         table_of([cells for rate in document["rates"] for cells in _rate(rate["ways"])]),
         table_of([cells for rate in document["rates"] for cells in _work(rate["ways"])]),
@@ -39,9 +40,14 @@ def _capacity(server: Mapping[str, Any]) -> dict[str, str]:
     return {
         "all slots full": server["way"],
         "requests/s": short(server["requests_per_s"]),
-        "tokens/s": short(server["tokens_per_s"]),
+        "tokens/s": _with_each(server["tokens_per_s"], server["each_tokens_per_s"]),
         "idle, of a core": percent(server["idle_cpu"], 1),
     }
+
+
+def _with_each(mean: float, each: Sequence[float]) -> str:
+    """`1100 (1080, 1120)`: the mean of several servers, and what each of them has."""
+    return short(mean) + (f" ({', '.join(map(short, each))})" if len(each) > 1 else "")
 
 
 def _rate(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:

@@ -181,10 +181,10 @@ def call(
 
     Rows that the host has ended are done from now on.
     """
+    live = _without(live, ended_B)
     B, begin_B = len(ended_B), live.now.length_B
     law = _law(setup, given)
     now = _with_said(setup, law, live, given, begin_B + 1)
-    now = now._replace(done_B=now.done_B | ended_B)
     counts_B2R = jnp.zeros((B, 2, MOST_ROUNDS), jnp.int32)
     found = None
     if setup.top_logprobs is not None:
@@ -217,9 +217,20 @@ def catch_up(
 
     Rows that the host has ended are not waited for.
     """
-    now = live.now._replace(done_B=live.now.done_B | ended_B)
-    now = step.catch_up(setup, weights, now, live.tokens_BC, sizes, most_turns)
+    live = _without(live, ended_B)
+    now = step.catch_up(setup, weights, live.now, live.tokens_BC, sizes, most_turns)
     return Live(now, live.tokens_BC)
+
+
+def _without(live: Live, ended_B: Array) -> Live:
+    """The state in which these rows are done, and empty: a CPU reads as far as any row goes."""
+    now, behind = live.now, live.now.behind
+    none_if_ended = lambda count_B: jnp.where(ended_B, 0, count_B)
+    if behind is not None:
+        behind = behind._replace(known_B=none_if_ended(behind.known_B))
+    length_B = none_if_ended(now.length_B)
+    now = now._replace(length_B=length_B, done_B=now.done_B | ended_B, behind=behind)
+    return live._replace(now=now)
 
 
 def _picked(rows_BC: Array, index_BW: Array) -> Array:

@@ -186,7 +186,7 @@ class Shelf:
     def rehearse(self, size: Size, way: DraftShape, kind: Kind) -> tuple[int, float]:
         """Runs a call that is there for nobody: how many rounds it had, and seconds.
 
-        Its rows are of zeros and a quarter full, as those of short texts are.
+        Its rows are of zeros and a quarter full. A CPU reads half of them then (`attention.LONG`).
         """
         live, given = self.run(("empty", size)), self._blank(size.slots, kind)
         all_of = lambda number: np.full(size.slots, number, np.int32)
