@@ -349,7 +349,7 @@ def test_several_draft_only_for_a_clear_gain(batch, seconds, way):
     assert pace.choose(batch, programs, hurry=True)[0] == programs[way]
 
 
-@pytest.mark.parametrize(("batch", "wait", "least"), [(1, 32, 1), (8, 512, 8)])
+@pytest.mark.parametrize(("batch", "wait", "least"), [(1, 32, 1), (2, 512, 8), (8, 2048, 8)])
 def test_probes_of_several_are_rare_and_long(batch, wait, least):
     """The drafter may have to read whole prompts for them."""
     pace = Pace(Chooser((PLAIN, CHAIN), CHAIN), None, lambda n: PLAIN)

@@ -39,16 +39,12 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 
 # Means hide that those whose drafts are refused wait for the rest. No round's time has what the
 # drafter reads of each text that comes. And before drafting begins it reads what all have, prompts
-# and answers: so it takes a larger gain to begin than to go on. A probe has it read as much, so
-# probes are rare, and long enough that chance seldom starts one in vain; a change is found late.
-TOGETHER = Terms(
-    gain=1.35,
-    gain_to_go_on=1.25,
-    gain_of_probe=1.4,
-    first_wait=16 * FIRST_WAIT,
-    most_wait=8 * LAST_WAIT,
-    least_probe=8,
-)
+# and answers: so it takes a larger gain to begin than to go on. A probe has it read as much, of all
+# of them: so the more they are, the rarer are probes; and long enough that chance seldom starts one
+# in vain. A change is found late.
+TOGETHER = Terms(gain=1.35, gain_to_go_on=1.25, gain_of_probe=1.4, least_probe=8)
+FIRST_WAIT_OF_EACH = 8 * FIRST_WAIT  # rounds between probes of several, for each of them
+LAST_WAIT_OF_EACH = 4 * LAST_WAIT
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4
 # Of a trial's call, which has two rounds at least: in a short one it counts much when it was heard
@@ -299,4 +295,7 @@ class Pace:
 
 
 def _terms(batch: int, unread: int = 0) -> Terms:
-    return (USUAL if batch == 1 else TOGETHER)._replace(unread=unread, rows=batch)
+    if batch == 1:
+        return USUAL._replace(unread=unread)
+    waits = {"first_wait": batch * FIRST_WAIT_OF_EACH, "most_wait": batch * LAST_WAIT_OF_EACH}
+    return TOGETHER._replace(unread=unread, rows=batch, **waits)
