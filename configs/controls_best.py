@@ -37,14 +37,13 @@ config = dataclasses.replace(
         "chains and in trees with own stops, past their end by 1.16; N = 0 in chains. Both are "
         "ahead of EAGLE-3 by more than 1.05.",
         "Told by one seed: the best rate of EAGLE-2, 2e-4 of 1e-4 to 8e-4; that MoA, N = 0, is no "
-        "better at 8e-4, and hardly differs at 2e-4: its simulated tau is higher there by 0.02, so "
-        "that run counts, but those of decoding are lower; that weighing its two losses alike "
-        "makes EAGLE-2 no better.",
+        "better at 8e-4, and hardly differs at 2e-4, nor does N = 3: their simulated taus are "
+        "higher there by 0.02, so those runs count, but most taus of decoding are lower; that "
+        "weighing its two losses alike makes EAGLE-2 no better.",
         "Not shown for want of runs: what a row has with the seeds that are named as not trained. "
         "Ratios of cells with one seed are of prompts alone.",
-        "Not shown at all: other rates of EAGLE-3 and of MoA, N = 3, lower ones of N = 0; other "
-        "targets; more updates; EAGLE-3 with a whole head, for its own here has 512 of 2,048 "
-        "tokens.",
+        "Not shown at all: other rates of EAGLE-3, lower ones of MoA; other targets; more "
+        "updates; EAGLE-3 with a whole head, for its own here has 512 of 2,048 tokens.",
         "Prompts are held-out conversations of the sources that all drafters were trained on; "
         "reports/paper_suite.md has other questions. Tau counts passes of the target, so what "
         "drafting costs is not in it.",
