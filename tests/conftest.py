@@ -74,7 +74,7 @@ LONGEST = (
     "train/test_grid.py",
     "drafters/test_moa.py",
     "infer/test_generate.py",
-    "infer/test_bench_serve.py",
+    "infer/test_bench_serve_run.py",
     "infer/test_programs_on_meshes.py",
     "decode/test_chunks.py",
     "train/test_training.py",

@@ -53,6 +53,11 @@ class Server(NamedTuple):
                 return share
 
 
+def teams_of(servers: Sequence[Server], size: int) -> list[list[Server]]:
+    """Servers in teams of this size, in their order."""
+    return [list(servers[begin : begin + size]) for begin in range(0, len(servers), size)]
+
+
 @contextlib.contextmanager
 def serving(ways: Sequence[ServedWay], teams: int = 1) -> Iterator[list[list[Server]]]:
     """Starts all servers at once: so many teams, each with one of every way.
@@ -78,4 +83,4 @@ def serving(ways: Sequence[ServedWay], teams: int = 1) -> Iterator[list[list[Ser
             except InputError as error:
                 raise InputError(f"{way.label}: {error}") from error
             found.append(Server(way, url.removesuffix("/v1"), child))
-        yield [found[begin : begin + len(ways)] for begin in range(0, len(found), len(ways))]
+        yield teams_of(found, len(ways))

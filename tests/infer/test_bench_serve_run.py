@@ -1,0 +1,481 @@
+"""infer.bench --serve: whole documents over toy servers, their clients, and one run of servers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import types
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from infer import bench
+from infer.listening.child import Child, ended_by_sigterm
+from infer.serving.bench import clients, counts, figures, picture, run, stage, tables
+from infer.serving.bench.clients import RequestOutcome
+from infer.serving.bench.figures import Capacity
+from infer.serving.bench.flags import ways_of
+from infer.serving.bench.questions import Asked
+from infer.serving.bench.stage import Server
+from infer.serving.metrics import ServingMetrics
+from moa_jax.decode.engine import Load
+from moa_jax.errors import InputError
+from tests.infer.test_bench_serve import MOST_TOKENS, IdleEngine, args_of, refused
+
+# ---- clients and toy servers --------------------------------------------------------------
+
+
+class ToyServer:
+    """An HTTP server that streams what was asked; `faults` says what happens to some requests.
+
+    The keys of `faults` are seeds, its values "refuse", "cut", "error", "odd" and "other".
+    """
+
+    def __init__(self, faults: dict[int, str] | None = None, seconds: float = 0.0) -> None:
+        self.faults, self.seconds = faults or {}, seconds
+        self.bodies: list[dict] = []
+        self.compiling: set[int] = set()  # seeds of requests that a program is made for
+        self.most, self.running, self.programs = 0, 0, 0
+        self.at_once: dict[int, int] = {}  # requests beside each, and itself, when it came
+        self._metrics = ServingMetrics("toy", self)
+
+    def load(self) -> Load:
+        return IdleEngine.now._replace(running=self.running, compiled=self.programs)
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            size = int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0)
+            body = json.loads(await reader.readexactly(size)) if size else {}
+            path = head.split()[1]
+            if path == "/metrics":
+                self._reply(writer, self._metrics.text())
+            elif path == "/v1/models":
+                card = {"id": "toy", "max_model_len": MOST_TOKENS}
+                self._reply(writer, json.dumps({"data": [card]}).encode())
+            else:
+                await self._answer(writer, body)
+            await writer.drain()
+        except asyncio.IncompleteReadError:  # a client that has left
+            pass
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _reply(self, writer: asyncio.StreamWriter, content: bytes, status: str = "200 OK") -> None:
+        close = f"HTTP/1.1 {status}\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
+        writer.write(close.encode() + content)
+
+    async def _answer(self, writer: asyncio.StreamWriter, body: dict) -> None:
+        self.bodies.append(body)
+        self.programs += body["seed"] in self.compiling
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.at_once[body["seed"]] = self.running
+        fault, text = self.faults.get(body["seed"]), body["messages"][0]["content"]
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        if fault == "refuse":
+            error = json.dumps({"error": {"message": "full"}}).encode()
+            self._reply(writer, error, "429 Too Many Requests")
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+        for event in self._events(fault, text):
+            writer.write(f"data: {event}\n\n".encode())
+
+    def _events(self, fault: str | None, text: str):
+        def event(delta: dict, finish: str | None = None) -> str:
+            return json.dumps({"choices": [{"delta": delta, "finish_reason": finish}]})
+
+        yield event({"role": "assistant", "content": ""})
+        yield event({"content": text[:2]})
+        if fault == "cut":
+            return
+        if fault == "odd":
+            yield "[1, 2"
+        if fault == "error":
+            yield json.dumps({"error": {"message": "a pass failed"}})
+        yield event({"content": text[2:] + ("!" if fault == "other" else "")}, "stop")
+        yield json.dumps({"choices": [], "usage": {"completion_tokens": 4}})
+        yield "[DONE]"
+
+
+@contextlib.contextmanager
+def listening(toy: ToyServer):
+    """A toy server's URL; it lives in a thread."""
+    ready: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(toy.handle, "127.0.0.1", 0)
+        ready.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        toy.stop = asyncio.Event()
+        await toy.stop.wait()
+        server.close()
+        await server.wait_closed()
+        handling = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*handling, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    while not ready:
+        time.sleep(0.005)
+    try:
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(toy.stop.set)
+        thread.join()
+        loop.close()
+
+
+def asked(index: int) -> Asked:
+    return Asked(index, "qa", {"messages": [{"content": f"text {index}"}], "seed": index})
+
+
+def test_clients_come_at_their_times_and_tell_what_failed():
+    toy = ToyServer({1: "refuse", 2: "cut", 3: "error", 4: "odd"})
+    times = [0.0, 0.02, 0.05, 0.05, 0.06, 0.2]
+
+    async def play(url: str) -> list[RequestOutcome]:
+        async with clients.client_of(url) as client:
+            return await clients.come(client, [asked(i) for i in range(6)], times)
+
+    with listening(toy) as url:
+        found = asyncio.run(play(url))
+    assert [one.error for one in found] == [
+        "",
+        "429 full",
+        "the stream ended before the answer",
+        "a pass failed",
+        "an event is not as OpenAI has it",
+        "",
+    ]
+    began = found[0].due
+    assert [one.due - began for one in found] == pytest.approx(times)
+    assert all(one.due <= one.sent <= one.end for one in found)
+    whole = [found[0], found[5]]
+    assert [(one.text, one.tokens) for one in whole] == [("text 0", 4), ("text 5", 4)]
+    assert all(one.sent < one.first <= one.end for one in whole)
+
+
+def test_clients_that_keep_asking_leave_no_slot_empty():
+    toy = ToyServer(seconds=0.01)
+
+    async def play(url: str) -> list[RequestOutcome]:
+        async with clients.client_of(url) as client:
+            return await clients.keep_asking(client, map(asked, range(20)), 3)
+
+    with listening(toy) as url:
+        found = asyncio.run(play(url))
+    assert sorted(one.asked.index for one in found) == list(range(20))
+    assert toy.most == 3 and not any(one.error for one in found)
+
+
+def test_a_server_that_is_gone_is_an_error_of_each_request():
+    with listening(ToyServer()) as url:
+        pass
+
+    async def play() -> RequestOutcome:
+        async with clients.client_of(url) as client:
+            return await clients.ask(client, asked(0), 0.0)
+
+    found = asyncio.run(play())
+    assert found.error == "ConnectError" and (found.tokens, found.first) == (0, None)
+
+
+class ToyChild:
+    """A process that has not ended."""
+
+    def __init__(self, last: str = "") -> None:
+        self.last = last
+
+    def check(self) -> None:
+        if self.last:
+            raise InputError(f"infer.serve ended with code 1: {self.last}")
+
+    def cpu_seconds(self) -> float:
+        return 1.0
+
+
+def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
+    """The document over toy servers, one for each way, and again as often as --servers says."""
+    monkeypatch.setattr(run, "CAPACITY_SECONDS", 0.1)
+    monkeypatch.setattr(run, "FILLING_SECONDS", 0.01)
+    monkeypatch.setattr("infer.serving.bench.stage.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(counts, "SAMPLE_SECONDS", 0.02)
+    machine = {"device_kind": "toy", "platform": "cpu", "cores": 2}
+    args = args_of(line)
+    with contextlib.ExitStack() as stack:
+        servers = [
+            Server(way, stack.enter_context(listening(toy)), ToyChild())
+            for way, toy in zip(ways_of(args) * args.servers, toys, strict=True)
+        ]
+        teams = stage.teams_of(servers, len(toys) // args.servers)
+        return json.loads(json.dumps(asyncio.run(run._measure(args, machine, teams))))
+
+
+LINE = "--suite demo --modes plain,auto --slots 2"
+
+
+def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):
+    toys = [ToyServer(seconds=0.02), ToyServer({5: "other", 6: "refuse"}, seconds=0.01)]
+    document = measured(toys, f"{LINE} --rates 60,0.5x --requests 5 --repeats 1", monkeypatch)
+    told = [[body for body in toy.bodies if body["seed"] < run.WARMING] for toy in toys]
+    by_seed = [sorted(bodies, key=lambda body: body["seed"]) for bodies in told]
+    assert by_seed[0] == by_seed[1] and len(by_seed[0]) == 10
+    assert by_seed[0][0]["stream_options"] == {"include_usage": True}
+    plain, auto = document["servers"]
+    assert (plain["way"], plain["draft"], auto["draft"]) == ("plain", None, "bundled")
+    assert 0 < plain["requests_per_s"] < 2 / 0.02 and plain["idle_cpu"] == 0
+    rates = document["rates"]
+    assert [rate["requests"] for rate in rates] == [5, 5]
+    half = next(rate for rate in rates if rate["rate"] != 60)
+    assert half["rate"] == pytest.approx(plain["requests_per_s"] / 2)
+    assert half["of_capacity"] == pytest.approx(0.5)
+    first, second = (rate["ways"] for rate in rates)
+    assert [row["failed"] for row in (*first, *second)] == [0, 0, 0, 1]
+    assert second[1]["failures"] == {"429 full": 1}
+    assert [(row["compared"], row["different"]) for row in second] == [(5, 0), (4, 1)]
+    assert [(one["way"], one["request"]) for one in document["differences"]] == [("auto", 5)]
+    assert first[0]["speedup"] == 1 and first[1]["speedup"] > 0
+    assert first[0]["slots_in_use"] is not None
+    assert document["beside_plain"][0]["way"] == "auto"
+    assert document["settings"]["dtype"] == "float32" and document["settings"]["questions"] == 12
+    shown = tables.render(document)
+    rows = [line for line in shown.splitlines() if line.startswith("|")]
+    assert sum(line.startswith("| ---") for line in rows) == 3 and len(rows) == 3 * 2 + 2 + 4 + 4
+    assert "1 answers DIFFER" in shown and "3/4, 1 FAILED" in shown
+    picture.plot(document, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").read_text().count("<path") > 20
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
+
+
+def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):
+    """Teams take turns repeat by repeat; rates are shares of the mean of plain's servers."""
+    toys, known = [ToyServer(seconds=0.01) for _ in range(4)], iter((40.0, 50.0, 60.0, 70.0))
+
+    async def capacity(*_):
+        return Capacity(each := next(known), 100 * each)
+
+    monkeypatch.setattr(run, "_capacity", capacity)
+    line = f"{LINE} --rates 60,0.5x --requests 3 --repeats 4 --servers 2"
+    document = measured(toys, line, monkeypatch)
+    told = [{body["seed"] for body in toy.bodies if body["seed"] < run.WARMING} for toy in toys]
+    assert told[0] == told[1] == {i for i in range(24) if i % 12 < 6}
+    assert told[2] == told[3] == {i for i in range(24) if i % 12 >= 6}
+    plain, auto = document["servers"]
+    assert (plain["requests_per_s"], auto["requests_per_s"]) == (50, 60)
+    assert (plain["each_tokens_per_s"], auto["each_tokens_per_s"]) == ([4000, 6000], [5000, 7000])
+    half, _ = document["rates"]
+    assert half["rate"] == 25 and [len(row["runs"]) for row in half["ways"]] == [4, 4]
+    shown = tables.render(document)
+    assert "; 2 servers of each way" in shown and "| 5000 (4000, 6000) |" in shown
+
+
+def test_each_team_has_a_server_of_every_way(monkeypatch):
+    class Starting(contextlib.nullcontext, ToyChild):
+        def __init__(self, program, flags, folder, env):
+            self.env, self.url = env, f"http://{folder.name}/v1"
+            self.enter_result, self.last = self, ""
+
+        def ready(self):
+            return {"url": self.url}
+
+    monkeypatch.setattr(stage, "Child", Starting)
+    monkeypatch.delenv(stage.MEMORY_SHARE, raising=False)
+    with stage.serving(ways_of(args_of("--modes plain,auto")), 2) as teams:
+        assert [[each.way.label for each in team] for team in teams] == [["plain", "auto"]] * 2
+        servers = list(chain(*teams))
+        assert [each.url for each in servers] == ["http://0", "http://1", "http://2", "http://3"]
+        assert {each.child.env[stage.MEMORY_SHARE] for each in servers} == {"0.225"}
+
+
+def test_the_busiest_server_of_a_way_tells_how_idle_it_is():
+    assert figures.busiest([0.01, 0.03, 0.02]) == 0.03
+    assert figures.busiest([0.01, None]) is None
+
+
+def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capfd):
+    """With other questions, which no server has seen."""
+    toys = [ToyServer(), ToyServer()]
+    toys[1].compiling = {run.WARMING + 1, 2}
+    document = measured(toys, f"{LINE} --rates 60 --requests 4", monkeypatch)
+    for toy in toys:
+        warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"]]
+        seeds = [body["seed"] for body in toy.bodies if body["seed"] < run.WARMING]
+        assert sorted(seeds) == list(range(12))  # two repeats, one of them twice
+        assert min(warming) == run.WARMING
+    assert "auto compiled at 60 (" in capfd.readouterr().err
+    (rate,) = document["rates"]
+    assert [(row["requests"], row["compiled"]) for row in rate["ways"]] == [(8, 0), (8, 0)]
+    assert [len(row["runs"]) for row in rate["ways"]] == [2, 2]
+    assert "WERE COMPILED" not in tables.render(document)
+    toys = [ToyServer(), ToyServer()]
+    toys[0].compiling = set(range(run.ATTEMPTS))
+    line = f"{LINE} --rates 60 --requests 1 --repeats 1"
+    assert "1 programs WERE COMPILED" in tables.render(measured(toys, line, monkeypatch))
+
+
+def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
+    """Each number of clients asks until a program is long past, and the next one begins."""
+    toy, asks = ToyServer(), run.LEAST_WARMING
+    toy.compiling = {run.WARMING + 3, run.WARMING + 2 * asks + 3}
+    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
+    warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"] < 2 * run.WARMING]
+    passes = 3 + 2 * run.QUIET_WARMINGS  # with a program, none, a program; then none, twice
+    assert sorted(warming) == [run.WARMING + i for i in range(passes * asks)]
+
+
+def test_capacity_beside_a_compiler_is_measured_again(monkeypatch):
+    toy = ToyServer(seconds=0.01)
+    toy.compiling = {2 * run.WARMING + 1}
+    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
+    seeds = {body["seed"] for body in toy.bodies}
+    assert 2 * run.WARMING in seeds and 3 * run.WARMING in seeds
+
+
+@pytest.mark.parametrize("stalls", [1, run.ATTEMPTS])
+def test_a_capacity_of_nothing_is_measured_again(stalls, monkeypatch):
+    """Rates are shares of it, and a machine may stand still while it is measured."""
+    keep_asking, stalled = clients.keep_asking, []
+
+    async def late(client, asks, count):
+        if isinstance(asks, types.GeneratorType) and len(stalled) < stalls:  # until a time
+            stalled.append(await asyncio.sleep(0.2))
+        return await keep_asking(client, asks, count)
+
+    monkeypatch.setattr(clients, "keep_asking", late)
+    line = "--suite demo --modes plain --rates 0.5x --requests 2 --repeats 1"
+    ask = lambda: measured([ToyServer()], line, monkeypatch)
+    if stalls < run.ATTEMPTS:
+        assert ask()["servers"][0]["requests_per_s"] > 0
+    else:
+        with pytest.raises(InputError, match="the server of plain answers nothing in"):
+            ask()
+    assert len(stalled) == stalls
+
+
+def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):
+    """As many at a time as there are; their rows come first, and no rate is theirs."""
+    toys = [ToyServer(seconds=0.05), ToyServer(seconds=0.05)]
+    document = measured(toys, f"{LINE} --rates 60,2c,1c --requests 4 --repeats 2", monkeypatch)
+    facts = [(rate["rate"], rate["clients"], rate["requests"]) for rate in document["rates"]]
+    assert facts == [(None, 1, 8), (None, 2, 8), (60, None, 8)]
+    alone, two, _ = (rate["ways"][1] for rate in document["rates"])
+    at_once = lambda *seeds: {toys[1].at_once[seed] for seed in seeds}
+    assert at_once(0, 1, 2, 3, 12, 13, 14, 15) == {1}
+    assert at_once(4, 5, 6, 7, 16, 17, 18, 19) == {1, 2}
+    assert alone["compared"] == two["compared"] == 8
+    assert document["beside_plain"][0]["speedup_at_lowest_rate"]["rate"] == 60
+    told = [body["seed"] for body in toys[1].bodies if body["seed"] < run.WARMING]
+    assert sorted(told) == list(range(24))
+    shown = tables.render(document)
+    assert "| 1 client | plain" in shown and "| 2 clients | plain" in shown
+    picture.plot(document, tmp_path / "figure.svg")
+    document = measured(toys, f"{LINE} --rates 2c --repeats 1", monkeypatch)
+    assert document["rates"][0]["requests"] == 24  # twelve each
+    assert document["beside_plain"][0]["speedup_at_lowest_rate"]["clients"] == 2
+
+
+def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):
+    line = "--suite demo --modes chain,auto --slots 2 --rates 50 --requests 3 --repeats 1"
+    document = measured([ToyServer(), ToyServer({1: "other"})], line, monkeypatch)
+    rows = document["rates"][0]["ways"]
+    assert [row["speedup"] for row in rows] == [None, None]
+    assert [(row["compared"], row["different"]) for row in rows] == [(3, 0), (3, 1)]
+    assert document["beside_plain"] == [] and document["rates"][0]["of_capacity"] is None
+    assert "of its throughput" not in tables.render(document)
+    picture.plot(document, tmp_path / "figure.png")
+
+
+def test_a_way_that_does_not_answer_is_told_before_measuring(monkeypatch):
+    class Refusing(ToyServer):
+        async def _answer(self, writer, body) -> None:
+            self._reply(writer, b'{"error": {"message": "no chat template"}}', "400 Bad Request")
+
+    with pytest.raises(InputError, match="server of plain does not answer: 400 no chat template"):
+        measured([Refusing(), ToyServer()], f"{LINE} --requests 2", monkeypatch)
+
+
+def test_a_server_that_ends_is_named_with_its_last_line():
+    with listening(ToyServer()) as url:
+        pass
+    (way, _) = ways_of(args_of(LINE))
+    server = Server(way, url, ToyChild("killed by nobody"))
+    cell = run.Cell(5.0, [asked(0)], [0.0])
+    with pytest.raises(InputError, match="server of plain: .*code 1: killed by nobody"):
+        asyncio.run(run._play(server, cell))
+
+
+# ---- processes ----------------------------------------------------------------------------
+
+
+def test_a_child_tells_its_last_line_when_it_ends(tmp_path):
+    """json.tool has no --port, and takes its number for a file."""
+    with Child("json.tool", [], tmp_path / "one") as child:
+        with pytest.raises(InputError, match="did not start: .*No such file"):
+            child.ready()
+        with pytest.raises(InputError, match="json.tool ended with code 2: .*No such file"):
+            child.check()
+
+
+def test_a_child_is_ready_and_computes_and_ends(tmp_path):
+    program = tmp_path / "toy_program.py"
+    program.write_text(
+        "import json, sys, time\n"
+        "path = sys.argv[sys.argv.index('--ready-file') + 1]\n"
+        "sum(range(10**6))\n"
+        "open(path, 'w').write(json.dumps({'url': 'u', 'port': 1}))\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with Child("toy_program", [], tmp_path / "one", env={"NEW": "1"}) as child:
+            assert child.ready() == {"url": "u", "port": 1}
+            child.check()
+            spent = child.cpu_seconds()
+            assert spent is None or spent >= 0
+            process = child._process
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_sigterm_unwinds():
+    before, left = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            left.append(True)
+    assert ended.value.code == 143 and left
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+def test_a_run_with_the_bundled_pair(tmp_path, capfd):
+    output, plot = tmp_path / "found.json", tmp_path / "figure.png"
+    line = "--serve --suite demo --modes plain,chain --slots 1 --max-tokens 128 "
+    line += "--max-new-tokens 16 --rates 0.5x,2x --requests 6 --repeats 1 "
+    line += f"--output {output} --plot {plot}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "CAPACITY_SECONDS", 2.0)
+        assert bench.main(line.split()) == 0
+    assert "| chain |" in capfd.readouterr().out and plot.stat().st_size > 10_000
+    document = json.loads(Path(output).read_text())
+    for rate in document["rates"]:
+        for row in rate["ways"]:
+            assert (row["requests"], row["failed"], row["different"]) == (6, 0, 0)
+            assert row["compared"] == 6 and row["tokens_per_s"] > 0 and row["failed_passes"] == 0
+            assert row["tau"] == 1 if row["way"] == "plain" else row["tau"] > 1.3
+    assert document["machine"]["platform"] == "cpu"
+
+
+@pytest.mark.slow
+def test_a_target_that_is_not_there_is_one_line(capfd):
+    said = refused("--target ./absent --modes plain", capfd)
+    assert "plain: the server did not start: infer.serve: ./absent is not a folder" in said
