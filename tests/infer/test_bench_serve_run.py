@@ -116,10 +116,12 @@ def listening(toy: ToyServer):
         ready.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         toy.stop = asyncio.Event()
         await toy.stop.wait()
+        # Closed before, a server of Python 3.11 leaves open whom it accepts at that moment.
+        loop.remove_reader(server.sockets[0].fileno())
+        while handling := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.gather(*handling, return_exceptions=True)
         server.close()
         await server.wait_closed()
-        handling = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*handling, return_exceptions=True)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
