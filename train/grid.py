@@ -4,10 +4,11 @@ Each cell of the grid is trained by train.distill. The same command goes on wher
 cells, learning rates and seeds may be added later. A finished run is not done again; it is refused
 where it was made with other settings or data. With `--cells a,b`, `--learning-rates 1e-4` and
 `--seeds 0` several processes share the work. The report, Markdown and JSON in the grid's directory,
-has what is there so far: tau of greedy decoding on held-out prompts, with the target's own stops
-and with answers that all go on to the limit. With `--done report.json` the rows of earlier reports
-count as done, so that a grid grows over days and machines. With `--target-cache DIR` all cells read
-one cache of the target.
+has what is there so far: tau of greedy decoding on held-out prompts, none of them twice or trained
+on, with the target's own stops and with answers that all go on to the limit. With `--done
+report.json` the rows of earlier reports count as done, so that a grid grows over days and machines;
+where those were decoded with other prompts, their learning rates do. With `--target-cache DIR` all
+cells read one cache of the target.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   when it is finished
@@ -95,16 +96,25 @@ def train(
 
 
 def is_done(each: GridRun, target: Target, earlier: Sequence[Earlier]) -> bool:
-    """Whether a run need not be trained; raises InputError as `is_finished`."""
-    return is_finished(each, target) or _earlier_of(each, earlier) is not None
+    """Whether a run need not be trained; raises InputError as `is_finished`.
+
+    The best one of a row that was decoded with other prompts is to be: its drafter must answer.
+    """
+    if is_finished(each, target) or not (row := _earlier_of(each, earlier)):
+        return is_finished(each, target)
+    return row.decoded is not None or row.learning_rate != rate_name(each.learning_rate)
 
 
 def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:
-    """The earlier row that has this run at the best of its rates, else one that has tried it."""
+    """The earlier row that has this run at the best of its rates, else one that has tried it.
+
+    Of several one that was decoded with the grid's prompts.
+    """
     rate = rate_name(each.learning_rate)
     rows = [row for row in earlier if (row.cell, row.seed) == (each.cell, each.seed)]
     rows = [row for row in rows if rate in row.simulated_tau_by_rate]
-    return max(rows, key=lambda row: row.learning_rate == rate, default=None)
+    better = lambda row: (row.learning_rate == rate, row.decoded is not None)
+    return max(rows, key=better, default=None)
 
 
 def is_finished(each: GridRun, target: Target) -> bool:
@@ -220,7 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
             prompts_of(grid, target)  # so does this
         if not train(mine, target, earlier, target_cache.flags_of(args)):
             return
-        best = [row.best for row in rows_of(grid, runs, target, earlier) if not row.decoded]
+        rows = rows_of(grid, runs, target, earlier)
+        best = [row.best for row in rows if not row.decoded and not row.report]
         asked = {(each.cell, each.seed) for each in mine}
         decode(grid, [each for each in best if (each.cell, each.seed) in asked])
         rows = rows_of(grid, runs, target, earlier)

@@ -287,7 +287,7 @@ class GridConfig:
     tolerance: float = 0.05  # of trainable parameters, from those of `reference`
     unmatched: tuple[str, ...] = ()  # cells that may differ in anything but the target
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
-    prompts: int = 64  # of the validation data, decoded with every finished drafter
+    prompts: int = 64  # of the validation data, not trained on; all finished drafters answer them
     max_new_tokens: int = 128
     notes: tuple[str, ...] = ()  # what the report shows and what not, by those who have read it
 

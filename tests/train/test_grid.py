@@ -16,6 +16,7 @@ from infer.flags.config_file import read_config
 from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, GridConfig, MoaConfig
+from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_json
@@ -29,6 +30,7 @@ from train.run.earlier import read_earlier
 from train.run.grid_report import (
     DRAWS,
     ENDINGS,
+    FORMER_PROMPTS,
     Tau,
     figures,
     interval,
@@ -43,8 +45,19 @@ DEMO = ROOT / "moa_jax" / "demo" / "target"
 TARGET = describe_target(DEMO)
 
 
+def held_out(folder: Path) -> str:
+    """Conversations that are not those of the training data, as a file."""
+    records = [json.loads(line) for line in Path(CONVERSATIONS).read_text().splitlines()[:6]]
+    for record in records:
+        record["messages"][0]["content"] = f"Hello. {record['messages'][0]['content']}"
+    path = folder / "held_out.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
 def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
     base = distill_config(folder, target)
+    base = changed(base, data_validation=(held_out(folder),))
     cells = (
         ("moa", dataclasses.replace(base, drafter=MOA)),
         ("eagle", dataclasses.replace(base, drafter=EagleConfig(1, 24))),
@@ -202,7 +215,8 @@ def test_committed_grids_are_matched(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["matched", "matched_300", "matched_longer", "controls", "controls_1000", "controls_tokens"],
+    ["matched", "matched_300", "matched_longer"]
+    + ["controls", "controls_1000", "controls_tokens", "controls_rates"],
 )
 def test_committed_reports_are_those_of_their_json(name):
     """But for the order of files and versions, which the sorted JSON does not keep."""
@@ -469,8 +483,7 @@ def test_what_is_no_report_is_refused(earlier):
     assert "report.json is missing" in refusal(done_for, grid, path)
 
 
-def test_a_committed_report_counts_as_done(monkeypatch):
-    """It was made before counts of each prompt were stored, and still says its taus."""
+def test_a_committed_report_of_other_prompts_tells_of_learning_rates(monkeypatch):
     monkeypatch.chdir(ROOT)
     grid = read_config("configs/matched.py", GridConfig)
     monkeypatch.setattr(grids, "inputs_of", lambda grid, target: {})  # the target was another one
@@ -478,7 +491,32 @@ def test_a_committed_report_counts_as_done(monkeypatch):
     document = json.loads(path.read_text())
     done = done_for(grid, path)
     assert [row.cell for row in done] == [row["cell"] for row in document["rows"]]
-    assert done[0].decoded.taus[0]["tau"].value == document["rows"][0]["decoded"][0]["tau"]["tau"]
+    tried = [row["simulated_tau_by_learning_rate"] for row in document["rows"]]
+    assert [row.simulated_tau_by_rate for row in done] == tried
+    assert not any(row.decoded for row in done)
+
+
+def test_rows_decoded_with_other_prompts_are_trained_again_to_be_decoded(earlier, monkeypatch):
+    """At their best rate alone, and count by it until then."""
+    grid, path, document = earlier
+    new, former = document["rows"], dict(document)
+    del former["prompts_are"]
+    write_json(path, former)
+    done = done_for(grid, path)
+    assert trained_for(grid, done, monkeypatch) == ["moa-lr0.0001-seed0", "eagle-lr0.001-seed0"]
+    rows = grids.rows_of(grid, grids.runs_of(grid), TARGET, done)
+    assert [(row.tried, row.decoded, row.report) for row in rows] == [
+        (row["simulated_tau_by_learning_rate"], None, str(path)) for row in new
+    ]
+    told = grids.render(document_of(grid, rows, "given.py"))
+    assert grid_decoding.PROMPTS in told and FORMER_PROMPTS not in told
+    assert FORMER_PROMPTS in grids.render(former)
+    both = path.with_name("both.json")
+    write_json(both, document)
+    found = grids._earlier_rows([str(path), str(both)], grid, grids.runs_of(grid), TARGET)
+    assert trained_for(grid, found, monkeypatch) == []
+    rows = grids.rows_of(grid, grids.runs_of(grid), TARGET, found)
+    assert all(row.decoded and row.report == str(both) for row in rows)
 
 
 # ---- one cache for all --------------------------------------------------------------------
@@ -616,7 +654,7 @@ def test_a_config_that_cannot_be_compared(tmp_path):
 @pytest.mark.slow
 def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkeypatch):
     """Two cells trained and decoded; a second call computes nothing."""
-    base = distill_config(tmp_path, small_target)
+    base = changed(distill_config(tmp_path, small_target), data_validation=(held_out(tmp_path),))
     eagle3 = dataclasses.replace(base, drafter=Eagle3Config(1, 24, tapped_layers=(0, 1, 1)))
     cells = (("moa", dataclasses.replace(base, drafter=MOA)), ("eagle3", eagle3))
     grid = toy_grid(tmp_path, learning_rates=(1e-3,))
@@ -664,6 +702,32 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     longer = tuple((name, changed(config, optim_total_steps=13)) for name, config in grid.cells)
     grid = dataclasses.replace(grid, cells=longer)
     assert "optim.total_steps: 12 -> 13" in refusal(grids.main, ["--config", "given"])
+
+
+def test_prompts_are_distinct_and_not_trained_on(tmp_path):
+    """First turns come before later ones; a conversation that was cut in two comes once."""
+    grid = toy_grid(tmp_path, prompts=1000)
+    config = dict(grid.cells)["eagle"].data
+    validated_by = lambda *paths: dataclasses.replace(
+        grid, cells=tuple((n, changed(c, data_validation=paths)) for n, c in grid.cells)
+    )
+    tokenizer = load_tokenizer(DEMO)
+    records = [json.loads(line) for line in Path(config.validation[0]).read_text().splitlines()]
+    expected = [
+        tokenizer.apply_chat_template(
+            record["messages"][:at], add_generation_prompt=True, return_dict=False
+        )
+        for record in records
+        for at in range(1, len(record["messages"]), 2)
+    ]
+    many = validated_by(*config.validation, *config.validation, CONVERSATIONS)
+    found = grid_decoding.prompts_of(many, TARGET)
+    fitting = {tuple(each) for each in expected if len(each) < config.max_length}
+    assert fitting == set(map(tuple, found)) and len(found) == len(fitting) > 6
+    turns = [prompt.count(tokenizer.convert_tokens_to_ids("<|user|>")) for prompt in found]
+    assert turns == sorted(turns) and turns[0] < turns[-1]
+    seen = validated_by(CONVERSATIONS)
+    assert "or the training data has them all" in refusal(grid_decoding.prompts_of, seen, TARGET)
 
 
 def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,27 +102,37 @@ def _unstacked(params: Any) -> Any:
 
 
 def fitting_prompts(
-    validation: Batches, target: Target, max_new_tokens: int, most: int
+    validation: Batches,
+    target: Target,
+    max_new_tokens: int,
+    most: int,
+    seen: Container[tuple[int, ...]] = (),
 ) -> list[list[int]]:
-    """The first prompts of the validation data, at most `most`, that leave room for an answer."""
+    """The first prompts of the validation data, at most `most`, that leave room for an answer.
+
+    None comes twice, and none is of `seen`, such as those that a drafter was trained on.
+    """
     room = Room(target.config.max_position_embeddings)
-    fitting = (p for p in prompts_of(validation) if room.behind(len(p)) >= max_new_tokens)
-    return list(itertools.islice(fitting, most))
+    fits = lambda prompt: prompt not in seen and room.behind(len(prompt)) >= max_new_tokens
+    return list(map(list, itertools.islice(filter(fits, all_prompts(validation)), most)))
 
 
-def prompts_of(validation: Batches) -> Iterator[list[int]]:
-    """What stands before the first answer of each conversation, from the first batch on."""
-    for step in range(len(validation)):
-        for row in zip(*validation.batch(step), strict=True):
-            yield from _row_prompts(Batch(*row))
+def all_prompts(source: Batches) -> dict[tuple[int, ...], None]:
+    """What stands before each answer, in order: first ones of all conversations, then second ones.
+
+    Conversations come as the batches of an epoch do, and then those that fill no batch.
+    """
+    dealt = (int(number) for step in range(len(source)) for number in source.numbers(step))
+    numbers = dict.fromkeys([*dealt, *range(source.num_rows)])
+    rows = (Batch(*(array[0] for array in source.take(np.array([n])))) for n in numbers)
+    turns = itertools.zip_longest(*(prompts for row in rows for prompts in _conversations(row)))
+    return dict.fromkeys(prompt for turn in turns for prompt in turn if prompt)
 
 
-def _row_prompts(row: Batch) -> list[list[int]]:
-    found = []
+def _conversations(row: Batch) -> Iterator[list[tuple[int, ...]]]:
+    """The prompts of each conversation in a row."""
     for segment in range(1, int(row.segment_BT.max()) + 1):
         here_T = row.segment_BT == segment
-        answer_T = row.response_BT[here_T]
-        first = int(np.argmax(answer_T))
-        if answer_T.any() and first:
-            found.append(row.tokens_BT[here_T][:first].tolist())
-    return found
+        tokens = row.tokens_BT[here_T].tolist()
+        begins = np.flatnonzero(np.diff(row.response_BT[here_T].astype(np.int8), prepend=0) > 0)
+        yield [tuple(tokens[:begin]) for begin in begins if begin]

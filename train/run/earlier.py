@@ -11,21 +11,24 @@ from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import read_json
 from moa_jax.training.fingerprint import changes, listed
 from train.run.grid_decoding import decoding_changes
-from train.run.grid_report import ENDINGS, Decoded, tau_of
+from train.run.grid_report import ENDINGS, FORMER_PROMPTS, Decoded, tau_of
 
 # By cell, seed and learning rate, the rate as in the names of folders.
 Configs = Mapping[tuple[str, int, str], DistillConfig]
 
 
 class Earlier(NamedTuple):
-    """What an earlier report says of one cell and seed, decoded at the best of its rates."""
+    """What an earlier report says of one cell and seed, decoded at the best of its rates.
+
+    `decoded` is None where that was with other prompts: such a row tells of learning rates alone.
+    """
 
     report: str
     cell: str
     seed: int
     learning_rate: str
     simulated_tau_by_rate: dict[str, float]
-    decoded: Decoded
+    decoded: Decoded | None
     trained_on: str | None = None
 
 
@@ -37,17 +40,18 @@ def read_earlier(
     Raises InputError where such a row was trained with other settings, where a file that both
     know has other content, and where the prompts were decoded in another way.
     """
-    document = read_json(Path(path))
+    document: dict[str, Any] = {"prompts_are": FORMER_PROMPTS} | read_json(Path(path))
+    same_prompts = document["prompts_are"] == decoding["prompts_are"]
     try:
         asked = [(_key(row), row) for row in document["rows"] if row["decoded"]]
         rows = [(configs[key], row) for key, row in asked if key in configs]
-        found = decoding_changes(document, decoding)
+        found = decoding_changes(document | {"prompts_are": decoding["prompts_are"]}, decoding)
         for config, row in rows:
             different = changes(row["settings"], config)
             found += [f"cell {row['cell']}: {each}" for each in different]
         both = document["files"].keys() & files.keys()
         found += [f"{n}: other content" for n in sorted(both) if files[n] != document["files"][n]]
-        earlier = [_earlier(path, row) for _, row in rows]
+        earlier = [_earlier(path, row, same_prompts) for _, row in rows]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{path} is no report of train.grid ({first_line(error)}): name its report.json"
@@ -63,8 +67,8 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int, str]:
     return row["cell"], row["seed"], f"{row['learning_rate']:g}"
 
 
-def _earlier(path: str, row: Mapping[str, Any]) -> Earlier:
+def _earlier(path: str, row: Mapping[str, Any], is_decoded: bool) -> Earlier:
     taus = [{key: tau_of(shape[key]) for key in ENDINGS} for shape in row["decoded"]]
     tried = {rate: float(tau) for rate, tau in row["simulated_tau_by_learning_rate"].items()}
-    decoded = Decoded(int(row["prompts"]), taus)
+    decoded = Decoded(int(row["prompts"]), taus) if is_decoded else None
     return Earlier(path, *_key(row), tried, decoded, row.get("trained_on"))

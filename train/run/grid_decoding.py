@@ -20,12 +20,13 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import read_json, write_json
 from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import changes, fingerprint
-from train.run.decoding import fitting_prompts
-from train.run.grid_report import ENDINGS, FIRST, Decoded, Tau
+from train.run.decoding import all_prompts, fitting_prompts
+from train.run.grid_report import ENDINGS, FIRST, FORMER_PROMPTS, Decoded, Tau
 from train.run.grid_runs import GridRun
 
 BATCH = 16  # prompts decoded side by side; tau is that of each alone
 DECODED = "decoded.json"
+PROMPTS = "distinct, first turns before later ones, none of them trained on"
 
 
 def decode(grid: GridConfig, todo: Sequence[GridRun]) -> None:
@@ -52,16 +53,23 @@ def decode(grid: GridConfig, todo: Sequence[GridRun]) -> None:
 def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
     """The prompts of the reference's validation data that all drafters answer.
 
-    Raises InputError where there is none. `target` needs no weights.
+    No conversation of the training data has one. Raises InputError where there is none. `target`
+    needs no weights.
     """
     config = dict(grid.cells)[grid.reference].data
     tokenizer = load_tokenizer(target.folder)
-    validation, _ = batches.load(config, tokenizer, target.config.vocab_size, "validation", None)
-    prompts = fitting_prompts(validation, target, grid.max_new_tokens, grid.prompts)
+
+    def rows_of(paths: tuple[str, ...]) -> batches.Batches:
+        data = dataclasses.replace(config, validation=paths)
+        return batches.load(data, tokenizer, target.config.vocab_size, "validation")[0]
+
+    seen, held_out = all_prompts(rows_of(config.train)), rows_of(config.validation)
+    prompts = fitting_prompts(held_out, target, grid.max_new_tokens, grid.prompts, seen)
     if not prompts:
         raise InputError(
             f"no prompt of the validation data leaves max_new_tokens {grid.max_new_tokens} of the "
-            f"target's {target.config.max_position_embeddings} positions free: lower it"
+            f"target's {target.config.max_position_embeddings} positions free, or the training "
+            "data has them all: lower it, or give other data"
         )
     return prompts
 
@@ -100,6 +108,7 @@ def decoding_of(grid: GridConfig) -> dict[str, Any]:
         # Two static trees may have one name.
         "shapes_in_full": [json.loads(json.dumps(dataclasses.asdict(s))) for s in grid.shapes],
         "prompts": grid.prompts,
+        "prompts_are": PROMPTS,
         "max_new_tokens": grid.max_new_tokens,
     }
 
@@ -107,8 +116,9 @@ def decoding_of(grid: GridConfig) -> dict[str, Any]:
 def decoding_changes(saved: Mapping[str, Any], decoding: Mapping[str, Any]) -> list[str]:
     """One text for each way in which a grid does not decode as `saved` says.
 
-    What a file of an earlier version does not say may have been the same.
+    What a file of an earlier version does not say may have been the same, but for its prompts.
     """
+    saved = {"prompts_are": FORMER_PROMPTS, **saved}
     return [
         f"{name}: {saved[name]} -> {value}"
         for name, value in decoding.items()

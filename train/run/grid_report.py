@@ -13,6 +13,8 @@ from moa_jax.measure.tables import table, with_interval
 from moa_jax.training.fingerprint import listed
 
 ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
+# The prompts of reports that do not say what they are.
+FORMER_PROMPTS = "first turns, some of them there twice or trained on"
 FIRST = 3  # drafted positions whose acceptance is told one by one
 Document = dict[str, Any]  # as report.json has it; train.grid fills it
 
@@ -158,11 +160,12 @@ def _meaning(document: Document) -> str:
     numbers = sorted({row["prompts"] for row in document["rows"] if row["prompts"]})
     prompts = " or ".join(map(str, numbers)) or f"up to {document['prompts']}"
     return (
-        f"Tau: tokens per verification over all rounds of {prompts} held-out prompts, greedy, up "
-        f"to {document['max_new_tokens']} tokens; past end, to all of these whatever the target "
-        f"would stop at. In brackets what {SHARE:.0%} of {DRAWS:,} bootstrap draws of the prompts "
+        f"Tau: tokens per verification over all rounds of {prompts} held-out prompts "
+        f"({document.get('prompts_are', FORMER_PROMPTS)}), greedy, up to "
+        f"{document['max_new_tokens']} tokens; past end, to all of these whatever the target would "
+        f"stop at. In brackets what {SHARE:.0%} of {DRAWS:,} bootstrap draws of the prompts "
         "hold, for a ratio the same prompts in both drafters; other seeds and data are not in it. "
-        "`-`: decoded before the counts of each prompt were stored."
+        "`-`: not decoded, or before the counts of each prompt were stored."
         + (" For means of seeds the seeds are drawn, too." if document.get("over_seeds") else "")
     )
 
