@@ -116,7 +116,7 @@ class Chooser:
         self._doublings, self._since = 0, 0  # of the wait for a probe, and rounds of it so far
         self._several_draft = False  # what was best for several last did draft
         self._probe: DraftShape | None = None
-        self._left = 0  # rounds of the probe
+        self._left, self._rows = 0, 1  # rounds of the probe, and texts for which it was begun
         self._heard = 0  # rounds, of whatever way
         self._length = length_of(0)  # of the text that was alone last
         self._is_alone = False  # it still is
@@ -201,6 +201,8 @@ class Chooser:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens, terms = self._tokens(known), self._terms_now(terms)
         best = _fastest(known, tokens, terms)
+        if terms.rows > self._rows:  # for more the drafter would read more, and must wait longer
+            self._probe = None
         if self._probe in known and self._left > 0:
             sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
             if self._left > sent:
@@ -210,7 +212,7 @@ class Chooser:
         wait = min(terms.first_wait << self._doublings, terms.most_wait)
         left = max(wait, terms.rows * (terms.unread - self._since)) - self._since
         if left <= 0 and (probe := _probe(best, known, tokens, terms)):
-            self._probe, self._left = probe
+            (self._probe, self._left), self._rows = probe, terms.rows
             return ShapeChoice(*probe)
         most = ROUNDS_BETWEEN_CHOICES if best.num_drafted else ROUNDS_OF_PLAIN
         rounds = min(max(self._heard, 1), most)

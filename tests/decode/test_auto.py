@@ -352,6 +352,20 @@ def test_a_probe_is_sent_once():
     assert rounds / sum(late) > 0.9 * auto.LAST_WAIT
 
 
+def test_a_probe_of_one_text_is_none_of_several():
+    """Those who join it have prompts that the drafter would have to read, and wait for theirs."""
+    chooser, several = Chooser(list(CPU), OWN), Terms(first_wait=640, most_wait=640, rows=4)
+    while (choice := chooser.next(CPU, set(CPU))).shape == PLAIN or not chooser._probe:
+        chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+    for _ in range(600 // auto.ROUNDS_OF_PLAIN):
+        choice = chooser.next(CPU, set(CPU), several)
+        assert choice.shape == PLAIN
+        chooser.heard(PLAIN, [], choice.rounds)
+    while (choice := chooser.next(CPU, set(CPU), several)).shape == PLAIN:
+        chooser.heard(PLAIN, [], choice.rounds)
+    assert chooser.next(CPU, set(CPU)) == choice  # one of several holds for the last of them
+
+
 def test_a_long_probe_goes_on_while_a_part_of_it_is_under_way():
     shape = DraftShape(2)
     chooser = Chooser([PLAIN, shape], shape)

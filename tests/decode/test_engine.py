@@ -20,6 +20,7 @@ from moa_jax.decode.engine.engine import MOST_REHEARSALS
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY
 from moa_jax.decode.order import MOST_CHUNKS
+from moa_jax.model import attention
 from tests.decode.engines import (
     CHAIN,
     LAWS,
@@ -104,6 +105,26 @@ def test_every_way_gives_the_same_texts(monkeypatch):
     requests = mixed(10, 4)
     assert_as_alone(requests, answers(engine, requests))
     assert set(engine.load().rounds_by_way) == {CHAIN, PLAIN, TREE, LONG}
+
+
+@pytest.mark.slow
+def test_texts_of_any_length_are_read_as_far_as_the_longest_is_used(monkeypatch):
+    """A quarter, a half and all of the caches, by chains, trees and plain rounds."""
+    monkeypatch.setattr(attention, "LONG", 16)
+    engine = engine_of("moa-1", CHAIN, ways=(TREE,), max_tokens=170)
+    for way in engine.shelf.ways:
+        engine.shelf.make_call(engine.shelf.largest, way, EVERY)
+    engine.start()
+    turns = itertools.cycle([(CHAIN, 2), (PLAIN, 3), (TREE, 1), (PLAIN, 7)])
+    there = lambda batch, programs, *alone: next(turn for turn in turns if turn[0] in programs)
+    monkeypatch.setattr(engine._pace, "_way", there)
+    requests = [Request(tuple(range(2, 40)), 130, NO_STOP), *mixed(10, 4)]
+    requests += [Request((5, 9, index), 60, NO_STOP) for index in range(3)]
+    try:
+        assert_as_alone(requests, answers(engine, requests))
+    finally:
+        engine.close()
+    assert set(engine.load().rounds_by_way) == {CHAIN, PLAIN, TREE}
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -204,6 +205,46 @@ def test_a_trial_drafts_before_its_drafter_has_read(monkeypatch):
     assert assert_same_drafter(in_order(kept), in_order(expected)) == 1
     assert heard[:6] == [(PLAIN, 0)] * 6 and heard[6][0] == CHAIN and heard[6][1] > 0
     assert reader.ran["catch_up"] == 1
+
+
+def test_a_probe_of_texts_that_are_all_late_is_over(monkeypatch):
+    """It tells nothing; but a probe that nobody hears of would be sent for ever."""
+    engine, heard = choosing("moa-1"), []
+    Reader(engine, monkeypatch, 0)
+    monkeypatch.setattr(engine._pace, "would_draft", lambda batch: False)
+    monkeypatch.setattr(engine._seats, "prepared", lambda program, plain: program)
+    monkeypatch.setattr(engine._pace, "heard", lambda *said: heard.append(said))
+    assert_as_alone(REQUESTS[:1], answers(engine, REQUESTS[:1]))
+    assert all(way == CHAIN and not accepted for way, accepted, _ in heard)
+    assert sum(rounds for *_, rounds in heard) >= NEW // 4
+
+
+@pytest.mark.parametrize("answer", [6, 100])  # calls, in which a catch-up reads all or part of it
+def test_newcomers_put_drafts_off_for_a_while_only(answer):
+    """One text ends with each few calls, and another one comes, whose prompt has 200 tokens."""
+    read = []
+    stub = SimpleNamespace(catch_up=lambda size, state, ended: (read.append(size), (state, 32))[1])
+    four = seats.Seats(stub, None, 0, lambda slots: False)
+    four._size, plain, chain = Size(4, 512), ("plain", PLAIN, EVERY), (Size(4, 512), CHAIN, EVERY)
+    comes = lambda id: seats.Text(id, [], 400, None, EVERY, unread=200)
+    four._texts = [comes(id) for id in range(4)]
+
+    def waited(most: int) -> int:
+        for call in range(most):
+            if call and call % max(1, answer // 4) == 0:
+                four._texts[call % 4] = comes(call)
+            if four.prepared(chain, plain) == chain:
+                return call
+        raise AssertionError(f"no draft in {most} calls")
+
+    needed = -(-200 // 32)
+    assert waited(50) <= seats.PATIENCE * needed
+    if four.most_unread:
+        assert waited(2) == 0 and len(read) == seats.PATIENCE * needed + 1  # drafts go on
+    read.clear()
+    four._texts = [comes(id) for id in range(4)]
+    four.prepared((Size(4, 512), PLAIN, EVERY), plain)  # drafting was given up
+    assert not read and waited(50) >= needed - 1
 
 
 def test_a_drafter_that_cannot_catch_up_ends_those_who_sit(monkeypatch):

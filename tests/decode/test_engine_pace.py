@@ -361,6 +361,13 @@ def test_probes_of_several_are_rare_and_long(batch, wait, least):
         waited += choice[1]
         pace.heard(PLAIN, [], choice[1])
     assert waited == wait and pace._chooser._left >= least  # which may take several calls
+    for _ in range(12):  # probes that tell nothing
+        waited = 0
+        while (choice := pace.choose(batch, programs, hurry=False, can_try=False))[0][1] == PLAIN:
+            waited += choice[1]
+            pace.heard(PLAIN, [], choice[1])
+        pace.heard(CHAIN, [], pace._chooser._left)
+    assert waited == (256 if batch == 1 else 1024 * batch)
 
 
 def test_calls_are_short_where_somebody_is_read():

@@ -442,6 +442,7 @@ class Engine:
             program = self._seats.prepared(program, programs.get(PLAIN))
             rounds = min(rounds, self._seats.rounds_to_an_end(program[1]))
         flight = self._seats.send(program, rounds)
+        flight.is_trial = self._pace.is_trying
         flight.read_before, self._read_since = self._read_since, False
         flight.follows = self._flight is not None
         flight.at_rest = at_rest
@@ -468,7 +469,7 @@ class Engine:
                 self._finish(task, news)
             elif each.tokens:
                 self._tell(task, news)
-        way = flight.way if accepted else PLAIN  # for a probe that tells nothing is none
+        way = flight.way if accepted or not flight.is_trial else PLAIN
         self._pace.heard(way, accepted, turned)
 
     def _hear_scored(self) -> None:

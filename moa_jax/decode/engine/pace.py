@@ -43,7 +43,7 @@ from moa_jax.decode.engine.rows import MOST_ROUNDS
 # of them: so the more they are, the rarer are probes; and long enough that chance seldom starts one
 # in vain. A change is found late.
 TOGETHER = Terms(gain=1.35, gain_to_go_on=1.25, gain_of_probe=1.4, least_probe=8)
-FIRST_WAIT_OF_EACH = 8 * FIRST_WAIT  # rounds between probes of several, for each of them
+FIRST_WAIT_OF_EACH = 8 * FIRST_WAIT  # rounds between probes of several, for each slot
 LAST_WAIT_OF_EACH = 4 * LAST_WAIT
 LONGEST_S = 0.05  # of a call, so that news come often
 CALLS_BETWEEN_TRIALS = 4

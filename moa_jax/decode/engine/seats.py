@@ -39,6 +39,7 @@ from moa_jax.decode.programs import at_least
 ROUNDS_AHEAD = 3
 LEAST_ROUNDS = 4  # to which a call is cut at least: the host has to send the next one meanwhile
 ROUNDS_OF_A_MOVE = 6  # of the smaller state: about what there and back costs
+PATIENCE = 2  # times as often as needed that the drafter reads while calls that draft wait for it
 
 
 Program = tuple[Size, DraftShape, Kind]  # of a call
@@ -75,6 +76,7 @@ class Flight:
     read_before: bool = False  # a chunk was sent since then
     follows: bool = False  # the call before it was not heard when it was sent
     at_rest: bool = True  # nothing was compiled beside it
+    is_trial: bool = False  # the drafter need not have read anything: it is no probe
 
     @property
     def way(self) -> DraftShape:
@@ -122,6 +124,7 @@ class Seats:
         self._best: Size | None = None  # for those who sit and come, of what is there
         self._disturbed = True  # something else than a call was sent
         self._caught_up = False  # and the drafter read for long, perhaps
+        self._patience: int | None = None  # how often the drafter reads before drafts begin
 
     @property
     def texts(self) -> list[Text]:
@@ -288,15 +291,22 @@ class Seats:
         """Has the drafter read before a call that drafts, and says which call can follow.
 
         It reads about as long as the target reads a chunk. Where that is not enough the next call
-        is `plain` decoding's, if there is one.
+        is `plain` decoding's, if there is one. But whoever comes meanwhile has a prompt to be read:
+        after `PATIENCE` times what was needed at first, drafts begin for those who were read.
         """
         size, way, _ = program
+        if not way.num_drafted or not self.most_unread:
+            self._patience = None
         while way.num_drafted and self.most_unread:
+            unread = self.most_unread
             self._state, most = self._shelf.catch_up(size, self._state, self._ended_rows())
             self._disturbed = self._caught_up = True
             for text in self.texts:
                 text.unread = max(0, text.unread - most)
-            if plain is not None and self.most_unread:
+            if self._patience is None:
+                self._patience = PATIENCE * math.ceil(unread / most)
+            self._patience -= 1
+            if plain is not None and self.most_unread and self._patience > 0:
                 return plain
         return program
 

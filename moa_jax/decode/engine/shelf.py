@@ -186,12 +186,13 @@ class Shelf:
     def rehearse(self, size: Size, way: DraftShape, kind: Kind) -> tuple[int, float]:
         """Runs a call that is there for nobody: how many rounds it had, and seconds.
 
-        Its rows are of zeros and a quarter full. A CPU reads half of them then (`attention.LONG`).
+        Its rows are of zeros and more than half full, as far as the longest text of a state mostly
+        goes, or it would sit in a smaller one: so a CPU reads all of them (`attention.LONG`).
         """
         live, given = self.run(("empty", size)), self._blank(size.slots, kind)
         all_of = lambda number: np.full(size.slots, number, np.int32)
         nobody = np.zeros(size.slots, bool)
-        now = live.now._replace(length_B=all_of(size.rows // 4), done_B=nobody)
+        now = live.now._replace(length_B=all_of(size.rows * 5 // 8), done_B=nobody)
         live = live._replace(now=step.all_known(now))
         given = given._replace(total_B=all_of(size.rows))
         arrays = (live, given, nobody, np.int32(ROUNDS_OF_A_REHEARSAL))
