@@ -98,17 +98,21 @@ def train(
 def is_done(each: GridRun, target: Target, earlier: Sequence[Earlier]) -> bool:
     """Whether a run need not be trained; raises InputError as `is_finished`.
 
-    The best one of a row that was decoded with other prompts is to be: its drafter must answer.
+    The best of all rates is to be, where no report has decoded it: its drafter must answer.
     """
     if is_finished(each, target) or not (row := _earlier_of(each, earlier)):
         return is_finished(each, target)
-    return row.decoded is not None or row.learning_rate != rate_name(each.learning_rate)
+    rate, tried = rate_name(each.learning_rate), {}
+    for other in earlier:
+        if (other.cell, other.seed) == (each.cell, each.seed):
+            tried |= other.simulated_tau_by_rate
+    return row.decoded is not None or max(tried, key=tried.get) != rate
 
 
 def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:
     """The earlier row that has this run at the best of its rates, else one that has tried it.
 
-    Of several one that was decoded with the grid's prompts.
+    Of several that have it so, one that was decoded.
     """
     rate = rate_name(each.learning_rate)
     rows = [row for row in earlier if (row.cell, row.seed) == (each.cell, each.seed)]

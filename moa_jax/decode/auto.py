@@ -201,8 +201,8 @@ class Chooser:
             return ShapeChoice(self._without_costs(ready), ROUNDS_BETWEEN_CHOICES)
         tokens, terms = self._tokens(known), self._terms_now(terms)
         best = _fastest(known, tokens, terms)
-        if terms.rows > self._rows:  # for more the drafter would read more, and must wait longer
-            self._probe = None
+        if self._left > 0 and terms.rows > self._rows:  # for more texts the drafter reads more
+            self._probe, self._left, self._since = None, 0, 0
         if self._probe in known and self._left > 0:
             sent = under_way.rounds if under_way and under_way.shape == self._probe else 0
             if self._left > sent:

@@ -361,9 +361,16 @@ def test_a_probe_of_one_text_is_none_of_several():
         choice = chooser.next(CPU, set(CPU), several)
         assert choice.shape == PLAIN
         chooser.heard(PLAIN, [], choice.rounds)
-    while (choice := chooser.next(CPU, set(CPU), several)).shape == PLAIN:
-        chooser.heard(PLAIN, [], choice.rounds)
-    assert chooser.next(CPU, set(CPU)) == choice  # one of several holds for the last of them
+    for _ in range(640 // auto.ROUNDS_OF_PLAIN):
+        if (choice := chooser.next(CPU, set(CPU), several)).shape == PLAIN:
+            chooser.heard(PLAIN, [], choice.rounds)
+    assert (
+        choice.shape != PLAIN and chooser.next(CPU, set(CPU)) == choice
+    )  # one of several holds for the last of them
+    chooser.heard(choice.shape, [0] * choice.rounds, choice.rounds)
+    doublings = chooser._doublings
+    chooser.next(CPU, set(CPU), several._replace(rows=8))
+    assert chooser._doublings == doublings + 1  # one that was heard is judged, whoever has come
 
 
 def test_a_long_probe_goes_on_while_a_part_of_it_is_under_way():

@@ -510,10 +510,22 @@ def test_rows_decoded_with_other_prompts_are_trained_again_to_be_decoded(earlier
     ]
     told = grids.render(document_of(grid, rows, "given.py"))
     assert grid_decoding.PROMPTS in told and FORMER_PROMPTS not in told
+    assert f"Trained, not decoded so, earlier, for {path}: moa (seed 0), eagle (seed 0)." in told
     assert FORMER_PROMPTS in grids.render(former)
+    worse = former["rows"][0] | {"learning_rate": 1e-3}
+    worse["simulated_tau_by_learning_rate"] = {"0.001": 1.5}  # its report had that rate alone
+    worse["settings"] = worse["settings"] | {"optim.learning_rate": 1e-3}
+    write_json(path.with_name("worse.json"), former | {"rows": [worse]})
+    of = lambda *names: grids._earlier_rows(
+        [str(path.with_name(name)) for name in names], grid, grids.runs_of(grid), TARGET
+    )
+    assert trained_for(grid, of(path.name, "worse.json"), monkeypatch) == [
+        "moa-lr0.0001-seed0",
+        "eagle-lr0.001-seed0",
+    ]
     both = path.with_name("both.json")
     write_json(both, document)
-    found = grids._earlier_rows([str(path), str(both)], grid, grids.runs_of(grid), TARGET)
+    found = of(path.name, both.name)
     assert trained_for(grid, found, monkeypatch) == []
     rows = grids.rows_of(grid, grids.runs_of(grid), TARGET, found)
     assert all(row.decoded and row.report == str(both) for row in rows)
@@ -726,8 +738,14 @@ def test_prompts_are_distinct_and_not_trained_on(tmp_path):
     assert fitting == set(map(tuple, found)) and len(found) == len(fitting) > 6
     turns = [prompt.count(tokenizer.convert_tokens_to_ids("<|user|>")) for prompt in found]
     assert turns == sorted(turns) and turns[0] < turns[-1]
-    seen = validated_by(CONVERSATIONS)
-    assert "or the training data has them all" in refusal(grid_decoding.prompts_of, seen, TARGET)
+    seen = [validated_by(CONVERSATIONS), with_cell(grid, data_train=config.validation)]
+    mixed = (
+        CONVERSATIONS,
+        *config.validation,
+    )  # rows of a mixture, and of a cell that is not alike
+    seen += [with_cell(grid, data_train=mixed, data_weights=(1.0, 1.0))]
+    for one in seen:
+        assert "or the training data has them all" in refusal(grid_decoding.prompts_of, one, TARGET)
 
 
 def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:

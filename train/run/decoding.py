@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from moa_jax.config import DistillConfig, DraftShape, TargetConfig
 from moa_jax.data.batch import Batch
-from moa_jax.data.batches import Batches
+from moa_jax.data.batches import Batches, Mixture
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import Session
 from moa_jax.decode.state import Weights
@@ -102,37 +102,43 @@ def _unstacked(params: Any) -> Any:
 
 
 def fitting_prompts(
-    validation: Batches,
-    target: Target,
-    max_new_tokens: int,
-    most: int,
-    seen: Container[tuple[int, ...]] = (),
+    validation: Batches, target: Target, max_new_tokens: int, most: int | None = None
 ) -> list[list[int]]:
-    """The first prompts of the validation data, at most `most`, that leave room for an answer.
-
-    None comes twice, and none is of `seen`, such as those that a drafter was trained on.
-    """
+    """The first prompts of the validation data that leave room for an answer; none comes twice."""
     room = Room(target.config.max_position_embeddings)
-    fits = lambda prompt: prompt not in seen and room.behind(len(prompt)) >= max_new_tokens
-    return list(map(list, itertools.islice(filter(fits, all_prompts(validation)), most)))
+    fits = lambda prompt: room.behind(len(prompt)) >= max_new_tokens
+    found: dict[tuple[int, ...], None] = {}
+    for prompt in prompts_by_turn(validation) if most != 0 else ():
+        if fits(prompt):
+            found[prompt] = None
+        if len(found) == most:
+            break
+    return list(map(list, found))
 
 
-def all_prompts(source: Batches) -> dict[tuple[int, ...], None]:
-    """What stands before each answer, in order: first ones of all conversations, then second ones.
+def prompts_by_turn(source: Batches) -> Iterator[tuple[int, ...]]:
+    """What stands before each answer: first ones of all conversations, then second ones, ...
 
     Conversations come as the batches of an epoch do, and then those that fill no batch.
     """
     dealt = (int(number) for step in range(len(source)) for number in source.numbers(step))
     numbers = dict.fromkeys([*dealt, *range(source.num_rows)])
-    rows = (Batch(*(array[0] for array in source.take(np.array([n])))) for n in numbers)
-    turns = itertools.zip_longest(*(prompts for row in rows for prompts in _conversations(row)))
-    return dict.fromkeys(prompt for turn in turns for prompt in turn if prompt)
+    later = []
+    for first, *rest in filter(None, conversations(source, numbers)):
+        yield first
+        later.append(rest)
+    for turn in itertools.zip_longest(*later):
+        yield from filter(None, turn)
 
 
-def _conversations(row: Batch) -> Iterator[list[tuple[int, ...]]]:
-    """The prompts of each conversation in a row."""
-    for segment in range(1, int(row.segment_BT.max()) + 1):
-        here_T = row.segment_BT == segment
-        tokens = row.tokens_BT[here_T].tolist()
-        begins = np.flatnonzero(np.diff(row.response_BT[here_T].astype(np.int8), prepend=0) > 0)
-        yield [tuple(tokens[:begin]) for begin in begins if begin]
+def conversations(
+    source: Batches | Mixture, numbers: Iterable[int]
+) -> Iterator[list[tuple[int, ...]]]:
+    """The prompts of each conversation in the rows with these numbers."""
+    for number in numbers:
+        row = Batch(*(array[0] for array in source.take(np.array([number]))))
+        for segment in range(1, int(row.segment_BT.max()) + 1):
+            here_T = row.segment_BT == segment
+            tokens, answer_T = row.tokens_BT[here_T].tolist(), row.response_BT[here_T]
+            begins = np.flatnonzero(np.diff(answer_T.astype(np.int8), prepend=0) > 0)
+            yield [tuple(tokens[:begin]) for begin in begins if begin]

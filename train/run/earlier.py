@@ -20,7 +20,7 @@ Configs = Mapping[tuple[str, int, str], DistillConfig]
 class Earlier(NamedTuple):
     """What an earlier report says of one cell and seed, decoded at the best of its rates.
 
-    `decoded` is None where that was with other prompts: such a row tells of learning rates alone.
+    `decoded` is None where it was not, or with other prompts: it tells of learning rates alone.
     """
 
     report: str
@@ -35,7 +35,7 @@ class Earlier(NamedTuple):
 def read_earlier(
     path: str, configs: Configs, files: Mapping[str, Any], decoding: Mapping[str, Any]
 ) -> list[Earlier]:
-    """The rows of a report that `configs` asks for, as far as they are decoded.
+    """The rows of a report that `configs` asks for.
 
     Raises InputError where such a row was trained with other settings, where a file that both
     know has other content, and where the prompts were decoded in another way.
@@ -43,7 +43,7 @@ def read_earlier(
     document: dict[str, Any] = {"prompts_are": FORMER_PROMPTS} | read_json(Path(path))
     same_prompts = document["prompts_are"] == decoding["prompts_are"]
     try:
-        asked = [(_key(row), row) for row in document["rows"] if row["decoded"]]
+        asked = [(_key(row), row) for row in document["rows"]]
         rows = [(configs[key], row) for key, row in asked if key in configs]
         found = decoding_changes(document | {"prompts_are": decoding["prompts_are"]}, decoding)
         for config, row in rows:
@@ -67,8 +67,10 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int, str]:
     return row["cell"], row["seed"], f"{row['learning_rate']:g}"
 
 
-def _earlier(path: str, row: Mapping[str, Any], is_decoded: bool) -> Earlier:
-    taus = [{key: tau_of(shape[key]) for key in ENDINGS} for shape in row["decoded"]]
+def _earlier(path: str, row: Mapping[str, Any], same_prompts: bool) -> Earlier:
     tried = {rate: float(tau) for rate, tau in row["simulated_tau_by_learning_rate"].items()}
-    decoded = Decoded(int(row["prompts"]), taus) if is_decoded else None
+    decoded = None
+    if row["decoded"] and same_prompts:
+        taus = [{key: tau_of(shape[key]) for key in ENDINGS} for shape in row["decoded"]]
+        decoded = Decoded(int(row["prompts"]), taus)
     return Earlier(path, *_key(row), tried, decoded, row.get("trained_on"))

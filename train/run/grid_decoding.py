@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import read_json, write_json
 from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import changes, fingerprint
-from train.run.decoding import all_prompts, fitting_prompts
+from train.run.decoding import conversations, fitting_prompts
 from train.run.grid_report import ENDINGS, FIRST, FORMER_PROMPTS, Decoded, Tau
 from train.run.grid_runs import GridRun
 
@@ -53,25 +54,25 @@ def decode(grid: GridConfig, todo: Sequence[GridRun]) -> None:
 def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
     """The prompts of the reference's validation data that all drafters answer.
 
-    No conversation of the training data has one. Raises InputError where there is none. `target`
-    needs no weights.
+    No conversation of any cell's training data has one. Raises InputError where there is none.
+    `target` needs no weights.
     """
-    config = dict(grid.cells)[grid.reference].data
     tokenizer = load_tokenizer(target.folder)
-
-    def rows_of(paths: tuple[str, ...]) -> batches.Batches:
-        data = dataclasses.replace(config, validation=paths)
-        return batches.load(data, tokenizer, target.config.vocab_size, "validation")[0]
-
-    seen, held_out = all_prompts(rows_of(config.train)), rows_of(config.validation)
-    prompts = fitting_prompts(held_out, target, grid.max_new_tokens, grid.prompts, seen)
-    if not prompts:
+    load = lambda data, split: batches.load(data, tokenizer, target.config.vocab_size, split)[0]
+    validation = load(dict(grid.cells)[grid.reference].data, "validation")
+    fitting = fitting_prompts(validation, target, grid.max_new_tokens)
+    left = dict.fromkeys(map(tuple, fitting))
+    for data in dict.fromkeys(config.data for _, config in grid.cells):
+        rows = load(data, "train")
+        for prompt in itertools.chain.from_iterable(conversations(rows, range(rows.num_rows))):
+            left.pop(prompt, None)
+    if not left:
         raise InputError(
             f"no prompt of the validation data leaves max_new_tokens {grid.max_new_tokens} of the "
             f"target's {target.config.max_position_embeddings} positions free, or the training "
             "data has them all: lower it, or give other data"
         )
-    return prompts
+    return list(map(list, itertools.islice(left, grid.prompts)))
 
 
 def _counts(

@@ -109,8 +109,17 @@ def render(document: Document) -> str:
         *_devices(rows),
     ]
     for report in dict.fromkeys(row["report"] for row in rows if row.get("report")):
-        taken = [f"{r['cell']} (seed {r['seed']})" for r in rows if r.get("report") == report]
-        parts.append(f"Trained and decoded earlier, for {report}: {', '.join(taken)}.")
+        for done, is_decoded in (
+            ("Trained and decoded", True),
+            ("Trained, not decoded so,", False),
+        ):
+            taken = [
+                f"{row['cell']} (seed {row['seed']})"
+                for row in rows
+                if row.get("report") == report and bool(row["decoded"]) == is_decoded
+            ]
+            if taken:
+                parts.append(f"{done} earlier, for {report}: {', '.join(taken)}.")
     if document["missing"]:
         parts.append(f"Not trained yet: {', '.join(document['missing'])}.")
     group = ["tokens / rounds", f"of {reference}"]
@@ -165,7 +174,7 @@ def _meaning(document: Document) -> str:
         f"{document['max_new_tokens']} tokens; past end, to all of these whatever the target would "
         f"stop at. In brackets what {SHARE:.0%} of {DRAWS:,} bootstrap draws of the prompts "
         "hold, for a ratio the same prompts in both drafters; other seeds and data are not in it. "
-        "`-`: not decoded, or before the counts of each prompt were stored."
+        "`-`: decoded before the counts of each prompt were stored."
         + (" For means of seeds the seeds are drawn, too." if document.get("over_seeds") else "")
     )
 

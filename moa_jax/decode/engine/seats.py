@@ -242,12 +242,13 @@ class Seats:
 
     def _move(self, size: Size) -> None:
         old, before, sitting = self._state, self._size, list(enumerate(self._texts))
-        caught_up = self._caught_up
+        caught_up, patience = self._caught_up, self._patience
         moving = [(i, text) for i, text in sitting if text is not None]
         if not moving:
             old = self._state = None  # its memory is free before more is taken
         self.reset()
-        self._size, self._texts, self._caught_up = size, [None] * size.slots, caught_up
+        self._size, self._texts = size, [None] * size.slots
+        self._caught_up, self._patience = caught_up, patience
         self._state = self._shelf.run(("empty", size))
         for index, text in moving:
             row = self._shelf.run(("take", before), old, np.int32(index))
@@ -295,19 +296,20 @@ class Seats:
         after `PATIENCE` times what was needed at first, drafts begin for those who were read.
         """
         size, way, _ = program
-        if not way.num_drafted or not self.most_unread:
-            self._patience = None
         while way.num_drafted and self.most_unread:
             unread = self.most_unread
             self._state, most = self._shelf.catch_up(size, self._state, self._ended_rows())
             self._disturbed = self._caught_up = True
             for text in self.texts:
                 text.unread = max(0, text.unread - most)
+            if plain is None:
+                continue
             if self._patience is None:
                 self._patience = PATIENCE * math.ceil(unread / most)
             self._patience -= 1
-            if plain is not None and self.most_unread and self._patience > 0:
-                return plain
+            if self.most_unread:
+                return plain if self._patience > 0 else program
+        self._patience = None
         return program
 
     def send(self, program: Program, rounds: int) -> Flight:
