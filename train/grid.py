@@ -100,13 +100,15 @@ def is_done(each: GridRun, target: Target, earlier: Sequence[Earlier]) -> bool:
 
     The best of all rates is to be, where no report has decoded it: its drafter must answer.
     """
-    if is_finished(each, target) or not (row := _earlier_of(each, earlier)):
-        return is_finished(each, target)
-    rate, tried = rate_name(each.learning_rate), {}
-    for other in earlier:
-        if (other.cell, other.seed) == (each.cell, each.seed):
-            tried |= other.simulated_tau_by_rate
-    return row.decoded is not None or max(tried, key=tried.get) != rate
+    if is_finished(each, target):
+        return True
+    row = _earlier_of(each, earlier)
+    if row is None or row.decoded:
+        return row is not None
+    tried: dict[str, float] = {}
+    for other in _earlier_rows_of(each, earlier):
+        tried |= other.simulated_tau_by_rate
+    return max(tried, key=tried.get) != rate_name(each.learning_rate)
 
 
 def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:
@@ -115,10 +117,14 @@ def _earlier_of(each: GridRun, earlier: Sequence[Earlier]) -> Earlier | None:
     Of several that have it so, one that was decoded.
     """
     rate = rate_name(each.learning_rate)
-    rows = [row for row in earlier if (row.cell, row.seed) == (each.cell, each.seed)]
-    rows = [row for row in rows if rate in row.simulated_tau_by_rate]
+    rows = [r for r in _earlier_rows_of(each, earlier) if rate in r.simulated_tau_by_rate]
     better = lambda row: (row.learning_rate == rate, row.decoded is not None)
     return max(rows, key=better, default=None)
+
+
+def _earlier_rows_of(each: GridRun, earlier: Sequence[Earlier]) -> list[Earlier]:
+    """Those of a run's cell and seed."""
+    return [row for row in earlier if (row.cell, row.seed) == (each.cell, each.seed)]
 
 
 def is_finished(each: GridRun, target: Target) -> bool:

@@ -510,7 +510,7 @@ def test_rows_decoded_with_other_prompts_are_trained_again_to_be_decoded(earlier
     ]
     told = grids.render(document_of(grid, rows, "given.py"))
     assert grid_decoding.PROMPTS in told and FORMER_PROMPTS not in told
-    assert f"Trained, not decoded so, earlier, for {path}: moa (seed 0), eagle (seed 0)." in told
+    assert f"earlier, for {path}, and not decoded as here: moa (seed 0), eagle (seed 0)." in told
     assert FORMER_PROMPTS in grids.render(former)
     worse = former["rows"][0] | {"learning_rate": 1e-3}
     worse["simulated_tau_by_learning_rate"] = {"0.001": 1.5}  # its report had that rate alone
@@ -739,10 +739,7 @@ def test_prompts_are_distinct_and_not_trained_on(tmp_path):
     turns = [prompt.count(tokenizer.convert_tokens_to_ids("<|user|>")) for prompt in found]
     assert turns == sorted(turns) and turns[0] < turns[-1]
     seen = [validated_by(CONVERSATIONS), with_cell(grid, data_train=config.validation)]
-    mixed = (
-        CONVERSATIONS,
-        *config.validation,
-    )  # rows of a mixture, and of a cell that is not alike
+    mixed = (CONVERSATIONS, *config.validation)
     seen += [with_cell(grid, data_train=mixed, data_weights=(1.0, 1.0))]
     for one in seen:
         assert "or the training data has them all" in refusal(grid_decoding.prompts_of, one, TARGET)

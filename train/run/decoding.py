@@ -104,31 +104,33 @@ def _unstacked(params: Any) -> Any:
 def fitting_prompts(
     validation: Batches, target: Target, max_new_tokens: int, most: int | None = None
 ) -> list[list[int]]:
-    """The first prompts of the validation data that leave room for an answer; none comes twice."""
+    """The first prompts of the validation data that leave room for an answer, at most `most`."""
     room = Room(target.config.max_position_embeddings)
-    fits = lambda prompt: room.behind(len(prompt)) >= max_new_tokens
-    found: dict[tuple[int, ...], None] = {}
-    for prompt in prompts_by_turn(validation) if most != 0 else ():
-        if fits(prompt):
-            found[prompt] = None
-        if len(found) == most:
-            break
-    return list(map(list, found))
+    fitting = (p for p in prompts_of(validation) if room.behind(len(p)) >= max_new_tokens)
+    return list(map(list, itertools.islice(fitting, most)))
 
 
-def prompts_by_turn(source: Batches) -> Iterator[tuple[int, ...]]:
-    """What stands before each answer: first ones of all conversations, then second ones, ...
+def prompts_of(source: Batches) -> Iterator[tuple[int, ...]]:
+    """What stands before each answer, once: first ones of all conversations, then second ones, ...
 
     Conversations come as the batches of an epoch do, and then those that fill no batch.
     """
     dealt = (int(number) for step in range(len(source)) for number in source.numbers(step))
     numbers = dict.fromkeys([*dealt, *range(source.num_rows)])
-    later = []
-    for first, *rest in filter(None, conversations(source, numbers)):
-        yield first
-        later.append(rest)
-    for turn in itertools.zip_longest(*later):
-        yield from filter(None, turn)
+    later: list[list[tuple[int, ...]]] = []
+    told: set[tuple[int, ...]] = set()
+
+    def by_turn() -> Iterator[tuple[int, ...]]:
+        for first, *rest in filter(None, conversations(source, numbers)):
+            later.append(rest)
+            yield first
+        for turn in itertools.zip_longest(*later):
+            yield from filter(None, turn)
+
+    for prompt in by_turn():
+        if prompt not in told:
+            told.add(prompt)
+            yield prompt
 
 
 def conversations(

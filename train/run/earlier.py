@@ -38,11 +38,11 @@ def read_earlier(
     """The rows of a report that `configs` asks for.
 
     Raises InputError where such a row was trained with other settings, where a file that both
-    know has other content, and where the prompts were decoded in another way.
+    know has other content, and where prompts were decoded in another way, but for which they are.
     """
-    document: dict[str, Any] = {"prompts_are": FORMER_PROMPTS} | read_json(Path(path))
-    same_prompts = document["prompts_are"] == decoding["prompts_are"]
+    document = read_json(Path(path))
     try:
+        same_prompts = document.get("prompts_are", FORMER_PROMPTS) == decoding["prompts_are"]
         asked = [(_key(row), row) for row in document["rows"]]
         rows = [(configs[key], row) for key, row in asked if key in configs]
         found = decoding_changes(document | {"prompts_are": decoding["prompts_are"]}, decoding)

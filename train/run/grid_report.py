@@ -107,19 +107,8 @@ def render(document: Document) -> str:
         _conditions(document),
         table(columns, trained),
         *_devices(rows),
+        *_reports(rows),
     ]
-    for report in dict.fromkeys(row["report"] for row in rows if row.get("report")):
-        for done, is_decoded in (
-            ("Trained and decoded", True),
-            ("Trained, not decoded so,", False),
-        ):
-            taken = [
-                f"{row['cell']} (seed {row['seed']})"
-                for row in rows
-                if row.get("report") == report and bool(row["decoded"]) == is_decoded
-            ]
-            if taken:
-                parts.append(f"{done} earlier, for {report}: {', '.join(taken)}.")
     if document["missing"]:
         parts.append(f"Not trained yet: {', '.join(document['missing'])}.")
     group = ["tokens / rounds", f"of {reference}"]
@@ -138,6 +127,18 @@ def render(document: Document) -> str:
         table(["file", "bytes", "SHA-256"], files),
     ]
     return "\n\n".join([*parts, f"Versions: {_pairs(document['versions'])}."])
+
+
+def _reports(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which rows are of earlier reports, and which of these are yet to be decoded."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if report := row.get("report"):
+            said = f"Trained and decoded earlier, for {report}"
+            if not row["decoded"]:
+                said = f"Trained earlier, for {report}, and not decoded as here"
+            found.setdefault(said, []).append(f"{row['cell']} (seed {row['seed']})")
+    return [f"{said}: {', '.join(names)}." for said, names in found.items()]
 
 
 def _devices(rows: Sequence[dict[str, Any]]) -> list[str]:
