@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -108,10 +109,17 @@ def close_all() -> None:
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
-    """Sends all at once, and waits for all."""
-    listeners = [Listener() for _ in requests]
-    for request, listener in zip(requests, listeners, strict=True):
-        engine.submit(request, listener)
+    """Sends all at once, and waits for all.
+
+    The engine looks up when all are there, or on a busy machine one may end before the next comes.
+    """
+    listeners, are_sent = [Listener() for _ in requests], threading.Event()
+    engine._orders.put(are_sent.wait)
+    try:
+        for request, listener in zip(requests, listeners, strict=True):
+            engine.submit(request, listener)
+    finally:
+        are_sent.set()
     for listener in listeners:
         listener.wait()
     return listeners
