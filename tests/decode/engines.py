@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,21 @@ LAWS = (
 
 
 class Listener:
-    """Keeps what a request hears, in its order."""
+    """Keeps what a request hears, in its order.
 
-    def __init__(self) -> None:
+    What is to come behind the first news, `at_first` does on the engine's thread: so however busy
+    the machine is, the answer is under way then.
+    """
+
+    def __init__(self, at_first: Callable[[], object] = lambda: None) -> None:
         self.all: list[News] = []
+        self._at_first = at_first
         self._end: queue.SimpleQueue[News] = queue.SimpleQueue()
 
     def __call__(self, news: News) -> None:
         self.all.append(news)
+        if len(self.all) == 1:
+            self._at_first()
         if news.finish:
             self._end.put(news)
 
@@ -108,18 +116,26 @@ def close_all() -> None:
     SERVING.clear()
 
 
-def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
-    """Sends all at once, and waits for all.
+@contextlib.contextmanager
+def at_once(engine: Engine) -> Iterator[None]:
+    """What is sent in the block is there before the engine looks up.
 
-    The engine looks up when all are there, or on a busy machine one may end before the next comes.
+    Else on a busy machine one request may end before the next one comes.
     """
-    listeners, are_sent = [Listener() for _ in requests], threading.Event()
+    are_sent = threading.Event()
     engine._orders.put(are_sent.wait)
     try:
-        for request, listener in zip(requests, listeners, strict=True):
-            engine.submit(request, listener)
+        yield
     finally:
         are_sent.set()
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
+    """Sends all at once, and waits for all."""
+    listeners = [Listener() for _ in requests]
+    with at_once(engine):
+        for request, listener in zip(requests, listeners, strict=True):
+            engine.submit(request, listener)
     for listener in listeners:
         listener.wait()
     return listeners

@@ -24,6 +24,7 @@ from tests.decode.engines import (
     alone,
     answers,
     assert_as_alone,
+    at_once,
     engine_of,
     failing,
     mixed,
@@ -31,6 +32,7 @@ from tests.decode.engines import (
     split,
 )
 from tests.decode.test_chunks import target
+from tests.meeting import wait_for
 
 # ---- ends ---------------------------------------------------------------------------------
 
@@ -42,24 +44,15 @@ def test_a_request_may_be_cancelled_at_any_time(started):
     requests = [Request((index, 9), 190, NO_STOP, LAWS[index % 3]) for index in range(6)]
     requests += [Request((50, 3), 30, NO_STOP)]
     listeners = [Listener() for _ in requests]
-    begun = threading.Event()
-    first = listeners[0]
-
-    def heard(news: News) -> None:
-        first(news)
-        begun.set()
-
+    first = listeners[0] = Listener(lambda: [engine.cancel(tickets[0]) for _ in range(2)])
     engine.submit(Request((1,) * 150, 40, NO_STOP), gone := Listener())
     tickets = [
-        engine.submit(request, heard if index == 0 else listeners[index])
-        for index, request in enumerate(requests)
+        engine.submit(request, listener)
+        for request, listener in zip(requests, listeners, strict=True)
     ]
     engine.cancel(Ticket(0))
     engine.cancel(tickets[3])
     started(engine)
-    begun.wait(WAIT_S)
-    engine.cancel(tickets[0])
-    engine.cancel(tickets[0])
     for listener in (gone, first, listeners[3]):
         assert listener.wait().finish == "cancelled"
         listener.assert_one_end()
@@ -152,6 +145,7 @@ def test_closing_lets_answers_end_in_the_time_they_have():
         engine.submit(soon, Listener())
     hurried = engine_of(None, num_slots=1)
     listeners = [Listener(), Listener()]
+    hurried._orders.put(lambda: wait_for(lambda: hurried._orders.qsize() == 3))  # with the end
     for listener in listeners:
         hurried.submit(late, listener)
     hurried.start()
@@ -174,8 +168,9 @@ def test_an_engine_starts_once_and_a_listener_may_close_it():
         if not news.finish:
             engine.close(drain_s=0.0)
 
-    engine.submit(Request((6,), 190, NO_STOP), listeners[1])
-    engine.submit(Request((5,), 190, NO_STOP), closing)
+    with at_once(engine):
+        engine.submit(Request((6,), 190, NO_STOP), listeners[1])
+        engine.submit(Request((5,), 190, NO_STOP), closing)
     assert [listener.wait().finish for listener in listeners] == ["cancelled"] * 2
     engine.close()
     for listener in listeners:
@@ -190,8 +185,7 @@ def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
     monkeypatch.setattr(engine.shelf, "run", slowly)
     engine.start()
     engine.submit(Request((5,), 190, NO_STOP), cut := Listener())
-    while not cut.all:
-        time.sleep(0.01)
+    wait_for(lambda: len(cut.token_ids) > 1)
     engine.close(drain_s=0.2)
     assert cut.wait().finish == "cancelled" and 1 < len(cut.token_ids) < 190
 
@@ -273,12 +267,9 @@ def test_a_first_token_that_cannot_be_read_harms_nobody_where_no_more_follow(mon
 
     monkeypatch.setattr(jax, "device_get", broken)
     sitting, short = Request((5, 9), 150, NO_STOP), Request((7, 8), 1, NO_STOP)
-    found = [Listener(), Listener()]
+    ask_more = lambda: (broken_is_next.set(), engine.submit(short, found[1]))
+    found = [Listener(ask_more), Listener()]
     engine.submit(sitting, found[0])
-    while not found[0].all:
-        time.sleep(0.001)
-    broken_is_next.set()
-    engine.submit(short, found[1])
     for listener in found:
         listener.wait()
     assert split(found) == ([1], [0])
@@ -298,11 +289,8 @@ def test_a_first_token_outlives_a_call_that_it_is_no_part_of(monkeypatch):
 
     monkeypatch.setattr(engine._seats, "hear", broken)
     sitting, short = Request((5, 9), 150, NO_STOP), Request((7, 8), 1, NO_STOP)
-    found = [Listener(), Listener()]
+    found = [Listener(lambda: engine.submit(short, found[1])), Listener()]
     engine.submit(sitting, found[0])
-    while not found[0].all:
-        time.sleep(0.001)
-    engine.submit(short, found[1])
     for listener in found:
         listener.wait()
     assert split(found) == ([0], [1])

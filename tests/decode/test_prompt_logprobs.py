@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -124,12 +123,13 @@ def test_what_was_read_is_told_though_a_call_failed_meanwhile(engine, monkeypatc
         return run(name, *arrays)
 
     requests = [Request(TEXT[:20], 100, ()), asking(TEXT[:25], 0)]
-    found = [Listener() for _ in requests]
+
+    def ask_more():
+        monkeypatch.setattr(engine.shelf, "run", broken)
+        engine.submit(requests[1], found[1])
+
+    found = [Listener(ask_more), Listener()]
     engine.submit(requests[0], found[0])
-    while not found[0].all:
-        time.sleep(0.001)
-    monkeypatch.setattr(engine.shelf, "run", broken)
-    engine.submit(requests[1], found[1])
     for listener in found:
         listener.wait()
     assert split(found) == ([0], [1])

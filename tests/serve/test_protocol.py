@@ -360,7 +360,8 @@ def test_times_are_counted_once_for_each_token():
         server.stream(COMPLETIONS, LONG | {"max_tokens": 12})
         assert server.metric("vllm:time_to_first_token_seconds_count") == 3
         assert server.metric("vllm:inter_token_latency_seconds_count") == 3 * 9
-        wait_for(lambda: server.metric("vllm:e2e_request_latency_seconds_count") == 2)
+        wait_for(lambda: server.metric("vllm:request_generation_tokens_count") == 3)
+        assert server.metric("vllm:e2e_request_latency_seconds_count") == 2
         assert server.metric("vllm:request_generation_tokens_sum") == 3 * 12
         assert server.metric("vllm:request_success_total") == 3
         assert server.metric("moa:http_replies_total") == 2

@@ -45,7 +45,7 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
 
     def slow(text, known, count):
         steps.append(count)
-        time.sleep(1.0 if len(steps) <= 2 else 0.15)
+        time.sleep(3.0 if count == 1 else 0.15)
         return chain(text, known, count)
 
     def slow_tree(text, shape):
@@ -56,7 +56,7 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
     options = dataclasses.replace(OPTIONS[name], lengths=(3,))
     found = ask(server_at(server.port), options, PROMPT, 8, half)
     assert found.tokens == plain(PROMPT, 8)
-    assert found.counts.round_trips_s[0] < 0.9  # a reply's time, not a token's
+    assert found.counts.round_trips_s[0] < 2.9  # a reply's time, not a token's
     drafts = found.counts.rounds if name == "chain" else 0
     assert len(steps) <= drafts + 2 and set(steps) <= {1, 2, 3}
     ahead = steps if name == "tree" else steps[1:2]
@@ -66,9 +66,9 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
 def test_split_client_waits_for_a_server_that_lives(server):
     """It compiles, say: no reply comes for long, but pongs do."""
     with running(ToySlots(2)) as slow, nothing_left():
-        slow.slots.seconds = 1.2
-        found = ask(server_at(slow.port, timeout=0.5), CHAIN, PROMPT[:3], 2)
-    assert found.tokens == plain(PROMPT[:3], 2) and found.counts.drops == 0
+        slow.slots.seconds = 5.0
+        found = ask(server_at(slow.port, timeout=4.0), CHAIN, PROMPT[:3], 1)
+    assert found.tokens == plain(PROMPT[:3], 1) and found.counts.drops == 0
 
 
 def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
@@ -77,12 +77,14 @@ def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
 
         def act(index, answering):
             times.append(time.monotonic())
+            object.__setattr__(client, "timeout", 0.4)  # not of the first call, which may take long
             if index == 3:
                 proxy.cut()
             if answering.text.is_written:
                 proxy.heal()
 
-        found = ask(server_at(proxy.port, timeout=0.4), CHAIN, PROMPT, NEW, act=act)
+        client = server_at(proxy.port)
+        found = ask(client, CHAIN, PROMPT, NEW, act=act)
     assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
     assert times[3] - times[2] < 20  # far below what a reply may take
 

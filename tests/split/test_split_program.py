@@ -169,8 +169,10 @@ def test_events_are_lines_that_a_full_pipe_cannot_stop():
         stream.free.set()
         while not stream.getvalue():
             time.sleep(0.01)
-        time.sleep(0.05)
+        while log._lines.qsize():  # or there is no room for one more
+            time.sleep(0.01)
         log("close", reason="done")
+    log._thread.join(30)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert len(lines) in (4, 5) and lines[0].keys() == {"time", "event", "tokens"}
     assert lines[-1]["event"] == "close"

@@ -125,6 +125,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         return True
 
+    def wait_for_its_end(self) -> bool:
+        """Says nothing until the client has hung up."""
+        self.rfile.read(1)
+        self.close_connection = True
+        return True
+
     def log_message(self, *_: Any) -> None:
         """Says nothing."""
 

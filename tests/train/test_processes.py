@@ -24,7 +24,7 @@ from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.model import processes
 from moa_jax.model.meeting import Meeting
 from moa_jax.pretrained import describe_target
-from tests.meeting import free_port
+from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config, metrics
 from train import distill
@@ -77,6 +77,7 @@ def ends(
 ) -> list[tuple[int, list[str], str]]:
     """Exit code, lines of the program and all of stderr, by process.
 
+    They end `within` so many seconds of having met, or of the end of one that meets nobody.
     One that is lost ends by no means of its own, and is killed after the other one has ended.
     """
     place = f"127.0.0.1:{free_port()}"
@@ -85,8 +86,11 @@ def ends(
     command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     both = [subprocess.Popen([*command, str(index)], **pipes) for index in range(2)]
-    until, found = time.monotonic() + within, {}
+    found = {}
     try:
+        meeting = lambda: len(os.listdir(there)) < 2 and all(each.poll() is None for each in both)
+        wait_for(lambda: not meeting(), 300)
+        until = time.monotonic() + within
         for index in (1, 0) if lost == 0 else (0, 1):
             if index == lost:
                 both[index].kill()

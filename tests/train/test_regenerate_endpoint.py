@@ -87,6 +87,8 @@ def local(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("takes_ids", [True, False], ids=["from ids", "from text"])
 def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind, takes_ids):
     fake.takes_ids = takes_ids
+    workers, turns = threading.Barrier(3), itertools.count()  # each asks before one asks again
+    fake.fault = lambda handler: next(turns) < 3 and workers.wait(30) < 0
     output = tmp_path / "a.jsonl"
     ask(output, *LIMITED, *kind, "--concurrency", "3")
     assert output.read_bytes() == local(*LIMITED, *kind)
@@ -194,7 +196,7 @@ TROUBLES = {
         ),
         "without its token ids",
     ),
-    "slow": (lambda handler: time.sleep(0.4) or handler.cut(), "nothing came for 0.2 s"),
+    "slow": (lambda handler: handler.wait_for_its_end(), "nothing came for 2 s"),
 }
 
 QUICK = ("busy", "cut", "half")
@@ -204,6 +206,11 @@ troubles = pytest.mark.parametrize(
 )
 
 
+def in_turns(name: str) -> tuple[str, ...]:
+    """Flags for one request at a time; only what is to be slow is not waited for."""
+    return ("--concurrency", "1", *(("--timeout", "2") if name == "slow" else ()))
+
+
 @troubles
 def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     """Every other request fails; each answer is asked for until it comes, and then no more."""
@@ -211,7 +218,7 @@ def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     turns = itertools.count()
     fake.fault = lambda handler: next(turns) % 2 == 0 and fault(handler)
     limited = ("--limit", "4")
-    ask(tmp_path / "a.jsonl", *limited, "--concurrency", "1", "--timeout", "0.2")
+    ask(tmp_path / "a.jsonl", *limited, *in_turns(name))
     assert (tmp_path / "a.jsonl").read_bytes() == local(*limited)
     assert max(Counter(fake.prompts()).values()) == 1
     told = [line for line in capsys.readouterr().err.splitlines() if said in line]
@@ -226,7 +233,7 @@ def test_what_does_not_pass_ends_with_a_line_and_goes_on_later(
     monkeypatch.setattr(module, "TRIES", 3)
     turns = itertools.count()
     fake.fault = lambda handler: next(turns) >= 4 and fault(handler)
-    flags = ("--limit", "6", "--concurrency", "1", "--timeout", "0.2")
+    flags = ("--limit", "6", *in_turns(name))
     with pytest.raises(InputError, match=f"{said}.*, 3 times in a row; .* of 6") as raised:
         ask(tmp_path / "a.jsonl", *flags)
     assert "\n" not in str(raised.value)
@@ -243,18 +250,19 @@ def stop_after(fake: FakeEndpoint, count: int) -> None:
     fake.fault = lambda handler: next(turns) >= count and handler.reply(400, {"error": "enough"})
 
 
-def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path):
+def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path, monkeypatch):
     """Slow ones, too: they are not asked for again."""
-    started = threading.Barrier(4)
-    turns = itertools.count()
+    started, stopped = threading.Barrier(4), threading.Event()
+    turns, stop = itertools.count(), module.EndpointAnswers._stop
+    monkeypatch.setattr(module.EndpointAnswers, "_stop", lambda self: (stop(self), stopped.set()))
 
     def fault(handler):
         number = next(turns)
         if number < 4:
-            started.wait(5)
+            started.wait(30)
         if number == 0:
             return handler.reply(400, {"error": "no"})
-        time.sleep(0.3)
+        assert stopped.wait(30)
         return False
 
     fake.fault = fault
@@ -277,8 +285,14 @@ def test_retry_after_is_obeyed(ask, fake, tmp_path):
 def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_path, monkeypatch):
     """However often it says so to one of many, as long as it answers some."""
     monkeypatch.setattr(module, "TRIES", 2)
-    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.3)  # some answers take less
     room = threading.Semaphore(1)
+
+    def wait_for_an_answer(patience, *_):
+        before, until = patience._num_replies, time.monotonic() + 5
+        while patience._num_replies == before and time.monotonic() < until:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(module.Patience, "_wait", wait_for_an_answer)
 
     def fault(handler):
         if not room.acquire(blocking=False):

@@ -99,6 +99,10 @@ def emulate(profile: Profile, seed: int = 0) -> Iterator[Emulation]:
     try:
         # In a session of its own, so that Ctrl-C ends client and server before the link.
         with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
-            yield Emulation(process)
+            try:
+                yield Emulation(process)
+            finally:  # closed here, as words to a process that was killed may be left in it
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
     finally:
         remove_stale()  # in case the process was killed
