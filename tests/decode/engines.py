@@ -33,24 +33,30 @@ LAWS = (
 class Listener:
     """Keeps what a request hears, in its order.
 
-    What is to come behind the first news, `at_first` does on the engine's thread: so however busy
-    the machine is, the answer is under way then.
+    `at_first` is called with the first news, on the engine's thread: what it orders finds the
+    answer under way, however busy the machine is.
     """
 
     def __init__(self, at_first: Callable[[], object] = lambda: None) -> None:
         self.all: list[News] = []
-        self._at_first = at_first
+        self._at_first, self._fault = at_first, None
         self._end: queue.SimpleQueue[News] = queue.SimpleQueue()
 
     def __call__(self, news: News) -> None:
         self.all.append(news)
         if len(self.all) == 1:
-            self._at_first()
+            try:
+                self._at_first()
+            except Exception as fault:  # which the engine would only log
+                self._fault = fault
         if news.finish:
             self._end.put(news)
 
     def wait(self) -> News:
-        return self._end.get(timeout=WAIT_S)
+        end = self._end.get(timeout=WAIT_S)
+        if self._fault is not None:
+            raise self._fault
+        return end
 
     @property
     def token_ids(self) -> list[int]:

@@ -69,9 +69,13 @@ def test_whoever_interrupts_the_wait_ends_the_process():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", CODE + waits, "or for ever"]
     with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == "ends\n" and process.stdout.readline() == "waits\n"
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=300)
+        try:
+            said = [process.stdout.readline() for _ in range(2)]
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert said == ["ends\n", "waits\n"]
     assert (process.returncode, out, error) == (130, "", "")
 
 

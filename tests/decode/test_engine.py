@@ -259,9 +259,7 @@ def test_more_chunks_are_read_where_more_could_sit_than_do(monkeypatch):
     monkeypatch.setattr(engine.shelf, "run", noted)
     monkeypatch.setattr(engine, "_send", sent)
     requests = [Request((index,) * 60, 40, NO_STOP) for index in range(12)]
-    listeners = at_once(engine, requests)
-    for listener in listeners:
-        listener.wait()
+    listeners = answers(engine, requests)
     assert_as_alone(requests, listeners)
     read = [(turn[0][0], sum(size for _, size in turn)) for turn in turns if turn]
     assert read[0] == (0, MOST_CHUNKS * 32) and sum(tokens for _, tokens in read) == 12 * 64
@@ -280,18 +278,6 @@ def test_a_prompt_that_is_being_read_counts_as_rows_in_use(monkeypatch):
     monkeypatch.setattr(engine.shelf, "run", noted)
     answers(engine, [Request((9,) * 70, 3, NO_STOP)])
     assert seen == [0, 0, 32, 64, 0] and engine.load().rows_used == 0
-
-
-def at_once(engine: Engine, requests: list[Request]) -> list[Listener]:
-    """Submits requests so that all are there when the engine next looks."""
-    blocked, free = threading.Event(), threading.Event()
-    engine._orders.put(lambda: (blocked.set(), free.wait(WAIT_S)))
-    blocked.wait(WAIT_S)
-    listeners = [Listener() for _ in requests]
-    for request, listener in zip(requests, listeners, strict=True):
-        engine.submit(request, listener)
-    free.set()
-    return listeners
 
 
 @pytest.mark.slow
@@ -313,9 +299,7 @@ def test_short_prompts_do_not_wait_for_long_ones(monkeypatch):
     monkeypatch.setattr(engine, "_tell", telling)
     long = [Request((index,) * 150, 2, NO_STOP, LAWS[index]) for index in range(6)]
     short = [Request((index,) * 70, 2, NO_STOP, LAWS[index]) for index in range(6)]
-    listeners = at_once(engine, requests := long + short)
-    for listener in listeners:
-        listener.wait()
+    listeners = answers(engine, requests := long + short)
     assert_as_alone(requests, listeners)
     assert max(most) == 1 + 1
     assert told[0] == short[0] and told.index(short[-1]) < told.index(long[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -282,7 +281,7 @@ def test_a_prompt_is_read_behind_its_first_token_where_nobody_waits(monkeypatch)
 
 def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
     """All prompts are read before the drafter reads any."""
-    engine, order, all_here = choosing("moa-1"), [], threading.Event()
+    engine, order = choosing("moa-1"), []
     Reader(engine, monkeypatch, 0)
     run = engine.shelf.run
     monkeypatch.setattr(
@@ -290,8 +289,6 @@ def test_nobody_waits_for_the_drafter_of_another_prompt(monkeypatch):
     )
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     monkeypatch.setattr(engine._pace, "would_draft", lambda batch: True)
-    engine._orders.put(all_here.wait)
-    threading.Timer(0.2, all_here.set).start()
     requests = [Request(BEGINNING[:40], 6, NO_STOP), Request(BEGINNING[:50], 6, NO_STOP)]
     assert_as_alone(requests, answers(engine, requests))
     assert order.index("catch_up") > [i for i, name in enumerate(order) if name == "read"][1]
@@ -345,7 +342,7 @@ def test_who_joins_others_is_read_alone_where_they_are_drafted_for(drafts, monke
 
 def test_where_all_must_be_read_a_newcomer_is_not_read_alone(monkeypatch):
     """The drafter then reads those who sit as well, and the newcomer's row with them."""
-    engine, listeners, all_here = choosing("moa-1"), [Listener(), Listener()], threading.Event()
+    engine = choosing("moa-1")
     Reader(engine, monkeypatch, 0)
     monkeypatch.setattr(engine._readings, "prefixes", Prefixes(0))
     monkeypatch.setattr(engine._pace, "would_draft", lambda slots: True)
@@ -354,12 +351,7 @@ def test_where_all_must_be_read_a_newcomer_is_not_read_alone(monkeypatch):
         engine.shelf, "catch_up", lambda size, *rest: (sizes.append(size), catch_up(size, *rest))[1]
     )
     requests = [Request(BEGINNING[n : n + 50], 6, NO_STOP) for n in (0, 10)]  # in either order
-    engine._orders.put(all_here.wait)
-    for request, listener in zip(requests, listeners, strict=True):
-        engine.submit(request, listener)
-    all_here.set()
-    for listener in listeners:
-        listener.wait()
+    listeners = answers(engine, requests)
     assert sizes[0].slots > 1
     assert_as_alone(requests, listeners)
 

@@ -81,10 +81,12 @@ class ToyServer:
         self.at_once[body["seed"]] = self.running
         fault, text = self.faults.get(body["seed"]), body["messages"][0]["content"]
         await asyncio.sleep(self.seconds)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(PATIENCE):
                 while self.most < self.least:
                     await asyncio.sleep(0.005)
+        except TimeoutError:
+            self.least = 0
         self.running -= 1
         if fault == "refuse":
             error = json.dumps({"error": {"message": "full"}}).encode()

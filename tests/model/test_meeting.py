@@ -55,8 +55,10 @@ def test_all_hear_when_all_have_come():
 
 def test_who_does_not_come_is_named_to_all_that_have():
     first, _, third, _ = places(4)
-    line, told = lines(first, third, seconds=3.0)
-    assert line.startswith(f"of 4 processes these did not come to {first.address} within 3 s: 1, 3")
+    line, told = lines(first, third, seconds=1.5)
+    assert line.startswith(
+        f"of 4 processes these did not come to {first.address} within 1.5 s: 1, 3"
+    )
     assert told == f"process 0: {line}"
 
 

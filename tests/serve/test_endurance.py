@@ -227,7 +227,7 @@ def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -
 
 
 def assert_left(asks: list[Ask], found: list[Any]) -> None:
-    """Who stays hears an end; hardly one of those who leave does, where all came in one event."""
+    """Who stays hears an end; of those who leave few do, where all came in one event or two."""
     ended = {stays: [] for stays in (True, False)}
     for ask, each in zip(asks, found, strict=True):
         ended[ask.leaves_after is None].append(all(end for _, end in each))

@@ -47,6 +47,15 @@ def test_errors_have_openais_shape_and_the_right_status(server):
     error_of(server.post(f"{COMPLETIONS}/", LONG), 404)  # and no redirect
 
 
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """All that comes up to some words, which come before the connection is closed."""
+    data = b""
+    while end not in data:
+        assert (more := connection.recv(1 << 16)), data
+        data += more
+    return data
+
+
 def test_clients_must_have_one_of_the_keys():
     with running(keys=("first-key", "second-key")) as server:
         for shown in ("", "Bearer wrong", "Basic first-key", "Bearer first-key second-key"):
@@ -73,6 +82,7 @@ def test_a_body_may_be_too_large_and_too_slow():
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n")
             slow.sendall(b"Content-Type: application/json\r\n\r\n{")
             assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+        assert hasty.get("/health").status_code == 200
         assert server.post(COMPLETIONS, LONG).status_code == 200
 
 
@@ -198,10 +208,7 @@ def test_a_slow_reader_gets_everything_and_holds_nobody_up():
         with server.socket(COMPLETIONS, body, receive_bytes=4096) as slow:
             wait_for(lambda: engine.ended == {0: "length"}, 300)  # nothing was read
             assert server.post(COMPLETIONS, LONG).status_code == 200
-            data = b""
-            while b"[DONE]" not in data[-100:]:
-                assert (more := slow.recv(1 << 20))
-                data += more
+            data = read_until(slow, b"[DONE]")
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
         found = sum((json.loads(event)["choices"][0]["token_ids"] for event in events), [])
         assert found == answer_of(engine.requests[0])
@@ -227,17 +234,14 @@ def test_connections_without_a_request_are_closed(monkeypatch):
 
 @pytest.mark.parametrize("begun", [b"", b"GET /hea", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n"])
 def test_connections_that_do_not_get_on_are_closed(monkeypatch, begun):
-    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.5)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
         slow.sendall(whole)
-        data = b""
-        while b'"ok"' not in data:
-            assert (more := slow.recv(1000))
-            data += more
+        read_until(slow, b'"ok"')
         slow.sendall(begun)
         if not begun:  # a connection that owes nothing is kept
-            time.sleep(1.5)
+            time.sleep(1.0)
             slow.sendall(whole)
             assert b" 200 " in slow.recv(1000)
             return
@@ -246,7 +250,7 @@ def test_connections_that_do_not_get_on_are_closed(monkeypatch, begun):
 
 
 def test_a_body_that_is_not_wanted_need_not_come(monkeypatch):
-    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.5)
     head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     with running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
         slow.sendall(head)
@@ -273,10 +277,7 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
         assert server.get("/health").status_code == 503
         assert not draining.done()
         server.engine.go.set()
-        data = b""
-        while b"[DONE]" not in data:
-            assert (more := runs.recv(1 << 16))
-            data += more
+        read_until(runs, b"[DONE]")
         draining.result(10)
         assert server.engine.ended == {0: "length"}
 
@@ -317,10 +318,7 @@ def test_who_still_runs_after_a_drain_hears_so(stream):
         with server.socket(COMPLETIONS, LONG | {"stream": stream}) as runs:
             wait_for(lambda: server.engine.requests)
             server.drain(0.1).result(10)
-            data = b""
-            while b"the server is stopping" not in data:
-                assert (more := runs.recv(1 << 16))
-                data += more
+            data = read_until(runs, b"the server is stopping")
             assert data.startswith(b"HTTP/1.1 200 " if stream else b"HTTP/1.1 503 ")
             assert stream or b"retry-after: 1\r\n" in data.lower()
         server.engine.go.set()

@@ -37,7 +37,7 @@ from tests.split.split_server import (
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def test_split_client_drafting_ahead_delays_no_reply(server, name):
     """A token takes far longer than a reply: nothing of use can be drafted meanwhile."""
     half, steps = ToyHalf(), []
@@ -63,6 +63,7 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
     assert set(ahead) <= {1}
 
 
+@pytest.mark.slow
 def test_split_client_waits_for_a_server_that_lives(server):
     """It compiles, say: no reply comes for long, but pongs do."""
     with running(ToySlots(2)) as slow, nothing_left():
@@ -77,14 +78,14 @@ def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
 
         def act(index, answering):
             times.append(time.monotonic())
-            object.__setattr__(client, "timeout", 0.4)  # not of the first call, which may take long
+            object.__setattr__(address, "timeout", 0.4)  # only now, as the first call may take long
             if index == 3:
                 proxy.cut()
             if answering.text.is_written:
                 proxy.heal()
 
-        client = server_at(proxy.port)
-        found = ask(client, CHAIN, PROMPT, NEW, act=act)
+        address = server_at(proxy.port)
+        found = ask(address, CHAIN, PROMPT, NEW, act=act)
     assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
     assert times[3] - times[2] < 20  # far below what a reply may take
 

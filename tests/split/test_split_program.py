@@ -32,6 +32,7 @@ from moa_jax.split import wire
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import DraftRequest, Slots
 from tests.certificates import certificate
+from tests.meeting import wait_for
 from tests.model_folders import save_random_pair
 from tests.split.split_server import LIMITS
 
@@ -169,8 +170,7 @@ def test_events_are_lines_that_a_full_pipe_cannot_stop():
         stream.free.set()
         while not stream.getvalue():
             time.sleep(0.01)
-        while log._lines.qsize():  # or there is no room for one more
-            time.sleep(0.01)
+        wait_for(lambda: not log._lines.qsize())  # or there is no room for one more
         log("close", reason="done")
     log._thread.join(30)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]

@@ -207,7 +207,7 @@ troubles = pytest.mark.parametrize(
 
 
 def in_turns(name: str) -> tuple[str, ...]:
-    """Flags for one request at a time; only what is to be slow is not waited for."""
+    """Flags for one request at a time, with a short timeout only for a server that says nothing."""
     return ("--concurrency", "1", *(("--timeout", "2") if name == "slow" else ()))
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,15 +130,15 @@ def steps_of(folder: Path) -> list[str]:
 def told(batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
     """The same batches; says so when one is asked for, so that others know how far a run is.
 
-    It gives as many as the environment's TOY_UPDATES says, all if that says nothing, and waits then
-    for whoever will kill it, however late.
+    It gives as many as the environment's TOY_UPDATES says, all if that says nothing, and then waits
+    ten minutes for whoever will kill it.
     """
     left = int(os.environ.get("TOY_UPDATES", "-1"))
 
     def say(step: int) -> Batch:
         nonlocal left
         if not left:
-            signal.pause()
+            time.sleep(600)
         left -= 1
         print(f"update {step}", flush=True)
         return batch(step)

@@ -101,7 +101,7 @@ def emulate(profile: Profile, seed: int = 0) -> Iterator[Emulation]:
         with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
             try:
                 yield Emulation(process)
-            finally:  # closed here, as words to a process that was killed may be left in it
+            finally:  # or what a killed process did not read makes Popen's own close fail
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
     finally:
