@@ -162,7 +162,7 @@ def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
     assert [(row.best.learning_rate, row.simulated_tau) for row in rows] == [(1e-4, 1.7)]
     text = grids.render(document_of(grid, rows, "given.py"))
     size = f"{grids.check_sizes(grid, TARGET)['moa']:,}"
-    assert f"| moa | 0 | {size} | 0.0001 | 1.70 | 0.001: 1.50, 0.0001: 1.70 |" in text
+    assert f"| moa | 0 | {size} | 0.0001 | 1.70 | 0.0001: 1.70, 0.001: 1.50 |" in text
     assert "Not trained yet: eagle (seed 0)." in text
 
 

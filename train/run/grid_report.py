@@ -97,7 +97,7 @@ def render(document: Document) -> str:
     rows, reference = document["rows"], document["reference"]
     trained = [
         [row["cell"], row["seed"], f"{row['parameters']:,}", f"{row['learning_rate']:g}"]
-        + [f"{row['simulated_tau']:.2f}", _pairs(row["simulated_tau_by_learning_rate"])]
+        + [f"{row['simulated_tau']:.2f}", _pairs(_by_rate(row["simulated_tau_by_learning_rate"]))]
         for row in rows
     ]
     columns = ["cell", "seed", "parameters", "learning rate", "simulated tau", "at rates tried"]
@@ -244,6 +244,11 @@ def _counts_of(pairs: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The inverse of `_pairs_of`."""
     found = [pair.split("/") for pair in pairs.split()]
     return tuple(int(one) for one, _ in found), tuple(int(other) for _, other in found)
+
+
+def _by_rate(taus: dict[str, float]) -> dict[str, float]:
+    """In the order of learning rates, of which JSON keeps that of their names."""
+    return dict(sorted(taus.items(), key=lambda each: float(each[0])))
 
 
 def _pairs(values: dict[str, Any]) -> str:
