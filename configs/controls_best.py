@@ -10,8 +10,7 @@ that of tokens a tenth, and one is trained for tokens alone in four passes, each
 features of the last (HASS), as one pass for tokens alone teaches it no second token. And there are
 two more of MoA, without the staircase, which costs it 1 to 4 % in `configs/ablations.py`, and with
 all positions trained at distance 1 as well. GLIDE and a small Llama, as in those ablations, are
-trained for tokens alone too: they tell whether MoA's lead
-needs what it reads.
+trained for tokens alone too: they tell whether MoA's lead needs what it reads of the target.
 """
 
 import dataclasses

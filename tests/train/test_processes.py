@@ -88,8 +88,8 @@ def ends(
     both = [subprocess.Popen([*command, str(index)], **pipes) for index in range(2)]
     found = {}
     try:
-        meeting = lambda: len(os.listdir(there)) < 2 and all(each.poll() is None for each in both)
-        wait_for(lambda: not meeting(), 300)
+        has_ended = lambda: any(each.poll() is not None for each in both)
+        wait_for(lambda: len(os.listdir(there)) == 2 or has_ended(), 300)
         until = time.monotonic() + within
         for index in (1, 0) if lost == 0 else (0, 1):
             if index == lost:

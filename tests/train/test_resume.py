@@ -97,14 +97,16 @@ def test_killed_in_a_save_it_resumes_to_the_same_bits(whole, tmp_path):
 def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path, seed):
     chance, kills = random.Random(seed), 0
     for _ in range(6):
-        started = chance.randrange(1, 7)
-        with running(tmp_path, updates=started + 1) as process:
+        saved = [p.name for p in tmp_path.glob("run/checkpoints/*") if p.name.isdigit()]
+        left = 11 - max(map(int, saved), default=0)  # of twelve, but for the last: none may end
+        started = min(chance.randrange(1, 7), left)
+        with running(tmp_path, updates=min(started + 1, left)) as process:
             for _ in range(started):
                 process.stdout.readline()
             time.sleep(chance.random() * 0.05)
             process.kill()
             kills += process.wait() == -signal.SIGKILL
-    assert kills >= 2
+    assert kills == 6
     loop.fit(toy_job(toy_config(tmp_path)), None)
     assert_same_run(tmp_path, whole)
 
@@ -120,8 +122,8 @@ def test_told_to_stop_it_saves_and_exits(tmp_path, number):
         wait_for_update(process, 3)
         began = time.monotonic()
         process.send_signal(number)
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 0 and time.monotonic() - began < 60
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 0 and time.monotonic() - began < 20
     last = told.splitlines()[-1]
     assert f"stopped by {number.name} after step" in last and "the same command goes on" in last
     (step,) = steps_of(tmp_path)
