@@ -52,7 +52,7 @@ TABLE: dict[str, set[str]] = {
     "aot": DECODE | {"training"},
     "moa_jax": LOADER | {"decode", "version"},
     "configs": {"config"},
-    "infer.compile_cache": set(),
+    "infer.compile_cache": {"files"},
     "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
     "infer.flags.cluster": {"errors", "version", "files", "model", "infer.program"},
