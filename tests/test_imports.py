@@ -23,7 +23,7 @@ MODEL = BASE | {"model"}
 DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
-LIBRARY = LOADER | DECODE | {"training", "split", "measure", "moa_jax", "version"}
+LIBRARY = LOADER | DECODE | {"pairs", "training", "split", "measure", "moa_jax", "version"}
 PAIR = {"infer.flags.pair", "infer.flags.auto", "infer.flags.vocabulary"}
 SHARED = PAIR | {
     "infer.program",
@@ -45,12 +45,13 @@ TABLE: dict[str, set[str]] = {
     "drafters.api": MODEL | {"data"},
     "drafters": MODEL | {"files", "data", "drafters.api"},
     "pretrained": DRAFTERS,
+    "pairs": {"errors", "files", "pretrained"},
     "training": DRAFTERS,
     "decode": DECODE,
     "split": DECODE,
     "measure": DECODE | {"drafters"},
     "aot": DECODE | {"training"},
-    "moa_jax": LOADER | {"decode", "version"},
+    "moa_jax": LOADER | {"decode", "pairs", "version"},
     "configs": {"config"},
     "infer.compile_cache": {"files"},
     "infer.program": {"errors", "version", "infer.compile_cache"},
