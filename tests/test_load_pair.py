@@ -11,7 +11,7 @@ import pytest
 
 from infer.flags.pair import DEMO
 from moa_jax import load_pair, pairs
-from moa_jax.pairs import NamedPair, Wheel
+from moa_jax.pairs import PairSource, Wheel
 from tests.gguf_files import write_gguf
 from tests.model_folders import refusal
 
@@ -42,7 +42,7 @@ def toy(index, monkeypatch) -> Wheel:
         archive.writestr(f"{info}/RECORD", "")
     hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (wheel, path)]
     toy = Wheel("toy-pair==1.0", hashes[0], MEMBER, hashes[1])
-    monkeypatch.setitem(pairs.PAIRS, "toy", NamedPair(toy, pairs.LOOKUP))
+    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy, pairs.LOOKUP))
     return toy
 
 
@@ -85,7 +85,7 @@ def test_what_a_killed_download_left_goes(toy):
     ids=str,
 )
 def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
-    monkeypatch.setitem(pairs.PAIRS, "toy", NamedPair(toy._replace(**fault), pairs.LOOKUP))
+    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault), pairs.LOOKUP))
     assert line in refusal(load_pair, "toy")
     assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
