@@ -15,7 +15,7 @@ from infer.flags.pair import DEMO
 from infer.program import Parser, run
 from moa_jax.data.corpora import locate
 from moa_jax.errors import InputError
-from moa_jax.files.folders import read_json
+from moa_jax.files.folders import find_folder, read_json
 from moa_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -125,8 +125,10 @@ def _model(folder: Path) -> dict[str, Any]:
     """Where a model lies, the bytes of its weights and what its config.json says of its size."""
     if folder.parent == DEMO and not folder.is_dir():
         return {"folder": str(folder), "found": False}
+    folder = find_folder(folder) if folder.exists() else folder  # of a GGUF file
     config = read_json(folder / "config.json")
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    weights = (path for kind in ("*.safetensors", "*.gguf") for path in folder.glob(kind))
+    size = sum(path.stat().st_size for path in weights)
     fields = {name: config[name] for name in MODEL_FIELDS if name in config}
     return {"folder": str(folder), "found": True, "weights_bytes": size} | fields
 
