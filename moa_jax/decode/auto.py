@@ -110,7 +110,8 @@ class Chooser:
         self.ways, self._own, self._first = tuple(ways), own, first or own
         self._priced = {way: priced for way in ways if (priced := priced_as(way))}
         later = max(way.levels for way in (*ways, own)) - 2
-        first = Position(FIRST_SHARE, FIRST_HEARD)
+        # One missed round ends drafts that a text alone makes, for most texts do not repeat.
+        first = Position(FIRST_SHARE, FIRST_HEARD if self._first.num_drafted else 1.0)
         self._chains = [first, *(Position() for _ in range(later))]
         self._trees: dict[DraftShape, list[Position]] = {}
         self._records: dict[DraftShape, TrackRecord] = {}
