@@ -28,6 +28,7 @@ from moa_jax.model.quantise import FORMATS
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
 BUNDLED = "bundled"  # names the drafter that comes with this package
+LOOKUP = "lookup"  # names the drafter of a target without one: it needs no files
 DEMO = Path(moa_jax.__file__).parent / "demo"
 EXPLICIT = ("plain", "chain", "tree")
 AUTO = "auto"
@@ -60,8 +61,8 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
     group.add_argument(
         "--draft",
         **{"metavar": "DIR_OR_HUB_ID", **more},
-        help="default: the bundled drafter"
-        + (", by the name bundled; repeat for several" if several else ""),
+        help="default: the bundled drafter, prompt lookup with --target alone"
+        + ("; bundled names the bundled one; repeat for several" if several else ""),
     )
     add_kind_flags(group)
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
@@ -153,15 +154,20 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def load_pair(
-    args: argparse.Namespace, *, for_client: bool = False
+    args: argparse.Namespace, *, split: bool = False, for_client: bool = False
 ) -> tuple[Target, LoadedDrafter | None]:
     """Load the two models that the flags name, without a drafter in plain mode.
 
-    `for_client` loads no weights of the target, and of the drafter what drafting reads, in every
-    mode. Notices go to stderr. Raises InputError for flags that contradict each other, and for
-    models that are missing, damaged or not made for each other.
+    `split` decoding has no default drafter for a named target. `for_client` loads no weights of the
+    target, and of the drafter what drafting reads, in every mode. Notices go to stderr. Raises
+    InputError for flags that contradict each other, and for models that are missing, damaged or
+    not made for each other.
     """
-    target_name, draft_name = named_pair(args, for_client=for_client)
+    target_name, draft_name = named_pair(args, split=split, for_client=for_client)
+    if draft_name != args.draft:  # of a target alone
+        off = "" if hasattr(args, "modes") else " (--mode plain turns it off)"
+        print(f"no --draft: prompt lookup drafts for {target_name}{off}", file=sys.stderr)
+        args.draft = draft_name
     if args.threads is not None:
         use_cores(args.threads)
     if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
@@ -176,12 +182,13 @@ def load_pair(
 
 
 def named_pair(
-    args: argparse.Namespace, *, for_client: bool = False
+    args: argparse.Namespace, *, split: bool = False, for_client: bool = False
 ) -> tuple[str | None, str | None]:
     """The folders, hub ids or kinds of target and drafter; None stands for the bundled one.
 
-    vLLM's JSON is spread over its flags first. Raises InputError for flags that contradict each
-    other.
+    vLLM's JSON is spread over its flags first. A target alone gets prompt lookup, except in `split`
+    decoding, where a drafter must write on when the link is lost. Raises InputError for flags that
+    contradict each other.
     """
     _apply_speculative_config(args)
     if args.draft is None and needs_no_files(args.method):
@@ -190,8 +197,13 @@ def named_pair(
     if args.target is None and args.draft is not None and not needs_no_files(args.draft):
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
     if args.target is not None and args.draft is None and drafts:
-        rest = "" if for_client else ", or use --mode plain"
-        raise InputError(f"--target without --draft: name its drafter{rest}")
+        if split or for_client:
+            raise InputError("--target without --draft: name its drafter")
+        for flag, value in drafter_options(args).items():
+            if value is not None:
+                shown = flag.replace("_", "-")
+                raise InputError(f"--{shown} {value} describes a drafter: name it with --draft")
+        return args.target, LOOKUP
     return args.target, args.draft
 
 
@@ -303,7 +315,7 @@ def open_session(
     rest: dict[str, Any] = {"vocabulary": vocabulary, **rows}
     if drafter and asked_mode(args) == AUTO:
         rest |= {
-            "ways": ways_of(shape),
+            "ways": ways_of(shape, drafter),
             "costs": costs_of(target, drafter, vocabulary, args.weights),
         }
     return Session(target, drafter, shape, **rest)
