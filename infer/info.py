@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infer import compile_cache
-from infer.flags.pair import DEMO
+from infer.flags.pair import DEMO, MODEL, add_pair_flag
 from infer.program import Parser, run
 from moa_jax.data.corpora import locate
 from moa_jax.errors import InputError
@@ -45,7 +45,7 @@ def data_folder() -> Path | None:
 
 
 def collect(
-    target: Path = DEMO / "target", draft: Path = DEMO / "draft", load: bool = False
+    target: Path = DEMO / "target", draft: Path | None = DEMO / "draft", load: bool = False
 ) -> dict[str, Any]:
     """Everything the program prints, as one JSON-ready dictionary; absent things are None.
 
@@ -64,7 +64,7 @@ def collect(
         **_devices(),
         "folders": (folders := _folders()),
         "compile_cache": _compile_cache(folders["compile_cache"]),
-        "pair": {"target": _model(target), "draft": _model(draft)},
+        "pair": {"target": _model(target), "draft": draft and _model(draft)},
         "loading": _loading(target) if load else None,
     }
 
@@ -165,7 +165,7 @@ def render(report: dict[str, Any]) -> str:
         ("goldens", folders["goldens"] or "none: set MOA_GOLDENS"),
         ("data", folders["data"] or "none: set MOA_DATA"),
     ]
-    rows += [(name, _model_line(model)) for name, model in report["pair"].items()]
+    rows += [(name, _model_line(model)) for name, model in report["pair"].items() if model]
     if loading := report["loading"]:
         rate = f"{loading['bytes_per_s'] / 1e9:.2f} GB/s"
         rows += [("loading", f"{loading['seconds']:.2f} s to {loading['dtype']}, {rate}")]
@@ -207,19 +207,17 @@ def _gib(size: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("infer.info", __doc__)
     pair = parser.add_argument_group("pair")
-    pair.add_argument(
-        "--target", metavar="DIR", type=Path, default=DEMO / "target", help="folder of the target"
-    )
-    pair.add_argument(
-        "--draft", metavar="DIR", type=Path, default=DEMO / "draft", help="folder of the drafter"
-    )
+    add_pair_flag(parser, pair)
+    pair.add_argument("--target", metavar=MODEL, help="default: the bundled target")
+    pair.add_argument("--draft", metavar="DIR", help="default: the bundled drafter")
     pair.add_argument(
         "--load", action="store_true", help="load the target too, and say how fast that went"
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document")
     flags = parser.parse_args(arguments)
-    report = collect(flags.target, flags.draft, flags.load)
+    draft = flags.draft or (None if flags.target else DEMO / "draft")
+    report = collect(Path(flags.target or DEMO / "target"), draft and Path(draft), flags.load)
     print(json.dumps(report, indent=2) if flags.json else render(report))
 
 

