@@ -313,10 +313,11 @@ IDS = {"prompt_ids": [5, 0, 9], "token_ids": [7, 9], "source": "shop"}
 
 @pytest.mark.parametrize("max_length, kept", [(99, 5), (5, 5), (4, 4), (3, None), (1, None)])
 def test_ids_are_taken_as_they_are(max_length, kept):
-    example = chat.encode_ids(IDS, 10, max_length)
+    examples = chat.encode_ids([IDS], 10, max_length)
     if kept is None:
-        assert example is None
+        assert not examples
         return
+    (example,) = examples
     assert example.tokens_T.tolist() == [5, 0, 9, 7, 9][:kept]
     assert example.response_T.tolist() == [False, False, False, True, True][:kept]
     assert example.tokens_T.dtype == np.int32 and example.response_T.dtype == bool
@@ -324,10 +325,10 @@ def test_ids_are_taken_as_they_are(max_length, kept):
 
 def test_ids_without_a_prompt_or_an_answer():
     for record in ({"token_ids": [7, 9]}, {"prompt_ids": [], "token_ids": [7, 9]}):
-        example = chat.encode_ids(record, 10, 99)
+        (example,) = chat.encode_ids([record], 10, 99)
         assert example.tokens_T.tolist() == [7, 9] and example.response_T.all()
     for prompt in ([], [5]):
-        assert chat.encode_ids({"prompt_ids": prompt, "token_ids": []}, 10, 99) is None
+        assert not chat.encode_ids([{"prompt_ids": prompt, "token_ids": []}], 10, 99)
 
 
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
@@ -336,7 +337,7 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
     """Wherever it stands, behind the cut too."""
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
     with pytest.raises(InputError, match="ids outside the vocabulary of 10: use the target's own"):
-        chat.encode_ids(IDS | {name: ids}, 10, 3)
+        chat.encode_ids([IDS | {name: ids}], 10, 3)
 
 
 def test_reference_labels_later_users(tokenizer):
