@@ -331,6 +331,49 @@ def test_ids_without_a_prompt_or_an_answer():
         assert not chat.encode_ids([{"prompt_ids": prompt, "token_ids": []}], 10, 99)
 
 
+def test_answers_that_continue_each_other_make_one_example():
+    first, second = {"prompt_ids": [5], "token_ids": [7, 9]}, {"token_ids": [3, 2]}
+    (example,) = chat.encode_ids([first, second | {"prompt_ids": [5, 7, 9, 6]}], 10, 99)
+    assert example.tokens_T.tolist() == [5, 7, 9, 6, 3, 2]
+    assert example.response_T.tolist() == [False, True, True, False, True, True]
+    for prompt in ([5, 7, 8, 6], [5, 7], [5]):  # another turn before it, as some templates write
+        one, two = chat.encode_ids([first, second | {"prompt_ids": prompt}], 10, 99)
+        assert (one.tokens_T.tolist(), one.response_T.tolist()) == ([5, 7, 9], [False, True, True])
+        assert two.tokens_T.tolist() == [*prompt, 3, 2]
+        assert two.response_T.tolist() == [False] * len(prompt) + [True, True]
+    assert len(chat.encode_ids([first, second | {"prompt_ids": [6] * 9}], 10, 9)) == 1
+
+
+ANSWERS = [{"prompt_ids": [5], "token_ids": [7, 9], "finish_reason": "length"}]
+
+
+@pytest.mark.parametrize(
+    "record, wanted",
+    [
+        ({"messages": HELLO, "answers": ANSWERS}, [5, 7, 9]),
+        ({"messages": HELLO, "answers": {"prompt_ids": [[5]], "token_ids": [[7, 9]]}}, [5, 7, 9]),
+        ({"messages": None, "answers": None, "prompt_ids": [5], "token_ids": [8]}, [5, 8]),
+        ({"messages": HELLO, "answers": None, "prompt_ids": None, "token_ids": None}, None),
+        ({"messages": HELLO, "answers": {"text": ["Hello"], "answer_start": [3]}}, None),
+        ({"messages": HELLO, "answers": ["Hello"]}, None),
+        ({"messages": HELLO}, None),
+    ],
+)
+def test_ids_come_before_messages(tokenizer, record, wanted):
+    """A record without ids is rendered, whatever else its key `answers` holds."""
+    (example,) = chat.encode_record(tokenizer, record, len(tokenizer), 99)
+    if wanted is None:
+        wanted = chat.encode(tokenizer, HELLO, 99).tokens_T.tolist()
+    assert example.tokens_T.tolist() == wanted
+
+
+@pytest.mark.parametrize("second", [{"prompt_ids": [5]}, "Hello", None, {"token_ids": None}])
+def test_answers_without_ids_among_others_are_refused(tokenizer, second):
+    record = {"messages": HELLO, "answers": [*ANSWERS, second]}
+    with pytest.raises(InputError, match="ids outside the vocabulary|that is not an object"):
+        chat.encode_record(tokenizer, record, len(tokenizer), 99)
+
+
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
 @pytest.mark.parametrize("name", ["prompt_ids", "token_ids"])
 def test_what_is_no_list_of_known_ids_is_refused(name, ids):

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -31,7 +32,6 @@ CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 QUESTION, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
 LONG = {"role": "user", "content": "1" * 300}
 SYSTEM = {"role": "system", "content": "Be brief."}
-SHORT = ("--max-new-tokens", "3", "--dtype", "float32")
 
 
 def save_talkative_target(folder: Path) -> Path:
@@ -49,6 +49,16 @@ def save_talkative_target(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return save_talkative_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def lively(folder) -> Path:
+    """The same with larger weights: some of its greedy answers stop soon and some do not."""
+    target = load_target(folder, "float32")
+    params = jax.tree.map(lambda each: 4 * each, target.params)
+    tokenizer, ends = folder.parent / "tokenizer", target.generation
+    place = folder.parent / "lively"
+    return save_target(place, target.config, params, tokenizer, generation=ends)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +124,10 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_answers_are_the_targets_own(ask, tmp_path, folder, tokenizer, capsys):
+def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
     """The ids of every answer are those that a session decodes after the same prompt."""
-    ask(tmp_path / "a.jsonl", "--limit", "10", "--batch", "4", *SHORT)
+    flags = ("--target", str(lively), "--max-new-tokens", "6", "--dtype", "float32")
+    ask(tmp_path / "a.jsonl", "--limit", "10", "--batch", "4", *flags)
     records = read(tmp_path / "a.jsonl")
     asked, answers = [], []
     for record in records:
@@ -127,7 +138,7 @@ def test_answers_are_the_targets_own(ask, tmp_path, folder, tokenizer, capsys):
         texts = [record["messages"][i]["content"] for i in answered]
         assert texts == [text_of(tokenizer, each["token_ids"]) for each in record["answers"]]
     prompts = [chat.prompt_ids(tokenizer, messages) for messages in asked]
-    results = Session(load_target(folder, "float32")).generate(prompts, 3)
+    results = Session(load_target(lively, "float32")).generate(prompts, 6)
     for answer, prompt, found in zip(answers, prompts, results, strict=True):
         ids = {"prompt_ids": prompt, "token_ids": list(found.token_ids)}
         assert answer == ids | {"finish_reason": found.finish_reason}
@@ -135,7 +146,73 @@ def test_answers_are_the_targets_own(ask, tmp_path, folder, tokenizer, capsys):
     assert len(records) == 10 and min(finishes["stop"], finishes["length"]) > 2
     assert max(len(record["answers"]) for record in records) > 1
     cut = finishes["length"]
-    told = f"{cut} of 10 conversations end early: an answer is cut at 3 tokens"
+    told = f"{cut} of 10 conversations end early: an answer is cut at 6 tokens"
+    assert told in capsys.readouterr().err
+
+
+def test_cut_answers_stay_and_are_the_last(ask, scripted, tmp_path, tokenizer, capsys):
+    ask(tmp_path / "a.jsonl", "--max-new-tokens", "9", "--batch", "4")
+    records = read(tmp_path / "a.jsonl")
+    assert len(records) == 40
+    cut = [record for record in records if record["answers"][-1]["finish_reason"] == "length"]
+    assert len(cut) > 5 and any(len(record["answers"]) > 1 for record in cut)
+    for record in records:
+        *before, last = record["answers"]
+        roles = Counter(message["role"] for message in record["messages"])
+        assert roles["assistant"] == len(record["answers"])
+        assert all(answer["finish_reason"] == "stop" for answer in before)
+        for answer in record["answers"]:
+            ends = answer["token_ids"][-1] == tokenizer.eos_token_id
+            assert ends == (answer["finish_reason"] == "stop")
+    for record in cut:
+        assert record["messages"][-1]["role"] == "assistant"
+        assert len(record["answers"][-1]["token_ids"]) == 9
+    assert f"{len(cut)} of 40 conversations end early: an answer is cut at 9" in (
+        capsys.readouterr().err
+    )
+
+
+def test_training_rows_hold_the_ids_that_were_decoded(ask, scripted, tmp_path, tokenizer):
+    """Of every answer all its tokens after its own prompt, and no other token is trained on."""
+    output = tmp_path / "a.jsonl"
+    ask(output, "--max-new-tokens", "9")
+    answers = [answer for record in read(output) for answer in record["answers"]]
+    config = DataConfig((str(output),), (), 500, 500, rows_per_batch=4, seed=0, pack=False)
+    source, report = batches.load(config, tokenizer, 320, "train")
+    assert (report.kept, report.dropped) == (40, {})
+    wanted = Counter()
+    for answer in answers:
+        wanted[(*answer["prompt_ids"], *answer["token_ids"]), len(answer["token_ids"])] += 1
+    assert answers_in(source.rows) == wanted
+    assert report.response_tokens == sum(len(answer["token_ids"]) for answer in answers)
+
+
+def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
+    """Of every run of trained tokens: all tokens up to its end, and its length."""
+    found = Counter()
+    for tokens_T, response_T in zip(rows.tokens_BT, rows.response_BT, strict=True):
+        edge_T = np.diff(response_T.astype(int), prepend=0, append=0)
+        for begin, end in zip(*map(np.flatnonzero, (edge_T == 1, edge_T == -1)), strict=True):
+            found[tuple(tokens_T[:end].tolist()), int(end - begin)] += 1
+    return found
+
+
+def test_prompts_outside_the_vocabulary_are_left_out(folder, scripted, tmp_path, capsys):
+    """Of a tokenizer with more tokens than the target has rows; all others are answered."""
+    place = tmp_path / "target"
+    shutil.copytree(folder, place)
+    tokenizer = load_tokenizer(place)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(place)
+    talks = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "<|new|>", "No")]
+    prompts = write(tmp_path / "prompts.jsonl", *talks)
+    flags = ["--target", str(place), "--prompts", str(prompts)]
+    regenerate.main([*flags, "--output", str(tmp_path / "a.jsonl")])
+    assert [record["messages"][0]["content"] for record in read(tmp_path / "a.jsonl")] == [
+        "Hi",
+        "No",
+    ]
+    told = "1 of 3 conversations left out: ids outside the vocabulary of 320"
     assert told in capsys.readouterr().err
 
 
