@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from moa_jax.data import chat, reference
+from moa_jax.config import DataConfig
+from moa_jax.data import chat, encode, reference
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
@@ -381,6 +382,16 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
     with pytest.raises(InputError, match="ids outside the vocabulary of 10: use the target's own"):
         chat.encode_ids([IDS | {name: ids}], 10, 3)
+
+
+def test_reference_labels_later_users_of_ids_too(tokenizer):
+    answers = [ANSWERS[0], {"prompt_ids": [5, 7, 9, 6], "token_ids": [3]}]
+    config = DataConfig((), (), 9, 9, rows_per_batch=1, seed=0, answers="reference")
+    (example,) = encode.examples_of(
+        {"messages": HELLO, "answers": answers}, encode.Coder(config, tokenizer, 10)
+    )
+    assert example.tokens_T.tolist() == [5, 7, 9, 6, 3]
+    assert example.response_T.tolist() == [False, True, True, True, True]
 
 
 def test_reference_labels_later_users(tokenizer):
