@@ -100,16 +100,13 @@ def _answers(
     for record in records:
         bar.step()
         try:
-            if record.get("token_ids") is not None:
-                example = chat.encode_ids(record, vocab_size, sys.maxsize)
-            else:
-                example = chat.encode(tokenizer, chat.messages_of(record), sys.maxsize)
+            examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
         except InputError as error:
             dropped[str(error)] += 1
             continue
-        if example is None:
+        if not examples:
             dropped["the chat template leaves the answers out"] += 1
-        else:
+        for example in examples:
             yield example.tokens_T[example.response_T]
 
 
