@@ -59,7 +59,7 @@ DRAFTED = ("chain", "tree")
 EXACT = "float32"  # in other dtypes passes over one and over several tokens round differently
 
 
-class Answered(NamedTuple):
+class DecodedPrompt(NamedTuple):
     """A prompt, its greedy answer, and where drafted answers first differ from plain ones."""
 
     prompt_ids: list[int]
@@ -79,10 +79,10 @@ class Reference(NamedTuple):
     logits: Iterable[np.ndarray | TopLogits]  # (T, V), or of the most likely tokens alone
 
 
-class Row(NamedTuple):
+class CheckedPrompt(NamedTuple):
     """What was found of one prompt."""
 
-    answered: Answered
+    answered: DecodedPrompt
     closeness: Closeness | None  # None without a reference
 
 
@@ -164,7 +164,7 @@ def _answers(
     target: Target,
     drafter: LoadedDrafter,
     known: Golden | None,
-) -> list[Answered]:
+) -> list[DecodedPrompt]:
     """The prompts and their plain answers, and whether drafted answers are the same.
 
     With a golden file the answer to compare is the file's. Raises InputError as `Session`.
@@ -193,14 +193,14 @@ def _answers(
                 for kind, other in zip(DRAFTED, others, strict=True)
             }
             shown = answer if known is None else known.prompts[index].token_ids
-            found.append(Answered(prompt, shown, differences))
+            found.append(DecodedPrompt(prompt, shown, differences))
             bar.step()
     return found
 
 
 @contextlib.contextmanager
 def _reference(
-    args: argparse.Namespace, target: Target, answers: Sequence[Answered], known: Golden | None
+    args: argparse.Namespace, target: Target, answers: Sequence[DecodedPrompt], known: Golden | None
 ) -> Iterator[Reference]:
     """The reference that the flags name; its files are gone when the context ends."""
     sequences = [each.sequence for each in answers]
@@ -221,8 +221,8 @@ def _reference(
 
 
 def _rows(
-    args: argparse.Namespace, target: Target, answers: Sequence[Answered], reference: Reference
-) -> Iterator[Row]:
+    args: argparse.Namespace, target: Target, answers: Sequence[DecodedPrompt], reference: Reference
+) -> Iterator[CheckedPrompt]:
     """The figures of each prompt, and the golden file if it was asked for."""
     kept = []
     for each, logits in zip(answers, reference.logits, strict=True):
@@ -234,7 +234,7 @@ def _rows(
             count = min(golden.TOP, target.config.vocab_size - 1)
             top = fidelity.top_logits(logits, count)
             kept.append(GoldenPrompt(each.prompt_ids, each.token_ids, top))
-        yield Row(each, closeness)
+        yield CheckedPrompt(each, closeness)
     if args.write_golden is not None:
         about = {"made_by": reference.made_by, "dtype": EXACT, **golden.model_of(target)}
         golden.write(args.write_golden, about, kept)
@@ -244,7 +244,7 @@ def _document(
     args: argparse.Namespace,
     target: Target,
     drafter: LoadedDrafter,
-    rows: Sequence[Row],
+    rows: Sequence[CheckedPrompt],
     made_by: str,
 ) -> dict[str, Any]:
     """The document that --json prints."""
@@ -273,7 +273,7 @@ def _document(
     }
 
 
-def _as_dict(row: Row, limits: Thresholds, dtype: str) -> dict[str, Any]:
+def _as_dict(row: CheckedPrompt, limits: Thresholds, dtype: str) -> dict[str, Any]:
     """The figures of a prompt, and its faults as sentences."""
     answered, figures, faults = row.answered, None, []
     if row.closeness is not None:

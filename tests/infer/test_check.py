@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,22 @@ def against(folder: Path, *flags: object, target: str = "target") -> list[object
     return ["--target", folder / target, *reference, "--max-new-tokens", "6", *flags]
 
 
+def test_a_target_equals_transformers_and_its_golden_file(ask, folder, tmp_path):
+    models = ["--target", folder / "target"]
+    assert_equals_transformers(ask, models, ["--prompt-ids", "9,8,7"], tmp_path)
+
+
+@pytest.mark.slow
 def test_the_bundled_pair_equals_transformers_and_its_golden_file(ask, tmp_path):
-    path = tmp_path / "golden.jsonl"
-    flags = ["--prompt", "Hello! I need a room.", "--max-new-tokens", "6", "--json"]
-    code, out, _ = ask(*flags, "--reference", "transformers", "--write-golden", path)
+    assert_equals_transformers(ask, [], ["--prompt", "Hello! I need a room."], tmp_path)
+
+
+def assert_equals_transformers(
+    ask: Callable, models: list[object], prompt_flags: list[str], tmp_path: Path
+) -> None:
+    """And then the golden file that was written of transformers."""
+    path, flags = tmp_path / "golden.jsonl", [*models, "--max-new-tokens", "6", "--json"]
+    code, out, _ = ask(*flags, *prompt_flags, "--reference", "transformers", "--write-golden", path)
     whole = json.loads(out)
     assert code == 0 and out.count("\n") == 1
     assert whole.keys() == {"passed", "prompts", "all", "thresholds", "settings"}
@@ -79,7 +92,7 @@ def test_the_bundled_pair_equals_transformers_and_its_golden_file(ask, tmp_path)
     assert whole["all"]["tokens"] == len(prompt["prompt_ids"]) + len(prompt["token_ids"])
     assert 0 < whole["all"]["mean_kl"] < 1e-9 and 0 < whole["all"]["logit_difference"] < 1e-3
     assert "transformers" in whole["settings"]["made_by"] and whole["settings"]["kl"] == "whole"
-    code, out, _ = ask("--reference", path, *flags[2:])
+    code, out, _ = ask(*flags, "--reference", path)
     found = json.loads(out)
     assert code == 0 and found["passed"] and found["settings"]["kl"] == "top and rest"
     assert found["prompts"][0]["token_ids"] == prompt["token_ids"]
@@ -185,9 +198,8 @@ def test_a_golden_file_of_another_vocabulary_is_refused(ask, folder, tmp_path):
     top = fidelity.TopLogits(np.arange(6).reshape(2, 3), np.ones((2, 4)))
     golden.write(tmp_path / "g.jsonl", about, [golden.GoldenPrompt([1], [2], top)])
     assert golden.read(tmp_path / "g.jsonl", demo).prompts[0].token_ids == [2]
-    golden.write(
-        tmp_path / "g.jsonl", about | {"vocabulary_sha256": "0" * 64}, [(*[[1], [2]], top)]
-    )
+    prompts = golden.read(tmp_path / "g.jsonl", demo).prompts
+    golden.write(tmp_path / "g.jsonl", about | {"vocabulary_sha256": "0" * 64}, prompts)
     assert "vocabulary is 000000000000 in the file" in refusal(
         golden.read, tmp_path / "g.jsonl", demo
     )
