@@ -54,7 +54,7 @@ from moa_jax.version import __version__
 
 FAILED = 1  # exit code
 TRANSFORMERS = "transformers"
-LOOKUP, GGUF = "lookup", ".gguf"
+LOOKUP = "lookup"
 DRAFTED = ("chain", "tree")
 EXACT = "float32"  # in other dtypes passes over one and over several tokens round differently
 
@@ -84,6 +84,7 @@ class CheckedPrompt(NamedTuple):
 
     answered: DecodedPrompt
     closeness: Closeness | None  # None without a reference
+    kept: GoldenPrompt | None  # None without --write-golden
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,7 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     known = golden.read(Path(args.reference), target) if _is_golden(args) else None
     answers = _answers(args, target, drafter, known)
     with _reference(args, target, answers, known) as reference:
-        rows = list(_rows(args, target, answers, reference))
+        rows = list(_compared(args, target, answers, reference))
+    if args.write_golden is not None:
+        about = {"made_by": reference.made_by, "dtype": EXACT, **golden.model_of(target)}
+        golden.write(args.write_golden, about, [row.kept for row in rows])
     document = _document(args, target, drafter, rows, reference.made_by)
     print(json.dumps(document) if args.json else _render(document))
     return 0 if document["passed"] else FAILED
@@ -131,8 +135,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.reference is None and args.write_golden is None:
         args.reference = TRANSFORMERS
     if args.reference == TRANSFORMERS:
-        is_gguf = str(args.target).endswith(GGUF)
-        check_peer(TRANSFORMERS, "--reference", ("gguf", "accelerate") if is_gguf else ())
+        more = ("gguf", "accelerate") if _is_gguf(args) else ()
+        check_peer(TRANSFORMERS, "--reference", more)
     elif args.reference is not None and not Path(args.reference).is_file():
         raise InputError(
             f"--reference {args.reference}: no such file; give {TRANSFORMERS} or a golden file"
@@ -159,11 +163,12 @@ def _is_golden(args: argparse.Namespace) -> bool:
     return args.reference not in (None, TRANSFORMERS)
 
 
+def _is_gguf(args: argparse.Namespace) -> bool:
+    return str(args.target).endswith(".gguf")
+
+
 def _answers(
-    args: argparse.Namespace,
-    target: Target,
-    drafter: LoadedDrafter,
-    known: Golden | None,
+    args: argparse.Namespace, target: Target, drafter: LoadedDrafter, known: Golden | None
 ) -> list[DecodedPrompt]:
     """The prompts and their plain answers, and whether drafted answers are the same.
 
@@ -210,8 +215,7 @@ def _reference(
         own = (fidelity.logits_of(target, tokens)[: len(tokens)] for tokens in sequences)
         yield Reference(f"moa-jax {__version__}, jax {jax.__version__}", own)
     else:
-        is_gguf = str(args.target).endswith(GGUF)
-        model = Path(args.target).expanduser() if is_gguf else target.folder
+        model = Path(args.target).expanduser() if _is_gguf(args) else target.folder
         with tempfile.TemporaryDirectory() as folder:
             task = {"model": str(model), "sequences": sequences, "folder": folder}
             versions = run_peer(TRANSFORMERS, task, "--reference", "logits")["versions"]
@@ -220,24 +224,18 @@ def _reference(
             yield Reference(made_by, map(np.load, paths))
 
 
-def _rows(
+def _compared(
     args: argparse.Namespace, target: Target, answers: Sequence[DecodedPrompt], reference: Reference
 ) -> Iterator[CheckedPrompt]:
-    """The figures of each prompt, and the golden file if it was asked for."""
-    kept = []
+    """The figures of each prompt, and what a golden file keeps of it."""
     for each, logits in zip(answers, reference.logits, strict=True):
-        closeness = None
+        closeness = kept = None
         if args.reference is not None:
-            ours_TV = fidelity.logits_of(target, each.sequence)
-            closeness = fidelity.closeness(logits, ours_TV)
+            closeness = fidelity.closeness(logits, fidelity.logits_of(target, each.sequence))
         if args.write_golden is not None:
-            count = min(golden.TOP, target.config.vocab_size - 1)
-            top = fidelity.top_logits(logits, count)
-            kept.append(GoldenPrompt(each.prompt_ids, each.token_ids, top))
-        yield CheckedPrompt(each, closeness)
-    if args.write_golden is not None:
-        about = {"made_by": reference.made_by, "dtype": EXACT, **golden.model_of(target)}
-        golden.write(args.write_golden, about, kept)
+            top = fidelity.top_logits(logits, min(golden.TOP, target.config.vocab_size - 1))
+            kept = GoldenPrompt(each.prompt_ids, each.token_ids, top)
+        yield CheckedPrompt(each, closeness, kept)
 
 
 def _document(

@@ -23,7 +23,7 @@ from moa_jax import Session, load_target
 from moa_jax.decode.exactness import compare
 from moa_jax.model import llama, masks
 from moa_jax.pretrained import Target
-from tests.compare import assert_close
+from tests.compare import ARRAYS, assert_close
 from tests.oracle import moa as oracle
 
 pytestmark = pytest.mark.slow
@@ -35,6 +35,9 @@ PIECES = {
     128: [32] * 3 + [3] * 10 + [1] * 2,
     2048: [128] * 15 + [32] * 3 + [3] * 10 + [1] * 2,
 }
+# A key turns by its position in radians and less, which float32 rounds by up to 6e-8 of itself; the
+# keys of later positions therefore differ by more than all other arrays.
+ANGLE = 3e-8  # of the largest key, for each position
 ANSWER = 32
 TIE = 1e-3  # logits; twice what float32 moves the logits of these weights by, and more
 
@@ -103,7 +106,7 @@ def test_every_layer_of_smollm2_equals_transformers(smol, count):
         for index, stream_1TD in enumerate([*found.tapped, found.hidden_BTD]):
             assert_close(stream_1TD, seen.hidden_LBTD[index], f"{name}: stream {index}")
         keys_LBKTE, values_LBKTE = llama.stack_rows(found.rows)
-        assert_close(keys_LBKTE, seen.key_LBKTE, f"{name}: keys")
+        assert_close(keys_LBKTE, seen.key_LBKTE, f"{name}: keys", max(ARRAYS, ANGLE * count))
         assert_close(values_LBKTE, seen.value_LBKTE, f"{name}: values")
         logits = llama.unembed(params, found.hidden_BTD)
         assert_close(logits, logits_1TV, f"{name}: logits")
