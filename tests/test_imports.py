@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moa_jax", "train", "infer", "configs")
 BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it likes
-# Programs of other software that infer.bench runs as processes; no row may import them.
+# Programs of other software that run as processes; no row may import them.
 PEERS = {
     "infer.peers.transformers_generate": ("torch",),
+    "infer.peers.transformers_logits": ("torch",),
     "infer.peers.unpickle": ("torch",),
 }
 
@@ -70,6 +71,7 @@ TABLE: dict[str, set[str]] = {
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
+    "infer.peers.transformers_logits": set(),
     "infer.peers.locustfile": set(),
 }
 
