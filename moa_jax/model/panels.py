@@ -78,8 +78,9 @@ def multiply(x: Array, panels: Panels) -> Array:
     # same weights are multiplied again, XLA must not see it: it would spread them over the rows
     # once for all products, and store that.
     rows_XD, columns_PDC = lax.optimization_barrier((rows_XD, panels.columns_PDC))
-    y_XPC = jnp.sum(rows_XD[:, None, :, None] * columns_PDC, axis=2)
-    return y_XPC[:X].reshape(*before, -1)
+    # Panels are the outer loop: with rows outside, XLA reads all panels again for every two rows.
+    y_PXC = jnp.sum(rows_XD[:, :, None] * columns_PDC[:, None], axis=2)
+    return jnp.moveaxis(y_PXC[:, :X], 0, 1).reshape(*before, -1)
 
 
 @functools.cache

@@ -26,6 +26,16 @@ def test_products_equal_those_with_the_matrix(rows):
     assert_close(linear.apply({"params": {"kernel": kernel, "bias": bias}}, x), want + 0.5, 2e-6)
 
 
+@pytest.mark.skipif(not panels.is_fast(), reason="panels need XLA's library for CPUs")
+@pytest.mark.parametrize("rows", [2, 5, 16, 64, 100])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(rows):
+    """So a verified draft and a plain round agree in every bit of a product."""
+    kernel = panels.cut(jnp.asarray(KERNEL))
+    x = np.random.default_rng(1).standard_normal((rows, 96), np.float32)
+    alone, among = (jax.jit(panels.multiply)(x[:count], kernel) for count in (1, rows))
+    np.testing.assert_array_equal(alone[0], among[0])
+
+
 def test_a_matrix_comes_back():
     kernel = panels.cut(jnp.asarray(KERNEL))
     np.testing.assert_array_equal(kernel.whole(), KERNEL)
@@ -57,7 +67,7 @@ def test_each_product_is_one_library_call(rows):
     hlo = jax.jit(twice).lower(jnp.ones((rows, 128)), kernel).compile().as_text()
     main = parse(hlo)[entry(hlo)].values()
     calls = [arrays(each.shape)[0] for each in main if "__ynn_fusion" in each.attributes]
-    assert [call.dims[0] for call in calls] == [max(rows, 2)] * 2
+    assert [call.dims for call in calls] == [(2, max(rows, 2), 64)] * 2  # panels are outermost
     assert max(each.size for each in main) <= kernel.columns_PDC.nbytes
 
 
