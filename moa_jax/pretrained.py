@@ -333,10 +333,15 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
 
     Tensors stay as they are stored; the others get a line in parts.json (files/parts.py). Both
     folders appear whole or not at all, and earlier ones are replaced. A drafter without files
-    has no folder. Raises InputError for damaged files.
+    has no folder. Raises InputError for damaged files, and for a GGUF file.
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)
+    if (target.folder / folders.GGUF_INDEX).is_file():
+        raise InputError(
+            f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as a "
+            "folder with infer.convert --target FILE.gguf --output DIR first"
+        )
     reader = folders.open_tensors(target.folder)
     places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
     used = {path: table[path] for path in places}

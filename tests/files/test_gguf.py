@@ -138,6 +138,11 @@ def test_convert_writes_a_folder(demo, tmp_path):
     assert describe_target(tmp_path / "hf").generation == target.generation
 
 
+def test_a_client_part_needs_a_folder(demo, tmp_path):
+    flags = ["--target", str(demo), "--draft", str(DEMO / "draft"), "--for-client"]
+    assert "as a folder" in refusal(convert.main, [*flags, "--output", str(tmp_path / "part")])
+
+
 def test_a_changed_file_is_read_anew(demo, tmp_path):
     first = folder_of(demo)
     assert folder_of(demo) == first
