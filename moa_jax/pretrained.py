@@ -339,8 +339,8 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
     table = convert.target_table(target.config)
     if (target.folder / folders.GGUF_INDEX).is_file():
         raise InputError(
-            f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as a "
-            "folder with infer.convert --target FILE.gguf --output DIR first"
+            f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as "
+            "a folder with infer.convert --target FILE.gguf --output DIR first"
         )
     reader = folders.open_tensors(target.folder)
     places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
