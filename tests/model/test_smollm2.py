@@ -6,7 +6,6 @@ The reference is transformers' own reading of the GGUF file, never a folder that
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +52,7 @@ class Smol(NamedTuple):
 
 @pytest.fixture(scope="module")
 def smol(smollm2_gguf) -> Smol:
-    ours = load_target(os.environ.get("MOA_SMOLLM2_FOLDER") or smollm2_gguf, jnp.float32)
+    ours = load_target(smollm2_gguf, jnp.float32)
     tokenizer = tokenizer_of(ours.folder)
     questions = [turn for question in load_suite("demo") for turn in question.turns]
     prompts = [asking(text, tokenizer) for text in (*questions, *TEXTS)]
