@@ -2,6 +2,7 @@
 
     $MOA_GOLDENS, else ../shared/golden      cases recorded from the authors' code
     $MOA_DATA, else ../shared/data           text to train on and to measure with
+    $MOA_SMOLLM2, else the pair `smollm2`    SmolLM2-135M-Instruct as a GGUF file, fetched once
 
 Where a folder is missing, the tests that need it are skipped with one line that names it.
 """
@@ -67,6 +68,7 @@ LONGEST = (
     "drafters/test_ablations.py",
     "test_your_model.py",
     "train/test_regenerate_endpoint.py",
+    "model/test_smollm2.py",
     "decode/test_sampling_texts.py",
     "aot/test_decode_plan_program.py",
     "split/test_split_bench.py",
