@@ -1,6 +1,7 @@
 """Checks that a target computes what a reference computes, and that drafted text is plain text.
 
     python -m infer.check                                   the bundled pair against transformers
+    python -m infer.check --pair smollm2
     python -m infer.check --target DIR_OR_GGUF --weights int8
     python -m infer.check --target DIR --reference transformers --write-golden golden.jsonl
     python -m infer.check --target DIR --dtype bfloat16 --reference golden.jsonl
@@ -49,12 +50,12 @@ from moa_jax.errors import InputError
 from moa_jax.measure import fidelity
 from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits
 from moa_jax.measure.tables import percent, short, table_of
+from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__
 
 FAILED = 1  # exit code
 TRANSFORMERS = "transformers"
-LOOKUP = "lookup"
 DRAFTED = ("chain", "tree")
 EXACT = "float32"  # in other dtypes passes over one and over several tokens round differently
 
@@ -156,7 +157,7 @@ def _check(args: argparse.Namespace) -> None:
                 )
             args.dtype = EXACT
     if args.target and not (args.draft or args.method or args.speculative_config):
-        args.draft = LOOKUP
+        args.draft = LOOKUP  # as `load_pair` would, whose notice names a flag that is not here
 
 
 def _is_golden(args: argparse.Namespace) -> bool:

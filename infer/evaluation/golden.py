@@ -30,7 +30,8 @@ from moa_jax.measure.fidelity import TopLogits
 from moa_jax.pretrained import Target
 
 FORMAT, VERSION = "moa-jax golden", 1
-# On SmolLM2 the 32 most likely tokens hold 0.9 of the probability at a median position.
+# On SmolLM2 the 32 most likely tokens hold 0.97 of the probability at a median position, 0.91 on
+# average; KL of int8 weights over them and the rest is 0.0049 nats, where the whole is 0.0058.
 TOP = 32
 
 
