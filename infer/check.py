@@ -50,7 +50,6 @@ from moa_jax.errors import InputError
 from moa_jax.measure import fidelity
 from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits
 from moa_jax.measure.tables import percent, short, table_of
-from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__
 
@@ -156,8 +155,6 @@ def _check(args: argparse.Namespace) -> None:
                     f"add --reference {TRANSFORMERS}"
                 )
             args.dtype = EXACT
-    if args.target and not (args.draft or args.method or args.speculative_config):
-        args.draft = LOOKUP  # as `load_pair` would, whose notice names a flag that is not here
 
 
 def _is_golden(args: argparse.Namespace) -> bool:

@@ -194,7 +194,8 @@ def load_pair(
     """
     target_name, draft_name = named_pair(args, split=split, for_client=for_client)
     if draft_name != args.draft:  # of a target alone
-        off = "" if hasattr(args, "modes") else " (--mode plain turns it off)"
+        has_mode = hasattr(args, "mode") and not hasattr(args, "modes")
+        off = " (--mode plain turns it off)" if has_mode else ""
         name = getattr(args, "pair", None) or target_name
         print(f"no --draft: prompt lookup drafts for {name}{off}", file=sys.stderr)
         args.draft = draft_name

@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+LINK = "model.gguf"  # in the folder of a GGUF file
 WAYS = {
     "transformers generate": {},
     "transformers generate, prompt lookup": {"prompt_lookup_num_tokens": 10},
@@ -43,7 +45,8 @@ def main() -> None:
     task = json.load(sys.stdin)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, task["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], dtype=dtype)
+    file = {"gguf_file": LINK} if Path(task["folder"], LINK).is_file() else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], dtype=dtype, **file)
     model = model.to(device).eval()
     clean = transformers.GenerationConfig(
         do_sample=False,
