@@ -196,7 +196,7 @@ def test_a_comparison_says_what_it_saw(monkeypatch, tokens, word):
     assert plain.startswith("| plain | 6.0 (6.0 to 6.0) | 1.00 ") and "| 1.00 | 2/2 |" in plain
     assert drafted.startswith("| auto | 6.0 ") and "| 3.00 |" in drafted
     assert f"auto writes {word} tokens, 1.00 x as fast" in sentence
-    assert "2 prompts, 3 times each" in sentence and ways["auto"].settings == {"sampling": 1}
+    assert "2 prompts, once each" in sentence and ways["auto"].settings == {"sampling": 1}
 
 
 def test_bundled_questions_are_one_of_each_set(monkeypatch):
