@@ -170,6 +170,8 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
         y = panels.multiply(x, kernel).astype(dtype)
     elif is_master:
         y = _by_master(x, joined(kernel, inputs), dtype)
+    elif x.dtype == jnp.bfloat16 and traced_platform() == "cpu" and not apart:
+        y = panels.multiply_bfloat16(x, joined(kernel.astype(x.dtype), inputs)).astype(dtype)
     else:
         y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *outputs)
