@@ -1,16 +1,18 @@
-# make demo    an answer from the bundled pair; installs no more than that needs
+# make demo    an answer from a real chat model, and what drafting gains; installs no more than that
+#              needs. PAIR=demo is the bundled pair, which needs no network.
+# make chat    a chat with the same model
 # make serve   an OpenAI server with the bundled pair   ARGS='--port 9000' goes on to infer.serve
 # make test    the fast tests, on two cores             ARGS='-k chat' goes on to pytest,
 #                                                          WORKERS=0 keeps them in one process
 # make lint    ruff's checks and its formatting
 # make env     .venv/ with all that these need             PYTHON=python3.12 chooses its Python,
 #                                                          PLAN=1 adds what the plan programs need
-.PHONY: env demo serve test lint
+.PHONY: env demo chat serve test lint
 
 VENV := .venv
 WORKERS ?= 2
 PY := $(VENV)/bin/python
-PROMPT ?= Hello! Could you help me to find a cheap restaurant?
+PAIR ?= smollm2
 
 # The environment's own Python, else the first that runs: a name on PATH may be a version
 # manager's empty shell. FOUND holds version and name, or nothing.
@@ -58,11 +60,20 @@ $(STAMP)-plan: $(STAMP)
 		"jax-cuda13-plugin==$$($(PY) -c 'import jax; print(jax.__version__)')"
 	@touch $@
 
+# Sets PAIR and a question for it: of the bundled pair where the other cannot be had.
+CHOOSE_PAIR = PAIR=$(PAIR) ASKED="$(or $(PROMPT),Why is the sky blue?)"; \
+	$(PY) -m infer.info --pair $$PAIR >/dev/null || { \
+	PAIR=demo ASKED="$(or $(PROMPT),Hello! Could you help me to find a cheap restaurant?)"; \
+	echo "The bundled pair answers instead." >&2; }
+
 demo: $(SMALL)
-	@echo "Loading the bundled pair and compiling for this machine," \
-		"which takes some ten seconds the first time."
-	@echo "It is asked: $(PROMPT)"
-	@$(PY) -m infer.generate --prompt "$(PROMPT)" --compare demo
+	@$(CHOOSE_PAIR); \
+	echo "Loading it and compiling for this machine, which takes a while the first time."; \
+	echo "It is asked: $$ASKED"; \
+	$(PY) -m infer.generate --pair $$PAIR --prompt "$$ASKED" --max-new-tokens 64 --compare demo
+
+chat: $(SMALL)
+	@$(CHOOSE_PAIR); $(PY) -m infer.generate --pair $$PAIR --max-new-tokens 512
 
 serve: $(SMALL)
 	@$(PY) -m infer.serve $(ARGS)

@@ -106,7 +106,7 @@ def _session(
         return Session(target, cache_rows=args.cache_rows)
     rest: dict[str, Any] = {"cache_rows": args.cache_rows, "vocabulary": vocabulary}
     if mode.name == AUTO:
-        rest["ways"] = ways_of(mode.shape)
+        rest["ways"] = ways_of(mode.shape, drafter)
         rest["costs"] = costs_of(target, drafter, vocabulary, args.weights)
     if args.simulate_acceptance is not None:
         rest["choose"] = accept_with(args.simulate_acceptance)

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int | None:
         check_url(args.connect)
         sampling_fields(sampling)
     tls, token = _tls_of(args), args.token_file and read_token(args.token_file)
-    target, drafter = load_pair(args, for_client=True)
+    target, drafter = load_pair(args, split=True, for_client=True)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(tokenizer_of(target.folder))
     stopper(writer.tokenizer, args.stop)

@@ -19,6 +19,8 @@ import time
 import warnings
 from pathlib import Path
 
+from moa_jax.files.places import user_cache
+
 FOLDER = "JAX_COMPILATION_CACHE_DIR"  # jax reads its settings from such variables
 SIZE = "JAX_COMPILATION_CACHE_MAX_SIZE"
 MAX_BYTES = 2 * 1024**3
@@ -52,9 +54,7 @@ def use() -> None:
 
 def default_folder() -> Path:
     """The user's folder for programs that are compiled for this kind of CPU."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    root = given if given.is_absolute() else Path.home() / ".cache"
-    return root / "moa-jax" / "compiled" / _cpu()
+    return user_cache() / "compiled" / _cpu()
 
 
 def _cpu() -> str:

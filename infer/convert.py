@@ -2,6 +2,7 @@
 
     python -m infer.convert --draft DIR --target DIR --to vllm --output NEW
     python -m infer.convert --target DIR --dtype bfloat16 --output NEW
+    python -m infer.convert --target FILE.gguf --output NEW        to a Hugging Face folder
     python -m infer.convert --draft DIR --target DIR --for-client --output NEW
 
 Tensors keep the authors' names in every layout; config.json differs:
@@ -22,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infer.flags.pair import drafter_options
+from infer.flags.pair import MODEL, add_pair_flag, drafter_options
 from infer.program import Parser, local_path, run
 from moa_jax.decode.vocabulary import FILE, content_of, vocabulary_beside
 from moa_jax.errors import InputError
@@ -122,6 +123,8 @@ def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     flags = _parser().parse_args(arguments)
+    if flags.target is None:
+        raise InputError("no --target: name the model to convert, or that of the drafter")
     for flag in ("to", "method", "target_layer_inference", "for_client"):
         if not flags.draft and getattr(flags, flag) is not None:
             shown = flag.replace("_", "-")
@@ -155,9 +158,9 @@ def _line(done: dict[str, Any]) -> str:
 def _parser() -> Parser:
     parser = Parser("infer.convert", __doc__)
     source = parser.add_argument_group("source")
-    folder = "DIR_OR_HUB_ID"
-    source.add_argument("--target", metavar=folder, required=True, help="the target")
-    source.add_argument("--draft", metavar=folder, help="the drafter; without it the target itself")
+    add_pair_flag(parser, source)
+    source.add_argument("--target", metavar=MODEL, help="the target")
+    source.add_argument("--draft", metavar=MODEL, help="the drafter; without it the target itself")
     source.add_argument("--method", metavar="NAME", help="kind of the drafter, if not as detected")
     source.add_argument(
         "--target-layer-inference",

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from infer import compile_cache
-from infer.flags.pair import DEMO
+from infer.flags.pair import DEMO, MODEL, add_pair_flag
 from infer.program import Parser, run
 from moa_jax.data.corpora import locate
 from moa_jax.errors import InputError
-from moa_jax.files.folders import read_json
+from moa_jax.files.folders import find_folder, read_json
 from moa_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -45,7 +45,7 @@ def data_folder() -> Path | None:
 
 
 def collect(
-    target: Path = DEMO / "target", draft: Path = DEMO / "draft", load: bool = False
+    target: Path = DEMO / "target", draft: Path | None = DEMO / "draft", load: bool = False
 ) -> dict[str, Any]:
     """Everything the program prints, as one JSON-ready dictionary; absent things are None.
 
@@ -64,7 +64,7 @@ def collect(
         **_devices(),
         "folders": (folders := _folders()),
         "compile_cache": _compile_cache(folders["compile_cache"]),
-        "pair": {"target": _model(target), "draft": _model(draft)},
+        "pair": {"target": _model(target), "draft": draft and _model(draft)},
         "loading": _loading(target) if load else None,
     }
 
@@ -125,8 +125,10 @@ def _model(folder: Path) -> dict[str, Any]:
     """Where a model lies, the bytes of its weights and what its config.json says of its size."""
     if folder.parent == DEMO and not folder.is_dir():
         return {"folder": str(folder), "found": False}
+    folder = find_folder(folder) if folder.exists() else folder  # of a GGUF file
     config = read_json(folder / "config.json")
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    weights = (path for kind in ("*.safetensors", "*.gguf") for path in folder.glob(kind))
+    size = sum(path.stat().st_size for path in weights)
     fields = {name: config[name] for name in MODEL_FIELDS if name in config}
     return {"folder": str(folder), "found": True, "weights_bytes": size} | fields
 
@@ -163,7 +165,7 @@ def render(report: dict[str, Any]) -> str:
         ("goldens", folders["goldens"] or "none: set MOA_GOLDENS"),
         ("data", folders["data"] or "none: set MOA_DATA"),
     ]
-    rows += [(name, _model_line(model)) for name, model in report["pair"].items()]
+    rows += [(name, _model_line(model)) for name, model in report["pair"].items() if model]
     if loading := report["loading"]:
         rate = f"{loading['bytes_per_s'] / 1e9:.2f} GB/s"
         rows += [("loading", f"{loading['seconds']:.2f} s to {loading['dtype']}, {rate}")]
@@ -205,19 +207,17 @@ def _gib(size: int) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("infer.info", __doc__)
     pair = parser.add_argument_group("pair")
-    pair.add_argument(
-        "--target", metavar="DIR", type=Path, default=DEMO / "target", help="folder of the target"
-    )
-    pair.add_argument(
-        "--draft", metavar="DIR", type=Path, default=DEMO / "draft", help="folder of the drafter"
-    )
+    add_pair_flag(parser, pair)
+    pair.add_argument("--target", metavar=MODEL, help="default: the bundled target")
+    pair.add_argument("--draft", metavar="DIR", help="default: the bundled drafter")
     pair.add_argument(
         "--load", action="store_true", help="load the target too, and say how fast that went"
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document")
     flags = parser.parse_args(arguments)
-    report = collect(flags.target, flags.draft, flags.load)
+    draft = flags.draft or (None if flags.target else DEMO / "draft")
+    report = collect(Path(flags.target or DEMO / "target"), draft and Path(draft), flags.load)
     print(json.dumps(report, indent=2) if flags.json else render(report))
 
 

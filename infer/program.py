@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from tqdm import tqdm
 
@@ -32,6 +32,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, formatter_class=_Help, allow_abbrev=False)
         version = f"moa-jax {__version__}"
         self.add_argument("--version", action="version", version=version)
+        self._finish: list[Callable[[argparse.Namespace], None]] = []
+
+    def finish_with(self, action: Callable[[argparse.Namespace], None]) -> None:
+        """Let `action` complete what is parsed, as flags that stand for others need it."""
+        self._finish.append(action)
+
+    def parse_args(self, *arguments: Any, **named: Any) -> argparse.Namespace:
+        """The flags as argparse has them, completed; raises InputError as the actions do."""
+        found = super().parse_args(*arguments, **named)
+        for action in self._finish:
+            action(found)
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2 after one line, without the usage."""

@@ -173,7 +173,7 @@ def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine,
     rest = {}
     if drafter and asked_mode(args) == AUTO:
         costs = costs_of(target, drafter, vocabulary, args.weights)
-        rest = {"ways": ways_of(shape), "costs": costs}
+        rest = {"ways": ways_of(shape, drafter), "costs": costs}
     engine = Engine(
         target,
         drafter,

@@ -167,7 +167,7 @@ def _load(
 
     Returns the server, and a function that compiles the other programs while it serves.
     """
-    target, drafter = load_pair(args)
+    target, drafter = load_pair(args, split=True)
     positions = target.config.max_position_embeddings
     limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, positions))
     slots = Slots(

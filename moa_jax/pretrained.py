@@ -87,7 +87,7 @@ def stored_dtype(path_or_hub_id: str | os.PathLike[str]) -> str:
 
     Raises InputError for files without tensors and for dtypes that are not read.
     """
-    name = folders.TensorReader(folders.find_folder(path_or_hub_id)).dtype.name
+    name = folders.open_tensors(folders.find_folder(path_or_hub_id)).dtype.name
     return "float32" if name == "float64" else name
 
 
@@ -122,7 +122,7 @@ def load_target(
         raise ValueError("`mesh` says where arrays lie: leave out `sharding`")
     target = _describe(folders.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
-    reader = folders.TensorReader(target.folder)
+    reader = folders.open_tensors(target.folder)
     _check(reader, target.folder, table, table, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
     if mesh is not None:
@@ -171,7 +171,7 @@ def load_borrowed(
     (`save_for_client`). Raises InputError as `load_target`.
     """
     table, (places, structure) = convert.target_table(target.config), _borrowed(target, borrow)
-    reader = folders.TensorReader(target.folder)
+    reader = folders.open_tensors(target.folder)
     used = {path: table[path] for path in places}
     _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
     dtype = default_dtype() if dtype is None else dtype
@@ -252,7 +252,7 @@ def load_drafter(
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
     folder = folders.find_folder(path_or_hub_id)
     config = folders.read_json(folder / "config.json")
-    reader = folders.TensorReader(folder)
+    reader = folders.open_tensors(folder)
     shapes = reader.shapes | {name: line.shape for name, line in parts.left_out(folder).items()}
     with _reading(folder / "config.json"):
         method = _method_of(method, config, set(shapes), folder)
@@ -333,11 +333,16 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
 
     Tensors stay as they are stored; the others get a line in parts.json (files/parts.py). Both
     folders appear whole or not at all, and earlier ones are replaced. A drafter without files
-    has no folder. Raises InputError for damaged files.
+    has no folder. Raises InputError for damaged files, and for a GGUF file.
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)
-    reader = folders.TensorReader(target.folder)
+    if (target.folder / folders.GGUF_INDEX).is_file():
+        raise InputError(
+            f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as "
+            "a folder with infer.convert --target FILE.gguf --output DIR first"
+        )
+    reader = folders.open_tensors(target.folder)
     places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
     used = {path: table[path] for path in places}
     _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
@@ -345,7 +350,7 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
         parts.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
         if not drafter.folder.is_dir():
             return folder
-        held = folders.TensorReader(drafter.folder).shapes
+        held = folders.open_tensors(drafter.folder).shapes
         constants = kind.constants(drafter.config, target.config)
         names = convert.stored_shapes(_clients_table(drafter.method, drafter.config, target))
         constants = [name for name in constants if name in held]

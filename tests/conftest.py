@@ -41,6 +41,8 @@ import jax  # noqa: E402
 from infer.info import data_folder, golden_folder  # noqa: E402
 from moa_jax.decode.mappings import num_mappings  # noqa: E402
 from moa_jax.decode.programs import Programs  # noqa: E402
+from moa_jax.errors import InputError  # noqa: E402
+from moa_jax.pairs import locate  # noqa: E402
 
 NO_GOLDENS = "no golden data: set MOA_GOLDENS to its folder, or put it at ../shared/golden"
 NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
@@ -201,6 +203,15 @@ def small_target(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pretrain")
     pretrain.pretrain(pretrain_config(folder))
     return folder / "target"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file in the user's cache; skips where it cannot be had."""
+    try:
+        return locate("smollm2")[0]
+    except InputError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

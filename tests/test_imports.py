@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moa_jax", "train", "infer", "configs")
 BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it likes
-# Programs of other software that infer.bench runs as processes; no row may import them.
+# Programs of other software that run as processes; no row may import them.
 PEERS = {
     "infer.peers.transformers_generate": ("torch",),
+    "infer.peers.transformers_logits": ("torch",),
     "infer.peers.unpickle": ("torch",),
 }
 
@@ -23,7 +24,7 @@ MODEL = BASE | {"model"}
 DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
-LIBRARY = LOADER | DECODE | {"training", "split", "measure", "moa_jax", "version"}
+LIBRARY = LOADER | DECODE | {"pairs", "training", "split", "measure", "moa_jax", "version"}
 PAIR = {"infer.flags.pair", "infer.flags.auto", "infer.flags.vocabulary"}
 SHARED = PAIR | {
     "infer.program",
@@ -45,14 +46,15 @@ TABLE: dict[str, set[str]] = {
     "drafters.api": MODEL | {"data"},
     "drafters": MODEL | {"files", "data", "drafters.api"},
     "pretrained": DRAFTERS,
+    "pairs": {"errors", "files", "pretrained"},
     "training": DRAFTERS,
     "decode": DECODE,
     "split": DECODE,
     "measure": DECODE | {"drafters"},
     "aot": DECODE | {"training"},
-    "moa_jax": LOADER | {"decode", "version"},
+    "moa_jax": LOADER | {"decode", "pairs", "version"},
     "configs": {"config"},
-    "infer.compile_cache": set(),
+    "infer.compile_cache": {"files"},
     "infer.program": {"errors", "version", "infer.compile_cache"},
     "infer.flags.config_file": {"errors"},
     "infer.flags.cluster": {"errors", "version", "files", "model", "infer.program"},
@@ -69,6 +71,7 @@ TABLE: dict[str, set[str]] = {
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
+    "infer.peers.transformers_logits": set(),
     "infer.peers.locustfile": set(),
 }
 

@@ -6,11 +6,14 @@
     python -m train.regenerate --target DIR --endpoint http://HOST:8000 ...    asks a server
 
 Every assistant turn is replaced by the target's own answer to the conversation so far, its
-earlier answers included; records with user turns only will do. A conversation ends before an
-answer that does not stop by itself or a prompt that is too long, and one without any answer is
-left out. With --ignore-stop the first answer of each goes on past its end, as in benchmarks of a
-fixed length, and is written as `prompt_ids` and `token_ids`. Answers are greedy, or drawn at a
---temperature; a drawn one depends on --seed, its record and its turn alone.
+earlier answers included; records with user turns only will do. Each answer is written as text in
+`messages`, and in `answers` with its `prompt_ids`, `token_ids` and `finish_reason`; training uses
+these ids. An answer that is cut at --max-new-tokens stays, with the reason `length`, and is the
+last of its conversation. A conversation also ends before a prompt that is too long or an answer
+without text; one without any answer is left out. The last lines count the conversations that are
+left out or end early. With --ignore-stop the first answer of each conversation goes on past its
+end, as in benchmarks of a fixed length, and only its ids are written. Answers are greedy, or drawn
+at a --temperature; a drawn one depends on --seed, its record and its turn alone.
 
 With --endpoint an OpenAI-compatible server answers, and of --target only the tokenizer, its chat
 template and the config are read. --api-key-file holds its key.
@@ -75,19 +78,21 @@ def regenerate(args: argparse.Namespace) -> None:
     target = describe_target(args.target)
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
-    rules = AnswerRules(tokenizer, args.max_prompt, args.max_new_tokens, args.ignore_stop, law)
+    lengths = (args.max_prompt, args.max_new_tokens)
+    rules = AnswerRules(tokenizer, target.config.vocab_size, *lengths, args.ignore_stop, law)
     records = dict(_records(args))
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
         raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
     answers = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
-    with Partial(output, *_settings(args, answers)) as partial:
+    with Partial(output, _settings(args, answers)) as partial:
         _answer(records, answers, rules, partial)
-        drifted, dropped = partial.drifted, partial.finish()
+        drifted, (left_out, short) = partial.drifted, partial.finish()
     if drifted:
         print(f"{drifted} answers do not become the same tokens again", file=sys.stderr)
-    for fault, count in dropped.most_common():
-        print(f"{count} of {len(records)} conversations left out: {fault}", file=sys.stderr)
+    for faults, what in ((left_out, "left out"), (short, "end early")):
+        for fault, count in faults.most_common():
+            print(f"{count} of {len(records)} conversations {what}: {fault}", file=sys.stderr)
 
 
 def _answer(
@@ -97,24 +102,23 @@ def _answer(
     if not records.keys() >= set(partial.over):
         done = len(partial.over)
         raise InputError(f"{partial.path} holds {done} already: raise --limit or remove it")
-    left = (Conversation(records[i], i) for i in records if i not in partial.over)
+    left = (Conversation(records[i], rules, i) for i in records if i not in partial.over)
     with answers, progress(len(records), "conversations", initial=len(partial.over)) as bar:
         try:
-            answer_all(left, answers, rules, partial, bar.step)
+            answer_all(left, answers, partial, bar.step)
         except InputError as error:
             done = f"{len(partial.over)} of {len(records)} conversations are over"
             raise InputError(f"{error}; {done}: the same command goes on there") from error
 
 
-def _settings(args: argparse.Namespace, answers: Answers) -> list[dict[str, Any]]:
-    """What decides the text, then the same as earlier versions wrote it: of the dtype its flag."""
+def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
+    """The settings that decide the text."""
     flags = DECISIVE + (DRAWING if args.temperature else ())
     settings = {flag: getattr(args, flag) for flag in flags}
     if isinstance(answers, EndpointAnswers):
-        return [settings | {"model": answers.model}]
-    settings |= {"weights": args.weights} if args.weights else {}  # else older files go on
+        return settings | {"model": answers.model}
     dtype = args.dtype or jnp.dtype(default_dtype()).name
-    return [settings | {"dtype": each} for each in (dtype, args.dtype)]
+    return settings | {"weights": args.weights, "dtype": dtype}
 
 
 def _records(args: argparse.Namespace) -> Iterator[tuple[int, Record]]:
@@ -190,7 +194,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.regenerate", __doc__)
     group = parser.add_argument_group("models")
-    group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
+    group.add_argument("--target", required=True, metavar="DIR_OR_GGUF_OR_HUB_ID")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     add_weights_flag(group)
     add_mesh_flag(group)

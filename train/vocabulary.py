@@ -100,16 +100,13 @@ def _answers(
     for record in records:
         bar.step()
         try:
-            if record.get("token_ids") is not None:
-                example = chat.encode_ids(record, vocab_size, sys.maxsize)
-            else:
-                example = chat.encode(tokenizer, chat.messages_of(record), sys.maxsize)
+            examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
         except InputError as error:
             dropped[str(error)] += 1
             continue
-        if example is None:
+        if not examples:
             dropped["the chat template leaves the answers out"] += 1
-        else:
+        for example in examples:
             yield example.tokens_T[example.response_T]
 
 
@@ -129,7 +126,7 @@ def _report(args: argparse.Namespace, dropped: Counter[str], found: bool) -> Non
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.vocabulary", __doc__)
     group = parser.add_argument_group("model")
-    group.add_argument("--target", required=True, metavar="DIR_OR_HUB_ID")
+    group.add_argument("--target", required=True, metavar="DIR_OR_GGUF_OR_HUB_ID")
     group = parser.add_argument_group("corpus")
     group.add_argument("--corpus", required=True, metavar="PATH", help="as in a data config")
     group.add_argument("--sources", default="", help="names with commas; default: all")

@@ -10,4 +10,5 @@ From questions to reports:
     conversations.py  questions from chat records, by source
 
 comparison.py is what `infer.generate --compare` shows: plain and drafted decoding in turns.
+golden.py has the files of `infer.check`: a reference's logits after each token of some prompts.
 """

@@ -16,7 +16,7 @@ from moa_jax.measure.report import with_quartiles
 from moa_jax.measure.tables import number, table_of
 from moa_jax.measure.turns import rotated
 
-SECONDS, LEAST_REPEATS = 10.0, 3
+SECONDS = 10.0
 Ways = dict[str, Session]  # the first is plain decoding
 # (index of a prompt) -> `stop_ids`, `sampling` and `stop_when` of its answers
 Settings = Callable[[int], dict[str, Any]]
@@ -33,8 +33,8 @@ def in_figures(
 ) -> str:
     """A table of both ways, and a sentence on what it shows.
 
-    All prompts are decoded both ways before they come again, for about ten seconds and at least
-    three times. A first time, in which programs are compiled, does not count.
+    All prompts are decoded both ways before they come again, until ten seconds have gone. A first
+    time, in which programs are compiled, does not count.
     """
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     _once(ways, prompts, max_new_tokens, settings, 0)
@@ -44,7 +44,7 @@ def in_figures(
     for repeat in itertools.count(1):
         for name, run in _once(ways, prompts, max_new_tokens, settings, repeat):
             runs[name].append(run)
-        if repeat >= LEAST_REPEATS and time.perf_counter() > begin + SECONDS:
+        if time.perf_counter() > begin + SECONDS:
             return _table(runs, repeat)
 
 
@@ -81,5 +81,6 @@ def _table(runs: dict[str, list[Run]], repeats: int) -> str:
                 f"{number(row['speedup'], 2)} x as fast as {plain} decoding"
             )
     count = len({run.batch for run in runs[plain]})
-    about = f"{count} prompt{'s' if count > 1 else ''}, {repeats} times each, in turns"
+    times = "once" if repeats == 1 else f"{repeats} times"
+    about = f"{count} prompt{'s' if count > 1 else ''}, {times} each, in turns"
     return "\n".join([table_of(rows), f"{'; '.join(said)} ({about}; medians and quartiles)"])

@@ -123,7 +123,9 @@ def describe(
 def _load(args: argparse.Namespace, given: list[DraftFlag]) -> tuple[Target, list[LoadedDrafter]]:
     """The target and all drafters; the options within one --draft override the flags."""
     common = drafter_options(args) | {"weights": args.weights}
-    args.draft = None if given[0].path == BUNDLED else given[0].path
+    if args.draft is not None:
+        own = DEMO / "draft" if args.target else None  # a target alone would get prompt lookup
+        args.draft = own if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
     target, first = load_pair(args)
     drafters = [first]

@@ -6,4 +6,5 @@ batches.py     prompts side by side        auto.py         which draft comes nex
 mesh.py        a mesh of devices           cluster.py      several processes
 bench.py       what infer.bench takes      config_file.py  configs as Python files
 alike.py       files that all processes have
+thresholds.py  the limits of infer.check
 """

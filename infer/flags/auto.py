@@ -24,8 +24,14 @@ TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
 FOLDER = "costs"  # in that of compiled programs
 
 
-def ways_of(own: DraftShape) -> tuple[DraftShape, ...]:
-    """Plain decoding, the drafter's own shape, chains, and a tree unless candidates are drawn."""
+def ways_of(own: DraftShape, drafter: LoadedDrafter | None = None) -> tuple[DraftShape, ...]:
+    """Plain decoding, the drafter's own shape, chains, and a tree unless candidates are drawn.
+
+    A drafter without weights gets the first two alone: both are compiled before the first round,
+    and the compiler takes no cores from an answer that is hardly drafted.
+    """
+    if drafter is not None and not drafter.params:
+        return PLAIN, own
     chains = tuple(DraftShape(depth, sampled=own.sampled) for depth in CHAINS)
     tree = TREE.get(jax.default_backend(), TREE_ELSEWHERE)
     return tuple(dict.fromkeys((PLAIN, own, *chains, *(() if own.sampled else (tree,)))))

@@ -103,14 +103,12 @@ def answers_of(path: str, target: Target, limit: int) -> Iterator[chat.Example]:
     A conversation is cut where the target's positions end. Raises InputError for a bad record.
     """
     tokenizer = load_tokenizer(target.folder)
+    vocab_size, most = target.config.vocab_size, target.config.max_position_embeddings
     for place, record in itertools.islice(corpora.read_numbered(path), limit):
         try:
-            messages = chat.messages_of(record)
-            found = chat.encode(tokenizer, messages, target.config.max_position_embeddings)
+            yield from chat.encode_record(tokenizer, record, vocab_size, most)
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
-        if found is not None:
-            yield found
 
 
 # ---- pairs with random weights ------------------------------------------------------------------

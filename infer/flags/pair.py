@@ -6,16 +6,16 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-import moa_jax
 from infer.flags.auto import costs_of, ways_of
 from infer.flags.mesh import add_mesh_flag, asked_mesh
 from infer.flags.vocabulary import add_vocabulary_flag
-from infer.program import positive
+from infer.program import Parser, positive
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH, for_decoding
@@ -23,12 +23,15 @@ from moa_jax.decode.state import Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
+from moa_jax.files.folders import GGUF_INDEX, find_folder
 from moa_jax.model.quantise import FORMATS
+from moa_jax.pairs import DEFAULT as DEFAULT_PAIR
+from moa_jax.pairs import DEMO, LOOKUP, PAIRS, locate
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
 BUNDLED = "bundled"  # names the drafter that comes with this package
-DEMO = Path(moa_jax.__file__).parent / "demo"
+PAIR_VARIABLE = "MOA_PAIR"
+MODEL = "DIR_OR_GGUF_OR_HUB_ID"
 EXPLICIT = ("plain", "chain", "tree")
 AUTO = "auto"
 MODES = (AUTO, *EXPLICIT)
@@ -40,7 +43,7 @@ _SPECULATIVE: dict[str, tuple[str, type]] = {  # key of vLLM's JSON: (flag, type
 }
 
 
-def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
+def add_pair_flags(parser: Parser, several: bool = False) -> None:
     """Add --target, --draft and the flags that describe them; `several` lets --draft repeat."""
     group = add_model_flags(parser, several)
     add_mesh_flag(group)
@@ -52,16 +55,17 @@ def add_pair_flags(parser: argparse.ArgumentParser, several: bool = False) -> No
     )
 
 
-def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> Any:
+def add_model_flags(parser: Parser, several: bool = False) -> Any:
     """Add the same flags without vLLM's JSON; returns their group."""
     group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
+    add_pair_flag(parser, group)
+    group.add_argument("--target", metavar=MODEL, help="default: the bundled target")
     more = {"action": "append", "metavar": "[NAME=]DIR_OR_HUB_ID"} if several else {}
     group.add_argument(
         "--draft",
         **{"metavar": "DIR_OR_HUB_ID", **more},
-        help="default: the bundled drafter"
-        + (", by the name bundled; repeat for several" if several else ""),
+        help="default: the bundled drafter, prompt lookup with --target alone"
+        + ("; bundled names the bundled one; repeat for several" if several else ""),
     )
     add_kind_flags(group)
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
@@ -72,6 +76,32 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> A
         help="CPU cores to use; small models are fastest on one, since their products are short",
     )
     return group
+
+
+def add_pair_flag(parser: Parser, group: Any) -> None:
+    """Add --pair, which sets --target, and --draft where the pair has a drafter of its own."""
+    group.add_argument(
+        "--pair",
+        choices=PAIRS,
+        help=f"a target and its drafter by name, fetched once; default: ${PAIR_VARIABLE}, else "
+        f"{DEFAULT_PAIR}, which is bundled; prompt lookup drafts for a pair without a drafter",
+    )
+    parser.finish_with(_use_pair)
+
+
+def _use_pair(args: argparse.Namespace) -> None:
+    """Set the models of --pair, or of $MOA_PAIR where the flags name none; raises InputError."""
+    if args.pair is not None and args.target is not None:
+        raise InputError(f"--pair {args.pair} and --target {args.target}: leave one of them out")
+    if args.pair is None:
+        if any(getattr(args, flag, None) for flag in ("target", "draft", "random_weights")):
+            return
+        args.pair = os.environ.get(PAIR_VARIABLE) or DEFAULT_PAIR
+    if args.pair != DEFAULT_PAIR:
+        target, draft = locate(args.pair)
+        args.target = str(target)
+        if draft is not None and args.draft is None:
+            args.draft = [draft] if isinstance(args.draft, list) else draft
 
 
 def add_kind_flags(group: Any) -> None:
@@ -153,15 +183,21 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def load_pair(
-    args: argparse.Namespace, *, for_client: bool = False
+    args: argparse.Namespace, *, split: bool = False, for_client: bool = False
 ) -> tuple[Target, LoadedDrafter | None]:
     """Load the two models that the flags name, without a drafter in plain mode.
 
-    `for_client` loads no weights of the target, and of the drafter what drafting reads, in every
-    mode. Notices go to stderr. Raises InputError for flags that contradict each other, and for
-    models that are missing, damaged or not made for each other.
+    `split` decoding has no default drafter for a named target. `for_client` loads no weights of the
+    target, and of the drafter what drafting reads, in every mode. Notices go to stderr. Raises
+    InputError for flags that contradict each other, and for models that are missing, damaged or
+    not made for each other.
     """
-    target_name, draft_name = named_pair(args, for_client=for_client)
+    target_name, draft_name = named_pair(args, split=split, for_client=for_client)
+    if draft_name != args.draft:  # of a target alone
+        off = "" if hasattr(args, "modes") else " (--mode plain turns it off)"
+        name = getattr(args, "pair", None) or target_name
+        print(f"no --draft: prompt lookup drafts for {name}{off}", file=sys.stderr)
+        args.draft = draft_name
     if args.threads is not None:
         use_cores(args.threads)
     if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
@@ -176,12 +212,13 @@ def load_pair(
 
 
 def named_pair(
-    args: argparse.Namespace, *, for_client: bool = False
+    args: argparse.Namespace, *, split: bool = False, for_client: bool = False
 ) -> tuple[str | None, str | None]:
     """The folders, hub ids or kinds of target and drafter; None stands for the bundled one.
 
-    vLLM's JSON is spread over its flags first. Raises InputError for flags that contradict each
-    other.
+    vLLM's JSON is spread over its flags first. A target alone gets prompt lookup, except in `split`
+    decoding, where a drafter must write on when the link is lost. Raises InputError for flags that
+    contradict each other.
     """
     _apply_speculative_config(args)
     if args.draft is None and needs_no_files(args.method):
@@ -190,17 +227,27 @@ def named_pair(
     if args.target is None and args.draft is not None and not needs_no_files(args.draft):
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
     if args.target is not None and args.draft is None and drafts:
-        rest = "" if for_client else ", or use --mode plain"
-        raise InputError(f"--target without --draft: name its drafter{rest}")
+        if (split or for_client) and getattr(args, "pair", None) is None:
+            raise InputError("--target without --draft: name its drafter")
+        for flag, value in drafter_options(args).items():
+            if value is not None:
+                shown = flag.replace("_", "-")
+                raise InputError(f"--{shown} {value} describes a drafter: name it with --draft")
+        return args.target, LOOKUP
     return args.target, args.draft
 
 
 def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target:
     """A target that decodes, the bundled one for None.
 
-    `options` are those of `load_target`, which raises InputError.
+    `options` are those of `load_target`, which raises InputError. How long a GGUF file took goes to
+    stderr.
     """
+    start = time.perf_counter()
     target = load_target(folder or DEMO / "target", **options)
+    if (target.folder / GGUF_INDEX).is_file():
+        seconds = time.perf_counter() - start
+        print(f"loaded {target.folder.name} in {seconds:.1f} s", file=sys.stderr)
     # Here rather than in each session: those find it done, and no weight is held twice.
     return target._replace(params=for_decoding(Weights(target.params, None)).target)
 
@@ -303,7 +350,7 @@ def open_session(
     rest: dict[str, Any] = {"vocabulary": vocabulary, **rows}
     if drafter and asked_mode(args) == AUTO:
         rest |= {
-            "ways": ways_of(shape),
+            "ways": ways_of(shape, drafter),
             "costs": costs_of(target, drafter, vocabulary, args.weights),
         }
     return Session(target, drafter, shape, **rest)

@@ -4,6 +4,7 @@ A peer is a program beside this file that nothing imports: it reads a JSON docum
 writes one to stdout, and may use what the project itself does without.
 
 transformers_generate.py  greedy decoding by transformers, plain and with prompt lookup
+transformers_logits.py    logits of transformers, with which infer.check compares
 unpickle.py               rewrites pickled weights as safetensors; a command of its own
 locustfile.py             for Locust, which asks a running `infer.serve`
 """
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +24,24 @@ from moa_jax.errors import InputError
 PEERS = {"transformers": ("torch", "transformers")}  # and the packages that each needs
 
 
-def check_peer(name: str) -> None:
-    """Raise InputError for a peer that is not known or not installed."""
+def check_peer(name: str, flag: str = "--compare", more: Sequence[str] = ()) -> None:
+    """Raise InputError for a peer that is not known or lacks a package; `more` are needed too."""
     if name not in PEERS:
-        raise InputError(f"--compare {name}: known are {', '.join(PEERS)}")
-    for package in PEERS[name]:
+        raise InputError(f"{flag} {name}: known are {', '.join(PEERS)}")
+    for package in (*PEERS[name], *more):
         if importlib.util.find_spec(package) is None:
-            raise InputError(f"--compare {name}: {package} is missing: pip install '.[test]'")
+            raise InputError(f"{flag} {name}: {package} is missing: pip install '.[test]'")
 
 
-def run_peer(name: str, task: dict[str, Any]) -> dict[str, Any]:
-    """What `{name}_generate.py` answers to a task; InputError with its last line if it fails."""
-    program = Path(__file__).with_name(f"{name}_generate.py")
+def run_peer(
+    name: str, task: dict[str, Any], flag: str = "--compare", work: str = "generate"
+) -> dict[str, Any]:
+    """The answer of `{name}_{work}.py` to a task; InputError with its last line if it fails."""
+    program = Path(__file__).with_name(f"{name}_{work}.py")
     done = subprocess.run(
         [sys.executable, str(program)], input=json.dumps(task), capture_output=True, text=True
     )
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        raise InputError(f"--compare {name}: it failed: {line}")
+        raise InputError(f"{flag} {name}: it failed: {line}")
     return json.loads(done.stdout)

@@ -10,7 +10,7 @@ whatever the template writes before the next turn: its end mark, and ChatML's ne
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -74,18 +74,67 @@ def encode(
     return Example(np.array(encoding["input_ids"][:max_length], np.int32), response_T)
 
 
-def encode_ids(record: dict, vocab_size: int, max_length: int) -> Example | None:
-    """A record of `prompt_ids` and the `token_ids` that answer them, cut to `max_length`.
+def encode_record(
+    tokenizer: PreTrainedTokenizerBase, record: dict, vocab_size: int, max_length: int
+) -> list[Example]:
+    """Encode a record: the token ids of its answers where it holds them, else its messages.
 
-    None if no answer token is left. Raises InputError for what is no list of known ids.
+    Empty if no answer token is within `max_length`. Raises InputError for a record of unknown
+    style, and as `encode_ids` and `encode` do.
     """
-    prompt, answer = record.get("prompt_ids") or [], record["token_ids"]
-    for ids in (prompt, answer):
-        if not isinstance(ids, list) or not all(is_id(each, vocab_size) for each in ids):
-            raise InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
-    tokens_T = np.array((prompt + answer)[:max_length], np.int32)
-    response_T = np.arange(len(tokens_T)) >= len(prompt)
-    return Example(tokens_T, response_T) if response_T.any() else None
+    answers = answers_of(record)
+    if answers is not None:
+        return encode_ids(answers, vocab_size, max_length)
+    example = encode(tokenizer, messages_of(record), max_length)
+    return [] if example is None else [example]
+
+
+def answers_of(record: dict) -> list[dict] | None:
+    """The objects of a record that hold `prompt_ids` and `token_ids`; None if it holds no ids.
+
+    A record has a list of them in `answers`, as `train.regenerate` writes it, or is one itself.
+    """
+    if record.get("token_ids") is not None:  # tables that mix both styles hold None
+        return [record]
+    answers = _objects(record.get("answers"))
+    if not isinstance(answers, list):
+        return None
+    # Other data sets have a key `answers`, too, and no ids in it.
+    has_ids = any(isinstance(each, dict) and "token_ids" in each for each in answers)
+    return answers if has_ids else None
+
+
+def encode_ids(answers: list[dict], vocab_size: int, max_length: int) -> list[Example]:
+    """Encode answers as they were decoded: the `token_ids` of each after its `prompt_ids`.
+
+    An answer whose prompt begins with the previous prompt and answer continues that example;
+    any other begins an example. Each example is cut to `max_length`, and dropped if no answer
+    token is left. Raises InputError for an answer without lists of known ids.
+    """
+    rows: list[tuple[list[int], list[bool]]] = []
+    tokens: list[int] = []
+    for answer in answers:
+        if not isinstance(answer, dict):
+            raise InputError("an answer that is not an object: write prompt_ids and token_ids")
+        prompt, ids = answer.get("prompt_ids") or [], answer.get("token_ids")
+        check_ids(prompt, vocab_size)
+        check_ids(ids, vocab_size)
+        if not rows or prompt[: len(tokens)] != tokens:
+            rows.append(([], []))
+        tokens, response = rows[-1]
+        response += [False] * (len(prompt) - len(tokens)) + [True] * len(ids)
+        tokens[:] = prompt + ids
+    examples = [
+        Example(np.array(tokens[:max_length], np.int32), np.array(response[:max_length], bool))
+        for tokens, response in rows
+    ]
+    return [example for example in examples if example.response_T.any()]
+
+
+def check_ids(ids: Any, vocab_size: int) -> None:
+    """Raise InputError unless `ids` is a list of ids of the vocabulary."""
+    if not isinstance(ids, list) or not all(is_id(each, vocab_size) for each in ids):
+        raise InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[Example]:
@@ -151,16 +200,21 @@ def _turns(record: dict) -> list[dict]:
             )
         question = [str(record[key]).strip() for key in ("instruction", "input") if record.get(key)]
         style, turns = "data", ["\n\n".join(question), str(record["output"] or "").strip()]
-    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):
-        # A column per key, as TensorFlow Datasets keeps lists of objects.
-        columns = zip(*turns.values(), strict=False)
-        turns = [dict(zip(turns, values, strict=True)) for values in columns]
+    turns = _objects(turns)
     if not isinstance(turns, list | tuple):
         raise InputError(f"a record whose `{style}` is not a list: write a list of messages")
     if style == "data":  # bare texts, in turn
         roles = itertools.cycle(("user", "assistant"))
         return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
     return list(turns)
+
+
+def _objects(found: Any) -> Any:
+    """A list of objects from a column per key, as TensorFlow Datasets keeps it; else `found`."""
+    if not isinstance(found, dict) or not all(isinstance(each, list) for each in found.values()):
+        return found
+    columns = zip(*found.values(), strict=False)
+    return [dict(zip(found, values, strict=True)) for values in columns]
 
 
 def _role(turn: dict) -> str:

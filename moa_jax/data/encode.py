@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from moa_jax.config import DataConfig
 from moa_jax.data import chat, corpora, reference
 from moa_jax.data.chat import Example
@@ -55,26 +57,32 @@ def encode_chunk(chunk: list[tuple[str, dict | InputError]], coder: Coder) -> li
 
 
 def examples_of(record: dict, coder: Coder) -> list[Example]:
-    """The examples that a record makes, each with an answer: one, or the chunks of a plain text.
+    """The examples that a record makes, each with an answer token.
+
+    A conversation makes one, or several where a later prompt of its ids does not continue the
+    earlier ones. A plain text makes one of each chunk.
 
     Raises InputError for a record that cannot be used; equal faults have equal texts.
     """
     config, tokenizer, vocab_size = coder
-    if isinstance(record.get("text"), str):
+    has_ids = chat.answers_of(record) is not None
+    if not has_ids and isinstance(record.get("text"), str):
         chunks = chat.encode_text(tokenizer, record["text"], coder.limit)
         if not chunks:
             raise InputError("an empty text: remove it")
         return chunks
-    if record.get("token_ids") is not None:  # tables that mix both styles hold None
-        example = chat.encode_ids(record, vocab_size, coder.limit)
-    elif config.answers == "reference":
+    if config.answers == "reference" and not has_ids:
         messages = reference.reference_messages(record)
         example = reference.reference_encode(tokenizer, messages, vocab_size, coder.limit)
+        examples = [] if example is None else [example]
     else:
-        example = chat.encode(tokenizer, chat.messages_of(record), coder.limit)
-    if example is None:
+        examples = chat.encode_record(tokenizer, record, vocab_size, coder.limit)
+    if not examples:
         raise InputError(f"no answer within {coder.limit} tokens: raise max_length and row_length")
-    return [example]
+    if config.answers == "reference" and has_ids:  # user turns after the first answer, too
+        fill = np.logical_or.accumulate
+        examples = [each._replace(response_T=fill(each.response_T)) for each in examples]
+    return examples
 
 
 def _encoded(record: dict | InputError, coder: Coder) -> list[Example] | InputError:

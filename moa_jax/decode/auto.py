@@ -100,12 +100,18 @@ class Chooser:
     It has no clock and no chance in it: the same calls give the same choices.
     """
 
-    def __init__(self, ways: Sequence[DraftShape], own: DraftShape) -> None:
-        """`ways` has plain decoding, `DraftShape(1)`, among them; `own` is for want of costs."""
-        self.ways, self._own = tuple(ways), own
+    def __init__(
+        self, ways: Sequence[DraftShape], own: DraftShape, first: DraftShape | None = None
+    ) -> None:
+        """`ways` has plain decoding, `DraftShape(1)`, among them.
+
+        `first` is for want of costs, by default `own`.
+        """
+        self.ways, self._own, self._first = tuple(ways), own, first or own
         self._priced = {way: priced for way in ways if (priced := priced_as(way))}
         later = max(way.levels for way in (*ways, own)) - 2
-        first = Position(FIRST_SHARE, FIRST_HEARD)
+        # One missed round ends drafts that a text alone makes, for most texts do not repeat.
+        first = Position(FIRST_SHARE, FIRST_HEARD if self._first.num_drafted else 1.0)
         self._chains = [first, *(Position() for _ in range(later))]
         self._trees: dict[DraftShape, list[Position]] = {}
         self._records: dict[DraftShape, TrackRecord] = {}
@@ -193,8 +199,8 @@ class Chooser:
         """The next choice, given the milliseconds of a round of some ways and what is compiled.
 
         What drafts must keep to the `terms`. What is `under_way` was begun and not heard: a probe
-        is not sent twice. A way without a cost is left out. Where no way has one it is `own`, else
-        plain decoding, else the first way that is ready. Raises ValueError if nothing is ready.
+        is not sent twice. A way without a cost is left out. Where no way has one it is `first`,
+        else plain decoding, else the first one that is ready. Raises ValueError if none is ready.
         """
         known = self._known(costs, ready)
         if not known:
@@ -266,7 +272,7 @@ class Chooser:
         return self._trees[way]
 
     def _without_costs(self, ready: Collection[DraftShape]) -> DraftShape:
-        for way in (self._own, PLAIN, *self.ways):
+        for way in (self._first, PLAIN, *self.ways):
             if way in ready:
                 return way
         raise ValueError("no way to draft is ready: compile one of them first")

@@ -22,7 +22,7 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.background import Background
-from moa_jax.decode.costs import Costs
+from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
 from moa_jax.decode.mappings import has_room
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
@@ -40,6 +40,10 @@ T = TypeVar("T")
 
 GREEDY = Sampling()
 DEFAULT_DEPTH = 5
+# A draft without weights costs its verification alone, which takes this part of a plain round more
+# per token: of SmolLM2 on two cores 0.12 to 0.16, on accelerators less. A bound from above makes
+# drafting start late, but never lose, until costs are measured.
+MOST_OF_A_DRAFTED_TOKEN = 0.2
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
 SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer
 
@@ -70,8 +74,9 @@ class Session:
 
         With `ways` every few rounds take one of them, of `shape` or of plain decoding: the one
         that is expected to write most tokens a millisecond. `costs` says what each costs, and
-        where it says nothing `shape` is taken. A way is compiled in the background. Where `shape`
-        is plain there is nothing to choose.
+        where it says nothing `shape` is taken, of a drafter without weights plain decoding, or
+        `shape` where one prompt alone accepts enough. A way is compiled in the background. Where
+        `shape` is plain there is nothing to choose.
 
         `vocabulary` narrows what is drafted, and `decode.vocabulary.default_vocabulary` finds that
         of a drafter's folder; None drafts from all tokens. `cache_rows` fixes the caches' size,
@@ -103,7 +108,9 @@ class Session:
             raise InputError(
                 "target and drafter lie on different devices: load both with the same mesh"
             )
-        self.chooser = Chooser(self.ways, self.shape) if len(self.ways) > 1 else None
+        has_weights = drafter is not None and bool(drafter.params)
+        self.first = self.shape if has_weights or len(self.ways) == 1 else PLAIN
+        self.chooser = Chooser(self.ways, self.shape, self.first) if len(self.ways) > 1 else None
         self.costs = costs
         self.catches_up = self.chooser is not None  # the drafter may be late
         self.setup = Setup(
@@ -265,15 +272,23 @@ class Session:
         """
         if self.chooser is None:
             return self.shape, NEVER
-        batch, costs = len(arrays[0].rounds_B), self.costs
+        costs = self._costs_of(len(arrays[0].rounds_B))
         for way in self.ways:
-            if way in ready or costs is None or costs.ms(batch, way) is None:
+            if way in ready or priced_as(way) not in costs:
                 continue
-            if way == self.shape or self._is_ready(way, arrays):
+            if way in (self.shape, self.first) or self._is_ready(way, arrays):
                 ready.add(way)
             else:
                 self.background.submit(*self._preparing(way, arrays))
-        return self.chooser.next(costs.for_batch(batch) if costs else {}, ready or {self.shape})
+        return self.chooser.next(costs, ready or {self.first})
+
+    def _costs_of(self, batch: int) -> dict[DraftShape, float]:
+        """Milliseconds of a round of some ways, or of a plain round's where none is known."""
+        known = self.costs.for_batch(batch) if self.costs else {}
+        if known or batch > 1 or self.first == self.shape:
+            return known
+        own = 1 + MOST_OF_A_DRAFTED_TOKEN * self.shape.num_drafted
+        return {PLAIN: 1.0, **({priced: own} if (priced := priced_as(self.shape)) else {})}
 
     def agreed(self, choose: Callable[[], T]) -> T:
         """What is chosen by the clock: process 0's choice where several decode together.

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  numpy learns bfloat16 from it
 import numpy as np
@@ -37,22 +37,35 @@ _FILES_OF_MODEL = (
     "generation_config.json",
     "tokenizer*.json",
     "chat_template*",
+    "*.gguf",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+GGUF_INDEX = "gguf_tensors.json"  # marks the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
-    """A local folder as it is, or the cached folder of a hub id after fetching what it lacks."""
+    """A local folder as it is, or the cached folder of a hub id after fetching what it lacks.
+
+    A GGUF file, or a folder with one and no config.json, has the folder of its metadata.
+    """
     path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        path = _only_gguf(path) or path
+    if path.is_file() and path.suffix == ".gguf":
+        from moa_jax.files import gguf_file  # it needs a package that folders do without
+
+        return gguf_file.folder_of(path)
     if path.is_dir():
         return path
     name = os.fspath(path_or_hub_id)
     if path.exists():
-        raise InputError(f"{name} is a file: give the folder that holds it")
+        raise InputError(f"{name} is a file: give the folder that holds it, or a .gguf file")
+    if path.suffix == ".gguf":
+        raise InputError(f"cannot open {name}: no such file; check the path")
     if not _HUB_ID.fullmatch(name):
         raise InputError(f"{name} is not a folder: check the path")
     from huggingface_hub import snapshot_download
@@ -73,6 +86,15 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
     if weights and not any(folder.glob("*.safetensors")) and _is_pickled_on_the_hub(name):
         raise _pickled(name, "FOLDER", f"hf download {name} --local-dir FOLDER, then ")
     return folder
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder without a config.json; raises InputError for several."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        shown = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise InputError(f"{folder} holds {len(files)} GGUF files ({shown}): name one of them")
+    return files[0] if files else None
 
 
 def _is_pickled_on_the_hub(name: str) -> bool:
@@ -166,20 +188,21 @@ def header_of(path: Path) -> dict[str, Any]:
     return header
 
 
-class TensorReader:
-    """The tensors of a folder's safetensors files; nothing is read before `read` asks."""
+class Stored(NamedTuple):
+    """Where a tensor lies, and what its file calls its dtype."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
-        self._maps: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
-        self.file_of: dict[str, Path] = {
-            name: path for path, file in self._files.items() for name in file.keys()
-        }
-        self.shapes: dict[str, Shape] = {
-            name: tuple(self._files[path].get_slice(name).get_shape())
-            for name, path in self.file_of.items()
-        }
+    path: Path
+    dtype: str
+    start: int
+    end: int
+
+
+class TensorReader:
+    """The tensors of a model's files by name; nothing is read before `read` asks."""
+
+    def __init__(self, where: Path, file_of: dict[str, Path], shapes: dict[str, Shape]) -> None:
+        """`where` names the model in errors."""
+        self._where, self.file_of, self.shapes = where, file_of, shapes
 
     def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
         """Raise InputError unless exactly the expected tensors are there, as floats."""
@@ -194,38 +217,92 @@ class TensorReader:
                 )
             self._float_of(name)
 
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; raises InputError for a file that has become shorter since it was opened."""
+        raise NotImplementedError
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor when it is read."""
+        raise NotImplementedError
+
+    def stored(self, name: str) -> Stored:
+        """Where a tensor lies."""
+        raise NotImplementedError
+
     @property
     def dtype(self) -> np.dtype:
         """What the first tensor of floats is stored in; raises InputError where there is none."""
+        raise NotImplementedError
+
+    def _float_of(self, name: str) -> str:
+        """The name of the float dtype that a tensor is read in; raises InputError for others."""
+        raise NotImplementedError
+
+    def _report(self, verb: str, names: list[str]) -> None:
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            plural = "s" if len(names) > 1 else ""
+            raise InputError(
+                f"{self._where} {verb} {len(names)} tensor{plural} ({shown}): "
+                "use the weights that belong to its config.json"
+            )
+
+
+def open_tensors(folder: Path) -> TensorReader:
+    """The tensors of a model folder; raises InputError for damaged files."""
+    if (folder / GGUF_INDEX).is_file():
+        from moa_jax.files.gguf_file import GGUFReader
+
+        return GGUFReader.of_folder(folder)
+    return SafetensorsReader(folder)
+
+
+class SafetensorsReader(TensorReader):
+    """The tensors of a folder's safetensors files, in the dtypes of the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
+        self._maps: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
+        file_of = {name: path for path, file in self._files.items() for name in file.keys()}
+        shapes = {
+            name: tuple(self._files[path].get_slice(name).get_shape())
+            for name, path in file_of.items()
+        }
+        super().__init__(folder, file_of, shapes)
+
+    @property
+    def dtype(self) -> np.dtype:
         if not self.shapes:
-            raise InputError(f"{self._folder} holds no tensors: fetch it again")
+            raise InputError(f"{self._where} holds no tensors: fetch it again")
         floats = (name for name in self.shapes if self._stored(name) in _FLOATS)
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in the dtype of the file; one of floats is a view that reads when it is used.
+        """One tensor; one of floats is a view that reads when it is used.
 
-        safetensors would copy it, which takes as long as all else that loading does to it. Raises
-        InputError for a file that has become shorter since it was opened.
+        safetensors would copy it, which takes as long as all else that loading does to it.
         """
         path = self.file_of[name]
         if self._stored(name) not in _FLOATS:
             return self._files[path].get_tensor(name)
+        place = self.stored(name)
+        if path.stat().st_size < place.end:  # using the view would end the process
+            raise InputError(f"{path} ends within {name}: fetch it again")
+        content = self._maps[path][1][place.start : place.end]
+        return content.view(self._float_of(name)).reshape(self.shapes[name])
+
+    def stored(self, name: str) -> Stored:
+        path = self.file_of[name]
         if path not in self._maps:
             self._maps[path] = header_of(path), np.asarray(np.memmap(path, np.uint8, "r"))
-        header, content = self._maps[path]
-        start, end = header[name]["data_offsets"]
-        if path.stat().st_size < end:  # using the view would end the process
-            raise InputError(f"{path} ends within {name}: fetch it again")
-        return content[start:end].view(self._float_of(name)).reshape(self.shapes[name])
+        entry = self._maps[path][0][name]
+        return Stored(path, entry["dtype"], *entry["data_offsets"])
 
     def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor in its file."""
         bits = re.search(r"\d+", self._stored(name))
         return math.prod(self.shapes[name]) * (int(bits[0]) // 8 if bits else 1)  # BOOL: a byte
 
     def _float_of(self, name: str) -> str:
-        """The name of the float dtype that a tensor is stored in; raises InputError for others."""
         stored = self._stored(name)
         if stored not in _FLOATS:
             raise InputError(
@@ -236,15 +313,6 @@ class TensorReader:
 
     def _stored(self, name: str) -> str:
         return self._files[self.file_of[name]].get_slice(name).get_dtype()
-
-    def _report(self, verb: str, names: list[str]) -> None:
-        if names:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            plural = "s" if len(names) > 1 else ""
-            raise InputError(
-                f"{self._folder} {verb} {len(names)} tensor{plural} ({shown}): "
-                "use the weights that belong to its config.json"
-            )
 
 
 def write_tensors(

@@ -12,6 +12,7 @@ SAMPLES blocks of SAMPLE_BYTES, spread evenly from its first byte to its last.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Collection
@@ -40,11 +41,12 @@ def lines_of(folder: Path) -> dict[str, Line]:
 
     Reads kilobytes of each tensor. Raises InputError for damaged files.
     """
-    file_of = folders.TensorReader(folder).file_of
-    found = left_out(folder)
-    for path in set(file_of.values()):
-        held = _lines_of_file(path)
-        found |= {name: held[name] for name, place in file_of.items() if place == path}
+    reader, found = folders.open_tensors(folder), left_out(folder)
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(path.open("rb")) for path in {*reader.file_of.values()}}
+        for name, shape in reader.shapes.items():
+            path, dtype, start, end = reader.stored(name)
+            found[name] = Line(dtype, shape, _samples(files[path], start, end))
     return found
 
 
@@ -89,22 +91,9 @@ def copy(source: Path, folder: Path, names: Collection[str]) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     folders.copy_tokenizer(source, folder)
-    folders.copy_tensors(folders.TensorReader(source), names, folder)
+    folders.copy_tensors(folders.open_tensors(source), names, folder)
     rest = {name: line._asdict() for name, line in lines_of(source).items() if name not in names}
     folders.write_json(folder / FILE, {"left_out": rest})
-
-
-def _lines_of_file(path: Path) -> dict[str, Line]:
-    """A line on each tensor of a safetensors file, which the reader has checked."""
-    with path.open("rb") as file:
-        return {
-            name: Line(
-                entry["dtype"],
-                tuple(entry["shape"]),
-                _samples(file, *entry["data_offsets"]),
-            )
-            for name, entry in folders.header_of(path).items()
-        }
 
 
 def _samples(file: BinaryIO, start: int, end: int) -> str:

@@ -67,3 +67,13 @@ def size_and_time(file: Path) -> tuple[int, float]:
 def is_stored(path: Path) -> bool:
     """Whether a place is in an object store."""
     return not isinstance(path, Path)
+
+
+def user_cache() -> Path:
+    """The user's folder for what is made or fetched once: $XDG_CACHE_HOME/moa-jax or ~/.cache.
+
+    Raises RuntimeError where there is no home.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    root = given if given.is_absolute() else Path.home() / ".cache"
+    return root / "moa-jax"

@@ -9,7 +9,7 @@ random_pair.py  targets and drafters of any shape with random weights
 pricing.py      what a round of each way costs, which mode auto chooses by
 arrivals.py     clients who come by a Poisson law
 bootstrap.py    how sure a tau is, by prompts and seeds
-fidelity.py     what quantised weights cost in accuracy
+fidelity.py     how near a target is to a reference: to other weights, or to given logits
 tables.py       tables                    report.py    the results of infer.bench
 plot.py         pictures
 """

@@ -56,6 +56,42 @@ def test_packed_rows_hold_every_example_whole(seed):
     assert [a.dtype for a in rows] == [np.int32, np.int32, np.int32, bool]
 
 
+def mixed_jsonl(path: Path, records: list[dict]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def mixed_parquet(path: Path, records: list[dict]) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = dict.fromkeys(key for record in records for key in record)
+    full = [dict.fromkeys(columns) | record for record in records]
+    parquet.write_table(pyarrow.Table.from_pylist(full), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name, save", [("a.jsonl", mixed_jsonl), ("a.parquet", mixed_parquet)])
+def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer, name, save):
+    """Text alone and ids alone, as earlier versions wrote them, and text with ids."""
+    (talk, *_) = corpora.read(CONVERSATIONS)
+    messages = talk["messages"][:2]
+    ids = {"prompt_ids": [5, 6], "token_ids": [7, 8, 9]}
+    later = {"prompt_ids": [5, 6, 7, 8, 9, 4], "token_ids": [3]}
+    finish = {"finish_reason": "length"}
+    records = [{"messages": messages}, ids, ids | finish]
+    records += [{"messages": messages, "answers": [ids | finish, later | finish]}]
+    config = dataclasses.replace(CONFIG, train=(save(tmp_path / name, records),), pack=False)
+    source, report = batches.load(config, tokenizer, len(tokenizer), "train")
+    assert (report.kept, report.dropped, source.num_rows) == (4, {}, 4)
+    rendered = chat.encode(tokenizer, messages, config.max_length)
+    found = [tokens_T[segment_T > 0].tolist() for tokens_T, segment_T, *_ in zip(*source.rows)]  # noqa: B905
+    whole = [5, 6, 7, 8, 9]
+    assert found == [rendered.tokens_T.tolist(), whole, whole, [*whole, 4, 3]]
+    answers = [np.flatnonzero(row).tolist() for row in source.rows.response_BT]
+    assert answers[1:] == [[2, 3, 4], [2, 3, 4], [2, 3, 4, 6]]
+
+
 def test_packing_fills_the_fullest_row_that_has_room():
     given = [chat.Example(np.full(n, n, np.int32), np.ones(n, bool)) for n in (6, 4, 3, 2, 4, 1)]
     rows = batches.pack(given, 8, PAD)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from moa_jax.data import chat, reference
+from moa_jax.config import DataConfig
+from moa_jax.data import chat, encode, reference
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
@@ -313,10 +314,11 @@ IDS = {"prompt_ids": [5, 0, 9], "token_ids": [7, 9], "source": "shop"}
 
 @pytest.mark.parametrize("max_length, kept", [(99, 5), (5, 5), (4, 4), (3, None), (1, None)])
 def test_ids_are_taken_as_they_are(max_length, kept):
-    example = chat.encode_ids(IDS, 10, max_length)
+    examples = chat.encode_ids([IDS], 10, max_length)
     if kept is None:
-        assert example is None
+        assert not examples
         return
+    (example,) = examples
     assert example.tokens_T.tolist() == [5, 0, 9, 7, 9][:kept]
     assert example.response_T.tolist() == [False, False, False, True, True][:kept]
     assert example.tokens_T.dtype == np.int32 and example.response_T.dtype == bool
@@ -324,10 +326,53 @@ def test_ids_are_taken_as_they_are(max_length, kept):
 
 def test_ids_without_a_prompt_or_an_answer():
     for record in ({"token_ids": [7, 9]}, {"prompt_ids": [], "token_ids": [7, 9]}):
-        example = chat.encode_ids(record, 10, 99)
+        (example,) = chat.encode_ids([record], 10, 99)
         assert example.tokens_T.tolist() == [7, 9] and example.response_T.all()
     for prompt in ([], [5]):
-        assert chat.encode_ids({"prompt_ids": prompt, "token_ids": []}, 10, 99) is None
+        assert not chat.encode_ids([{"prompt_ids": prompt, "token_ids": []}], 10, 99)
+
+
+def test_answers_that_continue_each_other_make_one_example():
+    first, second = {"prompt_ids": [5], "token_ids": [7, 9]}, {"token_ids": [3, 2]}
+    (example,) = chat.encode_ids([first, second | {"prompt_ids": [5, 7, 9, 6]}], 10, 99)
+    assert example.tokens_T.tolist() == [5, 7, 9, 6, 3, 2]
+    assert example.response_T.tolist() == [False, True, True, False, True, True]
+    for prompt in ([5, 7, 8, 6], [5, 7], [5]):  # another turn before it, as some templates write
+        one, two = chat.encode_ids([first, second | {"prompt_ids": prompt}], 10, 99)
+        assert (one.tokens_T.tolist(), one.response_T.tolist()) == ([5, 7, 9], [False, True, True])
+        assert two.tokens_T.tolist() == [*prompt, 3, 2]
+        assert two.response_T.tolist() == [False] * len(prompt) + [True, True]
+    assert len(chat.encode_ids([first, second | {"prompt_ids": [6] * 9}], 10, 9)) == 1
+
+
+ANSWERS = [{"prompt_ids": [5], "token_ids": [7, 9], "finish_reason": "length"}]
+
+
+@pytest.mark.parametrize(
+    "record, wanted",
+    [
+        ({"messages": HELLO, "answers": ANSWERS}, [5, 7, 9]),
+        ({"messages": HELLO, "answers": {"prompt_ids": [[5]], "token_ids": [[7, 9]]}}, [5, 7, 9]),
+        ({"messages": None, "answers": None, "prompt_ids": [5], "token_ids": [8]}, [5, 8]),
+        ({"messages": HELLO, "answers": None, "prompt_ids": None, "token_ids": None}, None),
+        ({"messages": HELLO, "answers": {"text": ["Hello"], "answer_start": [3]}}, None),
+        ({"messages": HELLO, "answers": ["Hello"]}, None),
+        ({"messages": HELLO}, None),
+    ],
+)
+def test_ids_come_before_messages(tokenizer, record, wanted):
+    """A record without ids is rendered, whatever else its key `answers` holds."""
+    (example,) = chat.encode_record(tokenizer, record, len(tokenizer), 99)
+    if wanted is None:
+        wanted = chat.encode(tokenizer, HELLO, 99).tokens_T.tolist()
+    assert example.tokens_T.tolist() == wanted
+
+
+@pytest.mark.parametrize("second", [{"prompt_ids": [5]}, "Hello", None, {"token_ids": None}])
+def test_answers_without_ids_among_others_are_refused(tokenizer, second):
+    record = {"messages": HELLO, "answers": [*ANSWERS, second]}
+    with pytest.raises(InputError, match="ids outside the vocabulary|that is not an object"):
+        chat.encode_record(tokenizer, record, len(tokenizer), 99)
 
 
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
@@ -336,7 +381,17 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
     """Wherever it stands, behind the cut too."""
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
     with pytest.raises(InputError, match="ids outside the vocabulary of 10: use the target's own"):
-        chat.encode_ids(IDS | {name: ids}, 10, 3)
+        chat.encode_ids([IDS | {name: ids}], 10, 3)
+
+
+def test_reference_labels_later_users_of_ids_too(tokenizer):
+    answers = [ANSWERS[0], {"prompt_ids": [5, 7, 9, 6], "token_ids": [3]}]
+    config = DataConfig((), (), 9, 9, rows_per_batch=1, seed=0, answers="reference")
+    (example,) = encode.examples_of(
+        {"messages": HELLO, "answers": answers}, encode.Coder(config, tokenizer, 10)
+    )
+    assert example.tokens_T.tolist() == [5, 7, 9, 6, 3]
+    assert example.response_T.tolist() == [False, True, True, True, True]
 
 
 def test_reference_labels_later_users(tokenizer):

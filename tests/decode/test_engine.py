@@ -146,6 +146,12 @@ def test_costs_decide_for_a_batch_that_the_table_knows(monkeypatch):
     assert rounds[PLAIN] > 0.8 * rounds.total()
 
 
+def test_a_drafter_without_weights_begins_with_plain_rounds():
+    """Those are compiled before any request is taken; until calls were timed nothing is drafted."""
+    first = lambda name: engine_of(name, CHAIN, ways=(LONG,), num_slots=2).shelf.ways_for(1)[0]
+    assert (first("lookup"), first("moa-1")) == (PLAIN, CHAIN)
+
+
 def test_calls_are_timed_while_nobody_is_there(started):
     """So whoever comes next meets no trials; and texts are as ever."""
     engine = engine_of("lookup", CHAIN, ways=(LONG,), num_slots=1)

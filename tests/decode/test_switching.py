@@ -15,6 +15,7 @@ import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.auto import Chooser
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.session import GREEDY, PLAIN
 from moa_jax.decode.step import CATCH_UP
@@ -156,6 +157,24 @@ def test_without_costs_nothing_else_is_compiled():
     found.background.wait()
     assert found.num_compiled == 2 and set(row.drafted) == {2}
     assert row.token_ids == plain().generate(SOME[1:2], NEW, NO_STOP)[0].token_ids
+
+
+def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
+    """Without costs, too: one missed round leads to plain ones, and several texts have no other."""
+    found, rows = Session(target(), drafter("lookup"), CHAIN, ways=(LONG,)), []
+    new, *_ = plain().generate([SOME[1]], NEW, NO_STOP)
+    prompts = [SOME[1], [*SOME[1], *new.token_ids[:6]]]  # the second one repeats from here on
+    for prompt, told in zip(prompts, (0, 6), strict=True):
+        found.chooser = Chooser(found.ways, found.shape, found.first)
+        rows += found.generate([prompt], 24, NO_STOP)
+        assert rows[-1].token_ids == new.token_ids[told:][:24]
+    assert rows[0].drafted == [2] + [0] * 22
+    assert rows[1].accept_lengths[:2] == [3, 2] and rows[1].drafted[:2] == [2, 2]
+    both = found.generate([SOME[1]] * 2, 24, NO_STOP)
+    assert all(row.token_ids == new.token_ids[:24] for row in both)
+    assert {drafted for row in both for drafted in row.drafted} == {0}
+    found.background.wait()
+    assert not found._programs[LONG]  # nothing is compiled beside an answer
 
 
 @pytest.mark.slow

@@ -363,7 +363,7 @@ def test_devices_turn_matrices_as_the_host_does(stored, dtype, tmp_path, monkeyp
         tensors = {name: tensor.astype(dtypes[name]) for name, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     packing = convert.kernel((None,) * 4, tuple("qkv"), 16, (2, 3, 4), (2, 1, 4), (2, 1, 4))
-    reader = folders.TensorReader(tmp_path)
+    reader = folders.open_tensors(tmp_path)
     loaded = []
     for turned_on_host in (1 << 24, 0):
         monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)

@@ -36,6 +36,11 @@ def test_ways_are_plain_the_own_shape_chains_and_a_tree():
     assert all(way.is_chain and (way.sampled or way == PLAIN) for way in drawn)
 
 
+def test_a_drafter_without_weights_has_its_own_shape_alone():
+    assert auto.ways_of(OWN, drafter("lookup")) == (PLAIN, OWN)
+    assert auto.ways_of(OWN, drafter("moa-0")) == auto.ways_of(OWN)
+
+
 @pytest.mark.parametrize(
     ("flags", "mode"),
     [((), "auto"), (("--depth", "3"), "chain"), (("--num-speculative-tokens", "3"), "chain")]

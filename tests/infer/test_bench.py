@@ -393,7 +393,7 @@ def test_the_cost_of_weights_by_hand():
     assert (found.tokens, found.agreement) == (3, pytest.approx(np.mean(same)))
     assert found.mean_kl == pytest.approx(np.mean(kls), rel=1e-3)
     assert found.worst_kl == pytest.approx(max(kls), rel=1e-3) and min(kls) > 0.01
-    assert fidelity(one, one, texts)[1:] == (0, 0, 1)
+    assert fidelity(one, one, texts)[1:] == (0, 0, 1, 1, 0)
 
 
 @pytest.mark.slow

@@ -53,7 +53,6 @@ def args_of(line: str):
         ("--modes plain,quick", "--modes plain,quick: choose from"),
         ("--modes chain,auto", "--modes lacks plain"),
         ("--modes plain --draft a=X", "--draft with --modes plain"),
-        ("--target X", "--target without --draft"),
         ("--modes plain --chain-depth 3", "--chain-depth without chain"),
         ("--draft a=X --draft a=Y", "two ways are named a chain"),
         ("--servers 3 --repeats 4", "--servers 3 cannot have equal parts of --repeats 4"),
@@ -78,6 +77,9 @@ def test_each_way_has_a_server_with_its_flags():
     last = f"{shared}chain --draft B --target-layer-inference 1 --depth 4"
     assert " ".join(found["B chain"].flags) == last
     assert [way.label for way in ways_of(args_of(""))] == ["plain", "chain", "auto"]
+    alone = ways_of(args_of("--target T --slots 3"))[2]
+    shared = "--target T --slots 3 --mode "
+    assert (alone.draft, " ".join(alone.flags)) == ("lookup", f"{shared}auto --draft lookup")
     on_mesh = ways_of(args_of("--mesh tensor=2,data=4 --modes auto --rates 1"))[0].flags
     assert "--mesh tensor=2,data=4" in " ".join(on_mesh)
     assert ways_of(args_of(""))[2].flags == ("--slots", "16", "--mode", "auto")

@@ -65,6 +65,19 @@ def test_json_is_the_contract(ask, folders):
     assert set(result["drafted"]) == {4} and len(result["drafted"]) == result["rounds"]
 
 
+def test_a_target_alone_gets_prompt_lookup(ask, folders):
+    """One line says so; the tokens are those of plain decoding, which needs no drafter."""
+    notice = f"no --draft: prompt lookup drafts for {folders[1]} (--mode plain turns it off)"
+    flags, documents = ["--prompt-ids", "5,6,7,5,6", "--max-new-tokens", "40", "--json"], {}
+    for mode in ("auto", "chain", "plain"):
+        code, out, err = ask(*flags, "--mode", mode, models=folders[:2])
+        documents[mode] = json.loads(out)
+        assert code == 0 and err.splitlines().count(notice) == (mode != "plain")
+        assert documents[mode]["settings"]["draft"] == (None if mode == "plain" else "lookup")
+    tokens = [document["results"][0]["token_ids"] for document in documents.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
 @pytest.mark.slow
 def test_json_has_penalties_and_log_probabilities(ask, folders):
     flags = "--prompt-ids 5,6,7 --max-new-tokens 9 --mode chain --depth 3 --json --logprobs 2"

@@ -76,6 +76,21 @@ def test_nothing_is_said_twice(config, flag):
     assert said == f"--speculative-config states {next(iter(config))}: leave out {flag}"
 
 
+def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch, capsys):
+    for flags in ((), ("--mode", "auto"), ("--mode", "tree"), ("--method", "lookup")):
+        assert loading(monkeypatch, "--target", "x", *flags).draft == "lookup"
+    notice = "no --draft: prompt lookup drafts for x (--mode plain turns it off)"
+    assert capsys.readouterr().err.splitlines() == [notice] * 3  # none where it was asked for
+    assert loading(monkeypatch, "--target", "x", "--mode", "plain").draft is None
+    assert loading(monkeypatch).draft is None  # the bundled pair
+    assert capsys.readouterr().err == ""
+    said = refusal(pair.load_pair, parse("--target", "x", "--method", "moa"))
+    assert said == "--method moa describes a drafter: name it with --draft"
+    for kind in ("split", "for_client"):
+        said = refusal(pair.load_pair, parse("--target", "x"), **{kind: True})
+        assert said == "--target without --draft: name its drafter"
+
+
 @pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
 def test_depths_below_1_are_refused(flag, capsys):
     for value in ("0", "-1"):

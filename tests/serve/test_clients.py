@@ -188,6 +188,26 @@ def test_a_full_queue_and_a_failing_engine():
 
 
 @pytest.mark.slow
+def test_a_target_alone_is_served(tmp_path):
+    """Prompt lookup drafts for it, of which the server says one line; its texts are plain ones."""
+    program, ready = start_program(tmp_path, "--port", "0", "--target", str(DEMO / "target"))
+    session = Session(load_target(DEMO / "target"), cache_rows=256)
+    try:
+        with openai.OpenAI(base_url=ready["url"], api_key=KEY, max_retries=0) as client:
+            (model,) = client.models.list().data
+            fields = {"model": model.id, "prompt": HELLO_IDS, "max_tokens": 30, "temperature": 0}
+            said = client.completions.create(**fields)
+        (plain,) = session.generate([HELLO_IDS], 30)
+        assert said.choices[0].text == TOKENIZER.decode(plain.token_ids, skip_special_tokens=True)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 0
+    finally:
+        program.kill()
+        program.wait()
+    assert (tmp_path / "log").read_text().count("no --draft: prompt lookup drafts for ") == 1
+
+
+@pytest.mark.slow
 def test_a_server_speaks_tls_and_starts_again_on_its_port_when_it_was_killed(tmp_path):
     """To those who trust its certificate; others are turned away, and it goes on.
 

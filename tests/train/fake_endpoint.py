@@ -56,6 +56,8 @@ class FakeEndpoint:
             return 400, {"error": {"message": "a field is wrong", "type": "invalid_request_error"}}
         prompt, most = self.ids_of(body["prompt"]), body["max_tokens"]
         ids, text, finish = self.answer(prompt)
+        if finish == "length":
+            ids = self.tokenizer(text.rstrip(), add_special_tokens=False).input_ids
         if body.get("ignore_eos") or finish == "length":
             ids, finish = (ids * most)[:most], "length"
             skips = body.get("skip_special_tokens", True)

@@ -5,6 +5,8 @@ import functools
 import itertools
 import json
 import os
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from moa_jax import InputError, Session, load_target
-from moa_jax.config import BlockConfig, DataConfig, TargetConfig
+from moa_jax.config import BlockConfig, DataConfig, Sampling, TargetConfig
 from moa_jax.data import batches, chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.decode.session import for_decoding
@@ -22,8 +24,8 @@ from moa_jax.model import llama as llama
 from moa_jax.model import masks
 from moa_jax.pretrained import SpecialIds, save_target
 from train import regenerate
-from train.run.answers import TargetAnswer, TargetQuestion
-from train.run.conversations import Conversation
+from train.run.answers import TargetAnswer, TargetQuestion, text_of
+from train.run.conversations import AnswerRules, Conversation
 from train.run.partial import Partial
 
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
@@ -50,14 +52,25 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def lively(folder) -> Path:
+    """The same with larger weights: some of its greedy answers stop soon and some do not."""
+    target = load_target(folder, "float32")
+    params = jax.tree.map(lambda each: 4 * each, target.params)
+    tokenizer, ends = folder.parent / "tokenizer", target.generation
+    place = folder.parent / "lively"
+    return save_target(place, target.config, params, tokenizer, generation=ends)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(folder):
     return load_tokenizer(folder)
 
 
 class Scripted:
-    """Stands for a target: the answer depends on the prompt alone, and some never stop.
+    """Stands for a target: the answer depends on the prompt alone, and some are cut.
 
-    Past its end each answer is as long as wanted. Answers come in another order than questions.
+    Past its end each answer is as long as wanted. `FakeEndpoint` has the same. Answers come in
+    another order than questions.
     """
 
     def __init__(self, args, rules) -> None:
@@ -80,9 +93,12 @@ class Scripted:
         number, tokenizer = sum(question.prompt_ids) % 97, self.rules.tokenizer
         text = f" I heard {number}. "
         ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        if self.rules.ignore_stop:
-            ids = (ids * self.rules.max_new_tokens)[: self.rules.max_new_tokens]
-        return TargetAnswer(question.number, ids, text.strip(), number % 7 != 0)
+        stopped = number % 7 != 0
+        if not stopped:
+            ids = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
+        if self.rules.ignore_stop or not stopped:
+            ids, stopped = (ids * self.rules.max_new_tokens)[: self.rules.max_new_tokens], False
+        return TargetAnswer(question.number, ids, text_of(tokenizer, ids), stopped)
 
 
 @pytest.fixture
@@ -108,15 +124,96 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_answers_are_the_targets_own(ask, tmp_path, folder, tokenizer):
-    ask(tmp_path / "a.jsonl", "--limit", "10", "--batch", "4", "--dtype", "float32")
-    talks = [record["messages"] for record in read(tmp_path / "a.jsonl")]
-    assert len(talks) > 4
-    prompts = [chat.prompt_ids(tokenizer, messages[:-1]) for messages in talks]
-    results = Session(load_target(folder, "float32")).generate(prompts, 64)
-    for messages, found in zip(talks, results, strict=True):
-        answer = tokenizer.decode(found.token_ids, skip_special_tokens=True).strip()
-        assert (messages[-1]["content"], found.finish_reason) == (answer, "stop")
+def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
+    """The ids of every answer are those that a session decodes after the same prompt."""
+    flags = ("--target", str(lively), "--max-new-tokens", "6", "--dtype", "float32")
+    ask(tmp_path / "a.jsonl", "--limit", "10", "--batch", "4", *flags)
+    records = read(tmp_path / "a.jsonl")
+    asked, answers = [], []
+    for record in records:
+        turns = enumerate(record["messages"])
+        answered = [i for i, message in turns if message["role"] == "assistant"]
+        asked += (record["messages"][:i] for i in answered)
+        answers += record["answers"]
+        texts = [record["messages"][i]["content"] for i in answered]
+        assert texts == [text_of(tokenizer, each["token_ids"]) for each in record["answers"]]
+    prompts = [chat.prompt_ids(tokenizer, messages) for messages in asked]
+    results = Session(load_target(lively, "float32")).generate(prompts, 6)
+    for answer, prompt, found in zip(answers, prompts, results, strict=True):
+        ids = {"prompt_ids": prompt, "token_ids": list(found.token_ids)}
+        assert answer == ids | {"finish_reason": found.finish_reason}
+    finishes = Counter(answer["finish_reason"] for answer in answers)
+    assert len(records) == 10 and min(finishes["stop"], finishes["length"]) > 2
+    assert max(len(record["answers"]) for record in records) > 1
+    cut = finishes["length"]
+    told = f"{cut} of 10 conversations end early: an answer is cut at 6 tokens"
+    assert told in capsys.readouterr().err
+
+
+def test_cut_answers_stay_and_are_the_last(ask, scripted, tmp_path, tokenizer, capsys):
+    ask(tmp_path / "a.jsonl", "--max-new-tokens", "9", "--batch", "4")
+    records = read(tmp_path / "a.jsonl")
+    assert len(records) == 40
+    cut = [record for record in records if record["answers"][-1]["finish_reason"] == "length"]
+    assert len(cut) > 5 and any(len(record["answers"]) > 1 for record in cut)
+    for record in records:
+        *before, last = record["answers"]
+        roles = Counter(message["role"] for message in record["messages"])
+        assert roles["assistant"] == len(record["answers"])
+        assert all(answer["finish_reason"] == "stop" for answer in before)
+        for answer in record["answers"]:
+            ends = answer["token_ids"][-1] == tokenizer.eos_token_id
+            assert ends == (answer["finish_reason"] == "stop")
+    for record in cut:
+        assert record["messages"][-1]["role"] == "assistant"
+        assert len(record["answers"][-1]["token_ids"]) == 9
+    assert f"{len(cut)} of 40 conversations end early: an answer is cut at 9" in (
+        capsys.readouterr().err
+    )
+
+
+def test_training_rows_hold_the_ids_that_were_decoded(ask, scripted, tmp_path, tokenizer):
+    """Of every answer all its tokens after its own prompt, and no other token is trained on."""
+    output = tmp_path / "a.jsonl"
+    ask(output, "--max-new-tokens", "9")
+    answers = [answer for record in read(output) for answer in record["answers"]]
+    config = DataConfig((str(output),), (), 500, 500, rows_per_batch=4, seed=0, pack=False)
+    source, report = batches.load(config, tokenizer, 320, "train")
+    assert (report.kept, report.dropped) == (40, {})
+    wanted = Counter()
+    for answer in answers:
+        wanted[(*answer["prompt_ids"], *answer["token_ids"]), len(answer["token_ids"])] += 1
+    assert answers_in(source.rows) == wanted
+    assert report.response_tokens == sum(len(answer["token_ids"]) for answer in answers)
+
+
+def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
+    """Of every run of trained tokens: all tokens up to its end, and its length."""
+    found = Counter()
+    for tokens_T, response_T in zip(rows.tokens_BT, rows.response_BT, strict=True):
+        edge_T = np.diff(response_T.astype(int), prepend=0, append=0)
+        for begin, end in zip(*map(np.flatnonzero, (edge_T == 1, edge_T == -1)), strict=True):
+            found[tuple(tokens_T[:end].tolist()), int(end - begin)] += 1
+    return found
+
+
+def test_prompts_outside_the_vocabulary_are_left_out(folder, scripted, tmp_path, capsys):
+    """Of a tokenizer with more tokens than the target has rows; all others are answered."""
+    place = tmp_path / "target"
+    shutil.copytree(folder, place)
+    tokenizer = load_tokenizer(place)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(place)
+    talks = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "<|new|>", "No")]
+    prompts = write(tmp_path / "prompts.jsonl", *talks)
+    flags = ["--target", str(place), "--prompts", str(prompts)]
+    regenerate.main([*flags, "--output", str(tmp_path / "a.jsonl")])
+    assert [record["messages"][0]["content"] for record in read(tmp_path / "a.jsonl")] == [
+        "Hi",
+        "No",
+    ]
+    told = "1 of 3 conversations left out: ids outside the vocabulary of 320"
+    assert told in capsys.readouterr().err
 
 
 def test_weights_are_held_once(ask, tmp_path, monkeypatch):
@@ -178,15 +275,17 @@ def test_ignored_stops_leave_no_answer_out(ask, scripted, tmp_path, capsys):
     )
     flags = ("--max-prompt", "50", "--batch", "5")
     ask(tmp_path / "text.jsonl", *flags, prompts=prompts)
-    assert "an answer of more than 64 tokens" in capsys.readouterr().err
+    assert "end early: an answer is cut at 64 tokens: raise --max-new" in capsys.readouterr().err
     ask(tmp_path / "ids.jsonl", *flags, "--ignore-stop", prompts=prompts)
     (left_out,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert left_out.startswith("1 of 32 ") and "a prompt of more than 50 tokens" in left_out
     records = read(tmp_path / "ids.jsonl")
     assert len(records) == 31
     assert all(len(record["token_ids"]) == 64 for record in records)
-    assert all(record.keys() == {"prompt_ids", "token_ids"} for record in records[:-1])
-    assert records[-1].keys() == {"prompt_ids", "token_ids", "source", "license"}
+    ids = {"prompt_ids", "token_ids", "finish_reason"}
+    assert all(record.keys() == ids for record in records[:-1])
+    assert records[-1].keys() == ids | {"source", "license"}
+    assert {record["finish_reason"] for record in records} == {"length"}
 
 
 @pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
@@ -216,8 +315,8 @@ def cut_after(patch: pytest.MonkeyPatch, count: int) -> None:
     """Interrupts a run as soon as its partial output has so many more entries."""
     append, entries = Partial._append, itertools.count(1)
 
-    def cut(self, entry, drifted):
-        append(self, entry, drifted)
+    def cut(self, entry):
+        append(self, entry)
         if next(entries) == count:
             raise KeyboardInterrupt
 
@@ -251,26 +350,24 @@ def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypa
         cut_after(patch, 1)
         ask(tmp_path / "a.jsonl")
     partial = tmp_path / "a.jsonl.partial"
-    header = partial.read_text().splitlines()[0]
-    partial.write_text(header + '\n{"lines": [], "faults": ["one"]}\n')
-    with pytest.raises(InputError, match="older version"):
+    header = json.loads(partial.read_text().splitlines()[0])
+    assert header.pop("version")
+    old = json.dumps(header) + '\n{"number": 0, "line": "{}"}\n'
+    partial.write_text(old)
+    with pytest.raises(InputError, match="another version of this program: finish it with that"):
         ask(tmp_path / "a.jsonl")
+    assert partial.read_text() == old  # that version can still finish it
 
 
 def test_a_cut_run_keeps_its_dtype(ask, scripted, tmp_path, monkeypatch):
-    """That of the hardware, unless a flag names one; files of earlier versions do not say it."""
+    """That of the hardware, unless a flag names one."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut_after(patch, 1)
         ask(tmp_path / "a.jsonl", "--limit", "4")
-    partial = tmp_path / "a.jsonl.partial"
-    began = partial.read_text()
     with monkeypatch.context() as patch, pytest.raises(InputError, match="dtype float32"):
         patch.setattr(regenerate, "default_dtype", lambda: jnp.bfloat16)
         ask(tmp_path / "a.jsonl", "--limit", "4")
-    for dtype, flags in (('"float32"', ("--dtype", "float32")), ("null", ())):
-        (tmp_path / "a.jsonl").unlink(missing_ok=True)
-        partial.write_text(began.replace('"float32"', dtype))
-        ask(tmp_path / "a.jsonl", "--limit", "4", *flags)
+    ask(tmp_path / "a.jsonl", "--limit", "4", "--dtype", "float32")
 
 
 def test_a_run_cut_at_its_first_byte(ask, scripted, tmp_path):
@@ -298,14 +395,18 @@ def test_text_does_not_depend_on_batch_mates(ask, scripted, tmp_path):
 
 
 def test_a_long_prompt_ends_its_conversation(tokenizer):
-    talk = Conversation({"messages": [QUESTION, ANSWER, SYSTEM, LONG, ANSWER, QUESTION]})
-    talk.ask(tokenizer, 50)
-    talk.hear("No.")
+    rules = AnswerRules(tokenizer, 320, 50, 64, False, Sampling())
+    talk = Conversation({"messages": [QUESTION, ANSWER, SYSTEM, LONG, ANSWER, QUESTION]}, rules)
+    talk.ask()
+    asked = talk.prompt
+    talk.take(TargetAnswer(0, [9, 4], "No.", stopped=True))
     for _ in range(3):
-        talk.ask(tokenizer, 50)
+        talk.ask()
         assert talk.prompt is None
     said = [QUESTION, {"role": "assistant", "content": "No."}]
-    assert json.loads(talk.line()) == {"messages": said}
+    answer = {"prompt_ids": asked, "token_ids": [9, 4], "finish_reason": "stop"}
+    assert json.loads(talk.line()) == {"messages": said, "answers": [answer]}
+    assert talk.fault.startswith("a prompt of more than 50 tokens")
 
 
 def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
@@ -321,7 +422,8 @@ def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
     )
     ask(tmp_path / "a.jsonl", "--batch", "3", "--max-prompt", "50", prompts=prompts)
     one, two = read(tmp_path / "a.jsonl")
-    assert one == {"messages": two["messages"]} and two["messages"][0] == QUESTION
+    assert one == {key: two[key] for key in ("messages", "answers")}
+    assert two["messages"][0] == QUESTION
     assert (two["source"], two["license"], "id" in two) == ("shop", "MIT", False)
     lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert [line.split(":")[0] for line in lines] == [

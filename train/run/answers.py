@@ -27,7 +27,7 @@ class TargetAnswer(NamedTuple):
     """What the target said."""
 
     number: int  # of the question
-    token_ids: list[int]
+    token_ids: list[int]  # with the stop token
     text: str  # without special tokens, and without blanks around it
     stopped: bool  # by itself; else it has as many tokens as it may
     drifted: bool = False  # it came as a text that does not become its tokens again

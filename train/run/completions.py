@@ -2,7 +2,7 @@
 
 Prompts go as token ids. Answers come as token ids with `return_token_ids`, which vLLM, SGLang and
 infer.serve know. A server that takes no ids gets the text of the chat template. An answer without
-ids is tokenised here.
+ids is tokenised here. An answer that stopped without its stop token gets the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Completions:
             raise RetryableError("an answer without its token ids")
         self._check_end(finish, len(token_ids))
         text = text_of(self.wanted.tokenizer, token_ids)
+        token_ids = self._with_stop(token_ids) if stopped else token_ids
         return TargetAnswer(question.number, token_ids, text, stopped)
 
     def choice(self, reply: dict[str, Any], question: TargetQuestion) -> dict[str, Any]:
@@ -117,8 +118,15 @@ class Completions:
         same = tokenizer.decode(token_ids) == said
         if count is not None:  # the token that ends an answer is not in its text
             same &= len(token_ids) in (count, count - stopped)
-        is_kept = stopped or self.wanted.ignore_stop
-        return TargetAnswer(number, token_ids, text.strip(), stopped, drifted=is_kept and not same)
+        token_ids = self._with_stop(token_ids) if stopped else token_ids
+        return TargetAnswer(number, token_ids, text.strip(), stopped, drifted=not same)
+
+    def _with_stop(self, token_ids: list[int]) -> list[int]:
+        """The answer with the token that stopped it, which some servers leave out."""
+        stop_ids, eos_id = self.wanted.stop_ids, self.wanted.tokenizer.eos_token_id
+        if not stop_ids or (token_ids and token_ids[-1] in stop_ids):
+            return token_ids
+        return [*token_ids, eos_id if eos_id in stop_ids else stop_ids[0]]
 
     def _check_end(self, finish: str, count: int | None) -> None:
         """Raises InputError for an answer that ended where it should not."""

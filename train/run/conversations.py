@@ -1,4 +1,13 @@
-"""Conversations that a target answers anew: what is asked next, and what was said."""
+"""Conversations that a target answers anew, turn by turn.
+
+A conversation becomes a line of its messages and of the ids of each answer:
+
+    {"messages": [...], "answers": [{"prompt_ids": [...], "token_ids": [...],
+                                     "finish_reason": "stop"}, ...]}
+
+`prompt_ids` is all that the target read, earlier turns included. `token_ids` is all that it wrote,
+its stop token included. An answer cut at the limit has the reason `length` and is the last one.
+"""
 
 from __future__ import annotations
 
@@ -20,83 +29,86 @@ class AnswerRules(NamedTuple):
     """What is asked of every answer, and which prompts are asked at all."""
 
     tokenizer: Any
+    vocab_size: int
     max_prompt: int  # tokens
     max_new_tokens: int
-    ignore_stop: bool  # answers go on past their end, and are kept as tokens
+    ignore_stop: bool  # answers go on past their end, and only their ids are kept
     law: Sampling  # with the seed of all that is drawn
 
 
 class Conversation:
-    """One record while it is answered: the turns to come, what was said, and the present prompt."""
+    """One record while it is answered: its messages and answers so far, and the present prompt."""
 
-    def __init__(self, record: dict[str, Any] | InputError, number: int = 0) -> None:
+    def __init__(
+        self, record: dict[str, Any] | InputError, rules: AnswerRules, number: int = 0
+    ) -> None:
         """`number` is the record's place among all; a fault stands for an unreadable one."""
-        self.record, self.number = record, number
+        self.record, self.rules, self.number = record, rules, number
         self.said: list[chat.Message] = []
         self.prompt: list[int] | None = None
-        self.fault = "a record without a user message: give it one"  # why it has no answer
-        self._ids: dict[str, list[int]] | None = None
+        self.fault = "a record without a user message: give it one"  # why no answer follows
+        self._answers: list[dict[str, Any]] = []
         self._asked: list[chat.Message] = []
         self._turns = self._messages()
 
-    def ask(self, tokenizer: Any, longest: int) -> None:
+    def ask(self) -> None:
         """Moves to the next user turn and sets its prompt, None at the end."""
         try:
-            self.prompt = self._next_prompt(tokenizer, longest)
+            self.prompt = self._next_prompt()
         except InputError as error:
             self.end(str(error))
 
-    def question(self, law: Sampling) -> TargetQuestion:
+    def question(self) -> TargetQuestion:
         """The prompt that waits for an answer; what is drawn is the same in every shard."""
+        law = self.rules.law
         if law.temperature:
             key = np.random.SeedSequence((law.seed, self.number, len(self.said)))
             law = dataclasses.replace(law, seed=int(key.generate_state(1)[0]))
         return TargetQuestion(self.number, self.prompt, self._asked, law)
 
-    def take(self, answer: TargetAnswer, rules: AnswerRules) -> None:
-        """Takes the target's answer, or ends before it."""
-        if rules.ignore_stop:
-            self.keep(answer.token_ids)
-        elif not answer.stopped:
-            most = rules.max_new_tokens
-            self.end(f"an answer of more than {most} tokens: raise --max-new-tokens")
-        elif not answer.text:
+    def take(self, answer: TargetAnswer) -> None:
+        """Adds the answer to the present prompt; a cut answer is the last one."""
+        past_end, most = self.rules.ignore_stop, self.rules.max_new_tokens
+        if not (answer.text or past_end):
             self.end("an answer without text: the target had nothing to say")
-        else:
-            self.hear(answer.text)
-
-    def hear(self, answer: str) -> None:
-        """Takes the target's answer."""
-        self.said = [*self._asked, {"role": "assistant", "content": answer}]
-
-    def keep(self, token_ids: list[int]) -> None:
-        """Takes an answer as tokens, which ends the conversation."""
-        self._ids = {"prompt_ids": self.prompt, "token_ids": token_ids}
-        self.end("")
+            return
+        self.fault = ""
+        self.said = [*self._asked, {"role": "assistant", "content": answer.text}]
+        ids = {"prompt_ids": self.prompt, "token_ids": answer.token_ids}
+        self._answers.append(ids | {"finish_reason": "stop" if answer.stopped else "length"})
+        if past_end:
+            self.end("")
+        elif not answer.stopped:
+            self.end(f"an answer is cut at {most} tokens: raise --max-new-tokens for longer ones")
 
     def end(self, fault: str) -> None:
-        """Ends the conversation before the question at hand."""
+        """Ends the conversation: no other question follows."""
         self.fault, self.prompt, self._turns = fault, None, iter(())
 
     def line(self) -> str | None:
-        """The JSON line of what was said, None if there was no answer."""
-        if not self.said and self._ids is None:
+        """The JSON line of the conversation, None if it has no answer."""
+        if not self._answers:
             return None
+        whole = {"messages": self.said, "answers": self._answers}
+        # Text that goes on past its end is no message, so its one answer stands alone.
+        written = self._answers[0] if self.rules.ignore_stop else whole
         kept = {key: self.record[key] for key in ("source", "license") if key in self.record}
-        return json.dumps((self._ids or {"messages": self.said}) | kept, ensure_ascii=False)
+        return json.dumps(written | kept, ensure_ascii=False)
 
     def _messages(self) -> Iterator[chat.Message]:
         if isinstance(self.record, InputError):
             raise InputError(f"a record that is {self.record}")
         yield from chat.messages_of(self.record)  # not before the first turn: it may raise
 
-    def _next_prompt(self, tokenizer: Any, longest: int) -> list[int] | None:
+    def _next_prompt(self) -> list[int] | None:
+        longest = self.rules.max_prompt
         self._asked = list(self.said)
         for message in self._turns:
             if message["role"] != "assistant":
                 self._asked.append(message)
             if message["role"] == "user":
-                prompt = chat.prompt_ids(tokenizer, self._asked)
+                prompt = chat.prompt_ids(self.rules.tokenizer, self._asked)
+                chat.check_ids(prompt, self.rules.vocab_size)  # a tokenizer may have more tokens
                 if len(prompt) > longest:
                     raise InputError(f"a prompt of more than {longest} tokens: raise --max-prompt")
                 return prompt
@@ -106,7 +118,6 @@ class Conversation:
 def answer_all(
     talks: Iterable[Conversation],
     answers: Answers,
-    rules: AnswerRules,
     partial: Partial,
     is_over: Callable[[], None],
 ) -> None:
@@ -119,27 +130,27 @@ def answer_all(
 
     def go_on(talk: Conversation, answer: TargetAnswer | None = None) -> None:
         """Asks on; the answer to the last question is written first."""
-        drifted = answer is not None and answer.drifted
-        talk.ask(rules.tokenizer, rules.max_prompt)
+        talk.ask()
         if talk.prompt is None:
             under_way.pop(talk.number, None)
+            drifted = answer is not None and answer.drifted
             partial.close(talk.number, talk.line(), talk.fault, drifted)
             is_over()
             return
         if answer is not None:
-            partial.add(talk.number, answer.text, drifted)
+            partial.add(answer)
         under_way[talk.number] = talk
-        answers.ask(talk.question(rules.law))
+        answers.ask(talk.question())
 
     while True:
         while len(under_way) < answers.most_asked and (talk := next(to_come, None)):
-            for text in partial.heard(talk.number):
-                talk.ask(rules.tokenizer, rules.max_prompt)
-                talk.hear(text)
+            for answer in partial.heard(talk.number):
+                talk.ask()
+                talk.take(answer)
             go_on(talk)
         if not under_way:
             return
         answer = answers.next()
         talk = under_way[answer.number]
-        talk.take(answer, rules)
+        talk.take(answer)
         go_on(talk, answer)

@@ -1,9 +1,11 @@
 """An output that grows answer by answer and survives being cut: OUTPUT.partial, then OUTPUT.
 
-{"max_new_tokens": 64, "model": ...}            the settings that decide the text
-{"number": 7, "answer": "It is"}                conversation 7 goes on after this answer
+{"max_new_tokens": 64, "version": 2, ...}       the settings that decide the text
+{"number": 7, "token_ids": [52, 4], ...}        conversation 7 goes on after this answer
 {"number": 4, "line": "{\\"messages\\": ..."}   conversation 4 is over, with its line
-{"number": 7, "fault": "a prompt of ..."}       conversation 7 is over, without any
+{"number": 7, "fault": "a prompt of ..."}       conversation 7 is over, without a line
+
+A line may have a fault beside it: why the conversation ends early.
 
 Conversations end in any order; the output has them in the order of their numbers.
 """
@@ -21,34 +23,38 @@ from pathlib import Path
 from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
+from train.run.answers import TargetAnswer
+
+VERSION = 2  # of the entries: raise it when they are written in another way
 
 
 class Partial:
     """The growing output of one run; one that is killed leaves at most part of a line in it."""
 
-    def __init__(self, output: Path, *settings: dict[str, Any]) -> None:
-        """`settings` decide the text; those after the first are how earlier versions wrote them.
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        """`settings` decide the text.
 
-        Raises InputError for a file that other flags began or that cannot be written.
+        Raises InputError for a file of other settings or of another version, and for one that
+        cannot be written.
         """
         self.output, self.path = output, output.with_name(output.name + ".partial")
         self.drifted = 0  # answers that came as texts which do not become their tokens again
         self._over: dict[int, dict[str, Any]] = {}
-        self._heard: defaultdict[int, list[str]] = defaultdict(list)
+        self._heard: defaultdict[int, list[TargetAnswer]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
-            headers = [json.dumps(each, sort_keys=True).encode() for each in settings]
-            entries = self._opened(stack, headers)
+            header = json.dumps(settings | {"version": VERSION}, sort_keys=True).encode()
+            entries = self._opened(stack, header)
             self._stack = stack.pop_all()
         for entry in entries:
             self._note(entry)
 
-    def _opened(self, stack: contextlib.ExitStack, headers: list[bytes]) -> list[dict[str, Any]]:
+    def _opened(self, stack: contextlib.ExitStack, header: bytes) -> list[dict[str, Any]]:
         """Opens the file for this run alone; the entries that are there."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
             self._lock()
-            return self._continue(headers)
+            return self._continue(header)
         except OSError as error:
             reason = first_line(error)
             raise InputError(
@@ -72,53 +78,50 @@ class Partial:
         """Another run may go on."""
         self._stack.close()
 
-    def _continue(self, headers: list[bytes]) -> list[dict[str, Any]]:
+    def _continue(self, header: bytes) -> list[dict[str, Any]]:
         """The entries that are there; a new file, or one cut at its creation, gets a header."""
         content = self.path.read_bytes()
         length = content.rfind(b"\n") + 1
-        first, *lines = content[:length].splitlines() or headers[:1]
-        if first not in headers:
-            raise InputError(
-                f"{self.path} was made with other flags{_other(first, headers[0])}: repeat those "
-                "or remove it"
-            )
-        entries = [json.loads(line) for line in lines]
-        if not all("number" in entry for entry in entries):
-            raise InputError(f"{self.path} was made by an older version: end it there or remove it")
+        first, *lines = content[:length].splitlines() or [header]
+        if first != header:
+            raise InputError(f"{self.path} {_difference(first, header)}")
         if length:
             os.truncate(self.path, length)
         else:
-            self.path.write_bytes(headers[0] + b"\n")
-        return entries
+            self.path.write_bytes(header + b"\n")
+        return [json.loads(line) for line in lines]
 
     @property
     def over(self) -> Collection[int]:
         """Numbers of the conversations that are over."""
         return self._over.keys()
 
-    def heard(self, number: int) -> Sequence[str]:
+    def heard(self, number: int) -> Sequence[TargetAnswer]:
         """The answers so far of a conversation that is not over."""
         return self._heard.get(number, ())
 
-    def add(self, number: int, answer: str, drifted: bool = False) -> None:
+    def add(self, answer: TargetAnswer) -> None:
         """Adds an answer after which its conversation goes on."""
-        self._append({"number": number, "answer": answer}, drifted)
+        self._append(answer._asdict())
 
     def close(self, number: int, line: str | None, fault: str, drifted: bool = False) -> None:
-        """Adds the line of a conversation that is over, or why it has none."""
-        end = {"fault": fault} if line is None else {"line": line}
-        self._append({"number": number} | end, drifted)
+        """Adds the end of a conversation: its line, and why it has none or ends early."""
+        end = {"line": line, "fault": fault, "drifted": drifted}
+        self._append({"number": number} | {key: each for key, each in end.items() if each})
 
-    def finish(self) -> Counter[str]:
-        """Writes the lines as the output; returns the faults of conversations without.
+    def finish(self) -> tuple[Counter[str], Counter[str]]:
+        """Writes the lines as the output.
+
+        Returns the faults of conversations without a line, and of those that end early.
 
         Raises InputError, and starts from nothing the next time, where there is no line.
         """
         ends = [self._over[number] for number in sorted(self._over)]
-        faults = Counter(end["fault"] for end in ends if "fault" in end)
-        if len(faults) and len(ends) == faults.total():
+        left_out = Counter(end["fault"] for end in ends if "line" not in end)
+        short = Counter(end["fault"] for end in ends if "line" in end and "fault" in end)
+        if len(left_out) and len(ends) == left_out.total():
             self.path.unlink()
-            fault, count = faults.most_common(1)[0]
+            fault, count = left_out.most_common(1)[0]
             raise InputError(f"none of {len(ends)} conversations got an answer; {count}: {fault}")
         whole = self.output.with_name(self.output.name + ".tmp")
         with whole.open("w", encoding="utf-8") as file:
@@ -127,29 +130,30 @@ class Partial:
             os.fsync(file.fileno())  # the answers are nowhere else in a moment
         os.replace(whole, self.output)
         self.path.unlink()
-        return faults
+        return left_out, short
 
-    def _append(self, entry: dict[str, Any], drifted: bool) -> None:
-        entry |= {"drifted": True} if drifted else {}
+    def _append(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
         self._note(entry)
 
     def _note(self, entry: dict[str, Any]) -> None:
         self.drifted += entry.get("drifted", False)
-        if "answer" in entry:
-            self._heard[entry["number"]].append(entry["answer"])
+        if "token_ids" in entry:
+            self._heard[entry["number"]].append(TargetAnswer(**entry))
         else:
             self._heard.pop(entry["number"], None)
             self._over[entry["number"]] = entry
 
 
-def _other(first: bytes, header: bytes) -> str:
-    """The settings in which two headers differ, for people."""
+def _difference(first: bytes, header: bytes) -> str:
+    """How the header of a file differs from that of this run, and what to do about it."""
     try:
         ours, theirs = json.loads(header), json.loads(first)
         unlike = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-    except (ValueError, TypeError, AttributeError):  # no header
-        return ""
-    shown = (f"{name} {theirs.get(name)}" for name in unlike)
-    return f" ({', '.join(shown)})"
+    except (ValueError, TypeError, AttributeError):
+        return "has no header: remove it or change --output"
+    if "version" in unlike:
+        return "was made by another version of this program: finish it with that one or remove it"
+    shown = ", ".join(f"{name} {theirs.get(name)}" for name in unlike)
+    return f"was made with other flags ({shown}): repeat those or remove it"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from infer.evaluation.contenders import PLAIN, given_of
 from infer.flags.mesh import add_mesh_flag, as_flag
-from infer.flags.pair import AUTO, BUNDLED, EXPLICIT, add_model_flags
+from infer.flags.pair import AUTO, BUNDLED, EXPLICIT, LOOKUP, add_model_flags
 from infer.program import Parser, above_zero, local_path, names, positive
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
@@ -128,8 +128,6 @@ def check(args: argparse.Namespace) -> None:
     drafts = [mode for mode in args.modes if mode != PLAIN]
     if not drafts and args.draft:
         raise InputError("--draft with --modes plain, which drafts nothing: leave one out")
-    if drafts and args.target and not args.draft:
-        raise InputError("--target without --draft: name its drafter, or use --modes plain")
     if args.chain_depth and "chain" not in args.modes:
         raise InputError("--chain-depth without chain in --modes: leave it out, or add chain")
     if PLAIN not in args.modes and any(rate.of_capacity for rate in args.rates):
@@ -158,11 +156,12 @@ def ways_of(args: argparse.Namespace) -> list[ServedWay]:
 
     Raises InputError for a --draft that cannot be read.
     """
-    given = [given_of(text) for text in args.draft or [BUNDLED]]
+    own = LOOKUP if args.target else BUNDLED
+    given = [given_of(text) for text in args.draft or [own]]
     found = []
     for mode in dict.fromkeys(args.modes):
         for each in given[:1] if mode == PLAIN else given:
-            name = each.label or (public_name(Path(each.path)) if args.draft else BUNDLED)
+            name = each.label or (public_name(Path(each.path)) if args.draft else own)
             options = {"method": args.method, "target_layer_inference": args.target_layer_inference}
             flags = _common_flags(args) + ["--mode", mode]
             if mode != PLAIN:

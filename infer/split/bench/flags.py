@@ -20,7 +20,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Grouped flags with their defaults."""
     parser = Parser("infer.bench --split", description)
     group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="DIR_OR_HUB_ID", help="default: the bundled target")
+    group.add_argument(
+        "--target", metavar="DIR_OR_GGUF_OR_HUB_ID", help="default: the bundled target"
+    )
     group.add_argument(
         "--draft",
         action="append",

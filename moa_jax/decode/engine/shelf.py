@@ -77,7 +77,7 @@ class Shelf:
         self.slots = powers(1, num_slots)
         self.rows = powers(LEAST_ROWS, cache_rows_for(num_rows))
         self.chunks = powers(LEAST_CHUNK, session.chunks(1)[0])
-        self.ways, self.own = session.ways, session.shape
+        self.ways, self.own, self.first = session.ways, session.shape, session.first
         self.catches_up = session.catches_up
         self._session, self._blank, self._is_priced = session, blank, is_priced
         dtype = session.target.params["embed"].dtype
@@ -139,7 +139,7 @@ class Shelf:
     def ways_for(self, slots: int) -> list[DraftShape]:
         """The ways that such a batch may take, the one that it takes for want of figures first."""
         if slots == 1:
-            return sorted(self.ways, key=lambda way: way != self.own)
+            return sorted(self.ways, key=lambda way: way != self.first)
         ways = self.ways
         if not self._is_priced(slots):
             ways = [way for way in ways if way == self.own or not way.num_drafted]

@@ -1,0 +1,42 @@
+"""Logits of transformers in float32, on the CPU or a GPU.
+
+A program of its own: a task as JSON on stdin, a document on stdout.
+
+    in    {"model": a folder or a .gguf file, "sequences": [[id, ...]], "folder"}
+    out   {"versions"}, and in the folder 0.npy, 1.npy, ...: the logits (T, V) of each sequence
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+
+def load(path: str | Path) -> Any:
+    """A model in float32, ready to run: of a folder, or of a GGUF file as transformers reads it."""
+    path, file = Path(path), {}
+    if path.suffix == ".gguf":
+        path, file = path.parent, {"gguf_file": path.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **file)
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def main() -> None:
+    task = json.load(sys.stdin)
+    model = load(task["model"]).to("cuda" if torch.cuda.is_available() else "cpu")
+    for index, tokens in enumerate(task["sequences"]):
+        (logits_TV,) = model(torch.tensor([tokens], device=model.device)).logits
+        np.save(Path(task["folder"], f"{index}.npy"), logits_TV.cpu().numpy())
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"versions": versions}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""GGUF files as model folders: metadata becomes the JSON files, tensors are read where they lie.
+
+    x.gguf                          CACHE/gguf/KEY/x/
+      sizes, RoPE, end ids   -->      config.json, generation_config.json
+      vocabulary, template   -->      tokenizer.json, tokenizer_config.json
+      names, types, offsets  -->      gguf_tensors.json
+      tensors (quantised)    <--      model.gguf, a link to x.gguf
+
+KEY is a hash of the path, size and time of x.gguf, so a changed file gets a new folder. The folder
+is a target like any other; a tensor is dequantised when it is read. llama.cpp stores the rows of a
+Llama's query and key heads in the order of its own rotary embedding:
+
+    llama.cpp   row 2i of a head is row i of the first half, row 2i + 1 row i of the second half
+    here        the first half of a head's rows, then the second half
+
+References: the GGUF specification (ggml's docs/gguf.md); llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from moa_jax.config import RopeScaling, TargetConfig
+from moa_jax.errors import InputError, first_line
+from moa_jax.files import folders
+from moa_jax.files.gguf_tokenizer import write_tokenizer
+from moa_jax.files.hf_config import target_config_from_hf
+from moa_jax.files.places import user_cache
+from moa_jax.model import convert
+from moa_jax.model.layers import inverse_frequencies
+
+FORMAT = 1  # of the folder; a change of what is derived makes new folders
+INDEX, LINK = folders.GGUF_INDEX, "model.gguf"
+# Tokens by which chat templates end a turn; some files state only the end of the text.
+ENDS_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+# Keys of an architecture that change what a model computes and that no family here has.
+REFUSED = (
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "attention.sliding_window",
+    "embedding_scale",
+    "expert_count",
+    "logit_scale",
+    "residual_scale",
+)
+ROPE_FACTORS = "rope_freqs.weight"  # (E / 2,): what llama.cpp divides rotary frequencies by
+
+
+def folder_of(path: Path) -> Path:
+    """The model folder of a GGUF file, written when the file is first seen.
+
+    Raises InputError for a file that is cut short, of an unknown architecture or quantisation, one
+    part of several, without a tensor, or without all that makes its tokenizer.
+    """
+    path = path.resolve()
+    status = path.stat()
+    seen = f"{FORMAT} {path} {status.st_size} {status.st_mtime_ns}"
+    folder = _cache() / hashlib.sha256(seen.encode()).hexdigest()[:16] / path.stem
+    if not (folder / INDEX).is_file():
+        _write_folder(path, folder)
+    return folder
+
+
+def _cache() -> Path:
+    """The folder of all GGUF files' folders; a temporary one where the user's cannot be written."""
+    try:
+        root = user_cache() / "gguf"
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+        return root
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return Path(tempfile.mkdtemp(prefix="moa-jax-gguf-"))
+
+
+def _write_folder(path: Path, folder: Path) -> None:
+    """Write all files of a GGUF's folder under a temporary name, then rename it."""
+    file = _opened(path)
+    metadata = _Metadata(path, file)
+    config, tensors = _config_and_tensors(file, metadata)
+    eos_ids, pad_id = metadata.special_ids()
+    ids = {"eos_token_id": eos_ids, "pad_token_id": pad_id, "bos_token_id": metadata.id("bos")}
+    ids = {key: value for key, value in ids.items() if value is not None}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as scratch:
+        fresh = Path(scratch, folder.name)
+        fresh.mkdir()
+        folders.write_json(fresh / "config.json", config | ids)
+        folders.write_json(fresh / "generation_config.json", ids)
+        write_tokenizer(fresh, metadata.get, str(path))
+        (fresh / LINK).symlink_to(path)
+        folders.write_json(fresh / INDEX, tensors)
+        shutil.rmtree(folder, ignore_errors=True)  # of a version that wrote no index
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if not (folder / INDEX).is_file():  # else another process was first
+                raise
+
+
+def _opened(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise InputError(
+            f"cannot read {path}: cut short, or no GGUF file of a known version and quantisation "
+            f"({first_line(error)}); fetch it again"
+        ) from error
+
+
+class _Metadata:
+    """The keys of a GGUF file, and what they say of a model."""
+
+    def __init__(self, path: Path, file: gguf.GGUFReader) -> None:
+        self.path, self._fields = path, file.fields
+        parts = self.get("split.count", 1)
+        if parts > 1:
+            raise InputError(
+                f"{path} is one of {parts} parts of a model: merge them with llama.cpp's "
+                "llama-gguf-split --merge"
+            )
+        self.architecture = self.need("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise InputError(
+                f"{path}: architecture {self.architecture!r} is not supported; use one of {known}"
+            )
+        for key in REFUSED:
+            if self.of_model(key):
+                raise InputError(
+                    f"{path}: {self.architecture}.{key} is {self.of_model(key)}, which is not "
+                    "supported; use a dense model with full attention"
+                )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; raises InputError for text that is not UTF-8."""
+        if key not in self._fields:
+            return default
+        try:
+            return self._fields[key].contents()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.path}: {key} is not UTF-8; fetch it again") from error
+
+    def need(self, key: str) -> Any:
+        if (value := self.get(key)) is None:
+            raise InputError(f"{self.path}: {key} is missing; convert the model again")
+        return value
+
+    def of_model(self, key: str, default: Any = None) -> Any:
+        """The value of a key of this architecture."""
+        return self.get(f"{self.architecture}.{key}", default)
+
+    def size(self, key: str) -> int:
+        value = self.need(f"{self.architecture}.{key}")
+        if not isinstance(value, int):
+            raise InputError(
+                f"{self.path}: {self.architecture}.{key} is {value}, not one number; layers of "
+                "different sizes are not supported"
+            )
+        return value
+
+    def id(self, name: str) -> int | None:
+        return self.get(f"tokenizer.ggml.{name}_token_id")
+
+    def special_ids(self) -> tuple[list[int], int | None]:
+        """All ids that end a turn, and the padding id.
+
+        Raises InputError for an id beyond the vocabulary.
+        """
+        tokens = self.need("tokenizer.ggml.tokens")
+        kinds = self.get("tokenizer.ggml.token_type", ())
+        stated = [self.id(name) for name in ("eos", "eot", "eom")]
+        ends = [
+            index
+            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+            if kind == gguf.TokenType.CONTROL and token in ENDS_OF_TURN
+        ]
+        ids = list(dict.fromkeys(id for id in [*stated, *ends] if id is not None))
+        pad_id = self.id("padding")
+        for each in [*ids, *([] if pad_id is None else [pad_id])]:
+            if each >= len(tokens):
+                raise InputError(
+                    f"{self.path}: token id {each} is beyond its {len(tokens)} tokens; convert the "
+                    "model again"
+                )
+        return ids, pad_id
+
+
+def _config_and_tensors(
+    file: gguf.GGUFReader, metadata: _Metadata
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json without special ids, and the entry of each tensor under its name here."""
+    stored = {tensor.name: tensor for tensor in file.tensors}
+    config = _config(metadata, stored)
+    target = target_config_from_hf(config, str(metadata.path))
+    names = gguf.get_tensor_name_map(ARCHITECTURES[metadata.architecture], target.num_layers)
+    name_of = {
+        names.get_name(name, (".weight", ".bias")): name
+        for name in convert.stored_shapes(convert.target_table(target))
+    }
+    heads = _heads_to_reorder(metadata.architecture, target)
+    tensors: dict[str, Any] = {}
+    for tensor in file.tensors:
+        if tensor.name == ROPE_FACTORS:
+            continue
+        name = name_of.get(tensor.name, tensor.name)  # an unknown one is refused when it is loaded
+        tensors[name] = {
+            "type": tensor.tensor_type.name,
+            "shape": [int(size) for size in reversed(tensor.shape)],
+            "data_offsets": [int(tensor.data_offset), int(tensor.data_offset + tensor.n_bytes)],
+        }
+        if count := heads.get(name.split(".")[-2] if "." in name else ""):
+            tensors[name]["heads"] = count
+    reader = GGUFReader(metadata.path, tensors)
+    reader.check(convert.stored_shapes(convert.target_table(target)))
+    return config, tensors
+
+
+def _heads_to_reorder(architecture: str, target: TargetConfig) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp reorders: those of `llama` only."""
+    block = target.block
+    is_llama = architecture == "llama"
+    return {"q_proj": block.num_heads, "k_proj": block.num_kv_heads} if is_llama else {}
+
+
+def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dict[str, Any]:
+    """The config.json that the metadata and the tensors' names say."""
+    width, heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
+    if width % heads and metadata.of_model("attention.key_length") is None:
+        raise InputError(f"{metadata.path}: {heads} heads do not divide a width of {width}")
+    head_dim = metadata.of_model("attention.key_length", width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if metadata.of_model(key, head_dim) != head_dim:
+            raise InputError(
+                f"{metadata.path}: {metadata.architecture}.{key} is {metadata.of_model(key)} where "
+                f"heads have {head_dim}; use a model in which the two are equal"
+            )
+    if (embedding := stored.get("token_embd.weight")) is None:
+        raise InputError(f"{metadata.path} lacks the tensor token_embd.weight; fetch it again")
+    theta = _shortest(metadata.of_model("rope.freq_base", 10000.0))
+    rope = _rope_scaling(metadata, stored, head_dim, theta)
+    is_llama = metadata.architecture == "llama"
+    return {
+        "architectures": [f"{metadata.architecture.capitalize()}ForCausalLM"],
+        "model_type": metadata.architecture,
+        "hidden_act": "silu",
+        "vocab_size": int(embedding.shape[-1]),
+        "hidden_size": width,
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_hidden_layers": metadata.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.of_model("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.size("context_length"),
+        "rms_norm_eps": _shortest(
+            metadata.need(f"{metadata.architecture}.attention.layer_norm_rms_epsilon")
+        ),
+        "rope_theta": theta,
+        "rope_scaling": rope,
+        "tie_word_embeddings": "output.weight" not in stored,
+        "attention_bias": is_llama and "blk.0.attn_q.bias" in stored,
+        "mlp_bias": is_llama and "blk.0.ffn_gate.bias" in stored,
+    }
+
+
+def _shortest(value: float) -> float:
+    """The float that is written shortest among those of the same float32."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(
+    metadata: _Metadata,
+    stored: Mapping[str, gguf.ReaderTensor],
+    head_dim: int,
+    theta: float,
+) -> dict[str, Any] | None:
+    """RoPE scaling as config.json writes it; raises InputError for kinds that are not read."""
+    if ROPE_FACTORS in stored:
+        factors = np.array(stored[ROPE_FACTORS].data, np.float32)
+        return _llama3_scaling(metadata.path, factors, head_dim, theta)
+    kind = metadata.of_model("rope.scaling.type", "none")
+    factor = metadata.of_model("rope.scaling.factor", metadata.of_model("rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind != "linear":
+        raise InputError(
+            f"{metadata.path}: rope scaling {kind!r} is not supported; use a model with llama3 or "
+            "linear scaling, or without scaling"
+        )
+    return {"rope_type": "linear", "factor": _shortest(factor)}
+
+
+def _llama3_scaling(path: Path, factors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
+    """The llama3 scaling that divides rotary frequencies by these factors.
+
+    Of turns t = original * frequency / 2 pi, the kept share k = (t - low) / (high - low) gives
+    1 / factor_i = k + (1 - k) / factor where 0 < k < 1. So k is a line over frequency, and low is
+    free: all of (original, low, high) times a number is the same scaling. It is 1 in all releases.
+    """
+    frequency = inverse_frequencies(head_dim, theta, None).astype(np.float64)
+    if factors.shape != frequency.shape or not np.isfinite(factors).all():
+        raise InputError(
+            f"{path}: {ROPE_FACTORS} is not one factor for each frequency; fetch it again"
+        )
+    factor = float(factors.max())
+    between = (factors > 1) & (factors < factor * (1 - 1e-6))
+    refusal = InputError(
+        f"{path}: the factors in {ROPE_FACTORS} are not those of a llama3 scaling; use a model "
+        "with llama3 or linear scaling, or without scaling"
+    )
+    if between.sum() < 2:
+        raise refusal
+    kept = (1 / factors[between].astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    slope, offset = np.polyfit(frequency[between], kept, 1)
+    if offset >= 0:
+        raise refusal
+    high = 1 - 1 / offset
+    original = round(slope * (high - 1) * 2 * math.pi)
+    scaling = RopeScaling("llama3", round(factor, 3), 1.0, round(high, 3), original)
+    found = inverse_frequencies(head_dim, theta, scaling)
+    if not np.allclose(found, frequency / factors, rtol=1e-4, atol=0):
+        raise refusal
+    return dataclasses.asdict(scaling)
+
+
+class GGUFReader(folders.TensorReader):
+    """The tensors of a GGUF file under their names here; each is dequantised when it is read."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Any]) -> None:
+        """`tensors` are the entries of gguf_tensors.json."""
+        self._path, self._tensors = path, tensors
+        self._data = np.memmap(path, np.uint8, "r")
+        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        super().__init__(path, dict.fromkeys(tensors, path), shapes)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> GGUFReader:
+        """The tensors of a folder that `folder_of` wrote; raises InputError if the file is gone."""
+        path = folder / LINK
+        if not path.is_file():
+            raise InputError(f"cannot read {path.resolve()}: the GGUF file of {folder} is missing")
+        return cls(path, folders.read_json(folder / INDEX))
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in float32 where it is quantised.
+
+        Raises InputError for a file that has become shorter since its folder was written.
+        """
+        entry = self._tensors[name]
+        start, end = entry["data_offsets"]
+        if self._path.stat().st_size < end:
+            raise InputError(f"{self._path.resolve()} ends within {name}; fetch it again")
+        content, shape = self._data[start:end], self.shapes[name]
+        if (dtype := _FLOATS.get(entry["type"])) is not None:
+            values = content.view(dtype).reshape(shape)
+        else:
+            rows = math.prod(shape[:-1])
+            values = gguf.dequantize(content.reshape(rows, -1), _type_of(entry)).reshape(shape)
+        if heads := entry.get("heads"):
+            pairs = values.reshape(heads, -1, 2, *shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(shape)
+        return values
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor as `read` returns it."""
+        return math.prod(self.shapes[name]) * np.dtype(self._float_of(name)).itemsize
+
+    def stored(self, name: str) -> folders.Stored:
+        entry = self._tensors[name]
+        return folders.Stored(self._path, entry["type"], *entry["data_offsets"])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The widest dtype of the matrices; that of quantised ones is float32."""
+        matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
+        return max((np.dtype(self._float_of(name)) for name in matrices), key=lambda d: d.itemsize)
+
+    def _float_of(self, name: str) -> str:
+        entry = self._tensors[name]
+        if entry["type"] in _FLOATS:
+            return _FLOATS[entry["type"]]
+        kind = _type_of(entry)
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise InputError(
+                f"{self._path}: {name} is stored as {entry['type']}, which the package gguf does "
+                "not dequantise; use Q8_0, Q4_0 or another common type"
+            ) from error
+        return "float32"
+
+
+_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+
+
+def _type_of(entry: Mapping[str, Any]) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[entry["type"]]

