@@ -148,6 +148,13 @@ def matrices(params: Any) -> list[Matrix]:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised | Panels))
 
 
+def kernels(params: Any) -> list[Matrix]:
+    """The matrices (D, *outputs) of a parameter tree that rows are multiplied with."""
+    is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_matrix)
+    return [leaf for path, leaf in leaves if _SUMMED.get(getattr(path[-1], "key", None)) == 0]
+
+
 # ---- products -----------------------------------------------------------------------------
 
 
