@@ -139,6 +139,8 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
             row["costs"] = _table_of(session, args.batch)
         elif not args.no_phases and session.mesh is None:
             row |= _costs(bench, session, found, row, bandwidth)
+            if mode.name == "plain" and args.batch == 1 and jax.default_backend() == "cpu":
+                row |= _units(bench, session, row)
         rows.append(row)
     peers = _peers(bench, plain, args) if args.compare else []
     return {
@@ -215,6 +217,16 @@ def _costs(
         "program_bytes": found.program_bytes,
         "weights_and_caches_bytes": held,
         "memory_over_weights_and_caches": found.program_bytes / held,
+    }
+
+
+def _units(bench: Bench, session: Session, row: dict[str, Any]) -> dict[str, Any]:
+    """A plain round and passes over several rows in sweeps over the target's weights."""
+    unit, passes = phases.in_units(session, bench.batches[0][0], bench.stop_ids)
+    return {
+        "unit_ms": 1e3 * unit,
+        "round_units": row["ms_per_round"] / (1e3 * unit),
+        "pass_units": {str(rows): units for rows, units in passes.items()},
     }
 
 

@@ -10,11 +10,15 @@ Draft, verify and extend run in loops of their own on the device, each turn wait
 before. Phases measured apart need not sum to a round: in one program the compiler overlaps and
 fuses them, and a loop of one phase finds its own weights in the cache where they fit. So a
 round, measured in whole generations, stands beside their sum.
+
+On a CPU a target pass over several rows is also given in units. A unit is one float32 product of
+one row with each of the target's matrices, by stock jnp products: the time that the weights take.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 import time
 from collections import Counter
@@ -26,12 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_of, compiler_options
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import chain
 from moa_jax.measure.traffic import bytes_read
+from moa_jax.model import quantise
 from moa_jax.model.precision import matmul_precision
 
 Array = jax.Array
@@ -40,6 +46,7 @@ PhaseTurn = Callable[[Any, Array], tuple[Any, Any]]
 
 NO_TOKEN = -7  # no array of a round starts with this
 SECONDS_A_LOOP, MOST_TURNS, LOOPS = 0.2, 500, 5
+PASSES = (4, 8, 16)  # rows of the passes that are given in units: a chain's and two trees'
 TO_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback")
 
 
@@ -216,6 +223,43 @@ def _repeat(turn: PhaseTurn, moving: Any, count: Array) -> tuple[Any, Any]:
         return turn(moving, never.astype(jnp.int32))
 
     return lax.fori_loop(0, count, again, (moving, blank))
+
+
+def in_units(
+    session: Session, prompt: Sequence[int], stop_ids: Sequence[int] | None
+) -> tuple[float, dict[int, float]]:
+    """Seconds of a unit, and of a verification of PASSES rows of one prompt, in units."""
+    longest = max(PASSES)
+    state, limits, law, _ = session.start([prompt], longest, stop_ids, GREEDY)
+    caches, fixed = state.now.target_caches, with_caches(state, (), None)
+    unit, passes = _unit_seconds(session.target.params), {}
+    for rows in PASSES:
+        setup = session.setup._replace(shape=DraftShape(rows))
+        read = (fixed, limits, law, chain(jnp.repeat(state.root_B[:, None], rows, axis=1)))
+        verify = functools.partial(_verify, setup)
+        phase, caches, _ = _timed(setup, verify, session.weights, caches, read)
+        passes[rows] = phase.seconds / unit
+    return unit, passes
+
+
+def _unit_seconds(params: Any) -> float:
+    """Seconds of one sweep over float32 arrays of the shapes of a model's matrices."""
+
+    def sweep(x: Array, weights: list[Array]) -> Array:
+        for weight_DF in weights:  # each product waits for the one before
+            row_1D = jnp.full((1, len(weight_DF)), x)
+            x = (row_1D @ weight_DF).max()
+        return x
+
+    shapes = [kernel.shape for kernel in quantise.kernels(params)]
+    weights = [jnp.zeros((inputs, math.prod(outputs))) for inputs, *outputs in shapes]
+    program = jax.jit(sweep).lower(jnp.float32(0), weights).compile()
+    seconds = []
+    for _ in range(2 * LOOPS):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(jnp.float32(0), weights))
+        seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds[LOOPS:]))
 
 
 def _call_seconds(

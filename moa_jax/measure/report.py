@@ -41,6 +41,7 @@ def render(document: dict[str, Any]) -> str:
         table_of([_acceptance_row(row) for row in modes if row["acceptance_rate"] is not None]),
         table_of([cells for row in modes if "phases" in row for cells in _phase_rows(row)]),
         table_of([_cost_row(row) for row in modes if "phases" in row]),
+        table_of([_unit_row(row) for row in modes if "unit_ms" in row]),
         table_of([cells for row in modes for cells in _round_rows(row.get("costs", []))]),
         table_of([_peer_cells(row) for row in document["peers"]]),
         _weights_cost(document.get("weights_cost"), settings),
@@ -123,6 +124,15 @@ def _cost_row(row: dict[str, Any]) -> dict[str, str]:
         "program MB": number(row["program_bytes"] / 1e6, 1),
         "over weights + caches": number(row["memory_over_weights_and_caches"], 2),
     }
+
+
+def _unit_row(row: dict[str, Any]) -> dict[str, str]:
+    """A unit is a float32 sweep of one row over the target's matrices, by stock products."""
+    passes = row["pass_units"].items()
+    return {
+        "unit, ms": number(row["unit_ms"], 3),
+        "plain round, units": number(row["round_units"], 2),
+    } | {f"pass over {rows} rows": number(units, 2) for rows, units in passes}
 
 
 def _round_rows(costs: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -239,5 +239,10 @@ def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
     hidden = jnp.finfo(jnp.float32).min  # not -inf: rows of padding may see nothing at all
     score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, hidden)
     weight_BKXS = jax.nn.softmax(score_BKGTS, axis=-1).reshape(B, K, G * T, -1)
-    mixed_BKXE = jnp.einsum("BKXS,BKSE->BKXE", weight_BKXS.astype(q_BKXE.dtype), kv.v_BKSE)
+    # XLA for CPUs would store float32 values first to give a product in bfloat16.
+    result = jnp.float32 if traced_platform() == "cpu" else q_BKXE.dtype
+    weight_BKXS = weight_BKXS.astype(q_BKXE.dtype)
+    mixed_BKXE = jnp.einsum(
+        "BKXS,BKSE->BKXE", weight_BKXS, kv.v_BKSE, preferred_element_type=result
+    ).astype(q_BKXE.dtype)
     return jnp.moveaxis(mixed_BKXE.reshape(B, K, G, T, E), 3, 1)

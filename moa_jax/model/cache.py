@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax.config import BlockConfig
+from moa_jax.model.devices import traced_platform
 
 Array = jax.Array
 
@@ -74,6 +75,11 @@ def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
     """One array of a cache with T new rows; any array that is kept by rows will do."""
     new_BKTE = new_BKTE.astype(cache_BKSE.dtype)
     B, K, S, E = cache_BKSE.shape
+    if cache_BKSE.dtype == jnp.bfloat16 and traced_platform() == "cpu":
+        # XLA for CPUs would make float32 of the whole cache to scatter into it.
+        bits = lambda rows: lax.bitcast_convert_type(rows, jnp.uint16)
+        written = write_rows(bits(cache_BKSE), bits(new_BKTE), start_B)
+        return lax.bitcast_convert_type(written, cache_BKSE.dtype)
     if B == 1:  # a plain slice update stays in place; a scatter may not
         heads = () if K == 1 else (K,)  # axes of 1 would be bitcasts around the update: see `lean`
         rows, new = cache_BKSE.reshape(*heads, S, E), new_BKTE.reshape(*heads, -1, E)

@@ -148,6 +148,13 @@ def matrices(params: Any) -> list[Matrix]:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised | Panels))
 
 
+def kernels(params: Any) -> list[Matrix]:
+    """The matrices (D, *outputs) of a parameter tree that rows are multiplied with."""
+    is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_matrix)
+    return [leaf for path, leaf in leaves if _SUMMED.get(getattr(path[-1], "key", None)) == 0]
+
+
 # ---- products -----------------------------------------------------------------------------
 
 
@@ -170,6 +177,8 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
         y = panels.multiply(x, kernel).astype(dtype)
     elif is_master:
         y = _by_master(x, joined(kernel, inputs), dtype)
+    elif x.dtype == jnp.bfloat16 and traced_platform() == "cpu" and not apart:
+        y = panels.multiply_bfloat16(x, joined(kernel.astype(x.dtype), inputs)).astype(dtype)
     else:
         y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *outputs)

@@ -302,8 +302,11 @@ def test_one_document_on_stdout(stored, capsys, hasty):
         assert row["host_transfers_in_generation"] == 0
         assert 0.9 < row["memory_over_weights_and_caches"] < 10
     assert found["settings"]["prompts"] == 3 and found["machine"]["bandwidth_bytes_per_s"] > 0
+    assert plain["unit_ms"] > 0 and plain["round_units"] > 0 and "unit_ms" not in chain
+    assert plain["pass_units"].keys() == {"4", "8", "16"} and min(plain["pass_units"].values()) > 0
     text = report.render(found)
     assert "| plain | " in text and "| chain 3 | extend |" in text
+    assert "| unit, ms | plain round, units | pass over 4 rows | " in text
 
 
 def test_random_weights_of_a_config(tmp_path, capsys, hasty):

@@ -71,6 +71,21 @@ def test_each_product_is_one_library_call(rows):
     assert max(each.size for each in main) <= kernel.columns_PDC.nbytes
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_in_bfloat16_are_library_calls_on_weights_as_they_are(rows):
+    """XLA's library has none of one row, and none with results in bfloat16."""
+
+    def product(x, kernel):
+        return quantise.matmul(x, kernel, x.dtype)
+
+    x, kernel = jnp.ones((1, rows, 128), jnp.bfloat16), jnp.ones((128, 2, 64), jnp.bfloat16)
+    assert product(x, kernel).shape == (1, rows, 2, 64)
+    hlo = jax.jit(product).lower(x, kernel).compile().as_text()
+    assert hlo.count("__ynn_fusion") == 1
+    shapes = [array for each in parse(hlo)[entry(hlo)].values() for array in arrays(each.shape)]
+    assert {array.dtype for array in shapes if array.size >= 128 * 128} == {"bf16"}
+
+
 def test_without_the_library_nothing_is_cut(monkeypatch):
     monkeypatch.setattr(panels, "is_fast", lambda: False)
     kernel = jnp.asarray(KERNEL)

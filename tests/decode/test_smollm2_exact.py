@@ -1,0 +1,50 @@
+"""SmolLM2-135M-Instruct in float32: drafts and batches change no token of plain decoding."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from infer.evaluation.suites import load_suite
+from infer.flags.batches import TEXTS
+from infer.flags.prompts import asking, tokenizer_of
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape
+from moa_jax.decode.exactness import compare
+
+pytestmark = pytest.mark.slow
+
+SHAPES = {"plain": None, "chain": DraftShape(5), "tree": DraftShape(5, 4, 16)}
+TIE = 1e-3  # logits; twice what float32 moves the logits of these weights by, and more
+LENGTH = 128
+
+
+@pytest.fixture(scope="module")
+def given(smollm2_gguf):
+    """The target, 20 prompts, and what plain decoding writes after each of them alone."""
+    target = load_target(smollm2_gguf, jnp.float32)
+    tokenizer = tokenizer_of(target.folder)
+    questions = [turn for question in load_suite("demo") for turn in question.turns]
+    prompts = [asking(text, tokenizer) for text in (*questions, *TEXTS)][:20]
+    assert len(prompts) == 20
+    session = Session(target)
+    alone = [session.generate([prompt], LENGTH)[0].token_ids for prompt in prompts]
+    return target, prompts, alone
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answers_equal_plain_decoding_of_one_prompt(given, shape, batch):
+    """Only a tie in float32 may be decided otherwise, and is shown."""
+    target, prompts, alone = given
+    if (shape, batch) == ("plain", 1):
+        pytest.skip("plain decoding of one prompt is the reference")
+    session = Session(target, SHAPES[shape] and load_drafter("lookup", target), SHAPES[shape])
+    places = [index % len(prompts) for index in range(-(-len(prompts) // batch) * batch)]
+    for first in range(0, len(places), batch):
+        rows = places[first : first + batch]
+        results = session.generate([prompts[row] for row in rows], LENGTH)
+        for row, result in zip(rows, results, strict=True):
+            if found := compare(target, prompts[row], alone[row], result.token_ids):
+                print(f"prompt {row}, {shape}, batch {batch}: {found}")
+                assert found.margin is not None and abs(found.margin) < TIE, found
