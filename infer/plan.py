@@ -31,6 +31,7 @@ from infer.flags.pair import (
     DEFAULT_TREE,
     EXPLICIT,
     add_kind_flags,
+    add_pair_flag,
     add_tree_sizes,
     drafter_options,
     open_drafter,
@@ -82,7 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
 def request_of(args: argparse.Namespace) -> PlanRequest:
     """What the flags ask for; raises InputError for what does not go together."""
     args.mode = _mode(args)
-    target = _target(args.shape)
+    if args.shape is None and args.target is None:
+        raise InputError("no --shape: name the target whose rounds are to be priced")
+    target = _target(args.shape or args.target)
     drafter = _drafter(args, target)
     drafts = drafter and args.mode != "plain"
     shape = shape_of(args, drafter.depth) if drafts else DraftShape(1)
@@ -126,7 +129,7 @@ def _target(name: str) -> Target:
     """The sizes of a target: known ones by their hub id, else those of its folder."""
     if name in SHAPES:
         return Target(SHAPES[name], None, Path(name), SpecialIds())
-    if not Path(name).is_dir():
+    if not Path(name).exists():
         known = ", ".join(SHAPES)
         raise InputError(f"--shape {name} is no folder, and no known shape: these are {known}")
     return describe_target(name)
@@ -259,13 +262,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_models(parser: argparse.ArgumentParser) -> None:
+def _add_models(parser: Parser) -> None:
     group = parser.add_argument_group("models")
+    add_pair_flag(parser, group)
+    parser.set_defaults(target=None)  # which --pair sets
     group.add_argument(
         "--shape",
-        required=True,
         metavar="NAME_OR_DIR",
-        help=f"target: {', '.join(SHAPES)}, or a folder with its config.json",
+        help=f"target: {', '.join(SHAPES)}, a folder with its config.json, or a GGUF file",
     )
     group.add_argument(
         "--drafter", metavar="FILE.py_OR_DIR", help="a config file of train.distill, or a drafter"

@@ -94,7 +94,8 @@ def _use_pair(args: argparse.Namespace) -> None:
     if args.pair is not None and args.target is not None:
         raise InputError(f"--pair {args.pair} and --target {args.target}: leave one of them out")
     if args.pair is None:
-        if any(getattr(args, flag, None) for flag in ("target", "draft", "random_weights")):
+        named = ("target", "draft", "random_weights", "shape")
+        if any(getattr(args, flag, None) for flag in named):
             return
         args.pair = os.environ.get(PAIR_VARIABLE) or DEFAULT_PAIR
     if args.pair != DEFAULT_PAIR:
