@@ -36,7 +36,15 @@ import jax.numpy as jnp
 
 from infer.flags.auto import costs_of
 from infer.flags.mesh import add_mesh_flag
-from infer.flags.pair import BUNDLED, add_weights_flag, open_drafter, open_target, target_options
+from infer.flags.pair import (
+    BUNDLED,
+    MODEL,
+    add_pair_flag,
+    add_weights_flag,
+    open_drafter,
+    open_target,
+    target_options,
+)
 from infer.flags.sampling import add_law_flags
 from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
@@ -67,6 +75,8 @@ Record = dict[str, Any] | InputError
 
 def regenerate(args: argparse.Namespace) -> None:
     """Answers all conversations of its shard, many side by side."""
+    if args.target is None:
+        raise InputError("no --target: name the model that answers, or a --pair")
     _check_flags(args)
     output = args.output
     if args.shard is not None:
@@ -194,7 +204,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.regenerate", __doc__)
     group = parser.add_argument_group("models")
-    group.add_argument("--target", required=True, metavar="DIR_OR_GGUF_OR_HUB_ID")
+    add_pair_flag(parser, group)
+    group.add_argument("--target", metavar=MODEL)
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     add_weights_flag(group)
     add_mesh_flag(group)
