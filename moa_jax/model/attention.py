@@ -8,11 +8,11 @@ whose scores stay on the chip (`attention_intervals.py`); elsewhere an einsum ma
                      every row       |                 |
 
 Allocated rows are S, used rows n + X. The einsum reads all S under a mask, but on a CPU of several
-long caches a quarter, half or all, as the longest text needs. The kernels of accelerators read the
-n rows of the prefix, which need no mask but their number, and apart from these the X rows of the
-tree. They join the two by their log-sum-exps. `attend_cached` chooses: a program compiled for a GPU
-gets Pallas-Triton, one for a TPU gets Pallas, any other the einsum. On a mesh each device does this
-for its heads and its rows of the batch.
+long caches, and of one for a chunk of a prompt, a quarter, half or all, as the longest text needs.
+The kernels of accelerators read the n rows of the prefix, which need no mask but their number, and
+apart from these the X rows of the tree. They join the two by their log-sum-exps. `attend_cached`
+chooses: a program compiled for a GPU gets Pallas-Triton, one for a TPU gets Pallas, any other the
+einsum. On a mesh each device does this for its heads and its rows of the batch.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 Array = jax.Array
 
 LONG = 512  # rows of caches of several texts that a CPU reads as far as they are used
+MANY = 32  # tokens of one text for which it does so too: a chunk of a prompt, and few trees
 QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
 INTERVALS = "scores_of_intervals_"  # names operations, before a number of parts, for `flops.py`
 
@@ -201,15 +202,15 @@ def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tu
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
         past = cache.write(past, rows, sight.start_B(T))
     mask_BTS = sight.mask(T, past.k_BKSE.shape[2])
-    if _pays_to_look(past):
+    if _pays_to_look(past, T):
         return _as_far_as_used(q_BKGTE, past, mask_BTS, sight.length_B + sight.num_behind), past
     return attend(q_BKGTE, past, mask_BTS), past
 
 
-def _pays_to_look(kv: KV) -> bool:
-    """Whether to look how far texts have come takes less than to read all rows."""
+def _pays_to_look(kv: KV, tokens: int) -> bool:
+    """Whether to look how far texts have come takes less than for `tokens` to read all rows."""
     B, _, S, _ = kv.k_BKSE.shape
-    return traced_platform() == "cpu" and B > 1 and S >= LONG
+    return traced_platform() == "cpu" and (B > 1 or tokens >= MANY) and S >= LONG
 
 
 def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:

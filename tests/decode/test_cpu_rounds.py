@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moa_jax import Session
-from moa_jax.aot.hlo import Move, large_moves
+from moa_jax.aot.hlo import Move, arrays, large_moves, parse
 from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.programs import Programs
@@ -67,6 +67,20 @@ def cases() -> list:
 def test_a_round_copies_no_cache(pair, shape, batch):
     session = pair.plain if shape is None else Session(pair.target, pair.drafter, shape)
     assert copies(session, batch) == []
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_round_in_bfloat16_widens_no_cache(pair, batch):
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), pair.target.params)
+    session = Session(pair.target._replace(params=narrow))
+    state, limits, law, _ = session.start([[5, 6, 7]] * batch, 9, NO_STOP, GREEDY)
+    caches = state.now.target_caches[0].k_BKSE
+    program = parse(session.loop(state, limits, law).as_text())
+    stored = [each for name, part in program.items() if "computation" not in name for each in part]
+    lines = {name: line for part in program.values() for name, line in part.items()}
+    of_a_cache = lambda array: array.count == caches.size and array.dims[-1] == caches.shape[-1]
+    kept = [array for name in stored for array in arrays(lines[name].shape) if of_a_cache(array)]
+    assert {"bf16", "u16"} >= {array.dtype for array in kept} > set()
 
 
 def test_reading_as_far_as_is_used_copies_no_whole_cache(pair):
