@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from infer.flags import batches
-from infer.flags.auto import costs_of, fill, ways_of
+from infer.flags.auto import costs_of, fill, fill_vocabularies, ways_of
 from infer.flags.bench import Mode, check, modes_of, parser_of
 from infer.flags.pair import AUTO, kind_of, load_pair
 from infer.flags.vocabulary import source_of, vocabulary_of
@@ -76,6 +76,8 @@ def main(arguments: list[str] | None = None) -> int | None:
     args.mode = "plain" if args.modes == ["plain"] else None  # then no drafter is loaded
     target, drafter = batches.random_pair(args) if args.random_weights else load_pair(args)
     modes = modes_of(args, drafter)
+    if args.draft_vocabulary is None and not args.random_weights:
+        fill_vocabularies(target, drafter, args.weights)
     vocabulary = vocabulary_of(args, target, drafter)
     bench = Bench(
         modes,

@@ -61,7 +61,7 @@ TABLE: dict[str, set[str]] = {
     "infer.flags.mesh": {"errors", "model", "infer.program"},
     "infer.flags.sampling": DECODE | {"infer.program"},
     "infer.flags.auto": DECODE | {"measure"},
-    "infer.flags.vocabulary": DECODE,
+    "infer.flags.vocabulary": DECODE | {"infer.flags.auto"},
     "infer.flags.pair": LIBRARY - {"training", "split"}
     | PAIR
     | {"infer.program", "infer.flags.mesh"},

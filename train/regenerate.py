@@ -46,6 +46,7 @@ from infer.flags.pair import (
     target_options,
 )
 from infer.flags.sampling import add_law_flags
+from infer.flags.vocabulary import default_of
 from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
 from moa_jax.config import Sampling
@@ -54,7 +55,6 @@ from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.room import Room
-from moa_jax.decode.vocabulary import default_vocabulary
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
@@ -161,7 +161,7 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
     if args.draft is not None:
         folder = None if args.draft == BUNDLED else args.draft
         drafter = open_drafter(folder, target, weights=args.weights)
-    vocabulary = drafter and default_vocabulary(target, drafter)
+    vocabulary = drafter and default_of(target, drafter, args.weights)
     engine = Engine(
         target,
         drafter,

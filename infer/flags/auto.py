@@ -12,8 +12,8 @@ import jax
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.costs import Costs, Place, load_costs, pair_of, priced_as, save_costs
-from moa_jax.decode.session import PLAIN, Session
-from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.decode.session import DEFAULT_DEPTH, PLAIN, Session
+from moa_jax.decode.vocabulary import DraftVocabulary, vocabulary_beside
 from moa_jax.measure.pricing import NEW, PROMPT, price
 from moa_jax.model.sharding import mesh_of, name_of
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -22,6 +22,9 @@ CHAINS = (3, 5, 8)  # depths, beside the drafter's own
 TREE = {"cpu": DraftShape(5, 4, 16)}  # a CPU verifies few tokens at once
 TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
 FOLDER = "costs"  # in that of compiled programs
+# A draft vocabulary leaves out a few percent of the tokens, each of which ends a draft, so a round
+# must be that much shorter.
+MOST_OF_A_ROUND = 0.95
 
 
 def ways_of(own: DraftShape, drafter: LoadedDrafter | None = None) -> tuple[DraftShape, ...]:
@@ -91,6 +94,45 @@ def _measure(session: Session, batch: int, *go_on: Callable[[], bool]) -> None:
     rows = session.room.rows(PROMPT + NEW)
     for way, ms in price(session, batch, *go_on).items():
         session.costs.put(batch, priced_as(way) or way, ms, rows)
+
+
+def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: str | None) -> None:
+    """Measures the drafter's own chain with its draft vocabulary and with all tokens, once.
+
+    A drafter that brings no vocabulary has nothing to compare.
+    """
+    beside = drafter and vocabulary_beside(target, drafter)
+    for vocabulary in (beside, None) if beside else ():
+        costs, own = _own_chain(target, drafter, vocabulary, weights)
+        if costs.ms(1, own) is None:
+            size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
+            print(f"timing drafts from {size} tokens, once on this machine", file=sys.stderr)
+            session = Session(target, drafter, own, costs=costs, vocabulary=vocabulary)
+            _measure(session, 1)
+            save_costs(folder(), costs)
+
+
+def vocabulary_pays(
+    target: Target, drafter: LoadedDrafter, vocabulary: DraftVocabulary, weights: str | None
+) -> bool:
+    """Whether the tables of costs say that a round is shorter where it drafts from a vocabulary."""
+    narrow, whole = (
+        costs.ms(1, own)
+        for costs, own in (
+            _own_chain(target, drafter, each, weights) for each in (vocabulary, None)
+        )
+    )
+    return None not in (narrow, whole) and narrow < MOST_OF_A_ROUND * whole
+
+
+def _own_chain(
+    target: Target,
+    drafter: LoadedDrafter,
+    vocabulary: DraftVocabulary | None,
+    weights: str | None,
+) -> tuple[Costs, DraftShape]:
+    shape = DraftShape(drafter.depth or DEFAULT_DEPTH)
+    return costs_of(target, drafter, vocabulary, weights), shape
 
 
 def folder() -> Path | None:

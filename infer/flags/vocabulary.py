@@ -6,12 +6,14 @@ import argparse
 import sys
 from typing import Any
 
+from infer.flags.auto import vocabulary_pays
 from moa_jax.decode.vocabulary import (
     FILE,
     MANY_TOKENS,
     DraftVocabulary,
     default_vocabulary,
     load_vocabulary,
+    vocabulary_beside,
 )
 from moa_jax.pretrained import LoadedDrafter, Target
 
@@ -25,7 +27,7 @@ def add_vocabulary_flag(group: Any) -> None:
         metavar="FILE",
         help="draft from these tokens only (train.vocabulary), or from all with "
         f"{NONE}; default: {FILE} of the drafter's folder for targets of more than "
-        f"{MANY_TOKENS} tokens, else {NONE}",
+        f"{MANY_TOKENS} tokens and where infer.bench has found its rounds shorter, else {NONE}",
     )
 
 
@@ -41,7 +43,7 @@ def vocabulary_of(
         return None
     if asked is not None:
         return load_vocabulary(asked, target)
-    found = drafter and default_vocabulary(target, drafter)
+    found = drafter and default_of(target, drafter, args.weights)
     if found:
         print(
             f"drafts from {len(found.ids_U)} of {found.vocab_size} tokens, those of {found.file} "
@@ -49,6 +51,19 @@ def vocabulary_of(
             file=sys.stderr,
         )
     return found
+
+
+def default_of(
+    target: Target, drafter: LoadedDrafter, weights: str | None
+) -> DraftVocabulary | None:
+    """The vocabulary that a drafter brings, where the target is large or its rounds are shorter.
+
+    Raises InputError as `load_vocabulary`.
+    """
+    if found := default_vocabulary(target, drafter):
+        return found
+    found = vocabulary_beside(target, drafter)
+    return found if found and vocabulary_pays(target, drafter, found, weights) else None
 
 
 def source_of(vocabulary: DraftVocabulary | None) -> str | None:

@@ -14,10 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 from infer import bench, convert, evaluate, generate
 from infer.evaluation.contenders import describe, load_contenders
+from infer.flags import auto
 from infer.flags import pair as pair_flags
+from infer.flags import vocabulary as vocabulary_flags
 from infer.program import run
-from moa_jax import Session, load_target
-from moa_jax.config import Sampling
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Sampling
 from moa_jax.data.tokenizer import train_tokenizer
 from moa_jax.decode import vocabulary
 from moa_jax.decode.vocabulary import FILE, load_vocabulary, save_vocabulary, vocabulary_of
@@ -137,6 +139,32 @@ def test_what_counts_as_many_tokens(stored, opened, monkeypatch):
     for limit, narrowed in ((299, True), (300, False)):
         monkeypatch.setattr(vocabulary, "MANY_TOKENS", limit)
         assert (opened(*named(stored))[0].weights.vocabulary is not None) == narrowed
+
+
+@pytest.mark.parametrize("narrow_ms, is_used", [(0.9, True), (0.97, False), (None, False)])
+def test_a_small_target_drafts_from_it_where_costs_say_so(
+    stored, monkeypatch, tmp_path, narrow_ms, is_used
+):
+    monkeypatch.setattr(auto, "folder", lambda: tmp_path / "costs")
+    target = load_target(stored / "target")
+    drafter = load_drafter(stored / "draft", target)
+    beside = vocabulary.vocabulary_beside(target, drafter)
+    for each, ms in ((beside, narrow_ms), (None, 1.0)):
+        costs = auto.costs_of(target, drafter, each, None)
+        if ms is not None:
+            costs.put(1, DraftShape(5), ms)
+            auto.save_costs(auto.folder(), costs)
+    assert (vocabulary_flags.default_of(target, drafter, None) is not None) == is_used
+
+
+def test_bench_measures_both_vocabularies_once(stored, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(auto, "folder", lambda: tmp_path / "costs")
+    target = load_target(stored / "target")
+    drafter = load_drafter(stored / "draft", target)
+    for count in (2, 0):
+        auto.fill_vocabularies(target, drafter, None)
+        assert capsys.readouterr().err.count("timing drafts") == count
+    assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
 @pytest.mark.usefixtures("large")
