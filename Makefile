@@ -61,10 +61,11 @@ $(STAMP)-plan: $(STAMP)
 	@touch $@
 
 # Sets PAIR and a question for it: of the bundled pair where the other cannot be had.
-CHOOSE_PAIR = PAIR=$(PAIR) ASKED="$(or $(PROMPT),Why is the sky blue?)"; \
-	$(PY) -m infer.info --pair $$PAIR >/dev/null || { \
-	PAIR=demo ASKED="$(or $(PROMPT),Hello! Could you help me to find a cheap restaurant?)"; \
-	echo "The bundled pair answers instead." >&2; }
+CHOOSE_PAIR = PAIR=$(PAIR); $(PY) -m infer.info --pair $$PAIR >/dev/null \
+	|| { [ $$? = 2 ] && PAIR=demo && echo "The bundled pair answers instead." >&2; } || exit; \
+	ASKED="Why is the sky blue?"; \
+	[ $$PAIR != demo ] || ASKED="Hello! Could you help me to find a cheap restaurant?"; \
+	ASKED="$(or $(PROMPT),$$ASKED)"
 
 demo: $(SMALL)
 	@$(CHOOSE_PAIR); \

@@ -47,6 +47,7 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.errors import InputError
+from moa_jax.files.folders import GGUF_LINK
 from moa_jax.measure import fidelity
 from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits
 from moa_jax.measure.tables import percent, short, table_of
@@ -135,8 +136,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.reference is None and args.write_golden is None:
         args.reference = TRANSFORMERS
     if args.reference == TRANSFORMERS:
-        more = ("gguf", "accelerate") if _is_gguf(args) else ()
-        check_peer(TRANSFORMERS, "--reference", more)
+        check_peer(TRANSFORMERS, "--reference")
     elif args.reference is not None and not Path(args.reference).is_file():
         raise InputError(
             f"--reference {args.reference}: no such file; give {TRANSFORMERS} or a golden file"
@@ -159,10 +159,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _is_golden(args: argparse.Namespace) -> bool:
     return args.reference not in (None, TRANSFORMERS)
-
-
-def _is_gguf(args: argparse.Namespace) -> bool:
-    return str(args.target).endswith(".gguf")
 
 
 def _answers(
@@ -213,7 +209,14 @@ def _reference(
         own = (fidelity.logits_of(target, tokens)[: len(tokens)] for tokens in sequences)
         yield Reference(f"moa-jax {__version__}, jax {jax.__version__}", own)
     else:
-        model = Path(args.target).expanduser() if _is_gguf(args) else target.folder
+        model = target.folder
+        if (model / GGUF_LINK).is_file():
+            model = model / GGUF_LINK
+            if target.config.block.rope_scaling is not None:
+                raise InputError(
+                    f"--reference {TRANSFORMERS}: it does not read the RoPE scaling of "
+                    f"{model.resolve()}; check the folder that infer.convert makes of the file"
+                )
         with tempfile.TemporaryDirectory() as folder:
             task = {"model": str(model), "sequences": sequences, "folder": folder}
             versions = run_peer(TRANSFORMERS, task, "--reference", "logits")["versions"]

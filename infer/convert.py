@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infer.flags.pair import MODEL, add_pair_flag, drafter_options
+from infer.flags.pair import DEMO, MODEL, add_pair_flag, drafter_options
 from infer.program import Parser, local_path, run
 from moa_jax.decode.vocabulary import FILE, content_of, vocabulary_beside
 from moa_jax.errors import InputError
@@ -123,8 +123,9 @@ def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     flags = _parser().parse_args(arguments)
-    if flags.target is None:
-        raise InputError("no --target: name the model to convert, or that of the drafter")
+    if flags.target is None and flags.draft is not None:
+        raise InputError("--draft without --target: a drafter belongs to one target, name both")
+    flags.target = flags.target or DEMO / "target"
     for flag in ("to", "method", "target_layer_inference", "for_client"):
         if not flags.draft and getattr(flags, flag) is not None:
             shown = flag.replace("_", "-")
@@ -159,7 +160,7 @@ def _parser() -> Parser:
     parser = Parser("infer.convert", __doc__)
     source = parser.add_argument_group("source")
     add_pair_flag(parser, source)
-    source.add_argument("--target", metavar=MODEL, help="the target")
+    source.add_argument("--target", metavar=MODEL, help="default: the bundled target")
     source.add_argument("--draft", metavar=MODEL, help="the drafter; without it the target itself")
     source.add_argument("--method", metavar="NAME", help="kind of the drafter, if not as detected")
     source.add_argument(

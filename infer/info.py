@@ -125,7 +125,7 @@ def _model(folder: Path) -> dict[str, Any]:
     """Where a model lies, the bytes of its weights and what its config.json says of its size."""
     if folder.parent == DEMO and not folder.is_dir():
         return {"folder": str(folder), "found": False}
-    folder = find_folder(folder) if folder.exists() else folder  # of a GGUF file
+    folder = find_folder(folder)
     config = read_json(folder / "config.json")
     weights = (path for kind in ("*.safetensors", "*.gguf") for path in folder.glob(kind))
     size = sum(path.stat().st_size for path in weights)

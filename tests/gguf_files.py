@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,14 +127,3 @@ def _tensors(config: dict[str, Any], reader: TensorReader) -> list[tuple[str, np
         factors = inverse_frequencies(*rope, None) / inverse_frequencies(*rope, scaling)
         found.append(("rope_freqs.weight", factors))
     return found
-
-
-def tokens_of(folder: Path, text: str) -> list[int]:
-    """The ids of a text by the tokenizer of a folder."""
-    from moa_jax.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(folder)(text)["input_ids"]
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))

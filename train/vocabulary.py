@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from infer.flags.pair import MODEL
 from infer.program import Parser, Progress, local_path, names, positive, progress, run
 from moa_jax.data import chat, corpora
 from moa_jax.data.tokenizer import load_tokenizer
@@ -126,7 +127,7 @@ def _report(args: argparse.Namespace, dropped: Counter[str], found: bool) -> Non
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("train.vocabulary", __doc__)
     group = parser.add_argument_group("model")
-    group.add_argument("--target", required=True, metavar="DIR_OR_GGUF_OR_HUB_ID")
+    group.add_argument("--target", required=True, metavar=MODEL)
     group = parser.add_argument_group("corpus")
     group.add_argument("--corpus", required=True, metavar="PATH", help="as in a data config")
     group.add_argument("--sources", default="", help="names with commas; default: all")

@@ -78,6 +78,12 @@ def read(path: Path, target: Target) -> Golden:
             f"{path} has the format version {header.get('version')}, and this program reads "
             f"{VERSION}: write it again with --write-golden"
         )
+    if not (
+        isinstance(header.get("target"), dict)
+        and isinstance(header.get("vocabulary_sha256"), str | None)
+        and isinstance(header.get("made_by"), str)
+    ):
+        raise InputError(f"{path} has a damaged first line: write it again with --write-golden")
     _check_model(path, header, model_of(target))
     if len(lines) < 2 or len(lines) - 1 != header.get("prompts"):
         raise InputError(
@@ -112,12 +118,13 @@ def _line(prompt: GoldenPrompt) -> dict[str, Any]:
 def _prompt(place: str, line: Mapping[str, Any], vocab_size: int) -> GoldenPrompt:
     """The prompt of a line; raises InputError that names the line."""
     try:
-        prompt, answer, ids_TK = (
-            np.array(line[key], np.int32) for key in ("prompt_ids", "token_ids", "ids")
-        )
+        given = [np.array(line[key]) for key in ("prompt_ids", "token_ids", "ids")]
+        # An empty answer has no dtype of its own.
+        whole = all(each.dtype.kind == "i" for each in given if each.size)
+        prompt, answer, ids_TK = (each.astype(np.int32) for each in given)
         logits_TN = np.array(line["logits"], np.float32)
         T, K = ids_TK.shape
-        sound = prompt.ndim == answer.ndim == 1 and len(prompt) > 0 and K > 0
+        sound = whole and prompt.ndim == answer.ndim == 1 and len(prompt) > 0 and K > 0
         sound &= len(prompt) + len(answer) == T and logits_TN.shape == (T, K + 1)
         ids = np.concatenate([prompt, answer, ids_TK.ravel()])
         sound &= bool(

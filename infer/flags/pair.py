@@ -94,7 +94,7 @@ def _use_pair(args: argparse.Namespace) -> None:
     if args.pair is not None and args.target is not None:
         raise InputError(f"--pair {args.pair} and --target {args.target}: leave one of them out")
     if args.pair is None:
-        named = ("target", "draft", "random_weights", "shape")
+        named = ("target", "random_weights", "shape")
         if any(getattr(args, flag, None) for flag in named):
             return
         args.pair = os.environ.get(PAIR_VARIABLE) or DEFAULT_PAIR
@@ -242,8 +242,8 @@ def named_pair(
 def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target:
     """A target that decodes, the bundled one for None.
 
-    `options` are those of `load_target`, which raises InputError. How long a GGUF file took goes to
-    stderr.
+    `options` are those of `load_target`, which raises InputError. The time to load a GGUF file goes
+    to stderr.
     """
     start = time.perf_counter()
     target = load_target(folder or DEMO / "target", **options)

@@ -45,6 +45,7 @@ class Child:
         self._command = [*prefix, sys.executable, "-m", program, *own, *flags]
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
+        self._env.pop("MOA_PAIR", None)  # the flags name the models, or mean the bundled ones
 
     def __enter__(self) -> Child:
         with self._log.open("wb") as log:

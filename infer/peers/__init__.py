@@ -15,20 +15,20 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moa_jax.errors import InputError
 
-PEERS = {"transformers": ("torch", "transformers")}  # and the packages that each needs
+# And the packages that each needs; accelerate reads GGUF files.
+PEERS = {"transformers": ("torch", "transformers", "accelerate")}
 
 
-def check_peer(name: str, flag: str = "--compare", more: Sequence[str] = ()) -> None:
-    """Raise InputError for a peer that is not known or lacks a package; `more` are needed too."""
+def check_peer(name: str, flag: str = "--compare") -> None:
+    """Raise InputError for a peer that is not known or lacks a package."""
     if name not in PEERS:
         raise InputError(f"{flag} {name}: known are {', '.join(PEERS)}")
-    for package in (*PEERS[name], *more):
+    for package in PEERS[name]:
         if importlib.util.find_spec(package) is None:
             raise InputError(f"{flag} {name}: {package} is missing: pip install '.[test]'")
 

@@ -43,19 +43,19 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-GGUF_INDEX = "gguf_tensors.json"  # marks the folder of a GGUF file
+GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
     """A local folder as it is, or the cached folder of a hub id after fetching what it lacks.
 
-    A GGUF file, or a folder with one and no config.json, has the folder of its metadata.
+    A GGUF file, or a folder with one and no safetensors, has the folder of its metadata.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         path = _only_gguf(path) or path
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         from moa_jax.files import gguf_file  # it needs a package that folders do without
 
         return gguf_file.folder_of(path)
@@ -64,7 +64,7 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
     name = os.fspath(path_or_hub_id)
     if path.exists():
         raise InputError(f"{name} is a file: give the folder that holds it, or a .gguf file")
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         raise InputError(f"cannot open {name}: no such file; check the path")
     if not _HUB_ID.fullmatch(name):
         raise InputError(f"{name} is not a folder: check the path")
@@ -89,8 +89,10 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder without a config.json; raises InputError for several."""
-    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    """The GGUF file of a folder without safetensors; raises InputError for several."""
+    if (folder / GGUF_INDEX).exists() or any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
         shown = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
         raise InputError(f"{folder} holds {len(files)} GGUF files ({shown}): name one of them")

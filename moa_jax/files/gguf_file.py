@@ -18,7 +18,9 @@ References: the GGUF specification (ggml's docs/gguf.md); llama.cpp's convert_hf
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import hashlib
 import math
 import shutil
@@ -40,9 +42,13 @@ from moa_jax.model import convert
 from moa_jax.model.layers import inverse_frequencies
 
 FORMAT = 1  # of the folder; a change of what is derived makes new folders
-INDEX, LINK = folders.GGUF_INDEX, "model.gguf"
-# Tokens by which chat templates end a turn; some files state only the end of the text.
-ENDS_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
+INDEX, LINK = folders.GGUF_INDEX, folders.GGUF_LINK
+# Control tokens that end a turn or a text. Files state one of them, the generation_config.json of
+# the same model often several; llama.cpp finds them by these names, too.
+ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+    *("<|endoftext|>", "<|end_of_text|>"),
+)
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -68,24 +74,40 @@ def folder_of(path: Path) -> Path:
     Raises InputError for a file that is cut short, of an unknown architecture or quantisation, one
     part of several, without a tensor, or without all that makes its tokenizer.
     """
-    path = path.resolve()
-    status = path.stat()
-    seen = f"{FORMAT} {path} {status.st_size} {status.st_mtime_ns}"
+    file = path.resolve()  # in the hub's cache a path is a link to a file whose name is a hash
+    status = file.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns
+    seen = repr((FORMAT, str(file), status.st_ino, status.st_size, *times))
     folder = _cache() / hashlib.sha256(seen.encode()).hexdigest()[:16] / path.stem
     if not (folder / INDEX).is_file():
-        _write_folder(path, folder)
+        try:
+            _write_folder(file, folder)
+        except InputError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise InputError(
+                f"{file}: its metadata hold a value of the wrong kind ({first_line(error)}); "
+                "convert the model again"
+            ) from error
     return folder
 
 
 def _cache() -> Path:
-    """The folder of all GGUF files' folders; a temporary one where the user's cannot be written."""
+    """The folder of all GGUF files' folders; one of this process where the user's is read-only."""
     try:
         root = user_cache() / "gguf"
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
         return root
     except (OSError, RuntimeError):  # RuntimeError: there is no home
-        return Path(tempfile.mkdtemp(prefix="moa-jax-gguf-"))
+        return _temporary()
+
+
+@functools.cache
+def _temporary() -> Path:
+    folder = tempfile.mkdtemp(prefix="moa-jax-gguf-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _write_folder(path: Path, folder: Path) -> None:
@@ -93,7 +115,7 @@ def _write_folder(path: Path, folder: Path) -> None:
     file = _opened(path)
     metadata = _Metadata(path, file)
     config, tensors = _config_and_tensors(file, metadata)
-    eos_ids, pad_id = metadata.special_ids()
+    eos_ids, pad_id = metadata.special_ids(config["vocab_size"])
     ids = {"eos_token_id": eos_ids, "pad_token_id": pad_id, "bos_token_id": metadata.id("bos")}
     ids = {key: value for key, value in ids.items() if value is not None}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +127,6 @@ def _write_folder(path: Path, folder: Path) -> None:
         write_tokenizer(fresh, metadata.get, str(path))
         (fresh / LINK).symlink_to(path)
         folders.write_json(fresh / INDEX, tensors)
-        shutil.rmtree(folder, ignore_errors=True)  # of a version that wrote no index
         try:
             fresh.rename(folder)
         except OSError:
@@ -177,10 +198,10 @@ class _Metadata:
     def id(self, name: str) -> int | None:
         return self.get(f"tokenizer.ggml.{name}_token_id")
 
-    def special_ids(self) -> tuple[list[int], int | None]:
-        """All ids that end a turn, and the padding id.
+    def special_ids(self, vocab_size: int) -> tuple[list[int], int | None]:
+        """All ids that end a turn or a text, and the padding id.
 
-        Raises InputError for an id beyond the vocabulary.
+        Raises InputError for an id beyond the tokens, or beyond the model's vocabulary.
         """
         tokens = self.need("tokenizer.ggml.tokens")
         kinds = self.get("tokenizer.ggml.token_type", ())
@@ -188,15 +209,15 @@ class _Metadata:
         ends = [
             index
             for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if kind == gguf.TokenType.CONTROL and token in ENDS_OF_TURN
+            if kind == gguf.TokenType.CONTROL and token in ENDS
         ]
         ids = list(dict.fromkeys(id for id in [*stated, *ends] if id is not None))
         pad_id = self.id("padding")
         for each in [*ids, *([] if pad_id is None else [pad_id])]:
-            if each >= len(tokens):
+            if each >= min(len(tokens), vocab_size):
                 raise InputError(
-                    f"{self.path}: token id {each} is beyond its {len(tokens)} tokens; convert the "
-                    "model again"
+                    f"{self.path}: token id {each} is beyond its {min(len(tokens), vocab_size)} "
+                    "tokens; convert the model again"
                 )
         return ids, pad_id
 
@@ -293,9 +314,10 @@ def _rope_scaling(
     if ROPE_FACTORS in stored:
         factors = np.array(stored[ROPE_FACTORS].data, np.float32)
         return _llama3_scaling(metadata.path, factors, head_dim, theta)
-    kind = metadata.of_model("rope.scaling.type", "none")
-    factor = metadata.of_model("rope.scaling.factor", metadata.of_model("rope.scale_linear", 1.0))
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    # As in llama.cpp: the type defaults to linear, older files have another key, and 0 is 1.
+    kind = metadata.of_model("rope.scaling.type", "linear")
+    factor = metadata.of_model("rope.scaling.factor", metadata.of_model("rope.scale_linear", 0.0))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
     if kind != "linear":
         raise InputError(
@@ -305,13 +327,17 @@ def _rope_scaling(
     return {"rope_type": "linear", "factor": _shortest(factor)}
 
 
-def _llama3_scaling(path: Path, factors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
-    """The llama3 scaling that divides rotary frequencies by these factors.
+def _llama3_scaling(
+    path: Path, factors: np.ndarray, head_dim: int, theta: float
+) -> dict[str, Any] | None:
+    """The llama3 scaling that divides rotary frequencies by these factors; None for factors of 1.
 
     Of turns t = original * frequency / 2 pi, the kept share k = (t - low) / (high - low) gives
     1 / factor_i = k + (1 - k) / factor where 0 < k < 1. So k is a line over frequency, and low is
     free: all of (original, low, high) times a number is the same scaling. It is 1 in all releases.
     """
+    if (factors == 1).all():
+        return None
     frequency = inverse_frequencies(head_dim, theta, None).astype(np.float64)
     if factors.shape != frequency.shape or not np.isfinite(factors).all():
         raise InputError(

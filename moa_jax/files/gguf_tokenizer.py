@@ -25,7 +25,7 @@ Get = Callable[..., Any]  # (key, default=None) -> value of a metadata key
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for first
 SPACE = "\u2581"  # which SentencePiece writes for a space
 
-# Where the digits of a number go, and what else follows, is all in which the patterns differ.
+# The patterns differ in how many digits of a number stay together.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3, QWEN2 = _WORDS + r"\p{N}{1,3}" + _REST, _WORDS + r"\p{N}" + _REST
@@ -53,7 +53,13 @@ def write_tokenizer(folder: Path, get: Get, where: str) -> None:
         raise InputError(
             f"{where}: its metadata make no tokenizer ({first_line(error)}); convert it again"
         ) from error
-    _add_special(tokenizer, tokens, _need(get, "token_type", where))
+    kinds = _need(get, "token_type", where)
+    if len(kinds) != len(tokens):
+        raise InputError(
+            f"{where}: tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} "
+            "tokens; convert it again"
+        )
+    _add_special(tokenizer, tokens, kinds)
     named = {name: get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     settings = {f"{name}_token": tokens[id] for name, id in named.items() if id is not None}
     adds_bos = get("tokenizer.ggml.add_bos_token", kind == "llama" or _pre(get) in _ADDS_BOS)
@@ -141,7 +147,7 @@ def _sentencepiece(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Every way to make a token of two others; the merges of the best token come first."""
+    """All pairs of tokens that make a third; those of the token with the best score first."""
     known = {token: id for id, token in enumerate(tokens)}
     for id in sorted(range(len(tokens)), key=lambda id: -scores[id]):
         token = tokens[id]
@@ -154,7 +160,7 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
     """Mark the tokens that are found whole in text: control tokens and those of a user."""
     from tokenizers import AddedToken
 
-    of_kind = lambda kind: [t for t, found in zip(tokens, kinds, strict=False) if found == kind]
+    of_kind = lambda kind: [t for t, found in zip(tokens, kinds, strict=True) if found == kind]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in of_kind(CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in of_kind(USER_DEFINED)])
 

@@ -46,6 +46,7 @@ PhaseTurn = Callable[[Any, Array], tuple[Any, Any]]
 
 NO_TOKEN = -7  # no array of a round starts with this
 SECONDS_A_LOOP, MOST_TURNS, LOOPS = 0.2, 500, 5
+MOST_BYTES = 2**30  # of the arrays of a unit: more than any cache holds
 PASSES = (4, 8, 16)  # rows of the passes that are given in units: a chain's and two trees'
 TO_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback")
 
@@ -251,8 +252,17 @@ def _unit_seconds(params: Any) -> float:
             x = (row_1D @ weight_DF).max()
         return x
 
-    shapes = [kernel.shape for kernel in quantise.kernels(params)]
-    weights = [jnp.zeros((inputs, math.prod(outputs))) for inputs, *outputs in shapes]
+    weights: list[Array] = []
+    made: dict[tuple[int, int], list[Array]] = {}
+    for kernel in quantise.kernels(params):
+        inputs, *outputs = kernel.shape
+        same = made.setdefault((inputs, math.prod(outputs)), [])
+        if not same or sum(each.nbytes for each in weights) < MOST_BYTES:
+            same.append(jnp.zeros((inputs, math.prod(outputs))))
+            weights.append(same[-1])
+        else:  # again one of those that were read longest ago
+            same.append(same.pop(0))
+            weights.append(same[-1])
     program = jax.jit(sweep).lower(jnp.float32(0), weights).compile()
     seconds = []
     for _ in range(2 * LOOPS):

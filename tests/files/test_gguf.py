@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -13,6 +14,7 @@ import pytest
 from infer import convert, generate
 from infer.flags.pair import DEMO
 from moa_jax import load_target
+from moa_jax.config import RopeScaling
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.files import folders
 from moa_jax.files.gguf_file import folder_of
@@ -193,6 +195,10 @@ BAD: dict[str, tuple[dict, str]] = {
     "tokenizer": ({"tokenizer__ggml__model": "rwkv"}, "'rwkv' is not supported"),
     "merge": ({"tokenizer__ggml__merges": ["qqqq zzzz"]}, "make no tokenizer"),
     "end": ({"tokenizer__ggml__eos_token_id": 99999}, "99999 is beyond"),
+    "begin": ({"tokenizer__ggml__bos_token_id": 99999}, "value of the wrong kind"),
+    "few kinds": ({"tokenizer__ggml__token_type": [1, 3]}, "has 2 entries for 2048 tokens"),
+    "no heads": ({"llama__attention__head_count": 0}, "value of the wrong kind"),
+    "a text": ({"llama__rope__freq_base": "high"}, "value of the wrong kind"),
     "tensor": ({"leave_out": "blk.1.ffn_up.weight"}, "lacks 1 tensor (model.layers.1.mlp.up_proj"),
     "embedding": ({"leave_out": "token_embd.weight"}, "token_embd.weight"),
 }
@@ -253,3 +259,91 @@ def test_ids_are_those_of_transformers(tmp_path, data, kind):
         ids = ours(text, add_special_tokens=kind == "sentencepiece")["input_ids"]
         assert ids == theirs(text, add_special_tokens=kind == "sentencepiece")["input_ids"], text
         assert ours.decode(ids) == theirs.decode(ids)
+
+
+# ---- ends, beginnings and paths ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends"),
+    [
+        ({}, (4,)),
+        ({"tokenizer__ggml__eot_token_id": 2, "tokenizer__ggml__eom_token_id": 3}, (4, 2, 3)),
+        ({"tokenizer__ggml__eos_token_id": 1}, (1, 4)),  # the template's <|end|> is token 4
+    ],
+    ids=str,
+)
+def test_all_ends_are_read(tmp_path, keys, ends):
+    path = write_gguf(tmp_path / "x.gguf", TARGET, **keys)
+    assert describe_target(path).generation.eos_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("keys", "begins"),
+    [
+        ({"tokenizer__ggml__pre": "llama-bpe"}, True),
+        ({"tokenizer__ggml__pre": "llama-bpe", "tokenizer__ggml__add_bos_token": False}, False),
+        ({"tokenizer__ggml__pre": "qwen2"}, False),
+        ({"tokenizer__ggml__pre": "qwen2", "tokenizer__ggml__add_bos_token": True}, True),
+    ],
+    ids=str,
+)
+def test_text_begins_as_llama_cpp_begins_it(tmp_path, keys, begins):
+    tokenizer = load_tokenizer(folder_of(write_gguf(tmp_path / "x.gguf", TARGET, **keys)))
+    ids = tokenizer("Hi")["input_ids"]
+    assert (ids[0] == tokenizer.bos_token_id) == begins
+    assert tokenizer("Hi", add_special_tokens=False)["input_ids"] == ids[begins:]
+
+
+def test_qwen_composes_letters_and_llama_3_keeps_whole_words(tmp_path):
+    """As the tokenizer.json files of these models have it."""
+    of = lambda pre: load_tokenizer(
+        folder_of(write_gguf(tmp_path / f"{pre}.gguf", TARGET, tokenizer__ggml__pre=pre))
+    )
+    qwen, llama, gpt2 = of("qwen2"), of("llama-bpe"), of("gpt-2")
+    composed, apart = "caf\u00e9", "cafe\u0301"
+    assert qwen(apart)["input_ids"] == qwen(composed)["input_ids"]
+    assert gpt2(apart)["input_ids"] != gpt2(composed)["input_ids"]
+    content = json.loads(llama.backend_tokenizer.to_str())["model"]
+    assert (
+        content["ignore_merges"]
+        and not json.loads(gpt2.backend_tokenizer.to_str())["model"]["ignore_merges"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"llama__rope__scale_linear": 4.0}, 4.0),  # as old files have it
+        ({"llama__rope__scaling__factor": 2.0}, 2.0),  # the type defaults to linear
+        ({"llama__rope__scaling__factor": 0.0}, None),
+        ({"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 2.0}, None),
+    ],
+    ids=str,
+)
+def test_rope_scaling_defaults_are_llama_cpps(tmp_path, keys, factor):
+    scaling = describe_target(write_gguf(tmp_path / "x.gguf", TARGET, **keys)).config.block
+    assert scaling.rope_scaling == (factor and RopeScaling("linear", factor))
+
+
+def test_a_link_keeps_its_name(demo, tmp_path):
+    """In the hub's cache files are links to files whose names are hashes."""
+    link = tmp_path / "My-Model.gguf"
+    demo.rename(tmp_path / "b179c952")
+    link.symlink_to(tmp_path / "b179c952")
+    assert folder_of(link).name == "My-Model"
+
+
+def test_a_cache_that_cannot_be_written(demo, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = folder_of(demo)
+    assert folder_of(demo) == folder  # made once in a process
+    assert_same_params(load_target(folder).params, load_target(demo).params)
+
+
+def test_processes_that_meet_a_file_at_once(demo):
+    with ThreadPoolExecutor(4) as threads:
+        found = {*threads.map(lambda _: folder_of(demo), range(8))}
+    assert len(found) == 1
+    assert [path.name for path in found.pop().parent.iterdir()] == ["demo"]

@@ -35,7 +35,8 @@ def files_of(config: DistillConfig) -> dict[str, Any]:
 def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
     """Facts of the files that all drafters come from: the target's and the data's."""
     name = grid.cells[0][1].target
-    model = sorted([*target.folder.glob("*.json"), *target.folder.glob("*.safetensors")])
+    kinds = ("*.json", "*.safetensors", "*.gguf")
+    model = sorted(file for kind in kinds for file in target.folder.glob(kind))
     found = {f"{name}: {file.name}": facts(file) for file in model}
     return functools.reduce(dict.__or__, (files_of(config) for _, config in grid.cells), found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infer.flags.pair import DEFAULT_TREE, DEMO, add_weights_flag
+from infer.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
 from infer.program import Parser, check_writable, names, positive
 from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.network.profiles import PROFILES
@@ -20,9 +20,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Grouped flags with their defaults."""
     parser = Parser("infer.bench --split", description)
     group = parser.add_argument_group("models")
-    group.add_argument(
-        "--target", metavar="DIR_OR_GGUF_OR_HUB_ID", help="default: the bundled target"
-    )
+    add_pair_flag(parser, group)
+    group.add_argument("--target", metavar=MODEL, help="default: the bundled target")
     group.add_argument(
         "--draft",
         action="append",
