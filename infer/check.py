@@ -81,7 +81,7 @@ class Reference(NamedTuple):
 
 
 class CheckedPrompt(NamedTuple):
-    """What was found of one prompt."""
+    """The figures of one prompt."""
 
     answered: DecodedPrompt
     closeness: Closeness | None  # None without a reference

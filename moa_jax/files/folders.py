@@ -191,7 +191,7 @@ def header_of(path: Path) -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies, and what its file calls its dtype."""
+    """The place of a tensor in a file, and its dtype by the file's name for it."""
 
     path: Path
     dtype: str
@@ -228,7 +228,7 @@ class TensorReader:
         raise NotImplementedError
 
     def stored(self, name: str) -> Stored:
-        """Where a tensor lies."""
+        """The place of a tensor in its file."""
         raise NotImplementedError
 
     @property

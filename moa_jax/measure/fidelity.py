@@ -1,4 +1,4 @@
-"""How near a target's next-token distributions are to a reference's, position by position.
+"""Distances of a target's next-token distributions from a reference's, position by position.
 
     KL(reference || target)    in nats a token, at temperature 1
     agreement                  share of positions with the same most likely token
@@ -30,7 +30,7 @@ TOP = 5
 
 
 class Fidelity(NamedTuple):
-    """How near a target is to its reference, over the positions that count."""
+    """Distances of a target from its reference, over the positions that count."""
 
     tokens: int
     mean_kl: float  # nats

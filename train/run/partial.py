@@ -147,7 +147,7 @@ class Partial:
 
 
 def _difference(first: bytes, header: bytes) -> str:
-    """How the header of a file differs from that of this run, and what to do about it."""
+    """The difference of a file's header from that of this run, and what to do about it."""
     try:
         ours, theirs = json.loads(header), json.loads(first)
         unlike = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
