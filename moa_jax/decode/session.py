@@ -41,8 +41,8 @@ T = TypeVar("T")
 GREEDY = Sampling()
 DEFAULT_DEPTH = 5
 # A draft without weights costs its verification alone, which takes this part of a plain round more
-# per token: of SmolLM2 on two cores 0.12 to 0.16, on accelerators less. A bound from above makes
-# drafting start late, but never lose, until costs are measured.
+# per token: of SmolLM2 on two cores 0.12 to 0.16, on accelerators less. An upper bound
+# makes drafting start late until costs are measured.
 MOST_OF_A_DRAFTED_TOKEN = 0.2
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
 SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer

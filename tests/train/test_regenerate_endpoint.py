@@ -429,7 +429,7 @@ def test_an_output_belongs_to_one_run(tmp_path):
         with pytest.raises(InputError, match="a.jsonl.partial: another run writes it: wait for"):
             Partial(output, {"seed": 1})
     with Partial(output, {"seed": 1}) as second:
-        assert second.heard(7) == [answer]
+        assert second.answers_of(7) == [answer]
 
 
 def test_halves_of_surrogate_pairs_are_replaced_and_counted(ask, fake, tmp_path, capsys):

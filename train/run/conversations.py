@@ -144,7 +144,7 @@ def answer_all(
 
     while True:
         while len(under_way) < answers.most_asked and (talk := next(to_come, None)):
-            for answer in partial.heard(talk.number):
+            for answer in partial.answers_of(talk.number):
                 talk.ask()
                 talk.take(answer)
             go_on(talk)

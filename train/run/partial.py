@@ -96,7 +96,7 @@ class Partial:
         """Numbers of the conversations that are over."""
         return self._over.keys()
 
-    def heard(self, number: int) -> Sequence[TargetAnswer]:
+    def answers_of(self, number: int) -> Sequence[TargetAnswer]:
         """The answers so far of a conversation that is not over."""
         return self._heard.get(number, ())
 
