@@ -29,7 +29,7 @@ CPU_FACTS = ("vendor_id", "cpu family", "model", "flags", "CPU ", "Features")  #
 
 
 def use() -> None:
-    """Turns jax's compilation cache on, or off where the user wants none; needs no jax.
+    """Turns jax's compilation cache on, or off where the user wants none.
 
     Without a folder that can be written there is no cache. Nothing is ever printed.
     """

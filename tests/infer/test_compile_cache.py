@@ -142,14 +142,6 @@ def test_a_cache_home_must_be_a_whole_path(fresh, monkeypatch):
     assert Path("/home/someone/.cache/moa-jax") in compile_cache.default_folder().parents
 
 
-def test_it_needs_no_jax(tmp_path):
-    code = "import sys; from infer import compile_cache as c; c.use(); print('jax' in sys.modules)"
-    variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.stdout == "False\n"
-
-
 def test_info_names_it(monkeypatch, tmp_path, capsys):
     (tmp_path / "one-cache").write_bytes(bytes(3 * 2**20))
     held = {

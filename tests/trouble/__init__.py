@@ -1,0 +1,1 @@
+"""Trouble that people report of such software: each kind once, through the command line."""
