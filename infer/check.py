@@ -41,13 +41,14 @@ from infer.flags.pair import add_pair_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
 from infer.peers import check_peer, run_peer
-from infer.program import Parser, check_writable, local_path, positive, progress, run
+from infer.program import Parser, local_path, positive, progress, run
 from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.errors import InputError
 from moa_jax.files.folders import GGUF_LINK
+from moa_jax.files.places import check_file
 from moa_jax.measure import fidelity
 from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits
 from moa_jax.measure.tables import percent, short, table_of
@@ -147,7 +148,7 @@ def _check(args: argparse.Namespace) -> None:
             "--prompt-ids, --prompts and --write-golden"
         )
     if args.write_golden is not None:
-        check_writable("--write-golden", args.write_golden)
+        check_file("--write-golden", args.write_golden)
         if args.reference is None:
             if args.weights or args.dtype not in (None, EXACT):
                 raise InputError(

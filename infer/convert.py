@@ -26,9 +26,12 @@ from typing import Any
 from infer.flags.pair import DEMO, MODEL, add_pair_flag, drafter_options
 from infer.program import Parser, local_path, run
 from moa_jax.decode.vocabulary import FILE, content_of, vocabulary_beside
+from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
+from moa_jax.files import parts
 from moa_jax.files.folders import find_folder
 from moa_jax.files.kinds import FILE_LAYOUTS
+from moa_jax.files.replace import check_replaceable
 from moa_jax.pretrained import (
     describe_target,
     load_drafter,
@@ -62,7 +65,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
     vocabulary, notices = vocabulary_beside(target, drafter), [*drafter.notices]
     if vocabulary and layout != "ours":
         notices.append(f"layout {layout} has no draft vocabulary: {vocabulary.file} is left out")
-    kept = {FILE: content_of(vocabulary)} if vocabulary and layout == "ours" else {}
+    kept = content_of(vocabulary) if vocabulary and layout == "ours" else None
     save_drafter(
         flags.output,
         drafter.method,
@@ -71,7 +74,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
         target,
         dtype,
         layout=layout,
-        beside=kept,
+        beside={FILE: kept},
         **depth,
     )
     return {
@@ -91,7 +94,11 @@ def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
     return {
         "output": str(flags.output),
         "method": drafter.method,
-        "bytes": {part.name: _num_bytes(part) for part in sorted(flags.output.iterdir())},
+        "bytes": {
+            name: _num_bytes(flags.output / name)
+            for name in sorted(parts.PAIR)
+            if (flags.output / name / parts.FILE).is_file()
+        },
         "of_bytes": {
             name: _num_bytes(folder)
             for name, folder in (("draft", drafter.folder), ("target", target.folder))
@@ -135,6 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise InputError(f"--for-client leaves tensors as they are: leave out --{flag}")
     if flags.output.exists() and not flags.overwrite:
         raise InputError(f"{flags.output} exists already: choose another or add --overwrite")
+    _check_output(flags)
     convert = convert_draft if flags.draft else convert_target
     done = cut_for_client(flags) if flags.for_client else convert(flags)
     if flags.json:
@@ -143,6 +151,20 @@ def main(arguments: list[str] | None = None) -> None:
     for notice in done["notices"]:
         print(f"note: {notice}", file=sys.stderr)
     print(_line(done))
+
+
+def _check_output(flags: argparse.Namespace) -> None:
+    """Raises InputError for an output that cannot be written, and for one of the inputs."""
+    models = parts.PAIR if flags.for_client else (".",)
+    check_replaceable(flags.output, parts.MARK if flags.for_client else "config.json", models)
+    written = [(flags.output / model).resolve() for model in models]
+    for flag in ("target", "draft"):
+        given = getattr(flags, flag)
+        if given is None or (needs_no_files(str(given)) and not Path(given).is_dir()):
+            continue
+        folder = find_folder(given, weights=False).resolve()
+        if folder in written:
+            raise InputError(f"--output {folder} is --{flag} itself: choose another output")
 
 
 def _line(done: dict[str, Any]) -> str:
@@ -179,7 +201,7 @@ def _parser() -> Parser:
         help="only what infer.client needs of target and drafter, each in a folder of its own",
     )
     output.add_argument("--dtype", choices=DTYPES, help="of the tensors; as stored if not given")
-    output.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    output.add_argument("--overwrite", action="store_true", help="replace the model of a folder")
     output.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 

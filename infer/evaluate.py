@@ -42,13 +42,14 @@ from infer.program import Parser, local_path, names, positive, progress, run
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
+from moa_jax.files.places import check_folder
+from moa_jax.measure.plot import save_figure
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers
 LONGEST_PROMPT = 256  # of conversations
 DIFFERENT = 1  # exit code where drafts changed an answer in float32
 SPEED, ACCEPTANCE = "speed.png", "acceptance.png"
-DPI = 150
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int | None:
         args.max_prompt = args.max_prompt or LONGEST_PROMPT
     elif args.sources:
         raise InputError("--sources chooses among --conversations: leave it out, or name them")
+    _check_output(args.output)
     return _evaluate(args)
 
 
@@ -176,10 +178,23 @@ def _settings(
     return json.loads(json.dumps(settings))
 
 
+def _check_output(folder: Path | None) -> None:
+    """Raises InputError for a folder that cannot be written or holds another report."""
+    if folder is None:
+        return
+    check_folder(folder)
+    for name in ("report.json", "report.md", SPEED, ACCEPTANCE):
+        if (folder / name).exists() and not (folder / answers.SETTINGS).exists():
+            raise InputError(
+                f"--output {folder} holds {name} but no {answers.SETTINGS} of an evaluation: "
+                "choose another --output"
+            )
+
+
 def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
     """The folder that --output names, else one that only runs of the same settings share."""
     if args.output is not None:
-        return args.output.expanduser()
+        return args.output
     sets = [*settings["suite"]]
     name = args.suite if args.suite in ("demo", "paper") else "suite"
     name = sets[0] if len(sets) == 1 else name
@@ -195,8 +210,8 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
     write_whole(folder / "report.md", text + "\n")
     print(f"{folder}: report.md, report.json and the answers", file=sys.stderr)
     if can_draw:  # last, for a picture may fail
-        plots.speed_figure(document).savefig(folder / SPEED, dpi=DPI)
-        plots.acceptance_figure(document).savefig(folder / ACCEPTANCE, dpi=DPI)
+        save_figure(plots.speed_figure(document), folder / SPEED)
+        save_figure(plots.acceptance_figure(document), folder / ACCEPTANCE)
     else:
         print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
 

@@ -49,6 +49,7 @@ from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.kinds import check_pairing, target_sizes
+from moa_jax.files.places import check_file
 from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target
 
@@ -60,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     request = request_of(args)
     check_compiler(request.machine)
-    if args.dump_hlo is not None and not args.dump_hlo.parent.is_dir():
-        raise InputError(f"--dump-hlo {args.dump_hlo}: there is no such folder: make it first")
+    if args.dump_hlo is not None:
+        check_file("--dump-hlo", args.dump_hlo)
     print("compiling, which takes up to a minute", file=sys.stderr, flush=True)
     try:
         found = decoding.plan(request)

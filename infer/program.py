@@ -99,13 +99,7 @@ def local_path(text: str) -> Path:
             f"{text} is a URL, and files are written to a file system only: mount the store and "
             "give a path in it"
         )
-    return Path(text)
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Raises InputError for a file that could not be written later; `flag` names it."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{flag} {path}: no file can be written there: choose another path")
+    return Path(text).expanduser()
 
 
 # Where the drivers of NVIDIA (WSL: dxg) and TPU devices show them, and the plugins that look there.

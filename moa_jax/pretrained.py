@@ -24,6 +24,7 @@ from moa_jax.files import folders, parts
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
+from moa_jax.files.replace import replacing
 from moa_jax.model import convert
 from moa_jax.model.devices import compute_capability
 from moa_jax.model.quantise import FORMATS, Format
@@ -209,15 +210,16 @@ def save_target(
 ) -> Path:
     """Write a target, in either layout of its layers, as a Hugging Face folder.
 
-    The folder appears whole or not at all; one of the same name is replaced. Tokenizer files
-    are copied from `tokenizer_folder`, which also gives the end and padding ids unless
-    `generation` does. Raises InputError if the family cannot say the config.
+    A new folder appears whole or not at all; of an existing one the target's files are replaced
+    (`files.replace`). Tokenizer files are copied from `tokenizer_folder`, which also gives the end
+    and padding ids unless `generation` does. Raises InputError if the family cannot say the config.
     """
     folder = Path(folder)
     source = None if tokenizer_folder is None else Path(tokenizer_folder)
     ids = generation or (_special_ids(source) if source else SpecialIds())
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
-    with folders.replacing(folder) as fresh:
+    stale = [parts.FILE, *(folders.TOKENIZER_FILES if source else ())]
+    with replacing(folder, stale=stale) as fresh:
         folders.write_json(fresh / "config.json", stored | _generation_to_hf(ids))
         folders.write_json(fresh / "generation_config.json", _generation_to_hf(ids))
         write_params(fresh, convert.target_table(config), params, dtype)
@@ -300,13 +302,14 @@ def save_drafter(
     *,
     layout: FileLayout = "ours",
     depth: int = 5,
-    beside: Mapping[str, bytes] | None = None,
+    beside: Mapping[str, bytes | None] | None = None,
 ) -> Path:
     """Write a drafter under its authors' tensor names, with a config.json of the given layout.
 
-    `depth` is that of the chain it should draft, `beside` holds other files by their names. The
-    folder appears whole or not at all; one of the same name is replaced. Raises InputError where
-    the layout cannot say the config.
+    `depth` is that of the chain it should draft, `beside` holds other files by their names, None
+    for one that is to go. A new folder appears whole or not at all; of an existing one the
+    drafter's files are replaced (`files.replace`). Raises InputError where the layout cannot say
+    the config.
     """
     folder = Path(folder)
     kind = DRAFTERS[method]
@@ -319,21 +322,24 @@ def save_drafter(
         config.setdefault("draft_vocab_size", target.config.vocab_size)
     if layout == "ours":
         config |= {"method": method, "target": _fingerprint(target)}
-    with folders.replacing(folder) as fresh:
+    stale = [parts.FILE, *(beside or {})]
+    with replacing(folder, stale=stale) as fresh:
         folders.write_json(fresh / "config.json", config)
         constants = kind.constants(cfg, target.config)
         write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
         for name, content in (beside or {}).items():
-            (fresh / name).write_bytes(content)
+            if content is not None:
+                (fresh / name).write_bytes(content)
     return folder
 
 
 def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
     """Write the folders `target` and `draft` with only what a client of this pair reads.
 
-    Tensors stay as they are stored; the others get a line in parts.json (files/parts.py). Both
-    folders appear whole or not at all, and earlier ones are replaced. A drafter without files
-    has no folder. Raises InputError for damaged files, and for a GGUF file.
+    Tensors stay as they are stored; the others get a line in parts.json (files/parts.py). New
+    folders appear whole or not at all; of existing ones the files of both are replaced together
+    (`files.replace`). A drafter without files has no folder. Raises InputError for damaged files,
+    and for a GGUF file.
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)
@@ -346,7 +352,7 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
     places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
     used = {path: table[path] for path in places}
     _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
-    with folders.replacing(folder, mark=f"target/{parts.FILE}") as fresh:
+    with replacing(folder, parts.MARK, parts.PAIR, parts.STALE) as fresh:
         parts.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
         if not drafter.folder.is_dir():
             return folder

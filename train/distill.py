@@ -35,8 +35,9 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.files.folders import check_replaceable, find_folder
+from moa_jax.files.folders import find_folder
 from moa_jax.files.parts import model_hash
+from moa_jax.files.replace import check_replaceable
 from moa_jax.model import processes, sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.training.checkpoint import check_directory
@@ -244,7 +245,7 @@ def save(
         target,
         jnp.bfloat16,
         depth=config.horizon + 1,
-        beside=None if vocabulary is None else {FILE: content_of(vocabulary)},
+        beside={FILE: None if vocabulary is None else content_of(vocabulary)},
     )
 
 

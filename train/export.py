@@ -22,6 +22,7 @@ from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
 from moa_jax.files.places import is_stored, place
+from moa_jax.files.replace import check_replaceable
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.checkpoint import read_state, steps_of
@@ -40,6 +41,7 @@ def export(config: DistillConfig, step: int) -> None:
     and `check_output`, and for data that cannot be read.
     """
     check_output(config)
+    check_replaceable(Path(config.output))
     target = describe_target(config.target)
     config = with_vocabulary(config, target)
     here = sharding.make_mesh(MeshConfig(), jax.devices()[:1])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
 from moa_jax.files.places import place
-from moa_jax.measure.plot import check_plots
+from moa_jax.measure.plot import check_plots, save_figure
 from moa_jax.training.metrics import Record, read_records
 
 Points = list[tuple[int, float]]
@@ -73,7 +73,7 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
         panel.set_visible(bool(panel.lines))
         if panel.lines:
             panel.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def plot(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from moa_jax.data.chat import messages_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
-from moa_jax.files.folders import check_replaceable
+from moa_jax.files.replace import check_replaceable
 from moa_jax.model import attention, llama, masks
 from moa_jax.pretrained import save_target
 from moa_jax.training.checkpoint import check_directory

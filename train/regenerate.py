@@ -56,6 +56,7 @@ from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.room import Room
 from moa_jax.errors import InputError
+from moa_jax.files.places import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
 from train.run.completions import AnswerFields
@@ -84,6 +85,8 @@ def regenerate(args: argparse.Namespace) -> None:
         output = output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
     if output.exists():
         raise InputError(f"{output} exists already: remove it or name another --output")
+    check_links(output)
+    check_folder(output.parent)
     law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
     target = describe_target(args.target)
     _check_lengths(args, target)

@@ -38,6 +38,7 @@ from moa_jax.decode.vocabulary import (
     vocabulary_of,
 )
 from moa_jax.errors import InputError
+from moa_jax.files.places import check_file, check_folder
 from moa_jax.pretrained import Target, describe_target, functions_of, load_drafter
 
 
@@ -68,11 +69,13 @@ def _output(args: argparse.Namespace, target: Target) -> Path:
     found before the counting, which may take long.
     """
     if args.draft is None:
-        output, other = args.output.expanduser(), "name another --output"
+        output, other = args.output, "name another --output"
+        check_folder(output.parent)
         output.parent.mkdir(parents=True, exist_ok=True)
     else:
-        output, other = args.draft.expanduser() / FILE, "use --output"
+        output, other = args.draft / FILE, "use --output"
         _check_drafter(output.parent, target)
+    check_file("--output" if args.draft is None else "--draft", output)
     if output.exists():
         raise InputError(f"{output} exists already: remove it or {other}")
     return output

@@ -6,14 +6,16 @@ import argparse
 import errno
 import ipaddress
 import json
+import os
 import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
-from infer.program import above_zero, check_writable, positive
+from infer.program import above_zero, positive
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import write_whole
+from moa_jax.files.places import check_file
 
 PING_SECONDS = 20.0  # between pings, and again until the pong must have come
 DRAIN_SECONDS = 30.0
@@ -56,7 +58,7 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
         )
     _check_certificate(args.tls_cert, args.tls_key)
     if args.ready_file is not None:
-        check_writable("--ready-file", Path(args.ready_file))
+        check_file("--ready-file", Path(args.ready_file))
 
 
 def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
@@ -82,8 +84,8 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
     except OSError as error:
         listener.close()
         raise unusable(host, port, error) from error
-    if ready_file is not None:
-        Path(ready_file).unlink(missing_ok=True)
+    if ready_file is not None and Path(ready_file).is_file():
+        Path(os.path.realpath(ready_file)).unlink()  # a link to it stays
     return listener
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from infer.program import Parser, local_path, run
 from moa_jax.errors import InputError
-from moa_jax.files.folders import replacing
+from moa_jax.files.replace import check_replaceable, replacing
 
 PICKLES = "pytorch_model*.bin"
 
@@ -39,6 +39,7 @@ def rewrite(folder: Path, new: Path) -> int:
         raise InputError(f"{folder} holds no {PICKLES}: name the folder with the weights")
     if new.exists():
         raise InputError(f"{new} exists already: choose another folder")
+    check_replaceable(new)
     try:
         from safetensors.torch import save
     except ImportError as error:

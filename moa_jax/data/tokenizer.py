@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.places import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
             f"tokens: ask for {SMALLEST_VOCAB} or more"
         )
     folder = Path(folder)
+    check_folder(folder)
     if folder.exists():
         raise InputError(f"{folder} exists already: choose another folder or remove it")
     texts = iter(texts)

@@ -4,5 +4,6 @@ folders.py    found, read, written whole   hf_config.py    the config.json of a 
 placement.py  tensors <-> devices          kinds.py        what a kind of drafter says of itself
 packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
 parts.py      a model's hash, its parts    places.py      paths, also in object stores
+replace.py    files put in the place of earlier ones
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
 """

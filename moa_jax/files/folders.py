@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,17 @@ TOKENIZER_PATTERNS = (
     "vocab.json",
     "merges.txt",
 )
+TOKENIZER_FILES = (  # by their whole names: what an earlier tokenizer may have left
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
 _FILES_OF_MODEL = (
     "*.safetensors",
     "config.json",
@@ -42,9 +54,10 @@ _FILES_OF_MODEL = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
+WRITER = "moa-jax"  # in the metadata of an index, so that a later write knows its own files
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
@@ -140,14 +153,36 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole or not at all, over an earlier one of its name.
+    """Write a file as `whole_file` does; raises OSError where it cannot, and leaves what was there.
 
-    Raises OSError where it cannot, and leaves what was there.
+    What is no regular file, such as /dev/stdout, is written in place.
     """
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    with whole_file(path) as fresh:
+        fresh.write_bytes(data)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a name for a file that becomes `path` if the block ends well, and vanishes if not.
+
+    A link stays, as the file that it leads to is replaced; a replaced file's mode stays.
+    """
+    path = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         fresh = Path(scratch, path.name)
-        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield fresh
+        keep_mode(path, fresh)
         os.replace(fresh, path)
+
+
+def keep_mode(old: Path, new: Path) -> None:
+    """Give a file the mode of the one that it replaces, if there is one."""
+    if old.is_file():
+        new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -345,7 +380,7 @@ def _write_files(
 ) -> None:
     """Write tensors, given in the order of `sizes`, which says the bytes of each."""
     if not sizes:
-        _write_safetensors(folder / _SINGLE, {})
+        _write_safetensors(folder / SINGLE, {})
     file_of = _plan_files(sizes)
     last_of = {file: name for name, file in file_of.items()}
     held: dict[str, np.ndarray] = {}
@@ -355,39 +390,8 @@ def _write_files(
             _write_safetensors(folder / file_of[name], held)
             held = {}
     if len(last_of) > 1:
-        total = {"total_size": sum(sizes.values())}
-        write_json(folder / _INDEX, {"metadata": total, "weight_map": file_of})
-
-
-def check_replaceable(folder: Path, mark: str = "config.json") -> None:
-    """Raises InputError for what exists and is neither empty nor a folder with the file `mark`."""
-    replaceable = folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
-    if folder.exists() and not replaceable:
-        what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
-        raise InputError(f"{folder.absolute()} exists and is not {what}: choose another output")
-
-
-@contextlib.contextmanager
-def replacing(folder: Path, mark: str = "config.json") -> Iterator[Path]:
-    """Yield an empty folder that becomes `folder` if the block ends well, and vanishes if not.
-
-    An existing folder is replaced if `check_replaceable` lets it; raises InputError for others.
-    """
-    folder = folder.absolute()
-    check_replaceable(folder, mark)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        fresh, old = Path(scratch, "new"), Path(scratch, "old")
-        fresh.mkdir()
-        yield fresh
-        if folder.exists():
-            folder.rename(old)
-        try:
-            fresh.rename(folder)
-        except BaseException:
-            if old.exists():
-                old.rename(folder)
-            raise
+        metadata = {"total_size": sum(sizes.values()), "written_by": WRITER}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": file_of})
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -399,13 +403,13 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if (folder / _INDEX).is_file():
-        file_of = read_json(folder / _INDEX).get("weight_map")
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        file_of = read_json(folder / INDEX).get("weight_map")
         if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
             raise InputError(
-                f"{folder / _INDEX}: weight_map does not map tensors to files: fetch it again"
+                f"{folder / INDEX}: weight_map does not map tensors to files: fetch it again"
             )
         return [folder / file for file in sorted(set(file_of.values()))]
     if any(folder.glob(_PICKLES)):
@@ -446,6 +450,6 @@ def _plan_files(sizes: Mapping[str, int]) -> dict[str, str]:
         filled += size
         number_of[name] = number
     if number == 1:
-        return dict.fromkeys(sizes, _SINGLE)
+        return dict.fromkeys(sizes, SINGLE)
     form = "model-{:05d}-of-{:05d}.safetensors".format
     return {name: form(n, number) for name, n in number_of.items()}

@@ -26,6 +26,12 @@ from moa_jax.model.convert import Shape
 FILE = "parts.json"
 SAMPLES, SAMPLE_BYTES = 4, 4096  # of each tensor
 _CONFIGS = ("config.json", "generation_config.json")
+# The folders of a client's pair, and what an earlier pair may have left in them beside weights.
+PAIR = ("target", "draft")
+MARK = f"target/{FILE}"
+STALE = tuple(
+    f"{model}/{name}" for model in PAIR for name in (*_CONFIGS, FILE, *folders.TOKENIZER_FILES)
+)
 
 
 class Line(NamedTuple):

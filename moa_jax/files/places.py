@@ -69,6 +69,38 @@ def is_stored(path: Path) -> bool:
     return not isinstance(path, Path)
 
 
+def check_folder(path: Path) -> None:
+    """Raise InputError for a folder that could not be made or written, before work is done for it.
+
+    A link is followed, but not a dangling one: it may lead to a disk that is not mounted.
+    """
+    check_links(path)
+    found = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not found.is_dir():
+        raise InputError(f"cannot write {path}: {found} is a file; choose another folder")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {path}: {found} is read-only; choose another folder")
+
+
+def check_file(flag: str, path: Path, what: str = "file") -> None:
+    """Raise InputError for a file that could not be written later; `flag` names it."""
+    check_links(path)
+    is_device = path.exists() and not path.is_file()
+    folder = path if is_device else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not os.access(folder, os.W_OK if is_device else os.W_OK | os.X_OK):
+        raise InputError(f"{flag} {path}: no {what} can be written there: choose another path")
+
+
+def check_links(path: Path) -> None:
+    """Raise InputError where a part of a path is a dangling link."""
+    for each in (path, *path.parents):
+        if each.is_symlink() and not each.exists():
+            raise InputError(
+                f"cannot write {path}: {each} is a dangling link to {os.readlink(each)}; create "
+                "what it leads to, or choose another path"
+            )
+
+
 def user_cache() -> Path:
     """The user's folder for what is made or fetched once: $XDG_CACHE_HOME/moa-jax or ~/.cache.
 

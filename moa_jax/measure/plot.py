@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moa_jax.errors import InputError
+from moa_jax.files.folders import write_whole
+from moa_jax.files.places import check_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
+DPI = 150
 AXES = (("chain", "depth", "depth of a chain"), ("tree", "total_tokens", "drafted nodes of a tree"))
 
 
@@ -19,8 +25,14 @@ def check_plots(path: Path, flag: str = "--plot") -> None:
         raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
         raise InputError(f"{flag} {path}: name a {', '.join(FORMATS)} file in a folder that exists")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{flag} {path}: no picture can be written there: choose another path")
+    check_file(flag, path, "picture")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture, whole or not at all, in the format that its name ends with."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, format=path.suffix[1:])
+    write_whole(path, drawn.getvalue())
 
 
 def colour(index: int) -> Any:
@@ -58,4 +70,4 @@ def plot_speedups(modes: list[dict[str, Any]], device: str, path: Path) -> None:
         panel.set_xlabel(label)
     panels[0].set_ylabel("speedup over plain decoding")
     figure.suptitle(device)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from moa_jax.errors import InputError
+from moa_jax.files.folders import write_whole
 from moa_jax.files.places import is_stored
 
 Record = dict[str, Any]
@@ -64,10 +65,8 @@ class MetricsLog:
             self._file: TextIO = io.StringIO()
             self._file.write(text)
             return
-        temporary = path.with_suffix(".tmp")
         with self._telling_faults():
-            temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+            write_whole(path, text)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> Record:

@@ -34,6 +34,7 @@ from moa_jax.data.shards import alone
 from moa_jax.drafters.api import Tapped, Taps
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import read_json, write_json
+from moa_jax.files.places import check_folder
 from moa_jax.model import llama
 from moa_jax.model.cache import KV
 
@@ -173,6 +174,7 @@ class TargetCache:
         return {name: self._read(name, number_B) for name in names}
 
     def _check(self) -> None:
+        check_folder(self.folder)
         if not (self.folder / MANIFEST).is_file():
             others = [path for path in self.folder.glob("[!.]*") if path.name != LOCK]
             if others or self.folder.is_file():

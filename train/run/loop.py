@@ -121,15 +121,16 @@ def check(config: PretrainConfig | DistillConfig) -> None:
 
 
 def check_output(config: PretrainConfig | DistillConfig) -> None:
-    """Raises InputError for an output that is, or holds, what the run reads or keeps."""
+    """Raises InputError for an output that is, or holds, a folder that the run reads or keeps."""
     if isinstance(config, PretrainConfig):
         folders = {"run.directory": config.run.directory, "tokenizer": config.tokenizer}
     else:
         folders = {"run.directory": config.run.directory, "target": config.target}
+        if config.init_from is not None:
+            folders["init_from"] = config.init_from
     output = Path(config.output).expanduser().resolve()
     for name, folder in folders.items():
         if not is_stored(place(folder)) and place(folder).resolve().is_relative_to(output):
             raise InputError(
-                f"output {config.output} is replaced as a whole in the end, and {name} {folder} "
-                "with it: choose another output"
+                f"output {config.output} is, or holds, {name} {folder}: choose another output"
             )

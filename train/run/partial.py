@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.folders import whole_file
 from train.run.answers import TargetAnswer
 
 VERSION = 2  # of the entries: raise it when they are written in another way
@@ -85,6 +86,8 @@ class Partial:
         first, *lines = content[:length].splitlines() or [header]
         if first != header:
             raise InputError(f"{self.path} {_difference(first, header)}")
+        if not length and not header.startswith(content):
+            raise InputError(f"{self.path} {_difference(content, header)}")
         if length:
             os.truncate(self.path, length)
         else:
@@ -123,12 +126,14 @@ class Partial:
             self.path.unlink()
             fault, count = left_out.most_common(1)[0]
             raise InputError(f"none of {len(ends)} conversations got an answer; {count}: {fault}")
-        whole = self.output.with_name(self.output.name + ".tmp")
-        with whole.open("w", encoding="utf-8") as file:
+        if self.output.exists():  # since this run began
+            raise InputError(
+                f"{self.output} exists by now: move it away and give the same command again"
+            )
+        with whole_file(self.output) as fresh, fresh.open("w", encoding="utf-8") as file:
             file.writelines(end["line"] + "\n" for end in ends if "line" in end)
             file.flush()
             os.fsync(file.fileno())  # the answers are nowhere else in a moment
-        os.replace(whole, self.output)
         self.path.unlink()
         return left_out, short
 

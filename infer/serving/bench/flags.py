@@ -14,6 +14,7 @@ from infer.program import Parser, above_zero, local_path, names, positive
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.files.folders import public_name
+from moa_jax.files.places import check_file
 from moa_jax.measure.plot import check_plots
 
 MODES = (*EXPLICIT, AUTO)
@@ -145,8 +146,8 @@ def check(args: argparse.Namespace) -> None:
             f"--servers {args.servers} cannot have equal parts of --repeats {args.repeats}: choose "
             "a multiple"
         )
-    if args.output and not args.output.parent.is_dir():
-        raise InputError(f"--output {args.output}: there is no such folder: make it first")
+    if args.output:
+        check_file("--output", args.output)
     if args.plot:
         check_plots(Path(args.plot))
 

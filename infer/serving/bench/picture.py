@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moa_jax.files.folders import write_whole
-from moa_jax.measure.plot import colour, tidy
+from moa_jax.measure.plot import colour, save_figure, tidy
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
@@ -36,9 +34,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         tidy(panel)
     handles, labels = latency.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=150, format=path.suffix[1:])
-    write_whole(path, drawn.getvalue())
+    save_figure(figure, path)
 
 
 def _series(

@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 
 from infer.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
-from infer.program import Parser, check_writable, names, positive
+from infer.program import Parser, names, positive
 from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.network.profiles import PROFILES
 from moa_jax.errors import InputError
+from moa_jax.files.places import check_file
 from moa_jax.measure.plot import check_plots
 
 MODES = ("stream", "plain", "chain", "tree", "offline")
@@ -99,7 +100,7 @@ def check(args: argparse.Namespace) -> None:
     if len(set(labels)) < len(labels):
         raise InputError("--draft: two drafters have one name: give each as NAME=DIR")
     if args.output:
-        check_writable("--output", Path(args.output))
+        check_file("--output", Path(args.output))
     if args.plot:
         check_plots(Path(args.plot))
 

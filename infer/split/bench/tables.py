@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moa_jax.measure.plot import colour, tidy
+from moa_jax.measure.plot import colour, save_figure, tidy
 from moa_jax.measure.report import precision
 from moa_jax.measure.tables import percent, short, table_of
 
@@ -133,7 +133,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         _decline(panels[2], document["outages"], hues)
     handles, labels = top.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def _speeds(panel: Any, profiles: Sequence[dict[str, Any]]) -> None:
