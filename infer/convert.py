@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,12 +158,12 @@ def _check_output(flags: argparse.Namespace) -> None:
     """Raises InputError for an output that cannot be written, and for one of the inputs."""
     models = parts.PAIR if flags.for_client else (".",)
     check_replaceable(flags.output, parts.MARK if flags.for_client else "config.json", models)
-    written = [(flags.output / model).resolve() for model in models]
+    written = [os.path.realpath(flags.output / model) for model in models]
     for flag in ("target", "draft"):
         given = getattr(flags, flag)
         if given is None or (needs_no_files(str(given)) and not Path(given).is_dir()):
             continue
-        folder = find_folder(given, weights=False).resolve()
+        folder = os.path.realpath(find_folder(given, weights=False))
         if folder in written:
             raise InputError(f"--output {folder} is --{flag} itself: choose another output")
 

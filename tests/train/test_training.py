@@ -300,7 +300,7 @@ REFUSALS = {
     "in use": "is at work there: wait until it ends, or name another run.directory",
     "other settings": "holds a run with other settings: optim.b2: 0.95 -> 0.5: restore them",
     "output": "exists and is not a model folder: choose another output",
-    "output of a run": "is replaced as a whole in the end, and run.directory ",
+    "output of a run": "is, or holds, run.directory ",
     "no room": "run.decode_prompts: no validation prompt leaves 999 of the target's positions free",
 }
 

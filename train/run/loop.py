@@ -7,6 +7,7 @@ command goes on to the same weights, optimiser state and metrics.jsonl.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,11 @@ def check_output(config: PretrainConfig | DistillConfig) -> None:
         folders = {"run.directory": config.run.directory, "target": config.target}
         if config.init_from is not None:
             folders["init_from"] = config.init_from
-    output = Path(config.output).expanduser().resolve()
+    output = Path(os.path.realpath(config.output))
     for name, folder in folders.items():
-        if not is_stored(place(folder)) and place(folder).resolve().is_relative_to(output):
+        if is_stored(place(folder)):
+            continue
+        if Path(os.path.realpath(place(folder))).is_relative_to(output):
             raise InputError(
                 f"output {config.output} is, or holds, {name} {folder}: choose another output"
             )

@@ -1,0 +1,342 @@
+"""Writers: files of others, links and inputs stay, and a cut write is never read as whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from infer.flags.pair import DEMO
+from moa_jax.files import folders
+
+OTHERS = {
+    ".git/HEAD": "ref: main",
+    "README.md": "by hand",
+    "notes/a/plan.txt": "long",
+    "x.bin": "x",
+}
+
+
+def others_in(folder: Path) -> Path:
+    """Puts files of others into a folder, as a clone of a repository has them."""
+    for name, text in OTHERS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def assert_others_stay(folder: Path) -> None:
+    for name, text in OTHERS.items():
+        assert (folder / name).read_text() == text
+    assert not [path.name for path in folder.glob(".*") if path.name != ".git"]
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def as_float16(pair: Path, output: Path) -> list[object]:
+    """A command that writes the pair's target in another dtype."""
+    return ["infer.convert", "--target", pair / "target", "--dtype", "float16", "--output", output]
+
+
+@pytest.fixture
+def clone(pair) -> Path:
+    """A drafter of the pair in a clone of a repository."""
+    return others_in(shutil.copytree(pair / "draft", pair.parent / "clone"))
+
+
+# ---- convert ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["draft", "target"])
+def test_files_of_others_stay(run, pair, clone, written):
+    model = ["--target", pair / "target", "--dtype", "float16"]
+    if written == "draft":
+        model += ["--draft", pair / "draft", "--target-layer-inference", "0"]
+    done = run("infer.convert", *model, "--output", clone, "--overwrite")
+    assert done.code == 0, done
+    assert_others_stay(clone)
+    dtypes = {str(each.dtype) for each in load_file(clone / "model.safetensors").values()}
+    assert dtypes == {"float16"}
+    assert (clone / "tokenizer.json").exists() == (pair / written / "tokenizer.json").exists()
+
+
+def test_a_client_part_is_written_beside_files_of_others(run, pair, tmp_path):
+    flags = ["--target", pair / "target", "--draft", pair / "draft", "--for-client"]
+    flags += ["--output", tmp_path / "part"]
+    assert run("infer.convert", *flags).code == 0
+    whole = content_of(tmp_path / "part")
+    for folder in ("", "target", "draft"):
+        others_in(tmp_path / "part" / folder)
+    done = run("infer.convert", *flags, "--overwrite", "--json")
+    assert done.code == 0 and json.loads(done.out)["bytes"].keys() == {"target", "draft"}
+    for folder in ("", "target", "draft"):
+        assert_others_stay(tmp_path / "part" / folder)
+    assert content_of(tmp_path / "part").items() > whole.items()
+
+
+def test_the_folder_behind_a_link_is_written(run, pair, clone, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(clone.name)  # relative
+    assert run(*as_float16(pair, link), "--overwrite").code == 0
+    assert os.readlink(link) == clone.name and (clone / "generation_config.json").exists()
+    assert_others_stay(clone)
+
+
+def test_an_input_is_never_overwritten(run, pair, tmp_path):
+    before = content_of(pair)
+    (tmp_path / "link").symlink_to(pair / "target")
+    (tmp_path / "round").symlink_to(pair)
+    model, draft = ["--target", pair / "target"], ["--draft", pair / "draft"]
+    for flags in (
+        [*model, "--dtype", "float16", "--output", pair / "target"],
+        [*model, "--dtype", "float16", "--output", tmp_path / "link"],
+        [*model, *draft, "--to", "vllm", "--output", tmp_path / "round" / "draft"],
+        [*model, *draft, "--to", "vllm", "--output", pair / "target"],
+        [*model, *draft, "--for-client", "--output", pair],
+    ):
+        line = run("infer.convert", *flags, "--overwrite").refusal()
+        assert "choose another output" in line
+        assert content_of(pair) == before and (tmp_path / "link").is_symlink()
+
+
+def unusable(tmp_path: Path) -> dict[Path, str]:
+    """Outputs that no folder can be written to, with a part of the line that refuses each."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "unmounted" / "disk")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    return {
+        tmp_path / "file": "is a file",
+        tmp_path / "file" / "below": "is a file",
+        tmp_path / "dangling": "is a dangling link to ",
+        tmp_path / "dangling" / "below": "is a dangling link to ",
+        tmp_path / "loop": "is a dangling link to ",
+    }
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
+    run, pair, tmp_path, monkeypatch
+):
+    from infer import convert, evaluate
+
+    monkeypatch.setattr(convert, "load_target", None)
+    monkeypatch.setattr(convert, "load_drafter", None)
+    monkeypatch.setattr(evaluate, "load_contenders", None)
+    both = ["--target", pair / "target", "--draft", pair / "draft"]
+    for output, why in unusable(tmp_path).items():
+        for flags in (both[:2], both, [*both, "--for-client"]):
+            line = run("infer.convert", *flags, "--output", output, "--overwrite").refusal()
+            assert f"cannot write {output}: " in line and why in line
+        assert why in run("infer.evaluate", *both, "--output", output).refusal()
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "unmounted").exists()
+
+
+# ---- a write that is cut ------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for the end of a process: from now on no file is moved any more."""
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["killed", "failed"])
+def test_a_cut_write_is_never_read_as_whole(run, pair, clone, tmp_path, monkeypatch, undone):
+    assert run(*as_float16(pair, clone), "--overwrite").code == 0
+    old = load_file(clone / "model.safetensors")
+    new = {name: -2 * each for name, each in load_file(pair / "target/model.safetensors").items()}
+    save_file(new, pair / "target" / "model.safetensors")
+    rename, states = Path.rename, []
+    for moves in range(100):
+        folder, count = tmp_path / f"cut-{moves}", iter(range(1000))
+        shutil.copytree(clone, folder)
+
+        def cut(self: Path, to: Path, moves: int = moves, count=count) -> Path:
+            number = next(count)
+            if number == moves or (number > moves and not undone):
+                raise Killed
+            return rename(self, to)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", cut)
+            try:
+                whole = run(*as_float16(pair, folder), "--overwrite").code == 0
+            except Killed:
+                whole = False
+        for name, text in OTHERS.items():
+            assert (folder / name).read_text() == text
+        read = run("infer.convert", "--target", folder, "--output", tmp_path / f"copy-{moves}")
+        if read.code:
+            assert f"{folder}" in read.refusal()
+            states.append("refused")
+            assert run(*as_float16(pair, folder), "--overwrite").code == 0  # and goes on
+        else:
+            expected = {name: each.astype(np.float16) for name, each in new.items()}
+            expected = expected if whole else old
+            found = load_file(tmp_path / f"copy-{moves}" / "model.safetensors")
+            for name in expected:
+                np.testing.assert_array_equal(found[name], expected[name])
+            states.append("new" if whole else "old")
+        if whole:
+            break
+    assert states[-1] == "new" and states[0] == "old"
+    assert set(states[1:-1]) == ({"old"} if undone else {"refused"})
+
+
+# ---- earlier files ------------------------------------------------------------------------
+
+
+def test_what_an_earlier_model_left_is_not_mixed_in(run, pair, tmp_path, monkeypatch):
+    output = others_in(tmp_path / "target")
+    shutil.copy(pair / "target" / "config.json", output)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "_MAX_FILE_BYTES", 20_000)
+        assert run(*as_float16(pair, output), "--overwrite").code == 0
+    shards = sorted(path.name for path in output.glob("model-*"))
+    assert len(shards) > 1 and (output / "model.safetensors.index.json").exists()
+    foreign = output / "model-of-mine.safetensors"
+    foreign.write_bytes(b"mine")
+    (output / "chat_template.jinja").write_text("{{ 'of the earlier model' }}")
+    (output / "parts.json").write_text('{"left_out": {}}')
+    assert run(*as_float16(pair, output), "--overwrite").code == 0
+    assert sorted(output.glob("model*")) == sorted([foreign, output / "model.safetensors"])
+    assert not (output / "chat_template.jinja").exists() and not (output / "parts.json").exists()
+    assert_others_stay(output)
+    with monkeypatch.context() as patch:  # and back
+        patch.setattr(folders, "_MAX_FILE_BYTES", 20_000)
+        assert run(*as_float16(pair, output), "--overwrite").code == 0
+    assert sorted(path.name for path in output.glob("model-0*")) == shards
+    assert not (output / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "gguf_tensors.json"])
+def test_weights_of_others_that_would_be_read_instead_are_named(run, pair, clone, name):
+    weight_map = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (clone / name).write_text(json.dumps({"metadata": {"total_size": 1}} | weight_map))
+    (clone / "model-00001-of-00002.safetensors").write_bytes(b"large")
+    before = content_of(clone)
+    line = run(*as_float16(pair, clone), "--overwrite").refusal()
+    assert name in line and "remove them or choose another output" in line
+    assert content_of(clone) == before
+
+
+# ---- training -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(tmp_path) -> Path:
+    """Config files of a target and of a drafter for it, of one step each."""
+    for name in ("pretrain", "distill"):
+        given = "Path('.')" + (", Path('target')" if name == "distill" else "")
+        (tmp_path / f"{name}.py").write_text(
+            "from tests.train.test_training import distill_config, pretrain_config\n"
+            f"from pathlib import Path\nconfig = {name}_config({given})\n"
+        )
+    return tmp_path
+
+
+def trained(settings: Path, name: str, output: Path, *more: object) -> list[object]:
+    flags = {"optim.total_steps": 1, "run.directory": settings / f"run-{name}", "output": output}
+    if name == "distill":
+        flags["target"] = settings / "model"
+    else:
+        flags["tokenizer"] = settings / "tokenizer"
+    dotted = [each for flag, value in flags.items() for each in (f"--{flag}", value)]
+    return [f"train.{name}", "--config", settings / f"{name}.py", *dotted, *more]
+
+
+def test_training_into_a_clone_keeps_its_history(run, settings):
+    link, clone = settings / "model", others_in(settings / "disk")
+    (clone / "config.json").write_text("{}")
+    link.symlink_to(clone)
+    assert run(*trained(settings, "pretrain", link)).code == 0
+    draft = others_in(settings / "draft")
+    (draft / "config.json").write_text("{}")
+    (settings / "link").symlink_to(draft)
+    assert run(*trained(settings, "distill", settings / "link")).code == 0
+    (draft / "model.safetensors").unlink()
+    export = ["train.export", *trained(settings, "distill", draft)[1:], "--checkpoint", "newest"]
+    assert run(*export).code == 0
+    assert link.is_symlink() and (settings / "link").is_symlink()
+    for folder in (clone, draft):
+        assert_others_stay(folder)
+        assert (folder / "model.safetensors").exists()
+
+
+def test_training_refuses_an_output_before_it_begins(run, settings, monkeypatch):
+    from train import distill, export, pretrain
+
+    (settings / "model").mkdir()
+    shutil.copy(DEMO / "target" / "config.json", settings / "model")
+    for module in (distill, pretrain):
+        monkeypatch.setattr(module, "load_tokenizer", None)
+    monkeypatch.setattr(export, "read_state", None)
+    for output, why in unusable(settings).items():
+        for name in ("pretrain", "distill"):
+            assert why in run(*trained(settings, name, output)).refusal()
+            more = ["--run.directory", output]
+            assert why in run(*trained(settings, name, settings / "new", *more)).refusal()
+        flags = [*trained(settings, "distill", output)[1:], "--checkpoint", "1"]
+        assert why in run("train.export", *flags).refusal()
+    start = ["--init-from", settings / "model"]
+    line = run(*trained(settings, "distill", settings / "model", *start)).refusal()
+    assert "choose another output" in line
+    assert not (settings / "unmounted").exists()
+
+
+# ---- one file -----------------------------------------------------------------------------
+
+
+def test_a_link_to_a_file_stays_and_so_does_a_mode(run, tmp_path):
+    run_folder, picture = tmp_path / "run", tmp_path / "disk" / "curves.png"
+    run_folder.mkdir()
+    (run_folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
+    picture.parent.mkdir()
+    picture.write_bytes(b"old")
+    picture.chmod(0o600)
+    (tmp_path / "link.png").symlink_to(picture)
+    assert run("train.plot", run_folder, "--output", tmp_path / "link.png").code == 0
+    assert (tmp_path / "link.png").is_symlink() and picture.read_bytes()[1:4] == b"PNG"
+    assert picture.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
+
+
+def test_dangling_links_to_files_are_refused_before_anything_is_loaded(
+    run, pair, data, tmp_path, monkeypatch
+):
+    link = tmp_path / "link.png"
+    link.symlink_to(tmp_path / "unmounted" / "file.png")
+    target, corpus = pair / "target", tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "a"}\n')
+    for command in (
+        ["train.plot", tmp_path],
+        ["train.vocabulary", "--target", target, "--corpus", corpus, "--size", "9"],
+        ["train.regenerate", "--target", target, "--prompts", corpus],
+    ):
+        assert "is a dangling link to " in run(*command, "--output", link).refusal()
+    for program, flag in (("infer.check", "--write-golden"), ("infer.bench", "--plot")):
+        assert "is a dangling link to " in run(program, "--target", target, flag, link).refusal()
+    assert link.is_symlink() and not (tmp_path / "unmounted").exists()
+
+
+def test_a_partial_file_of_others_is_not_overwritten(run, tmp_path):
+    corpus, output = tmp_path / "corpus.jsonl", tmp_path / "answers.jsonl"
+    corpus.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    (tmp_path / "answers.jsonl.partial").write_text("mine, without an end of line")
+    (tmp_path / "answers.jsonl.tmp").write_text("mine")
+    flags = ["--target", DEMO / "target", "--prompts", corpus, "--max-prompt", "20"]
+    assert "has no header" in run("train.regenerate", *flags, "--output", output).refusal()
+    assert (tmp_path / "answers.jsonl.partial").read_text() == "mine, without an end of line"
+
+
+def test_a_report_of_something_else_is_not_overwritten(run, pair, tmp_path):
+    (tmp_path / "report.md").write_text("mine")
+    both = ["--target", pair / "target", "--draft", pair / "draft"]
+    line = run("infer.evaluate", *both, "--output", tmp_path).refusal()
+    assert "report.md" in line and (tmp_path / "report.md").read_text() == "mine"
