@@ -293,7 +293,7 @@ def test_training_refuses_an_output_before_it_begins(run, settings, monkeypatch)
 # ---- one file -----------------------------------------------------------------------------
 
 
-def test_a_link_to_a_file_stays_and_so_does_a_mode(run, tmp_path):
+def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     run_folder, picture = tmp_path / "run", tmp_path / "disk" / "curves.png"
     run_folder.mkdir()
     (run_folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
@@ -304,12 +304,32 @@ def test_a_link_to_a_file_stays_and_so_does_a_mode(run, tmp_path):
     assert run("train.plot", run_folder, "--output", tmp_path / "link.png").code == 0
     assert (tmp_path / "link.png").is_symlink() and picture.read_bytes()[1:4] == b"PNG"
     assert picture.stat().st_mode & 0o777 == 0o600
+    drawn = picture.read_bytes()
+
+    def full_disk(self: object, to: object, **_: object) -> None:
+        if isinstance(to, Path):
+            to.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
+    line = run("train.plot", run_folder, "--output", tmp_path / "link.png").refusal()
+    assert "No space left on device" in line and picture.read_bytes() == drawn
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
 
 
-def test_dangling_links_to_files_are_refused_before_anything_is_loaded(
-    run, pair, data, tmp_path, monkeypatch
-):
+def test_a_golden_file_behind_a_link_is_written(run, pair, tmp_path):
+    golden = tmp_path / "golden.jsonl"
+    golden.write_text("old")
+    golden.chmod(0o600)
+    (tmp_path / "link").symlink_to(golden.name)
+    flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompt-ids", "5 6"]
+    flags += ["--target-layer-inference", "0", "--max-new-tokens", "2"]
+    assert run("infer.check", *flags, "--write-golden", tmp_path / "link").code == 0
+    assert os.readlink(tmp_path / "link") == golden.name and golden.read_text() != "old"
+    assert golden.stat().st_mode & 0o777 == 0o600
+
+
+def test_dangling_links_to_files_are_refused_before_anything_is_loaded(run, pair, tmp_path):
     link = tmp_path / "link.png"
     link.symlink_to(tmp_path / "unmounted" / "file.png")
     target, corpus = pair / "target", tmp_path / "corpus.jsonl"
