@@ -77,9 +77,11 @@ def check_folder(path: Path) -> None:
     check_links(path)
     found = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not found.is_dir():
-        raise InputError(f"cannot write {path}: {found} is a file; choose another folder")
+        raise InputError(f"cannot write {path}: {found} is a file; choose a path that can be used")
     if not os.access(found, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write {path}: {found} is read-only; choose another folder")
+        raise InputError(
+            f"cannot write {path}: {found} is read-only; choose a path that can be used"
+        )
 
 
 def check_file(flag: str, path: Path, what: str = "file") -> None:

@@ -317,6 +317,7 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
 
 
+@pytest.mark.slow
 def test_a_golden_file_behind_a_link_is_written(run, pair, tmp_path):
     golden = tmp_path / "golden.jsonl"
     golden.write_text("old")
