@@ -174,7 +174,6 @@ class TargetCache:
         return {name: self._read(name, number_B) for name in names}
 
     def _check(self) -> None:
-        check_folder(self.folder)
         if not (self.folder / MANIFEST).is_file():
             others = [path for path in self.folder.glob("[!.]*") if path.name != LOCK]
             if others or self.folder.is_file():
@@ -182,6 +181,7 @@ class TargetCache:
                     f"{self.folder} is no target cache, as it holds no {MANIFEST}: name a new "
                     "folder"
                 )
+            check_folder(self.folder)
             return
         found = read_json(self.folder / MANIFEST)
         if differences := list(_differences(found, self._made_from)):
