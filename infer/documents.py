@@ -24,6 +24,7 @@ from infer.program import INTERRUPTED
 from moa_jax.errors import InputError, first_line
 
 BETWEEN = ",\n"
+CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
 
 
 class Document:
@@ -118,25 +119,28 @@ def cut_mark(error: BaseException, done: int, total: int) -> dict[str, Any]:
     return {"cut": {"by": by, "done": done, "of": total}}
 
 
-class Cut:
+class Interruption:
     """What has cut a work short; empty where it came to its end."""
 
     error: BaseException | None = None
 
     @property
     def code(self) -> int:
-        """The exit code: 128 + signal; 0 where nothing was cut."""
-        return INTERRUPTED if isinstance(self.error, KeyboardInterrupt) else SIGTERM_CODE
+        """The exit code of what was cut: 128 + signal, as shells count."""
+        return CODES[_signal_of(self.error)]
 
-    def mark(self, done: int, total: int) -> dict[str, Any]:
-        """What a document of what was done says of it."""
-        return cut_mark(self.error, done, total) if self.error else {}
+    def mark(self, done: int, total: int, go_on: str = "") -> dict[str, Any]:
+        """The mark of a document of what was done; also a line on stderr."""
+        if self.error is None:
+            return {}
+        print(f"{_signal_of(self.error)} after {done} of {total}{go_on}", file=sys.stderr)
+        return cut_mark(self.error, done, total)
 
 
 @contextlib.contextmanager
-def until_cut() -> Iterator[Cut]:
+def until_cut() -> Iterator[Interruption]:
     """Ctrl-C or SIGTERM ends what is inside; the program goes on, and shows what was done."""
-    cut = Cut()
+    cut = Interruption()
     try:
         with ended_by_sigterm():
             yield cut
