@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from infer.documents import Document
+from infer.documents import GrowingDocument
 from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int | None:
         try:
             if not args.json:
                 return asyncio.run(_answer_all(answering, job, _TextOutput(writer, args.stop)))
-            with Document(_settings(args), prompts) as document:
+            with GrowingDocument(_settings(args), prompts) as document:
                 return asyncio.run(_answer_all(answering, job, _JsonOutput(document)))
         except Lost as error:
             start = "" if isinstance(error, Busy) else "start infer.server there, or "
@@ -274,7 +274,7 @@ async def _answer(
 class _JsonOutput:
     """Writes whole answers to one JSON document."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: GrowingDocument) -> None:
         self._document = document
 
     def start(self) -> None:

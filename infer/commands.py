@@ -14,7 +14,7 @@ from typing import NoReturn
 from infer.program import run
 
 
-class Commands:
+class ProgramFolder:
     """The programs of a folder, as functions without arguments."""
 
     def __init__(self, folder: str) -> None:
@@ -25,4 +25,4 @@ class Commands:
         return functools.partial(run, program.main)
 
 
-infer, train = Commands("infer"), Commands("train")
+infer, train = ProgramFolder("infer"), ProgramFolder("train")

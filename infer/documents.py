@@ -27,7 +27,7 @@ BETWEEN = ",\n"
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
 
 
-class Document:
+class GrowingDocument:
     """A document under way; `results` are those of an earlier run that its file had at the start.
 
     `rest` is written after the results.

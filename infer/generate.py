@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from infer.documents import Document
+from infer.documents import GrowingDocument
 from infer.evaluation.comparison import bundled_questions, in_figures
 from infer.flags import cluster
 from infer.flags.alike import check_alike
@@ -220,7 +220,7 @@ def _is_given(args: argparse.Namespace) -> bool:
 def _answer_as_document(ask: Asking, prompts: list[list[int]]) -> int:
     """Writes each answer as it comes, after those that the file of --output has already."""
     session, args, rows = ask.session, ask.args, rows_of(ask.sampling, len(prompts))
-    with Document(_settings(ask), prompts, args.output if is_first() else None) as document:
+    with GrowingDocument(_settings(ask), prompts, args.output if is_first() else None) as document:
         differ = [result.get("difference") is not None for result in document.results]
         differ = on_first(lambda: differ)
         faults, done = sum(differ), len(differ)

@@ -1,4 +1,4 @@
-"""Local files with the names of ours: commands that nothing shadows, and lines that name what does."""
+"""Local files with the names of ours: commands that nothing shadows, lines that name a shadow."""
 
 import os
 import subprocess

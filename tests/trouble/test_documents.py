@@ -93,6 +93,7 @@ def test_a_fault_at_the_first_answer_writes_nothing(run, flags, monkeypatch):
     assert done.code == 2 and done.out == ""
 
 
+@pytest.mark.slow
 def test_a_cut_evaluation_reports_what_was_answered(run, saved, cut_after, tmp_path):
     file = tmp_path / "question.jsonl"
     lines = [{"question_id": i, "turns": ["Hello"], "category": ""} for i in range(4)]
@@ -109,7 +110,7 @@ def test_a_cut_evaluation_reports_what_was_answered(run, saved, cut_after, tmp_p
 def test_a_cut_bench_has_the_runs_so_far(run, saved, cut_after, tmp_path):
     target = ["--target", saved / "llama" / "target", "--modes", "plain", "--max-new-tokens", 9]
     flags = [*target, "--prompt-length", 5, "--limit", 3, "--json"]
-    cut_after(3)
+    cut_after(5)
     done = run("infer.bench", *flags)
     found = json.loads(done.out)
     assert done.code == 130 and found["cut"]["by"] == "SIGINT"
