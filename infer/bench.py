@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from infer.documents import CODES, until_cut
 from infer.flags import batches
 from infer.flags.auto import costs_of, fill, fill_vocabularies, ways_of
 from infer.flags.bench import Mode, check, modes_of, parser_of
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     print(json.dumps(document) if args.json else report.render(document))
     if args.plot:  # last, for a picture may fail
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
-    return None
+    return CODES[document["cut"]["by"]] if "cut" in document else None
 
 
 def _session(
@@ -120,10 +121,16 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     for session in bench.sessions:
         if session.chooser is not None:
             fill(session, args.batch, keep=args.simulate_acceptance is None)
-    runs = run_in_turns(bench, args.repeats)
+    runs: list[list[Run]] = [[] for _ in bench.modes]
+    with until_cut() as cut:
+        run_in_turns(bench, args.repeats, runs)
+    mark = cut.mark(sum(map(len, runs)), len(runs) * len(bench.batches) * args.repeats, " runs")
+    if not all(runs):  # of some mode nothing can be said
+        sys.exit(cut.code)
     compiled = [session.num_compiled for session in bench.sessions]
     bandwidth = copy_bandwidth()
-    has_phases = not args.no_phases and any(each.chooser is None for each in bench.sessions)
+    no_phases = args.no_phases or cut.error is not None
+    has_phases = not no_phases and any(each.chooser is None for each in bench.sessions)
     if args.mesh and has_phases:
         print("--mesh: phases are measured on one device alone, and left out", file=sys.stderr)
     plain = next((r for m, r in zip(bench.modes, runs, strict=True) if m.name == "plain"), None)
@@ -139,18 +146,18 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
             row["same_as_plain"] = None  # dice chose the tokens
         if session.chooser is not None:
             row["costs"] = _table_of(session, args.batch)
-        elif not args.no_phases and session.mesh is None:
+        elif not no_phases and session.mesh is None:
             row |= _costs(bench, session, found, row, bandwidth)
             if mode.name == "plain" and args.batch == 1 and jax.default_backend() == "cpu":
                 row |= _units(bench, session, row)
         rows.append(row)
-    peers = _peers(bench, plain, args) if args.compare else []
+    peers = _peers(bench, plain, args) if args.compare and not mark else []
     return {
         "modes": rows,
         "peers": peers,
         "settings": _settings(bench, args),
         "machine": _machine(bandwidth),
-    }
+    } | mark
 
 
 def _table_of(session: Session, batch: int) -> list[dict[str, Any]]:
@@ -175,9 +182,8 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     return {"conversations": len(texts), **fidelity(stored, target, texts)._asdict()}
 
 
-def run_in_turns(bench: Bench, repeats: int) -> list[list[Run]]:
-    """The counted runs of each mode."""
-    runs: list[list[Run]] = [[] for _ in bench.modes]
+def run_in_turns(bench: Bench, repeats: int, runs: list[list[Run]]) -> None:
+    """Appends the counted runs of each mode to `runs`."""
     turns = list(in_turns(len(bench.modes), len(bench.batches), repeats))
     with progress(len(turns), "runs") as bar:
         for turn in turns:
@@ -189,7 +195,6 @@ def run_in_turns(bench: Bench, repeats: int) -> list[list[Run]]:
             if turn.is_counted:
                 runs[turn.way].append(Run(turn.question, tuple(results)))
             bar.step()
-    return runs
 
 
 def _costs(

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import ssl
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from infer.documents import GrowingDocument
 from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
@@ -34,7 +34,7 @@ from infer.split.client.state import AnswerEvent, ClientOptions, Policy
 from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
-from moa_jax.decode.room import Room, check_prompt
+from moa_jax.decode.room import Room, prompt_ids_of
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import Writer, before_stop, held_back
 from moa_jax.errors import InputError
@@ -82,7 +82,10 @@ def main(arguments: list[str] | None = None) -> int | None:
     with ThreadPoolExecutor(1, "drafter") as worker:
         answering = SplitClient(half, server, options, worker)
         try:
-            return asyncio.run(_answer_all(answering, job))
+            if not args.json:
+                return asyncio.run(_answer_all(answering, job, _TextOutput(writer, args.stop)))
+            with GrowingDocument(_settings(args), prompts) as document:
+                return asyncio.run(_answer_all(answering, job, _JsonOutput(document)))
         except Lost as error:
             start = "" if isinstance(error, Busy) else "start infer.server there, or "
             raise InputError(
@@ -183,7 +186,7 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
 def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
     """Raise InputError for a prompt that no session can hold."""
     positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
-    check_prompt(index, prompt, vocab_size)
+    prompt_ids_of(index, prompt, vocab_size)
     Room(positions).check(index, len(prompt), new)
 
 
@@ -215,8 +218,9 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-async def _answer_all(answering: SplitClient, job: ClientJob) -> None:
-    show = _JsonOutput() if job.args.json else _TextOutput(job.writer, job.args.stop)
+async def _answer_all(
+    answering: SplitClient, job: ClientJob, show: _JsonOutput | _TextOutput
+) -> None:
     try:
         await answering.connect()  # before programs are compiled, which takes a while
         if answering.welcome is not None:
@@ -228,7 +232,6 @@ async def _answer_all(answering: SplitClient, job: ClientJob) -> None:
             show.end(figures, job)
     finally:
         await answering.close()
-        show.close(job)  # even if an answer failed: those before it are shown
 
 
 def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
@@ -269,42 +272,36 @@ async def _answer(
 
 
 class _JsonOutput:
-    """Collects answers for one JSON document."""
+    """Writes whole answers to one JSON document."""
 
-    def __init__(self) -> None:
-        self._results: list[dict[str, Any]] = []
-        self._bytes = (0, 0)
+    def __init__(self, document: GrowingDocument) -> None:
+        self._document = document
 
     def start(self) -> None:
         """Shows nothing: an answer is shown as a whole."""
 
     def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows only news of the link."""
-        self._bytes = (answering.traffic.bytes_up, answering.traffic.bytes_down)
+        up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
+        self._document.rest["traffic"] = {"bytes_up": up, "bytes_down": down}
         _notice(event)
 
     def end(self, figures: dict[str, Any], job: ClientJob) -> None:
         """Adds a whole answer."""
         text = before_stop(job.writer.text(figures["token_ids"]), job.args.stop)
-        self._results.append(figures | {"text": text})
+        self._document.add(figures | {"text": text})
 
-    def close(self, job: ClientJob) -> None:
-        """Prints the document if it holds any answer."""
-        if not self._results:
-            return
-        args = job.args
-        settings = {
-            "target": str(args.target or "bundled"),
-            "draft": str(args.draft or "bundled"),
-            "mode": args.mode,
-            "max_new_tokens": args.max_new_tokens,
-            "policy": args.policy,
-            "codec": args.codec,
-            "offline": args.offline,
-        }
-        up, down = self._bytes
-        traffic = {"bytes_up": up, "bytes_down": down}
-        print(json.dumps({"results": self._results, "settings": settings, "traffic": traffic}))
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "target": str(args.target or "bundled"),
+        "draft": str(args.draft or "bundled"),
+        "mode": args.mode,
+        "max_new_tokens": args.max_new_tokens,
+        "policy": args.policy,
+        "codec": args.codec,
+        "offline": args.offline,
+    }
 
 
 class _TextOutput:
@@ -343,9 +340,6 @@ class _TextOutput:
         else:
             print(whole[len(self._shown) :], flush=True)
         print(_line(figures), file=sys.stderr)
-
-    def close(self, job: ClientJob) -> None:
-        """Has nothing left to show."""
 
     def _text(self, tokens: list[int]) -> str:
         text = self._writer.text(tokens)

@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 
+from infer.documents import until_cut
 from infer.evaluation import answers, conversations, plots, report, suites
 from infer.evaluation.contenders import describe, load_contenders
 from infer.evaluation.interview import Interview, interview_of, law_of_answers
@@ -117,13 +118,20 @@ def _evaluate(args: argparse.Namespace) -> int:
         reasons = "; ".join(dict.fromkeys(left_out.values()))
         what = args.conversations or f"--suite {args.suite}"
         raise InputError(f"{what}: no question is left ({reasons or 'of none'}): use others")
-    ask_all(interview, kept, asked)
-    found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in asked}
-    document = report.document_of(found, left_out, settings)
+    with until_cut() as cut:
+        ask_all(interview, kept, asked)
+    answered = [question for question in asked if kept.has(question)]
+    mark = cut.mark(len(answered), len(asked), " questions: the same command goes on")
+    if not answered:
+        return cut.code
+    found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in answered}
+    document = report.document_of(found, left_out, settings) | mark
     try:
         print(json.dumps(document) if args.json else report.render(document))
     finally:  # one of the two may fail
         _write(folder, document)
+    if mark:
+        return cut.code
     exact = settings["dtype"] == "float32"
     return DIFFERENT if document["differences"] and exact else 0
 

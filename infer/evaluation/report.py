@@ -175,7 +175,9 @@ def render(document: Mapping[str, Any]) -> str:
     ]
     answers = settings["answers"]
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
+    cut = document.get("cut")
     parts = [
+        f"CUT by {cut['by']} after {cut['done']} of {cut['of']} questions." if cut else "",
         f"{settings['target']['name']}, {precision(settings)}, {settings['device']}, {how}, up to "
         f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
         "own plain decoding / tau:",

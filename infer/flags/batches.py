@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.shapes import SHAPES
 from infer.evaluation.conversations import prompts_of as conversation_prompts
-from infer.flags.config_file import read_config
+from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import asked_mesh
 from infer.flags.pair import dtype_of, use_cores
 from infer.flags.prompts import asking, prompt_of, tokenizer_of

@@ -140,6 +140,8 @@ def _described(error: BaseException) -> tuple[str, int]:
     """One line and an exit code; prints the traceback of a fault of ours."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
+    if isinstance(error, SystemExit):
+        return "ended by SIGTERM", error.code
     if isinstance(error, BrokenPipeError):
         return "the reader of the output is gone", BROKEN_PIPE
     if line := refusal_of(error):

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from moa_jax.errors import InputError, first_line
 
 Config = TypeVar("Config")
+# By its path: a folder `configs` of one's own would be imported in place of ours.
+SHAPES = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "shapes.py"))["SHAPES"]
 Settings = dict[str, str]  # as flags give them
 
 

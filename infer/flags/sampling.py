@@ -41,7 +41,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--logit-bias", metavar="ID:BIAS,...", type=_biases, default=(), help="added to logits"
     )
-    group.add_argument("--seed", type=int, default=0, help="of the first prompt; the next adds 1")
+    group.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        metavar="N",
+        help="of the first prompt, and the next adds 1; -1 draws one, which --json shows",
+    )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeat)"
     )
@@ -55,6 +61,14 @@ def add_law_flags(group: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
     group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
+
+
+def seed(text: str) -> int:
+    """Type of a flag that takes a seed; -1 draws one, which stands for the flag from then on."""
+    try:
+        return Sampling(seed=int(text)).seeded().seed
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:

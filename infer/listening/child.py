@@ -42,7 +42,8 @@ class Child:
         self.program, self._ready = program, place.with_suffix(".json")
         self._log = place.with_suffix(".log")
         own = ["--port", "0", "--ready-file", str(self._ready)]
-        self._command = [*prefix, sys.executable, "-m", program, *own, *flags]
+        # With -P no file in the current folder is run in its place.
+        self._command = [*prefix, sys.executable, "-P", "-m", program, *own, *flags]
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
         self._env.pop("MOA_PAIR", None)  # the flags name the models, or mean the bundled ones

@@ -8,7 +8,6 @@ are logged.
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from typing import Any, NamedTuple
 
 from infer.serving.errors import bad, shown
@@ -309,10 +308,10 @@ def _sampling_of(fields: Fields, model: Model) -> Sampling:
     top_k = fields.whole("top_k", 0, -1, 1 << 31)
     settings["top_k"] = top_k if 0 < top_k < model.vocab_size else 0  # -1 and 0 keep all
     seed = fields.whole("seed", None, -(1 << 63), (1 << 63) - 1)
-    settings["seed"] = secrets.randbits(31) if seed is None else seed % (1 << 32)
+    settings["seed"] = -1 if seed in (None, -1) else seed % (1 << 32)  # -1 draws one, as with vLLM
     settings["logit_bias"] = _biases_of(fields, model)
     try:
-        return Sampling(**settings)
+        return Sampling(**settings).seeded()
     except InputError as error:  # its line begins with the name
         raise bad(str(error).partition(" ")[0], str(error)) from error
 

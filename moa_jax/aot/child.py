@@ -38,7 +38,7 @@ def run(module: str, request: Any, machine: Machine, advice: str) -> ChildAnswer
     """
     machines.check_compiler(machine)
     ran = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-P", "-m", module],  # no file in the current folder is run instead
         input=pickle.dumps(request),
         env=os.environ | machines.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,25 @@ def at_least(low: int, config: Any, *names: str) -> None:
         value = getattr(config, name)
         if type(value) is not int or value < low:
             raise InputError(f"{name} is {value!r}: choose a whole number of at least {low}")
+
+
+def unboxed(value: Any) -> Any:
+    """The Python numbers in a scalar or an array of numpy, jax or torch; other values stay."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """The Python ints of a 1-D list or array; raises InputError for anything else."""
+    values = unboxed(values)
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InputError(f"{name} is {values!r:.40}: give a list or a 1-D array of whole numbers")
+    found = list(map(unboxed, values))
+    for value in found:
+        if type(value) is not int:
+            raise InputError(
+                f"{name} holds {value!r:.40}: give a list or a 1-D array of whole numbers"
+            )
+    return found
 
 
 def is_id(token: Any, vocab_size: int) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from typing import Any
 
-from moa_jax.config.checks import at_least
+from moa_jax.config.checks import at_least, unboxed
 from moa_jax.errors import InputError
 
 MAX_DEPTH = 64  # a chain is unrolled into one program
@@ -145,17 +146,27 @@ class Sampling:
     # These two see the answer alone, and the repetition penalty the prompt as well.
     presence_penalty: float = 0.0  # taken off the logit of each token that the answer has
     frequency_penalty: float = 0.0  # the same, as often as the answer has the token
-    seed: int = 0
+    seed: int = 0  # below 2**32; -1 draws another one for each call
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, unboxed(getattr(self, field.name)))
         for name, low, high in RANGES:
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name} is {getattr(self, name)}: choose from {low} to {high}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}: choose above 0 and at most 1")
-        at_least(0, self, "top_k", "seed")
-        if self.seed >= 1 << 32:
-            raise InputError(f"seed is {self.seed}: choose one below 2**32")
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not low <= value <= high:
+                raise InputError(f"{name} is {value!r}: choose from {low} to {high}")
+        if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p!r}: choose above 0 and at most 1")
+        at_least(0, self, "top_k")
+        if type(self.seed) is not int or not -1 <= self.seed < 1 << 32:
+            raise InputError(
+                f"seed is {self.seed!r}: choose a whole number from 0 to 2**32 - 1, or -1, which "
+                "draws one"
+            )
         for _, bias in self.logit_bias:
             if not bias < float("inf"):
                 raise InputError(f"logit_bias holds {bias}: give numbers below inf, -inf to ban")
+
+    def seeded(self) -> Sampling:
+        """These settings, with a seed that is drawn where it is -1."""
+        return dataclasses.replace(self, seed=secrets.randbits(31)) if self.seed == -1 else self

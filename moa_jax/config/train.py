@@ -229,7 +229,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
         at_least(1, self, "keep_checkpoints")
-        at_least(0, self, "decode_prompts")
+        at_least(0, self, "decode_prompts", "seed")
 
 
 @dataclasses.dataclass(frozen=True)

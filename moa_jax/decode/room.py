@@ -10,9 +10,9 @@ double each time: a chat soon stops compiling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from moa_jax.config.checks import is_id
+from moa_jax.config.checks import whole_numbers
 from moa_jax.decode.programs import ROWS_OF_A_TILE, bucket, cache_rows_for
 from moa_jax.errors import InputError
 
@@ -56,16 +56,22 @@ class Room(NamedTuple):
             )
 
 
-def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
-    """Raise InputError unless the prompt of this index is tokens of the vocabulary."""
-    if not len(prompt):
+def prompt_ids_of(index: int, prompt: Any, vocab_size: int) -> list[int]:
+    """The prompt of this index as a list of tokens; `prompt` may be an array of any library.
+
+    Raises InputError for a prompt that is empty, and for one that is not a 1-D list or array of
+    the vocabulary's ids.
+    """
+    token_ids = whole_numbers(f"prompt {index}", prompt)
+    if not token_ids:
         raise InputError(f"prompt {index} is empty: give it at least one token")
-    for token in prompt:
-        if not is_id(token, vocab_size):
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
             raise InputError(
                 f"prompt {index} has the id {token}, outside the vocabulary of {vocab_size}: use "
                 "the target's own tokenizer"
             )
+    return token_ids
 
 
 def check_stops(stop_ids: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from moa_jax.config import DraftShape, Sampling
+from moa_jax.config.checks import unboxed, whole_numbers
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.background import Background
@@ -26,7 +27,7 @@ from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
 from moa_jax.decode.mappings import has_room
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
-from moa_jax.decode.room import Room, check_prompt
+from moa_jax.decode.room import Room, prompt_ids_of
 from moa_jax.decode.sample import Law, law_of
 from moa_jax.decode.state import NEVER, DecodeState, Limits, Setup, Vocabulary, Weights
 from moa_jax.decode.vocabulary import DraftVocabulary
@@ -162,11 +163,13 @@ class Session:
     ) -> list[Result]:
         """Decodes a batch of prompts to the end: in one call, unless there is something to choose.
 
-        `max_new_tokens` is one number, or one for each prompt. `stop_ids` is one list, or one for
-        each prompt; the default is the target's end-of-text ids. With a single `sampling`, row
-        i gets its seed plus i. Every few rounds `stop_when` is given the tokens of a row, and
-        may say where to cut it. Raises InputError for an empty prompt, tokens outside the
-        vocabulary, more tokens than the target's positions, or a cache too small for them.
+        Prompts and `stop_ids` are lists, or arrays of numpy, jax or torch. `max_new_tokens` is one
+        number, or one for each prompt. `stop_ids` is one list, or one for each prompt; the default
+        is the target's end-of-text ids. With a single `sampling`, row i gets its seed plus i; the
+        seed -1 draws one for each call. Every few rounds `stop_when` is given the tokens of a row,
+        and may say where to cut it. Raises InputError for an empty prompt, for what is no list of
+        whole numbers, tokens outside the vocabulary, more tokens than the target's positions, or a
+        cache too small for them.
         """
         found = self.begin(prompts, max_new_tokens, stop_ids, sampling)
         most = None if stop_when is None else ROUNDS_BETWEEN_LOOKS
@@ -211,6 +214,7 @@ class Session:
 
         The session learns what is accepted unless the generation only measures.
         """
+        prompts = self._token_ids(prompts)
         started = self.start(prompts, max_new_tokens, stop_ids, sampling)
         return Generation(self, prompts, started, teaches)
 
@@ -325,11 +329,13 @@ class Session:
 
         One outside the vocabulary stops nothing.
         """
-        ids = list(self.target.generation.eos_ids if stop_ids is None else stop_ids)
-        one_each = len(ids) and not isinstance(ids[0], int | np.integer)
-        rows = [list(row) for row in ids] if one_each else [ids] * batch
+        ids = unboxed(self.target.generation.eos_ids if stop_ids is None else stop_ids)
+        each = list(map(unboxed, ids)) if isinstance(ids, list | tuple) else ids
+        one_each = isinstance(each, list) and each and isinstance(each[0], list | tuple)
+        rows = [whole_numbers("stop_ids", row) for row in (each if one_each else [each])]
         known = range(self.target.config.vocab_size)
-        rows = [[id if id in known else -1 for id in map(int, row)] for row in rows]
+        rows = [[id if id in known else -1 for id in row] for row in rows]
+        rows = rows if one_each else rows * batch
         if len(rows) != batch:
             raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
         width = max(8, *(-(-len(row) // 8) * 8 for row in rows))
@@ -339,19 +345,26 @@ class Session:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
     ) -> list[int]:
         """How many tokens each prompt may get; raises InputError as `generate` does."""
-        vocab_size = self.target.config.vocab_size
-        same = isinstance(max_new_tokens, int | np.integer)
-        wanted_B = [max_new_tokens] * len(prompts) if same else list(max_new_tokens)
-        if not len(prompts):
-            raise InputError("no prompts: give at least one")
+        prompts, most = self._token_ids(prompts), unboxed(max_new_tokens)
+        most = [most] * len(prompts) if isinstance(most, int | float) else most
+        wanted_B = whole_numbers("max_new_tokens", most)
         if len(wanted_B) != len(prompts):
             raise InputError(f"{len(wanted_B)} lengths for {len(prompts)} prompts: give one each")
         for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B, strict=True)):
             if wanted < 1:
                 raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
-            check_prompt(index, prompt, vocab_size)
             self.room.check(index, len(prompt), wanted)
         return wanted_B
+
+    def _token_ids(self, prompts: Any) -> list[list[int]]:
+        """The prompts as lists; raises InputError for those that are none of this target's."""
+        prompts, vocab_size = unboxed(prompts), self.target.config.vocab_size
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+            raise InputError(f"prompts are {prompts!r:.40}: give a list of lists of token ids")
+        found = [prompt_ids_of(i, prompt, vocab_size) for i, prompt in enumerate(prompts)]
+        if not found:
+            raise InputError("no prompts: give at least one")
+        return found
 
 
 def generate(
@@ -372,14 +385,15 @@ def generate(
 def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
     """The settings of each row; with a single `Sampling`, row i gets its seed plus i."""
     if isinstance(sampling, Sampling):
-        return [row_of(sampling, row) for row in range(batch)]
+        first = sampling.seeded()
+        return [row_of(first, row) for row in range(batch)]
     if len(sampling) != batch:
         raise InputError(f"{len(sampling)} samplings for {batch} prompts: give one each")
-    return list(sampling)
+    return [each.seeded() for each in sampling]
 
 
 def row_of(sampling: Sampling, row: int) -> Sampling:
-    """The same law with the row's own seed."""
+    """The same law with the row's own seed; the first row's is not -1."""
     return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
 
 

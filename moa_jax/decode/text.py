@@ -134,11 +134,12 @@ def before_stop(text: str | None, stops: Sequence[str]) -> str | None:
     return text[: min(places)] if places else text
 
 
-def stop_finder(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], int | None]:
+def stop_finder(tokenizer: Any, stops: str | Sequence[str]) -> Callable[[list[int]], int | None]:
     """A function of an answer's tokens: how many of them complete the first stop text, else None.
 
-    It is the `stop_when` that `Session.generate` takes.
+    It is the `stop_when` that `Session.generate` takes. `stops` may be a single text.
     """
+    stops = [stops] if isinstance(stops, str) else stops
 
     def has_stop(tokens: list[int]) -> bool:
         text = tokenizer.decode(tokens, skip_special_tokens=True)

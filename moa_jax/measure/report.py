@@ -46,6 +46,8 @@ def render(document: dict[str, Any]) -> str:
         table_of([_peer_cells(row) for row in document["peers"]]),
         _weights_cost(document.get("weights_cost"), settings),
     ]
+    if cut := document.get("cut"):
+        parts.insert(1, f"CUT by {cut['by']} after {cut['done']} of {cut['of']} runs.")
     if settings["random_weights"]:
         parts.insert(1, "RANDOM WEIGHTS: times and bytes are real, what is accepted is chance.")
     if settings["simulated_acceptance"] is not None:

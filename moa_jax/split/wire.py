@@ -178,6 +178,8 @@ def _read_sampling(value: Any, limits: MessageLimits) -> dict[str, float]:
             Sampling(**{name: entry})  # also refuses numbers that are not finite
         except InputError:  # its line shows the value, which ours must not
             raise BadMessage(f"has a {name} out of range") from None
+        if entry < 0 and name == "seed":  # the client has drawn it
+            raise BadMessage(f"has a {name} out of range")
         if kind is int and name != "seed" and entry > LARGEST:
             raise BadMessage(f"has a {name} above {LARGEST}")
     return {name: kind(value[name]) for name, kind in SAMPLING_TYPES.items()}

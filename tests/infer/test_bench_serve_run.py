@@ -227,7 +227,10 @@ def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
             for way, toy in zip(ways_of(args) * args.servers, toys, strict=True)
         ]
         teams = stage.teams_of(servers, len(toys) // args.servers)
-        return json.loads(json.dumps(asyncio.run(run._measure(args, machine, teams))))
+        found: dict = {}
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(run._measure(args, machine, teams, found))
+        return json.loads(json.dumps(found))
 
 
 LINE = "--suite demo --modes plain,auto --slots 2"
@@ -264,6 +267,22 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     picture.plot(document, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
     assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
+
+
+def test_a_cut_run_has_the_rates_so_far(monkeypatch):
+    play, left = run._play, iter(range(3))
+
+    async def cut(*arguments):
+        if next(left, None) is None:
+            raise asyncio.CancelledError
+        return await play(*arguments)
+
+    monkeypatch.setattr(run, "_play", cut)
+    toys = [ToyServer(), ToyServer()]
+    document = measured(toys, f"{LINE} --rates 50,60 --requests 3 --repeats 1", monkeypatch)
+    assert [rate["rate"] for rate in document["rates"]] == [50.0]
+    mark = {"by": "SIGINT", "done": 1, "of": 2}
+    assert "CUT by SIGINT after 1 of 2 rates." in tables.render(document | {"cut": mark})
 
 
 def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from infer.evaluation.contenders import PLAIN, given_of
 from infer.flags.mesh import add_mesh_flag, as_flag
 from infer.flags.pair import AUTO, BUNDLED, EXPLICIT, LOOKUP, add_model_flags
-from infer.program import Parser, above_zero, local_path, names, positive
+from infer.program import Parser, above_zero, local_path, names, positive, whole
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.files.folders import public_name
@@ -119,7 +119,7 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         help="of each way, which take turns repeat by repeat, as two processes of the same "
         "programs may be some percent apart; --repeats is a multiple",
     )
-    group.add_argument("--seed", type=int, default=0, help="of arrivals, questions and answers")
+    group.add_argument("--seed", type=whole, default=0, help="of arrivals, questions and answers")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from infer.documents import CODES, until_cut
 from infer.evaluation.contenders import PLAIN
-from infer.listening.child import ended_by_sigterm
+from infer.listening.child import ROOT
 from infer.program import progress
 from infer.serving.bench import clients, counts, figures, picture, tables
 from infer.serving.bench.clients import RequestOutcome
@@ -92,29 +93,39 @@ class Played(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
-    with ended_by_sigterm():
-        document = measure(args)
+    document = measure(args)
     if args.plot:
         picture.plot(document, Path(args.plot))
     text = json.dumps(document)
     if args.output:
         write_whole(args.output, text + "\n")
     print(text if args.json else tables.render(document))
+    if "cut" in document:
+        return CODES[document["cut"]["by"]]
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
     return DIFFERENT if differs else 0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole document."""
-    machine = _machine()
-    with serving(ways_of(args), args.servers) as teams:
-        return asyncio.run(_measure(args, machine, teams))
+    machine, found = _machine(), {}
+    with until_cut() as cut, serving(ways_of(args), args.servers) as teams:
+        asyncio.run(_measure(args, machine, teams, found))
+    if not found:
+        sys.exit(cut.code)
+    return found | cut.mark(len(found["rates"]), len(args.rates), " rates")
 
 
 async def _measure(
-    args: argparse.Namespace, machine: dict[str, Any], teams: Sequence[Sequence[Server]]
-) -> dict[str, Any]:
-    """The same with servers that are there: each team has one of every way."""
+    args: argparse.Namespace,
+    machine: dict[str, Any],
+    teams: Sequence[Sequence[Server]],
+    found: dict[str, Any],
+) -> None:
+    """Fills the document, with servers that are there: each team has one of every way.
+
+    Where it is cancelled, the document has the rates that were played until then, if any.
+    """
     servers = teams[0]
     model, most_tokens = await _model_of(servers[0])
     questions = Questions(args, most_tokens)
@@ -128,24 +139,27 @@ async def _measure(
     idle, each_capacity = map(figures.busiest, of_ways(idle_of_all)), of_ways(capacity_of_all)
     capacities = list(map(figures.mean_capacity, each_capacity))
     plain = next((i for i, server in enumerate(servers) if server.way.mode == PLAIN), None)
-    played = await _in_turns(args, teams, questions, None if plain is None else capacities[plain])
-    differences: list[dict[str, Any]] = []
-    rates = [_rate_of(each, servers, plain, differences) for each in played]
     dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
     rows = zip(servers, capacities, idle, each_capacity, strict=True)
-    return {
+    about = {
         "servers": [
             _facts(server)
             | capacity._asdict()
             | {"idle_cpu": cpu, "each_tokens_per_s": [one.tokens_per_s for one in each]}
             for server, capacity, cpu, each in rows
         ],
-        "rates": rates,
-        "beside_plain": _beside_plain(servers, rates),
-        "differences": differences,
         "settings": _settings(args, questions) | {"model": model, "dtype": dtype},
         "machine": machine,
     }
+    played = _to_play(args.rates, None if plain is None else capacities[plain])
+    try:
+        await _in_turns(args, teams, questions, played)
+    finally:
+        if played := [each for each in played if each.cells]:
+            differences: list[dict[str, Any]] = []
+            rates = [_rate_of(each, servers, plain, differences) for each in played]
+            beside = _beside_plain(servers, rates)
+            found |= about | {"rates": rates, "beside_plain": beside, "differences": differences}
 
 
 # ---- before measuring ---------------------------------------------------------------------
@@ -241,10 +255,10 @@ async def _in_turns(
     args: argparse.Namespace,
     teams: Sequence[Sequence[Server]],
     questions: Questions,
-    plain: Capacity | None,
-) -> list[Played]:
+    found: Sequence[Played],
+) -> None:
     """Plays all rates with one team, the slowest first, then with the next, --repeats times."""
-    found, begin = _to_play(args.rates, plain), 0
+    begin = 0
     with progress(args.repeats * len(found) * len(teams[0]), "cells") as bar:
         for repeat, (index, played) in itertools.product(range(args.repeats), enumerate(found)):
             servers = teams[repeat % len(teams)]
@@ -259,7 +273,6 @@ async def _in_turns(
                 bar.line(f"{' and '.join(late)} compiled at {name}: once more")
             bar.step(len(servers))
             played.cells.append([each[way] for way in range(len(servers))])
-    return found
 
 
 async def _play(server: Server, cell: Cell) -> ServerFound:
@@ -348,7 +361,7 @@ def _settings(args: argparse.Namespace, questions: Questions) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """The device as another process sees it: this one must not take a GPU from the servers."""
     command = [sys.executable, "-m", "infer.info", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
         raise InputError(f"infer.info failed: {line}")

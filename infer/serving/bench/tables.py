@@ -14,7 +14,9 @@ def render(document: Mapping[str, Any]) -> str:
     stop = "to their limit" if settings["ignore_stop"] else "to their end"
     count = settings["servers_of_each_way"]
     left = f" ({settings['left_out']} too long)" if settings["left_out"] else ""
+    cut = document.get("cut")
     parts = [
+        f"CUT by {cut['by']} after {cut['done']} of {cut['of']} rates." if cut else "",
         f"{settings['questions']} questions of the suite {settings['suite']}{left}, answers {stop} "
         f"or {settings['max_new_tokens']} tokens, temperature {settings['temperature']:g}, "
         f"{settings['dtype']}, {settings['slots']} slots; {machine['device_kind']}, "

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 
 import jax
 
+from infer.documents import CODES, until_cut
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
 from infer.split.bench.flags import check, parser_of
@@ -70,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
             write_whole(Path(args.output), text + "\n")
     if args.plot:
         tables.plot(document, Path(args.plot))
+    if "cut" in document:
+        return CODES[document["cut"]["by"]]
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
     return DIFFERENT if differs else 0
 
@@ -82,18 +86,21 @@ def measure(bench: SplitBench) -> dict[str, Any]:
     args, differences = bench.args, []
     networked = [way for way in bench.ways if way.mode != "offline"]
     total = len(args.profiles) * len(bench.prompts) * len(networked)
-    profiles = []
-    with progress(total, "answers") as bar:
-        for name in args.profiles if networked else ():
-            profiles.append(_profile(bench, name, networked, differences, bar))
-            bar.line(f"{name}: done")
-    alone = [_offline(bench, way) for way in bench.ways if way.mode == "offline"]
+    found: dict[str, list[Any]] = {"profiles": [], "offline": [], "crowd": [], "outages": []}
+    with until_cut() as cut:
+        with progress(total, "answers") as bar:
+            for name in args.profiles if networked else ():
+                found["profiles"].append(_profile(bench, name, networked, differences, bar))
+                bar.line(f"{name}: done")
+        found["offline"] = [_offline(bench, way) for way in bench.ways if way.mode == "offline"]
+        found["crowd"] = _crowds(bench, differences) if args.clients else []
+        found["outages"] = _outages(bench) if args.outages else []
+    mark = cut.mark(len(found["profiles"]), len(args.profiles), " networks")
+    if mark and not any(found.values()):
+        sys.exit(cut.code)
     return {
-        "profiles": profiles,
-        "offline": alone,
-        "best_n": _best_n(profiles),
-        "crowd": _crowds(bench, differences) if args.clients else [],
-        "outages": _outages(bench) if args.outages else [],
+        **found,
+        "best_n": _best_n(found["profiles"]),
         "local_plain_tokens_per_s": median(bench.own_tokens_per_s),
         "differences": differences,
         "settings": _settings(bench),
@@ -102,7 +109,7 @@ def measure(bench: SplitBench) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "jax": jax.__version__,
         },
-    }
+    } | mark
 
 
 def _profile(

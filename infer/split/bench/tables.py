@@ -21,7 +21,9 @@ LEGEND = {"stream": "stream (as an API)", "plain": "plain (a round trip each tok
 def render(document: dict[str, Any]) -> str:
     """All tables, with what they rest on."""
     settings, machine = document["settings"], document["machine"]
+    cut = document.get("cut")
     parts = [
+        f"CUT by {cut['by']} after {cut['done']} of {cut['of']} networks." if cut else "",
         f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
         f"{settings['max_new_tokens']} tokens (stop: {settings['stop']}), {precision(settings)}, "
         f"rows in {settings['codec']}; drafting slowed down {settings['client_slowdown']:g} times; "

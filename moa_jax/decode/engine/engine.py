@@ -248,14 +248,14 @@ class Engine:
         prompt, new = request.prompt_ids, request.max_new_tokens
         new = new or int(request.prompt_logprobs)  # rows are for a prompt and a token at least
         self.session.check([prompt], new)
-        total = len(prompt) + new
+        sampling, total = request.sampling.seeded(), len(prompt) + new
         if total > self.max_tokens:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens and {new} are to follow, but an answer with "
                 f"its prompt has {self.max_tokens} at most: shorten one of the two"
             )
         vocab_size = self.session.target.config.vocab_size
-        given = given_of(request.sampling, len(prompt), total, request.stop_ids, vocab_size)
+        given = given_of(sampling, len(prompt), total, request.stop_ids, vocab_size)
         logprobs.check(request.top_logprobs, vocab_size)
         if request.prompt_logprobs and request.top_logprobs is None:
             raise InputError("prompt_logprobs without top_logprobs: say how many likeliest tokens")

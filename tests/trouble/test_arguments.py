@@ -1,0 +1,75 @@
+"""Python's own API: arrays of any library, and values that are no token ids, no number, no stop."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from moa_jax import InputError, Session, load_drafter, load_target
+from moa_jax.config import Sampling
+from moa_jax.decode.text import stop_finder
+
+
+@pytest.fixture(scope="module")
+def session(saved) -> Session:
+    folder = saved / "llama"
+    target = load_target(str(folder / "target"), jnp.float32)
+    return Session(target, load_drafter(folder / "draft", target))
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array, torch.tensor, tuple, list])
+def test_prompts_are_arrays_of_any_library(session, kind):
+    (own,) = session.generate([[5, 6, 7]], 6)
+    stop = own.token_ids[2]
+    for prompts in ([kind([5, 6, 7])], kind([[5, 6, 7]]), [[*kind([5, 6, 7])]]):
+        (found,) = session.generate(prompts, 6)
+        assert found.token_ids == own.token_ids and found.prompt_ids == [5, 6, 7]
+        assert all(type(token) is int for token in found.prompt_ids)
+    *_, streamed = session.stream(kind([5, 6, 7]), 6, kind([stop]))
+    assert streamed.token_ids == own.token_ids[: own.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        *([[5.0]], [[True]], [[None]], [[-1]], [[10**9]], [[]], [], None, 5, [5, 6]),
+        *("Hello", ["Hello"], [b"Hello"], {"input_ids": [[5]]}, [np.array([5.5])]),
+        *([jnp.ones((1, 2), jnp.int32)], [torch.tensor([True])], [np.array(5)], [[[5]]]),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_one_line(session, prompts):
+    with pytest.raises(InputError) as error:
+        session.generate(prompts, 4)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 150
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.5, True, "8", None, [1, 2], [2.5]], ids=repr)
+def test_what_is_no_number_of_tokens_is_one_line(session, most):
+    with pytest.raises(InputError, match="max_new_tokens|lengths"):
+        session.generate([[5, 6, 7]], most)
+
+
+@pytest.mark.parametrize("stop_ids", [[2.5], ["a"], "12", 5, [True], [[1], [2]]], ids=repr)
+def test_what_is_no_stop_is_one_line(session, stop_ids):
+    with pytest.raises(InputError, match="stop"):
+        session.generate([[5, 6, 7]], 4, stop_ids)
+
+
+def test_numbers_are_those_of_any_library(session):
+    (own,) = session.generate([[5, 6, 7]], 4)
+    for most in (np.int64(4), jnp.int32(4), torch.tensor(4), np.array([4])):
+        assert session.generate([[5, 6, 7]], most)[0].token_ids == own.token_ids
+    row = Sampling(temperature=np.float32(0.5), top_k=np.int32(3), top_p=jnp.float32(0.5), seed=1)
+    assert row == Sampling(temperature=0.5, top_k=3, top_p=0.5, seed=1)
+    for wrong in ({"temperature": "1"}, {"top_p": True}, {"top_k": 2.0}, {"seed": None}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Sampling(**wrong)
+
+
+def test_one_stop_text_is_no_list_of_letters():
+    letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)))
+    stop_when = stop_finder(letters, "END")
+    assert stop_when([*map(ord, "NEED")]) is None and stop_when([*map(ord, "an END.")]) == 6
