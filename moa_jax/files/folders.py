@@ -40,7 +40,7 @@ _FILES_OF_MODEL = (
     "*.gguf",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
@@ -250,6 +250,26 @@ class TensorReader:
             )
 
 
+def has_tensors(folder: Path) -> bool:
+    """Whether a folder holds the files of a model's tensors, which `find_folder` can leave out."""
+    if (folder / GGUF_INDEX).is_file():
+        return True
+    try:
+        return all(path.is_file() for path in _weight_files(folder))
+    except InputError:
+        return False
+
+
+def readers_of_files(folder: Path) -> list[TensorReader]:
+    """A reader for each file of tensors, the shards beside a model.safetensors among them."""
+    if (folder / GGUF_INDEX).is_file():
+        return []
+    files = _weight_files(folder)
+    if files == [folder / _SINGLE] and (folder / _INDEX).is_file():
+        files += [path for path in _shards(folder) if path.is_file() and path not in files]
+    return [SafetensorsReader(folder, [path]) for path in files]
+
+
 def open_tensors(folder: Path) -> TensorReader:
     """The tensors of a model folder; raises InputError for damaged files."""
     if (folder / GGUF_INDEX).is_file():
@@ -262,8 +282,10 @@ def open_tensors(folder: Path) -> TensorReader:
 class SafetensorsReader(TensorReader):
     """The tensors of a folder's safetensors files, in the dtypes of the files."""
 
-    def __init__(self, folder: Path) -> None:
-        self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
+    def __init__(self, folder: Path, files: Iterable[Path] | None = None) -> None:
+        """`files` are those to read, by default all that make the model."""
+        paths = _weight_files(folder) if files is None else files
+        self._files = {path: _open_safetensors(path) for path in paths}
         self._maps: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
         file_of = {name: path for path, file in self._files.items() for name in file.keys()}
         shapes = {
@@ -276,7 +298,7 @@ class SafetensorsReader(TensorReader):
     def dtype(self) -> np.dtype:
         if not self.shapes:
             raise InputError(f"{self._where} holds no tensors: fetch it again")
-        floats = (name for name in self.shapes if self._stored(name) in _FLOATS)
+        floats = (name for name in self.shapes if self._stored(name) in FLOATS)
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
     def read(self, name: str) -> np.ndarray:
@@ -285,7 +307,7 @@ class SafetensorsReader(TensorReader):
         safetensors would copy it, which takes as long as all else that loading does to it.
         """
         path = self.file_of[name]
-        if self._stored(name) not in _FLOATS:
+        if self._stored(name) not in FLOATS:
             return self._files[path].get_tensor(name)
         place = self.stored(name)
         if path.stat().st_size < place.end:  # using the view would end the process
@@ -306,12 +328,12 @@ class SafetensorsReader(TensorReader):
 
     def _float_of(self, name: str) -> str:
         stored = self._stored(name)
-        if stored not in _FLOATS:
+        if stored not in FLOATS:
             raise InputError(
                 f"{self.file_of[name]}: {name} is stored as {stored}: "
-                f"only {', '.join(_FLOATS)} are read, so save it in one of them"
+                f"only {', '.join(FLOATS)} are read, so save it in one of them"
             )
-        return _FLOATS[stored]
+        return FLOATS[stored]
 
     def _stored(self, name: str) -> str:
         return self._files[self.file_of[name]].get_slice(name).get_dtype()
@@ -402,15 +424,20 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
-        file_of = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
-            raise InputError(
-                f"{folder / _INDEX}: weight_map does not map tensors to files: fetch it again"
-            )
-        return [folder / file for file in sorted(set(file_of.values()))]
+        return _shards(folder)
     if any(folder.glob(_PICKLES)):
         raise _pickled(folder, folder)
     raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that an index names; raises InputError for a damaged index."""
+    file_of = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
+        raise InputError(
+            f"{folder / _INDEX}: weight_map does not map tensors to files: fetch it again"
+        )
+    return [folder / file for file in sorted(set(file_of.values()))]
 
 
 def _open_safetensors(path: Path) -> Any:
