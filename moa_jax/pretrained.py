@@ -21,6 +21,8 @@ from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import copies, folders, parts
+from moa_jax.files.config_keys import contradiction
+from moa_jax.files.foreign import foreign_layout
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
@@ -250,7 +252,7 @@ def load_drafter(
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
     folder = folders.find_folder(path_or_hub_id)
     config = folders.read_json(folder / "config.json")
-    reader = folders.open_tensors(folder)
+    reader = _open(folder)
     shapes = reader.shapes | {name: line.shape for name, line in parts.left_out(folder).items()}
     with _reading(folder / "config.json"):
         method = _method_of(method, config, set(shapes), folder)
@@ -375,13 +377,24 @@ def _check(
     reader.check({name: shape for name, shape in expected.items() if name not in rest}, extras)
 
 
+def _open(folder: Path) -> folders.TensorReader:
+    """The tensors of a model, whose files do not contradict each other.
+
+    Raises InputError for files that do, and for layouts that are recognised and not read.
+    """
+    copies.check_files(folder)
+    reader = folders.open_tensors(folder)
+    if (foreign := foreign_layout(reader.shapes)) is not None:
+        raise InputError(f"{folder}: {foreign}")
+    return reader
+
+
 def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
     """The tensors of a target's folder, checked; `used` are those that may not be left out.
 
     Raises InputError for missing and unexpected tensors, and for second copies that differ.
     """
-    copies.check_files(target.folder)
-    reader, cfg = folders.open_tensors(target.folder), target.config
+    reader, cfg = _open(target.folder), target.config
     tied = [copies.HEAD] if cfg.tie_word_embeddings else []
     extras = [*tied, *copies.rotary_tables(reader)]
     _check(reader, target.folder, convert.target_table(cfg), used, extras)
@@ -467,7 +480,10 @@ def _special_ids(folder: Path) -> SpecialIds:
 
 
 def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folder: Path) -> str:
-    method = asked or config.get("method") or config.get("speculators_model_type")
+    stated = [config.get(key) for key in ("method", "speculators_model_type")]
+    if asked is None and None not in stated and stated[0] != stated[1]:
+        raise contradiction(str(folder), "method", stated[0], "speculators_model_type", stated[1])
+    method = asked or stated[0] or stated[1]
     if method is None:
         method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
     if needs_no_files(method or ""):

@@ -79,7 +79,14 @@ def differing(
 
 
 def check_files(folder: Path) -> None:
-    """Raise InputError where two files of a folder hold different tensors under one name."""
+    """Raise InputError where two files of a folder hold different tensors under one name.
+
+    An adapter beside the weights changes them, too; transformers reads it.
+    """
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{adapter}: an adapter is not read; merge it into the weights and remove this file"
+        )
     seen: dict[str, TensorReader] = {}
     for reader in folders.readers_of_files(folder):
         for name in reader.shapes:

@@ -45,6 +45,7 @@ _MAX_FILE_BYTES = 4 * 1024**3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
+_OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.npz", "*.onnx")
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
@@ -427,6 +428,12 @@ def _weight_files(folder: Path) -> list[Path]:
         return _shards(folder)
     if any(folder.glob(_PICKLES)):
         raise _pickled(folder, folder)
+    others = [path.name for pattern in _OTHERS for path in sorted(folder.glob(pattern))]
+    if others:
+        raise InputError(
+            f"{folder} holds {others[0]} but no model.safetensors, and other files are not read; "
+            "save the model with save_pretrained of transformers"
+        )
     raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
 
 
