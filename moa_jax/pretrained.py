@@ -23,8 +23,15 @@ from moa_jax.errors import InputError, first_line
 from moa_jax.files import copies, folders, parts
 from moa_jax.files.config_keys import contradiction
 from moa_jax.files.foreign import foreign_layout
-from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
+from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
+from moa_jax.files.kinds import (
+    DrafterKind,
+    FileLayout,
+    Files,
+    check_pairing,
+    mispaired,
+    target_sizes,
+)
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
 from moa_jax.model import convert
 from moa_jax.model.devices import compute_capability
@@ -256,6 +263,7 @@ def load_drafter(
     shapes = reader.shapes | {name: line.shape for name, line in parts.left_out(folder).items()}
     with _reading(folder / "config.json"):
         method = _method_of(method, config, set(shapes), folder)
+        _check_verifier(config, target)
         kind = DRAFTERS[method]
         check_pairing(config.get("target", {}), _fingerprint(target))
         files = Files(config, shapes, reader.read)
@@ -513,6 +521,14 @@ def _speculators_config(method: str, target: Target, depth: int) -> dict[str, An
             "architectures": target_config_to_hf(target.config)["architectures"],
         },
     }
+
+
+def _check_verifier(config: dict[str, Any], target: Target) -> None:
+    """Raise InputError where the block of speculators names another architecture of the target."""
+    verifier = config.get("speculators_config", {}).get("verifier") or {}
+    stated, actual = verifier.get("architectures"), ARCHITECTURES[target.config.family]
+    if stated and actual not in stated:
+        raise mispaired("the architecture of the verifier", ", ".join(stated), actual)
 
 
 def _depth_of(config: dict[str, Any]) -> int | None:
