@@ -20,9 +20,18 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import folders, parts
-from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
+from moa_jax.files import copies, folders, parts
+from moa_jax.files.config_keys import contradiction
+from moa_jax.files.foreign import foreign_layout
+from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
+from moa_jax.files.kinds import (
+    DrafterKind,
+    FileLayout,
+    Files,
+    check_pairing,
+    mispaired,
+    target_sizes,
+)
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
 from moa_jax.files.replace import replacing
 from moa_jax.model import convert
@@ -123,8 +132,7 @@ def load_target(
         raise ValueError("`mesh` says where arrays lie: leave out `sharding`")
     target = _describe(folders.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
-    reader = folders.open_tensors(target.folder)
-    _check(reader, target.folder, table, table, _harmless_extras(reader, target.config))
+    reader = _open_target(target, table)
     dtype = default_dtype() if dtype is None else dtype
     if mesh is not None:
         check_mesh(target.config, mesh)
@@ -172,9 +180,8 @@ def load_borrowed(
     (`save_for_client`). Raises InputError as `load_target`.
     """
     table, (places, structure) = convert.target_table(target.config), _borrowed(target, borrow)
-    reader = folders.open_tensors(target.folder)
     used = {path: table[path] for path in places}
-    _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
+    reader = _open_target(target, used)
     dtype = default_dtype() if dtype is None else dtype
     found = [
         read_params(reader, {path[-1:]: packing}, dtype, weights=weights)[path[-1]]
@@ -254,10 +261,11 @@ def load_drafter(
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
     folder = folders.find_folder(path_or_hub_id)
     config = folders.read_json(folder / "config.json")
-    reader = folders.open_tensors(folder)
+    reader = _open(folder)
     shapes = reader.shapes | {name: line.shape for name, line in parts.left_out(folder).items()}
     with _reading(folder / "config.json"):
         method = _method_of(method, config, set(shapes), folder)
+        _check_verifier(config, target)
         kind = DRAFTERS[method]
         check_pairing(config.get("target", {}), _fingerprint(target))
         files = Files(config, shapes, reader.read)
@@ -265,8 +273,9 @@ def load_drafter(
         table = kind.table(cfg, target.config)
         depth = _depth_of(config)
     used = _clients_table(method, cfg, target) if for_client else table
-    extras = [*kind.constants(cfg, target.config), *kind.extras, *_rotary_tables(reader)]
-    _check(reader, folder, table, used, extras)
+    extras = [*kind.constants(cfg, target.config), *kind.extras, *kind.copies]
+    _check(reader, folder, table, used, [*extras, *copies.rotary_tables(reader)])
+    _check_copies(kind, reader, target)
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
     mesh = mesh_of(target.params) if mesh is None else mesh
@@ -348,10 +357,9 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
             f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as "
             "a folder with infer.convert --target FILE.gguf --output DIR first"
         )
-    reader = folders.open_tensors(target.folder)
     places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
     used = {path: table[path] for path in places}
-    _check(reader, target.folder, table, used, _harmless_extras(reader, target.config))
+    _open_target(target, used)
     with replacing(folder, parts.MARK, parts.PAIR, parts.STALE) as fresh:
         parts.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
         if not drafter.folder.is_dir():
@@ -383,11 +391,61 @@ def _check(
     reader.check({name: shape for name, shape in expected.items() if name not in rest}, extras)
 
 
+def _open(folder: Path) -> folders.TensorReader:
+    """The tensors of a model, whose files do not contradict each other.
+
+    Raises InputError for files that do, and for layouts that are recognised and not read.
+    """
+    copies.check_files(folder)
+    reader = folders.open_tensors(folder)
+    if (foreign := foreign_layout(reader.shapes)) is not None:
+        raise InputError(f"{folder}: {foreign}")
+    return reader
+
+
+def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
+    """The tensors of a target's folder, checked; `used` are those that may not be left out.
+
+    Raises InputError for missing and unexpected tensors, and for second copies that differ.
+    """
+    reader, cfg = _open(target.folder), target.config
+    tied = [copies.HEAD] if cfg.tie_word_embeddings else []
+    extras = [*tied, *copies.rotary_tables(reader)]
+    _check(reader, target.folder, convert.target_table(cfg), used, extras)
+    copies.check_rotary(reader, cfg.block)
+    stated = folders.read_json(target.folder / "config.json").get("tie_word_embeddings")
+    if stated and not cfg.tie_word_embeddings:
+        logging.getLogger(__name__).warning(
+            "%s: %s differs from %s, so it is used although config.json ties the two; set "
+            "tie_word_embeddings to false, since other software may drop the head",
+            *(target.folder, copies.HEAD, copies.EMBEDDING),
+        )
+    return reader
+
+
+def _check_copies(kind: DrafterKind, reader: folders.TensorReader, target: Target) -> None:
+    """Raise InputError for a copy of a target's tensor in a drafter's files that differs."""
+    if not any(name in reader.shapes for name in kind.copies):
+        return
+    if not folders.has_tensors(target.folder):
+        return
+    of_target = folders.open_tensors(target.folder)
+    for name, original in copies.differing(reader, of_target, kind.copies):
+        raise InputError(
+            f"{reader.file_of[name]}: {name} differs from the target's {original} in "
+            f"{of_target.file_of[original]}, which the drafter would use; give the target that "
+            "the drafter was trained for"
+        )
+
+
 def _describe(folder: Path) -> Target:
     path = folder / "config.json"
     config = folders.read_json(path)
     with _reading(path):
         cfg = target_config_from_hf(config, str(path))
+    if cfg.tie_word_embeddings and folders.has_tensors(folder):
+        reader = folders.open_tensors(folder)
+        cfg = copies.with_own_head(cfg, reader.shapes, reader.read)
     own = folder / "generation_config.json"
     sources = {own: folders.read_json(own) if own.is_file() else {}, path: config}
     eos, pad = (_ids_of(sources, key) for key in ("eos_token_id", "pad_token_id"))
@@ -436,7 +494,10 @@ def _special_ids(folder: Path) -> SpecialIds:
 
 
 def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folder: Path) -> str:
-    method = asked or config.get("method") or config.get("speculators_model_type")
+    stated = [config.get(key) for key in ("method", "speculators_model_type")]
+    if asked is None and None not in stated and stated[0] != stated[1]:
+        raise contradiction(str(folder), "method", stated[0], "speculators_model_type", stated[1])
+    method = asked or stated[0] or stated[1]
     if method is None:
         method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
     if needs_no_files(method or ""):
@@ -468,17 +529,15 @@ def _speculators_config(method: str, target: Target, depth: int) -> dict[str, An
     }
 
 
+def _check_verifier(config: dict[str, Any], target: Target) -> None:
+    """Raise InputError where the block of speculators names another architecture of the target."""
+    verifier = config.get("speculators_config", {}).get("verifier") or {}
+    stated, actual = verifier.get("architectures"), ARCHITECTURES[target.config.family]
+    if stated and actual not in stated:
+        raise mispaired("the architecture of the verifier", ", ".join(stated), actual)
+
+
 def _depth_of(config: dict[str, Any]) -> int | None:
     methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
     return None if tokens is None else DraftShape(tokens + 1).depth
-
-
-def _harmless_extras(reader: folders.TensorReader, cfg: TargetConfig) -> list[str]:
-    """Tensors that some writers add: rotary tables, and the second copy of a tied head."""
-    tied = ["lm_head.weight"] if cfg.tie_word_embeddings else []
-    return tied + _rotary_tables(reader)
-
-
-def _rotary_tables(reader: folders.TensorReader) -> list[str]:
-    return [name for name in reader.shapes if name.endswith("rotary_emb.inv_freq")]

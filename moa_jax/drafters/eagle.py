@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from moa_jax.config import EagleConfig, Objective, TargetConfig
 from moa_jax.drafters import feedback, learning, losses
 from moa_jax.drafters.api import Drafter, Shared, Taps
+from moa_jax.files.copies import EMBEDDING, HEAD
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
 from moa_jax.model import convert
@@ -153,5 +154,5 @@ KIND = DrafterKind(
     table,
     write_config,
     make,
-    extras=("embed_tokens.weight",),  # the target's own, which official files repeat
+    copies={"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD},
 )

@@ -27,6 +27,7 @@ from moa_jax.config import Eagle3Config, Objective, TargetConfig
 from moa_jax.drafters import feedback, learning
 from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
 from moa_jax.errors import InputError
+from moa_jax.files.copies import EMBEDDING
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
 from moa_jax.model import convert, quantise
@@ -213,11 +214,11 @@ def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
-    """Target ids of the head's rows."""
+    """Target ids of the head's rows; t2d, where files hold it, must be the mask of these ids."""
     guesses = files.shapes.get("lm_head.weight", (0,))[0]
     if "d2t" not in files.shapes:
         if guesses == target_cfg.vocab_size:
-            return np.arange(guesses)
+            return _checked_ids(np.arange(guesses), files, target_cfg)
         raise InputError(
             f"the drafter's head scores {guesses} tokens and no d2t says which of the target's "
             f"{target_cfg.vocab_size} they are: use files that hold d2t"
@@ -230,6 +231,24 @@ def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
             f"outside the target's vocabulary of {target_cfg.vocab_size}: use the files of one "
             "drafter for this target"
         )
+    return _checked_ids(ids_U, files, target_cfg)
+
+
+def _checked_ids(ids_U: np.ndarray, files: Files, target_cfg: TargetConfig) -> np.ndarray:
+    """The ids, if t2d and draft_vocab_size agree with them; raises InputError if not."""
+    stated = files.config.get("draft_vocab_size")
+    if stated not in (None, len(ids_U)):
+        raise InputError(
+            f"config.json says draft_vocab_size is {stated!r} and lm_head.weight scores "
+            f"{len(ids_U)} tokens; use the config.json of these weights"
+        )
+    if "t2d" in files.shapes:
+        t2d_V = files.read("t2d").astype(bool)
+        if not np.array_equal(np.flatnonzero(t2d_V), np.sort(ids_U)):
+            raise InputError(
+                f"t2d marks {t2d_V.sum()} tokens of the target that are not the {len(ids_U)} "
+                "tokens of d2t; use the files of one drafter"
+            )
     return ids_U
 
 
@@ -256,5 +275,5 @@ KIND = DrafterKind(
     write_config,
     make,
     constants=constants,
-    extras=("embed_tokens.weight", "d2t", "t2d"),
+    copies={"embed_tokens.weight": EMBEDDING},
 )

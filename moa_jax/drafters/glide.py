@@ -25,7 +25,7 @@ from moa_jax.drafters import learning
 from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
-from moa_jax.files.hf_config import target_config_to_hf
+from moa_jax.files.hf_config import check_same_block, target_config_to_hf
 from moa_jax.files.kinds import (
     DrafterKind,
     FileLayout,
@@ -301,6 +301,7 @@ def read_config(
         if name not in files.shapes:
             raise InputError(f"the drafter lacks the tensor {name}: is it a GLIDE drafter?")
     check_pairing(files.config, target_sizes(target_cfg))
+    check_same_block(files.config, target_cfg, "config.json")
     width, head_dim = target_cfg.block.hidden_size, target_cfg.block.head_dim
     rows, found = files.shapes[keys]
     if found != width:

@@ -28,6 +28,7 @@ from moa_jax.drafters import learning, losses
 from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
+from moa_jax.files.copies import EMBEDDING, HEAD, with_own_head
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
 from moa_jax.model import convert, llama, masks
@@ -194,15 +195,26 @@ def read_own(
 ) -> tuple[IndependentConfig, tuple[str, ...]]:
     """Read a model's config; InputError where its vocabulary is not the target's."""
     check_pairing(files.config, _sizes(target_cfg, "vocab_size"))
-    return IndependentConfig(target_config_from_hf(files.config)), ()
+    cfg = target_config_from_hf(files.config)
+    model = with_own_head(cfg, files.shapes, files.read)
+    if model == cfg:
+        return IndependentConfig(model), ()
+    notice = f"{HEAD} differs from {EMBEDDING}, so the drafter uses it although its config.json"
+    return IndependentConfig(model), (f"{notice} ties the two",)
 
 
 def read_borrowed(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[BorrowedConfig, tuple[str, ...]]:
-    """Read a model's config; InputError where its vocabulary or width is not the target's."""
+    """Read a model's config; InputError where its vocabulary or width is not the target's.
+
+    A notice names an embedding or a head in the files: it was the trained model's own, and may
+    differ from the target's (authors' train/independent.py).
+    """
     check_pairing(files.config, _sizes(target_cfg, "vocab_size", "hidden_size"))
-    return BorrowedConfig(target_config_from_hf(files.config)), ()
+    own = [name for name in (EMBEDDING, HEAD) if name in files.shapes]
+    notice = f"the drafter's own {' and '.join(own)} are not used: this kind uses the target's"
+    return BorrowedConfig(target_config_from_hf(files.config)), (notice,) if own else ()
 
 
 def write_own(
@@ -236,7 +248,7 @@ OWN = DrafterKind(
     lambda cfg, target_cfg: convert.target_table(cfg.model),
     write_own,
     make_own,
-    extras=("lm_head.weight",),  # the second copy of a tied head
+    extras=(HEAD,),  # the second copy of a tied head
 )
 BORROWED = DrafterKind(
     BorrowedConfig,
@@ -245,5 +257,5 @@ BORROWED = DrafterKind(
     borrowed_table,
     write_borrowed,
     make_borrowed,
-    extras=("model.embed_tokens.weight", "lm_head.weight"),  # the authors' files keep them
+    extras=(EMBEDDING, HEAD),  # the authors' files keep them
 )

@@ -52,12 +52,13 @@ _FILES_OF_MODEL = (
     "*.gguf",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
 WRITER = "moa-jax"  # in the metadata of an index, so that a later write knows its own files
+_OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.npz", "*.onnx")
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
@@ -285,6 +286,26 @@ class TensorReader:
             )
 
 
+def has_tensors(folder: Path) -> bool:
+    """Whether a folder holds the files of a model's tensors, which `find_folder` can leave out."""
+    if (folder / GGUF_INDEX).is_file():
+        return True
+    try:
+        return all(path.is_file() for path in _weight_files(folder))
+    except InputError:
+        return False
+
+
+def readers_of_files(folder: Path) -> list[TensorReader]:
+    """A reader for each file of tensors, the shards beside a model.safetensors among them."""
+    if (folder / GGUF_INDEX).is_file():
+        return []
+    files = _weight_files(folder)
+    if files == [folder / SINGLE] and (folder / INDEX).is_file():
+        files += [path for path in _shards(folder) if path.is_file() and path not in files]
+    return [SafetensorsReader(folder, [path]) for path in files]
+
+
 def open_tensors(folder: Path) -> TensorReader:
     """The tensors of a model folder; raises InputError for damaged files."""
     if (folder / GGUF_INDEX).is_file():
@@ -297,8 +318,10 @@ def open_tensors(folder: Path) -> TensorReader:
 class SafetensorsReader(TensorReader):
     """The tensors of a folder's safetensors files, in the dtypes of the files."""
 
-    def __init__(self, folder: Path) -> None:
-        self._files = {path: _open_safetensors(path) for path in _weight_files(folder)}
+    def __init__(self, folder: Path, files: Iterable[Path] | None = None) -> None:
+        """`files` are those to read, by default all that make the model."""
+        paths = _weight_files(folder) if files is None else files
+        self._files = {path: _open_safetensors(path) for path in paths}
         self._maps: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
         file_of = {name: path for path, file in self._files.items() for name in file.keys()}
         shapes = {
@@ -311,7 +334,7 @@ class SafetensorsReader(TensorReader):
     def dtype(self) -> np.dtype:
         if not self.shapes:
             raise InputError(f"{self._where} holds no tensors: fetch it again")
-        floats = (name for name in self.shapes if self._stored(name) in _FLOATS)
+        floats = (name for name in self.shapes if self._stored(name) in FLOATS)
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
     def read(self, name: str) -> np.ndarray:
@@ -320,7 +343,7 @@ class SafetensorsReader(TensorReader):
         safetensors would copy it, which takes as long as all else that loading does to it.
         """
         path = self.file_of[name]
-        if self._stored(name) not in _FLOATS:
+        if self._stored(name) not in FLOATS:
             return self._files[path].get_tensor(name)
         place = self.stored(name)
         if path.stat().st_size < place.end:  # using the view would end the process
@@ -341,12 +364,12 @@ class SafetensorsReader(TensorReader):
 
     def _float_of(self, name: str) -> str:
         stored = self._stored(name)
-        if stored not in _FLOATS:
+        if stored not in FLOATS:
             raise InputError(
                 f"{self.file_of[name]}: {name} is stored as {stored}: "
-                f"only {', '.join(_FLOATS)} are read, so save it in one of them"
+                f"only {', '.join(FLOATS)} are read, so save it in one of them"
             )
-        return _FLOATS[stored]
+        return FLOATS[stored]
 
     def _stored(self, name: str) -> str:
         return self._files[self.file_of[name]].get_slice(name).get_dtype()
@@ -406,15 +429,26 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
-        file_of = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
-            raise InputError(
-                f"{folder / INDEX}: weight_map does not map tensors to files: fetch it again"
-            )
-        return [folder / file for file in sorted(set(file_of.values()))]
+        return _shards(folder)
     if any(folder.glob(_PICKLES)):
         raise _pickled(folder, folder)
+    others = [path.name for pattern in _OTHERS for path in sorted(folder.glob(pattern))]
+    if others:
+        raise InputError(
+            f"{folder} holds {others[0]} but no model.safetensors, and other files are not read; "
+            "save the model with save_pretrained of transformers"
+        )
     raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that an index names; raises InputError for a damaged index."""
+    file_of = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
+        raise InputError(
+            f"{folder / INDEX}: weight_map does not map tensors to files: fetch it again"
+        )
+    return [folder / file for file in sorted(set(file_of.values()))]
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from moa_jax.config import BlockConfig, RopeScaling, TargetConfig
 from moa_jax.errors import InputError
+from moa_jax.files.config_keys import (
+    NEUTRAL,
+    Values,
+    contradiction,
+    flag,
+    refuse_contradictions,
+    refuse_keys,
+    shown,
+)
+from moa_jax.files.kinds import check_pairing
+from moa_jax.model.layers import inverse_frequencies
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -25,23 +38,24 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
         raise InputError(
             f"{where}: model_type {family!r} is not supported: use a llama, qwen2 or qwen3 model"
         )
-    _refuse_variants(config, where)
     heads = need(config, "num_attention_heads", where)
     width = need(config, "hidden_size", where)
-    attention_bias = family != "qwen2" and bool(config.get("attention_bias"))
+    head_dim = _or(config, "head_dim", width // heads if heads else 0)
+    _refuse_variants(config, where, family, head_dim)
+    attention_bias = family != "qwen2" and flag(config, "attention_bias", where)
     rope_theta, rope_scaling = _rope_from_hf(config, where)
     block = BlockConfig(
         hidden_size=width,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or width // heads,
+        num_kv_heads=_or(config, "num_key_value_heads", heads),
+        head_dim=head_dim,
         intermediate_size=need(config, "intermediate_size", where),
         rms_norm_eps=float(need(config, "rms_norm_eps", where)),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
+        mlp_bias=family == "llama" and flag(config, "mlp_bias", where),
         qk_norm=family == "qwen3",
     )
     return TargetConfig(
@@ -49,7 +63,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
         vocab_size=need(config, "vocab_size", where),
         num_layers=need(config, "num_hidden_layers", where),
         block=block,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", where),
         max_position_embeddings=need(config, "max_position_embeddings", where),
     )
 
@@ -93,54 +107,141 @@ def need(config: dict[str, Any], key: str, where: str) -> Any:
     return config[key]
 
 
-def _refuse_variants(config: dict[str, Any], where: str) -> None:
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        raise InputError(f"{where}: hidden_act {act!r} is not supported: use a model with silu")
-    if config.get("quantization_config"):
+def _or(config: dict[str, Any], key: str, default: Any) -> Any:
+    """A value, or a default where it is missing or null; 0 is a value, which is refused later."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: int) -> None:
+    """Raise InputError for keys whose values are not computed, and for those that contradict."""
+    own: Values = {
+        "attention_multiplier": (head_dim**-0.5,) if head_dim else (),
+        "query_pre_attn_scalar": (head_dim,),
+        "rotary_dim": (head_dim,),
+        "*qk_norm": (family == "qwen3",),
+        "qk_layernorm": (family == "qwen3",),
+        "mlp_bias": (True, False) if family == "llama" else (False,),
+    }
+    refuse_keys(config, where, {**own, **NEUTRAL})
+    refuse_contradictions(config, where)
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            raise InputError(
+                f"{where}: {key}: quantised weights are not read: use the unquantised model, and "
+                "--weights to quantise it as it is loaded"
+            )
+    if (windowed := _windowed(config, where, family)) is not None:
         raise InputError(
-            f"{where}: quantised weights are not read: use the unquantised model, and --weights to "
-            "quantise it as it is loaded"
+            f"{where}: {windowed}: {shown(config[windowed])} is not supported: sliding-window "
+            "attention is not computed; use full attention if the context stays within the window"
         )
+
+
+def _windowed(config: dict[str, Any], where: str, family: str) -> str | None:
+    """The key that gives a layer a sliding window, if one does."""
     layers = need(config, "num_hidden_layers", where)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        windowed = config.get("use_sliding_window") and config.get("sliding_window")
-        sliding = bool(windowed) and config.get("max_window_layers", 0) < layers
-    else:
-        sliding = any(kind != "full_attention" for kind in kinds)
-    if sliding:
-        raise InputError(
-            f"{where}: sliding-window attention is not supported: "
-            "set use_sliding_window to false if the context stays within the window"
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    asked = config.get("use_sliding_window")
+    if kinds is not None:
+        if any(kind != "full_attention" for kind in kinds):
+            return "layer_types"
+        if len(kinds) != layers:
+            raise contradiction(where, "num_hidden_layers", layers, "layer_types", kinds)
+        return None
+    if asked:
+        some = window and config.get("max_window_layers", 0) < layers
+        return "use_sliding_window" if some else None
+    # Qwen has windows only where `use_sliding_window` asks for them; a Llama has no such key.
+    short = window and window < config.get("max_position_embeddings", window + 1)
+    return "sliding_window" if family == "llama" and asked is None and short else None
+
+
+def check_same_block(config: dict[str, Any], target: TargetConfig, where: str) -> None:
+    """Raise InputError where the config of a drafter with the target's layers contradicts it.
+
+    Keys that it leaves out are the target's.
+    """
+    block = target.block
+    _refuse_variants(
+        {"num_hidden_layers": target.num_layers, **config}, where, target.family, block.head_dim
+    )
+    stated = {"rms_norm_eps": config.get("rms_norm_eps")}
+    of_target: dict[str, Any] = {"rms_norm_eps": block.rms_norm_eps}
+    for key, value in (("attention_bias", block.out_bias), ("mlp_bias", block.mlp_bias)):
+        stated[key], of_target[key] = config.get(key), value
+    theta, scaling = _rope_from_hf(config, where)
+    if "rope_theta" in _rope_keys(config, where):
+        stated["rope_theta"], of_target["rope_theta"] = theta, block.rope_theta
+    if "rope_scaling" in config or "rope_parameters" in config:
+        tables = (
+            inverse_frequencies(block.head_dim, block.rope_theta, each)
+            for each in (scaling, block.rope_scaling)
         )
+        if not np.allclose(*tables, rtol=1e-4, atol=0):  # as GGUF files have them, rounded
+            stated["rope_scaling"] = _rope_to_hf(scaling) or "none"
+            of_target["rope_scaling"] = _rope_to_hf(block.rope_scaling) or "none"
+    check_pairing(stated, of_target)
+
+
+_SCALING_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling in either spelling; a missing base is 10000."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise InputError(f"{where}: partial rotary embeddings are not supported: use another model")
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", float(need(rope, "factor", where)))
-    if kind != "llama3":
+    rope = _rope_keys(config, where)
+    theta = float(rope.pop("rope_theta", 10000.0))
+    if not 0 < theta < float("inf"):
+        raise InputError(f"{where}: rope_theta: {theta} is not supported; give a positive number")
+    kind = rope.pop("rope_type", "default")
+    if kind not in _SCALING_KEYS:
         raise InputError(
             f"{where}: rope scaling {kind!r} is not supported: use a model with llama3 or "
             "linear scaling, or without any"
         )
-    key = "original_max_position_embeddings"
-    original = {key: config.get(key), **rope}
+    known = (*_SCALING_KEYS[kind], _ORIGINAL, "mrope_section")
+    for key, value in rope.items():
+        if key not in known and value != 1:  # 1 is neutral, as a factor
+            raise InputError(
+                f"{where}: {key}: {shown(value)} is not supported for rope scaling {kind!r}; use "
+                "the config.json that came with the model"
+            )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(need(rope, "factor", where)))
     return theta, RopeScaling(
         "llama3",
         factor=float(need(rope, "factor", where)),
         low_freq_factor=float(need(rope, "low_freq_factor", where)),
         high_freq_factor=float(need(rope, "high_freq_factor", where)),
-        original_max_position_embeddings=int(need(original, key, where)),
+        original_max_position_embeddings=int(need(rope, _ORIGINAL, where)),
     )
+
+
+def _rope_keys(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """What all spellings say of rotary embeddings; raises InputError where two differ."""
+    blocks = {
+        "rope_parameters.": config.get("rope_parameters") or {},
+        "rope_scaling.": config.get("rope_scaling") or {},
+        "": {key: config.get(key) for key in ("rope_theta", _ORIGINAL)},
+    }
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for block, keys in blocks.items():
+        for key, value in keys.items():
+            meant = "rope_type" if key == "type" else key
+            if value is None:
+                continue
+            if found.setdefault(meant, value) != value:
+                raise contradiction(where, names[meant], found[meant], block + key, value)
+            names.setdefault(meant, block + key)
+    return found
 
 
 def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ class DrafterKind(NamedTuple):
     # tensors besides the parameters, written as they are; `extras` are tensors that go unread
     constants: Callable[[Any, TargetConfig], dict[str, np.ndarray]] = lambda cfg, target: {}
     extras: tuple[str, ...] = ()
+    # tensors that repeat one of the target, by their names and its name; they must be the same
+    copies: Mapping[str, str] = MappingProxyType({})
     without_files: Any = None  # the config of a kind without files, which is named instead
 
 

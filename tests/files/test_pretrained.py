@@ -226,7 +226,8 @@ def test_generation_config_goes_before_config(pair):
 
 def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):
     shutil.copytree(saved / "qwen2" / "target", tmp_path / "target")
-    extras = {"lm_head.weight": np.ones((101, 56)), "model.rotary_emb.inv_freq": np.ones(4)}
+    head = tensors_of(tmp_path / "target")["model.embed_tokens.weight"]
+    extras = {"lm_head.weight": head, "model.rotary_emb.inv_freq": 1e6 ** -np.arange(0, 1, 0.25)}
     edit_tensors(tmp_path / "target", **extras)
     target = load_target(tmp_path / "target")
     assert "lm_head" not in target.params

@@ -176,13 +176,13 @@ def test_older_spellings_are_read():
     [
         ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
         ({"model_type": None}, "model_type None is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, 'hidden_act: "gelu" is not supported'),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         (
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},

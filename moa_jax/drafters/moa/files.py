@@ -19,7 +19,8 @@ from typing import Any
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
-from moa_jax.files.hf_config import target_config_to_hf
+from moa_jax.files.config_keys import refuse_contradictions
+from moa_jax.files.hf_config import check_same_block, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing, mispaired, target_sizes
 from moa_jax.model.convert import (
     Shape,
@@ -189,6 +190,8 @@ def _check_target(
 ) -> None:
     """Check all that config and shapes say of the target; the fork uses some keys for itself."""
     stated = config.get("transformer_layer_config", config)
+    refuse_contradictions(config, "config.json")
+    check_same_block(stated, target, "config.json")
     if stated.get("model_type") == "moa_spec":
         stated = {key: stated.get(key) for key in ("hidden_size", "vocab_size")}
     check_pairing(stated, target_sizes(target))

@@ -1,0 +1,157 @@
+"""Second copies of tensors: compared before one of them is left unread.
+
+Two stored tensors are the same if one is the other, or the other cast to its dtype: a bfloat16
+file of a float32 model is a copy, and so is a float16 file of a bfloat16 model. Dequantised values
+are compared with a tolerance, since quantisation rounds more than any cast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.errors import InputError
+from moa_jax.files import folders
+from moa_jax.files.folders import TensorReader
+from moa_jax.model.convert import Shape
+from moa_jax.model.layers import inverse_frequencies
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PIECE = 1 << 22  # numbers that are compared at once, so that few are held
+# Relative error of tensors: quantisation to two bits makes about 0.3, another model's tensor 1.4.
+MOST_QUANTISED = 0.5
+
+
+def same(one: np.ndarray, other: np.ndarray, quantised: bool = False) -> bool:
+    """Whether two tensors are copies, over the rows that both have; a few MiB are held.
+
+    `quantised`: one of them was dequantised.
+    """
+    if one.shape[1:] != other.shape[1:]:
+        return False
+    if quantised:
+        parts = [_squares(*piece) for piece in _pieces(one, other)]
+        error, size = np.sum(parts, axis=0)
+        return bool(error <= MOST_QUANTISED**2 * size)
+    ways = {one.dtype, other.dtype}  # a file may be narrower than the tensor it copies, or wider
+    for a, b in _pieces(one, other):
+        ways = {dtype for dtype in ways if _equal(_cast(a, dtype), _cast(b, dtype))}
+        if not ways:
+            return False
+    return True
+
+
+def with_own_head(
+    cfg: TargetConfig, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray]
+) -> TargetConfig:
+    """The config of a model, untied if its files hold a head that differs from the embedding.
+
+    References: transformers 5 loads both tensors then, whatever `tie_word_embeddings` says.
+    """
+    both = EMBEDDING in shapes and HEAD in shapes
+    if not cfg.tie_word_embeddings or not both:
+        return cfg
+    if shapes[EMBEDDING] == shapes[HEAD] and same(read(EMBEDDING), read(HEAD)):
+        return cfg
+    return dataclasses.replace(cfg, tie_word_embeddings=False)
+
+
+def differing(
+    reader: TensorReader, of_target: TensorReader, copies: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The copies in a drafter's files that differ, each with the name of the target's tensor.
+
+    `copies` maps names of the drafter to names of the target. Tensors that the target's folder
+    leaves out are skipped.
+    """
+    for name, original in copies.items():
+        if original == HEAD and HEAD not in of_target.shapes:
+            original = EMBEDDING  # of a tied target
+        if name not in reader.shapes or original not in of_target.shapes:
+            continue
+        quantised = of_target.stored(original).dtype not in folders.FLOATS
+        if not same(reader.read(name), of_target.read(original), quantised):
+            yield name, original
+
+
+def check_files(folder: Path) -> None:
+    """Raise InputError where two files of a folder hold different tensors under one name.
+
+    An adapter beside the weights changes them, too; transformers reads it.
+    """
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{adapter}: an adapter is not read; merge it into the weights and remove this file"
+        )
+    seen: dict[str, TensorReader] = {}
+    for reader in folders.readers_of_files(folder):
+        for name in reader.shapes:
+            first = seen.setdefault(name, reader)
+            if first is reader:
+                continue
+            if first.shapes[name] != reader.shapes[name] or not same(
+                first.read(name), reader.read(name)
+            ):
+                raise InputError(
+                    f"{first.file_of[name]} and {reader.file_of[name]} hold different tensors "
+                    f"{name}; remove the file that does not belong to this model"
+                )
+
+
+def check_rotary(reader: TensorReader, block: BlockConfig) -> None:
+    """Raise InputError for a stored table of rotary frequencies that config.json contradicts.
+
+    Old files hold such tables, unscaled or scaled, and rounded by up to a few percent.
+    """
+    plain = inverse_frequencies(block.head_dim, block.rope_theta, None)
+    scaled = inverse_frequencies(block.head_dim, block.rope_theta, block.rope_scaling)
+    for name in rotary_tables(reader):
+        stored = np.asarray(reader.read(name), np.float32).reshape(-1)
+        if not any(
+            stored.shape == table.shape and np.allclose(stored, table, rtol=0.05, atol=1e-7)
+            for table in (plain, scaled)
+        ):
+            raise InputError(
+                f"{reader.file_of[name]}: {name} is not the table of rope_theta "
+                f"{block.rope_theta:g} in config.json; use the config.json of these weights"
+            )
+
+
+def rotary_tables(reader: TensorReader) -> list[str]:
+    """The names of stored tables of rotary frequencies."""
+    return [name for name in reader.shapes if name.endswith("rotary_emb.inv_freq")]
+
+
+def _pieces(one: np.ndarray, other: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Both tensors flat, over the rows that both have, some numbers at a time."""
+    numbers = min(one.size, other.size)
+    one, other = one.reshape(-1), other.reshape(-1)
+    for start in range(0, numbers, PIECE):
+        piece = slice(start, min(start + PIECE, numbers))
+        yield one[piece], other[piece]
+
+
+def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(dtype, copy=False)
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Equal values, NaN and NaN among them; equal bits are found faster than equal numbers."""
+    bits = f"u{one.itemsize}"
+    if np.array_equal(one.view(bits), other.view(bits)):
+        return True
+    if one.dtype.kind in "iub":
+        return False
+    wide = np.promote_types(one.dtype, np.float32)
+    return np.array_equal(one.astype(wide), other.astype(wide), equal_nan=True)
+
+
+def _squares(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Sums of squares of a difference, and of the second tensor."""
+    a, b = one.astype(np.float32), other.astype(np.float32)
+    return float(np.sum((a - b) ** 2, dtype=np.float64)), float(np.sum(b * b, dtype=np.float64))
