@@ -20,9 +20,16 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import folders, parts
+from moa_jax.files import folders, parts, token_ids
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
+from moa_jax.files.kinds import (
+    FileLayout,
+    Files,
+    check_pairing,
+    layer_sizes,
+    mispaired,
+    target_sizes,
+)
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
 from moa_jax.model import convert
 from moa_jax.model.devices import compute_capability
@@ -257,7 +264,7 @@ def load_drafter(
     with _reading(folder / "config.json"):
         method = _method_of(method, config, set(shapes), folder)
         kind = DRAFTERS[method]
-        check_pairing(config.get("target", {}), _fingerprint(target))
+        _check_target(config, folder, target)
         files = Files(config, shapes, reader.read)
         cfg, notices = kind.read_config(files, target.config, target_layer_inference)
         table = kind.table(cfg, target.config)
@@ -444,8 +451,36 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
 
 def _fingerprint(target: Target) -> dict[str, Any]:
     """What a drafter's files say of its target, by which a wrong pairing is refused."""
-    tokenizer = folders.file_hash(target.folder / "tokenizer.json")
-    return target_sizes(target.config) | {"tokenizer_sha256": tokenizer}
+    tokens = token_ids.read_token_ids(target.folder)
+    stated = {} if tokens is None else {"vocabulary": token_ids.fingerprint(tokens)}
+    return target_sizes(target.config) | stated
+
+
+def _check_target(config: Mapping[str, Any], folder: Path, target: Target) -> None:
+    """Raise InputError for a drafter whose files name other sizes or another vocabulary.
+
+    Vocabularies are the same where tokens have the same ids, in embeddings of any sizes; these
+    sizes are compared where the ids of one side are unknown.
+    """
+    stated, nested = config.get("target", {}), config.get("transformer_layer_config", config)
+    check_pairing(stated, layer_sizes(target.config))
+    own, known = (token_ids.read_token_ids(each) for each in (folder, target.folder))
+    if own is not None and known is not None:
+        if found := token_ids.first_difference(own, known):
+            tokens = (repr(found.token), repr(found.other))
+            raise mispaired(f"the token of id {found.token_id}", *tokens)
+        return
+    name, file_sha256 = stated.get("vocabulary"), stated.get("tokenizer_sha256")
+    same = token_ids.is_same(target.folder, known, name, file_sha256)
+    if same is False:
+        of_target = token_ids.fingerprint(known or {})
+        raise mispaired("the vocabulary (ids:sha256)", name, of_target)
+    if same:
+        return
+    size = stated.get("vocab_size", nested.get("vocab_size"))
+    check_pairing({"vocab_size": size}, {"vocab_size": target.config.vocab_size})
+    if file_sha256 is not None and known is not None:
+        token_ids.notice_unknown(folder)
 
 
 def _speculators_config(method: str, target: Target, depth: int) -> dict[str, Any]:
