@@ -20,7 +20,7 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import folders, parts, token_ids
+from moa_jax.files import folders, parts, token_ids, turn_ends
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import (
     FileLayout,
@@ -44,15 +44,20 @@ class SpecialIds(NamedTuple):
 
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    turn_id: int | None = None  # of `eos_ids`, the one that the chat template writes after answers
 
 
 class Target(NamedTuple):
-    """A loaded target: its config, its parameter tree and where it came from."""
+    """A loaded target: its config, its parameter tree and where it came from.
+
+    `notices` are for the user to read.
+    """
 
     config: TargetConfig
     params: Any
     folder: Path
     generation: SpecialIds
+    notices: tuple[str, ...] = ()
 
 
 class LoadedDrafter(NamedTuple):
@@ -222,11 +227,13 @@ def save_target(
     """
     folder = Path(folder)
     source = None if tokenizer_folder is None else Path(tokenizer_folder)
-    ids = generation or (_special_ids(source) if source else SpecialIds())
+    if generation is None:
+        known = source and _special_ids(source, config.vocab_size, {})[0]
+        generation = known or SpecialIds()
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
     with folders.replacing(folder) as fresh:
-        folders.write_json(fresh / "config.json", stored | _generation_to_hf(ids))
-        folders.write_json(fresh / "generation_config.json", _generation_to_hf(ids))
+        folders.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
+        folders.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
         write_params(fresh, convert.target_table(config), params, dtype)
         if source:
             folders.copy_tokenizer(source, fresh)
@@ -389,10 +396,7 @@ def _describe(folder: Path) -> Target:
     config = folders.read_json(path)
     with _reading(path):
         cfg = target_config_from_hf(config, str(path))
-    own = folder / "generation_config.json"
-    sources = {own: folders.read_json(own) if own.is_file() else {}, path: config}
-    eos, pad = (_ids_of(sources, key) for key in ("eos_token_id", "pad_token_id"))
-    return Target(cfg, None, folder, SpecialIds(eos, pad[0] if pad else None))
+    return Target(cfg, None, folder, *_special_ids(folder, cfg.vocab_size, config))
 
 
 @contextlib.contextmanager
@@ -409,31 +413,52 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _ids_of(sources: dict[Path, dict[str, Any]], key: str) -> tuple[int, ...]:
-    """Token ids, one or a list, from the first file that states them."""
-    for path, source in sources.items():
-        if (value := source.get(key)) is not None:
-            with _reading(path):
-                return tuple(map(operator.index, value if isinstance(value, list) else [value]))
-    return ()
+def _special_ids(
+    folder: Path, vocab_size: int, config: Mapping[str, Any]
+) -> tuple[SpecialIds, tuple[str, ...]]:
+    """The ids that end an answer, by the first config file that states one and by the tokenizer.
+
+    A notice names the ids among them that the vocabulary does not have.
+    """
+    own, named = folder / "generation_config.json", turn_ends.read_ends(folder)
+    sources = {own: folders.read_json(own) if own.is_file() else {}, folder / "config.json": config}
+    ends = {path: _ids_of(path, source, "eos_token_id") for path, source in sources.items()}
+    of_tokenizer = [each for each in (named.eos_id, named.turn_id) if each is not None]
+    is_known = range(vocab_size).__contains__
+    everywhere = {**ends, folder / "tokenizer.json": dict.fromkeys(of_tokenizer)}
+    outside = [
+        f"{each} ({path.name})"
+        for path, ids in everywhere.items()
+        for each in ids
+        if not is_known(each)
+    ]
+    stated = (list(filter(is_known, ids)) for ids in ends.values())
+    eos = [*next(filter(None, stated), []), *filter(is_known, of_tokenizer)]
+    pads = [_ids_of(path, source, "pad_token_id") for path, source in sources.items()]
+    if named.pad_id is not None and named.pad_id < vocab_size:
+        pads.append([named.pad_id])
+    pad_id = next(filter(None, pads), [None])[0]
+    turn_id = named.turn_id if named.turn_id in eos else None
+    notice = (
+        f"{folder}: these end ids are outside the vocabulary of {vocab_size} and end no answer: "
+        f"{', '.join(outside)}"
+    )
+    found = SpecialIds(tuple(dict.fromkeys(eos)), pad_id, turn_id)
+    return found, (notice,) if outside else ()
+
+
+def _ids_of(path: Path, source: Mapping[str, Any], key: str) -> list[int]:
+    """The token ids, one or a list, that a file states."""
+    if (value := source.get(key)) is None:
+        return []
+    with _reading(path):
+        return [operator.index(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def _generation_to_hf(generation: SpecialIds) -> dict[str, Any]:
     eos = list(generation.eos_ids)
     ids = {"eos_token_id": eos[0] if len(eos) == 1 else eos, "pad_token_id": generation.pad_id}
     return {key: value for key, value in ids.items() if value not in (None, [])}
-
-
-def _special_ids(folder: Path) -> SpecialIds:
-    """End and padding ids of a tokenizer's files."""
-    settings = folders.read_json(folder / "tokenizer_config.json")
-    added = folders.read_json(folder / "tokenizer.json").get("added_tokens", [])
-    id_of = {token["content"]: token["id"] for token in added}
-    eos, pad = (
-        id_of.get(token["content"] if isinstance(token, dict) else token)
-        for token in (settings.get("eos_token"), settings.get("pad_token"))
-    )
-    return SpecialIds(() if eos is None else (eos,), pad)
 
 
 def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folder: Path) -> str:

@@ -5,5 +5,5 @@ placement.py  tensors <-> devices          kinds.py        what a kind of drafte
 packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
 parts.py      a model's hash, its parts    places.py      paths, also in object stores
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
-token_ids.py  vocabularies, compared
+token_ids.py  vocabularies, compared       turn_ends.py   ends by a tokenizer's files
 """

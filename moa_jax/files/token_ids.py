@@ -31,8 +31,21 @@ class TokenDifference(NamedTuple):
     other: str | None
 
 
+class Tokens(NamedTuple):
+    """The ids of all tokens, and those tokens that text is searched for first."""
+
+    ids: dict[str, int]
+    added: frozenset[str]
+
+
 def read_token_ids(folder: Path) -> dict[str, int] | None:
-    """The ids of all tokens of a folder's tokenizer; None without a vocabulary in tokenizer.json.
+    """The ids of all tokens of a folder's tokenizer, as `read_tokens`."""
+    found = read_tokens(folder)
+    return None if found is None else found.ids
+
+
+def read_tokens(folder: Path) -> Tokens | None:
+    """The tokens of a folder's tokenizer; None without a vocabulary in tokenizer.json.
 
     Raises InputError for a vocabulary that does not map tokens to ids.
     """
@@ -46,12 +59,14 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
     try:
         if not isinstance(vocab, dict):  # Unigram's has scores in the order of ids
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
-        found = vocab | {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
+        own = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
         late = {each["content"]: int(index) for index, each in added.items()}
+        found = vocab | own
         taken = set(found.values())
         found = {token: index for token, index in late.items() if index not in taken} | found
         # llama.cpp gives embedding rows without a token this name.
-        return {token: index for token, index in found.items() if token != f"[PAD{index}]"}
+        ids = {token: index for token, index in found.items() if token != f"[PAD{index}]"}
+        return Tokens(ids, frozenset((own | late).keys() & ids.keys()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} does not map tokens to ids: fetch or write it again") from error
 
