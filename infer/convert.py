@@ -126,7 +126,7 @@ def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
         dtype,
         generation=target.generation,
     )
-    return {"output": str(flags.output), "dtype": str(dtype), "notices": []}
+    return {"output": str(flags.output), "dtype": str(dtype), "notices": list(target.notices)}
 
 
 def main(arguments: list[str] | None = None) -> None:

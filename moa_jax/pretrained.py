@@ -20,7 +20,7 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import copies, folders, parts
+from moa_jax.files import copies, folders, parts, token_ids, turn_ends
 from moa_jax.files.config_keys import contradiction
 from moa_jax.files.foreign import foreign_layout
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
@@ -29,6 +29,7 @@ from moa_jax.files.kinds import (
     FileLayout,
     Files,
     check_pairing,
+    layer_sizes,
     mispaired,
     target_sizes,
 )
@@ -47,15 +48,20 @@ class SpecialIds(NamedTuple):
 
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    turn_id: int | None = None  # of `eos_ids`, the one that the chat template writes after answers
 
 
 class Target(NamedTuple):
-    """A loaded target: its config, its parameter tree and where it came from."""
+    """A loaded target: its config, its parameter tree and where it came from.
+
+    `notices` are for the user to read.
+    """
 
     config: TargetConfig
     params: Any
     folder: Path
     generation: SpecialIds
+    notices: tuple[str, ...] = ()
 
 
 class LoadedDrafter(NamedTuple):
@@ -223,12 +229,14 @@ def save_target(
     """
     folder = Path(folder)
     source = None if tokenizer_folder is None else Path(tokenizer_folder)
-    ids = generation or (_special_ids(source) if source else SpecialIds())
+    if generation is None:
+        known = source and _special_ids(source, config.vocab_size, {})[0]
+        generation = known or SpecialIds()
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
     stale = [parts.FILE, *(folders.TOKENIZER_FILES if source else ())]
     with replacing(folder, stale=stale) as fresh:
-        folders.write_json(fresh / "config.json", stored | _generation_to_hf(ids))
-        folders.write_json(fresh / "generation_config.json", _generation_to_hf(ids))
+        folders.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
+        folders.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
         write_params(fresh, convert.target_table(config), params, dtype)
         if source:
             folders.copy_tokenizer(source, fresh)
@@ -267,7 +275,7 @@ def load_drafter(
         method = _method_of(method, config, set(shapes), folder)
         _check_verifier(config, target)
         kind = DRAFTERS[method]
-        check_pairing(config.get("target", {}), _fingerprint(target))
+        _check_target(config, folder, target)
         files = Files(config, shapes, reader.read)
         cfg, notices = kind.read_config(files, target.config, target_layer_inference)
         table = kind.table(cfg, target.config)
@@ -446,10 +454,7 @@ def _describe(folder: Path) -> Target:
     if cfg.tie_word_embeddings and folders.has_tensors(folder):
         reader = folders.open_tensors(folder)
         cfg = copies.with_own_head(cfg, reader.shapes, reader.read)
-    own = folder / "generation_config.json"
-    sources = {own: folders.read_json(own) if own.is_file() else {}, path: config}
-    eos, pad = (_ids_of(sources, key) for key in ("eos_token_id", "pad_token_id"))
-    return Target(cfg, None, folder, SpecialIds(eos, pad[0] if pad else None))
+    return Target(cfg, None, folder, *_special_ids(folder, cfg.vocab_size, config))
 
 
 @contextlib.contextmanager
@@ -466,31 +471,52 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _ids_of(sources: dict[Path, dict[str, Any]], key: str) -> tuple[int, ...]:
-    """Token ids, one or a list, from the first file that states them."""
-    for path, source in sources.items():
-        if (value := source.get(key)) is not None:
-            with _reading(path):
-                return tuple(map(operator.index, value if isinstance(value, list) else [value]))
-    return ()
+def _special_ids(
+    folder: Path, vocab_size: int, config: Mapping[str, Any]
+) -> tuple[SpecialIds, tuple[str, ...]]:
+    """The ids that end an answer, by the first config file that states one and by the tokenizer.
+
+    A notice names the ids among them that the vocabulary does not have.
+    """
+    own, named = folder / "generation_config.json", turn_ends.read_ends(folder)
+    sources = {own: folders.read_json(own) if own.is_file() else {}, folder / "config.json": config}
+    ends = {path: _ids_of(path, source, "eos_token_id") for path, source in sources.items()}
+    of_tokenizer = [each for each in (named.eos_id, named.turn_id) if each is not None]
+    is_known = range(vocab_size).__contains__
+    everywhere = {**ends, folder / "tokenizer.json": dict.fromkeys(of_tokenizer)}
+    outside = [
+        f"{each} ({path.name})"
+        for path, ids in everywhere.items()
+        for each in ids
+        if not is_known(each)
+    ]
+    stated = (list(filter(is_known, ids)) for ids in ends.values())
+    eos = [*next(filter(None, stated), []), *filter(is_known, of_tokenizer)]
+    pads = [_ids_of(path, source, "pad_token_id") for path, source in sources.items()]
+    if named.pad_id is not None and named.pad_id < vocab_size:
+        pads.append([named.pad_id])
+    pad_id = next(filter(None, pads), [None])[0]
+    turn_id = named.turn_id if named.turn_id in eos else None
+    notice = (
+        f"{folder}: these end ids are outside the vocabulary of {vocab_size} and end no answer: "
+        f"{', '.join(outside)}"
+    )
+    found = SpecialIds(tuple(dict.fromkeys(eos)), pad_id, turn_id)
+    return found, (notice,) if outside else ()
+
+
+def _ids_of(path: Path, source: Mapping[str, Any], key: str) -> list[int]:
+    """The token ids, one or a list, that a file states."""
+    if (value := source.get(key)) is None:
+        return []
+    with _reading(path):
+        return [operator.index(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def _generation_to_hf(generation: SpecialIds) -> dict[str, Any]:
     eos = list(generation.eos_ids)
     ids = {"eos_token_id": eos[0] if len(eos) == 1 else eos, "pad_token_id": generation.pad_id}
     return {key: value for key, value in ids.items() if value not in (None, [])}
-
-
-def _special_ids(folder: Path) -> SpecialIds:
-    """End and padding ids of a tokenizer's files."""
-    settings = folders.read_json(folder / "tokenizer_config.json")
-    added = folders.read_json(folder / "tokenizer.json").get("added_tokens", [])
-    id_of = {token["content"]: token["id"] for token in added}
-    eos, pad = (
-        id_of.get(token["content"] if isinstance(token, dict) else token)
-        for token in (settings.get("eos_token"), settings.get("pad_token"))
-    )
-    return SpecialIds(() if eos is None else (eos,), pad)
 
 
 def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folder: Path) -> str:
@@ -511,8 +537,36 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
 
 def _fingerprint(target: Target) -> dict[str, Any]:
     """What a drafter's files say of its target, by which a wrong pairing is refused."""
-    tokenizer = folders.file_hash(target.folder / "tokenizer.json")
-    return target_sizes(target.config) | {"tokenizer_sha256": tokenizer}
+    tokens = token_ids.read_token_ids(target.folder)
+    stated = {} if tokens is None else {"vocabulary": token_ids.fingerprint(tokens)}
+    return target_sizes(target.config) | stated
+
+
+def _check_target(config: Mapping[str, Any], folder: Path, target: Target) -> None:
+    """Raise InputError for a drafter whose files name other sizes or another vocabulary.
+
+    Vocabularies are the same where tokens have the same ids, in embeddings of any sizes; these
+    sizes are compared where the ids of one side are unknown.
+    """
+    stated, nested = config.get("target", {}), config.get("transformer_layer_config", config)
+    check_pairing(stated, layer_sizes(target.config))
+    own, known = (token_ids.read_token_ids(each) for each in (folder, target.folder))
+    if own is not None and known is not None:
+        if found := token_ids.first_difference(own, known):
+            tokens = (repr(found.token), repr(found.other))
+            raise mispaired(f"the token of id {found.token_id}", *tokens)
+        return
+    name, file_sha256 = stated.get("vocabulary"), stated.get("tokenizer_sha256")
+    same = token_ids.is_same(target.folder, known, name, file_sha256)
+    if same is False:
+        of_target = token_ids.fingerprint(known or {})
+        raise mispaired("the vocabulary (ids:sha256)", name, of_target)
+    if same:
+        return
+    size = stated.get("vocab_size", nested.get("vocab_size"))
+    check_pairing({"vocab_size": size}, {"vocab_size": target.config.vocab_size})
+    if file_sha256 is not None and known is not None:
+        token_ids.notice_unknown(folder)
 
 
 def _speculators_config(method: str, target: Target, depth: int) -> dict[str, Any]:

@@ -182,6 +182,8 @@ def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> E
     """A server, which was asked what it has and speaks."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
     notice = lambda line: print(line, file=sys.stderr, flush=True)
+    for line in target.notices:
+        notice(line)
     server = Endpoint(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
     wanted = AnswerFields(
         rules.tokenizer,
@@ -189,6 +191,7 @@ def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> E
         args.max_new_tokens,
         tuple(target.generation.eos_ids),
         args.ignore_stop,
+        target.generation.turn_id,
     )
     return EndpointAnswers(server, args.model, wanted, args.max_prompt, args.concurrency or AT_ONCE)
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moa_jax.data import corpora
-from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash, write_whole
 from moa_jax.files.kinds import target_sizes
+from moa_jax.files.token_ids import read_token_ids
 from moa_jax.measure.fidelity import TopLogits
 from moa_jax.pretrained import Target
 
@@ -52,11 +52,10 @@ class Golden(NamedTuple):
 
 def model_of(target: Target) -> dict[str, Any]:
     """The part of a header that describes a target: its sizes and its vocabulary."""
-    has_tokenizer = (target.folder / "tokenizer.json").exists()
-    vocabulary = load_tokenizer(target.folder).get_vocab() if has_tokenizer else None
+    tokens = read_token_ids(target.folder)
     return {
         "target": target_sizes(target.config),
-        "vocabulary_sha256": vocabulary and json_hash(vocabulary),
+        "vocabulary_sha256": None if tokens is None else json_hash(tokens),
     }
 
 
@@ -95,10 +94,15 @@ def read(path: Path, target: Target) -> Golden:
 
 
 def _check_model(path: Path, header: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises InputError for another target's sizes, or another vocabulary where both have one."""
+    """Raises InputError for another target's sizes, or another vocabulary where both have one.
+
+    The same vocabulary may have embeddings of different sizes.
+    """
     stated, known = dict(header.get("target") or {}), dict(ours["target"])
     for each, source in ((stated, header), (known, ours)):
         each["vocabulary"] = (source.get("vocabulary_sha256") or "")[:12] or None
+    if known["vocabulary"] is not None and stated["vocabulary"] == known["vocabulary"]:
+        del known["vocab_size"]
     for key, value in known.items():
         both_known = key != "vocabulary" or None not in (stated[key], value)
         if both_known and stated.get(key) != value:

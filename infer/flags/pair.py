@@ -242,11 +242,13 @@ def named_pair(
 def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target:
     """A target that decodes, the bundled one for None.
 
-    `options` are those of `load_target`, which raises InputError. The time to load a GGUF file goes
-    to stderr.
+    `options` are those of `load_target`, which raises InputError. Its notices go to stderr, and the
+    time to load a GGUF file.
     """
     start = time.perf_counter()
     target = load_target(folder or DEMO / "target", **options)
+    for notice in target.notices:
+        print(notice, file=sys.stderr)
     if (target.folder / GGUF_INDEX).is_file():
         seconds = time.perf_counter() - start
         print(f"loaded {target.folder.name} in {seconds:.1f} s", file=sys.stderr)

@@ -25,14 +25,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import folders
+from moa_jax.files import folders, token_ids
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 FILE = "draft_vocabulary.safetensors"  # in a drafter's folder
 # The head of a target with more tokens than this is most of what a drafter reads, so the
 # vocabulary that its folder brings is used by default. Smaller heads cost less than what is missed.
 MANY_TOKENS = 65_536
-_D2T, _T2D, _TOKENIZER = "d2t", "t2d", "tokenizer_sha256"
+_D2T, _T2D, _VOCABULARY = "d2t", "t2d", "vocabulary"
+_FILE_SHA256 = "tokenizer_sha256"  # of tokenizer.json, in files of earlier versions
 _DTYPES = {_D2T: ("I64", "I32"), _T2D: ("BOOL",)}
 
 
@@ -41,13 +42,15 @@ class DraftVocabulary(NamedTuple):
 
     ids_U: np.ndarray  # int32, ascending target ids
     vocab_size: int  # of the target
-    tokenizer_sha256: str | None = None  # of its tokenizer.json, where known
+    fingerprint: str | None = None  # of its tokenizer (`files/token_ids.py`), where known
     file: Path | None = None  # where it was read
 
 
 def vocabulary_of(ids_U: np.ndarray, target: Target) -> DraftVocabulary:
     """The draft vocabulary of these ids, marked as that of the target's tokenizer."""
-    return DraftVocabulary(ids_U, target.config.vocab_size, _tokenizer_hash(target))
+    tokens = token_ids.read_token_ids(target.folder)
+    fingerprint = None if tokens is None else token_ids.fingerprint(tokens)
+    return DraftVocabulary(ids_U, target.config.vocab_size, fingerprint)
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> np.ndarray:
@@ -102,15 +105,14 @@ def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -
 
 
 def content_of(vocabulary: DraftVocabulary) -> bytes:
-    """The bytes of its file: d2t (int64), t2d (bool) and the tokenizer's hash.
+    """The bytes of its file: d2t (int64), t2d (bool) and the tokenizer's fingerprint.
 
     They are the same each time; two entries of metadata would come in any order.
     """
     ids = vocabulary.ids_U.astype(np.int64)
     t2d_V = np.zeros(vocabulary.vocab_size, bool)
     t2d_V[ids] = True
-    tokenizer = vocabulary.tokenizer_sha256
-    metadata = {_TOKENIZER: tokenizer} if tokenizer else None
+    metadata = {_VOCABULARY: vocabulary.fingerprint} if vocabulary.fingerprint else None
     return save({_D2T: ids - np.arange(len(ids)), _T2D: t2d_V}, metadata)
 
 
@@ -145,15 +147,21 @@ def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabu
     and for one that was made for another tokenizer.
     """
     file = _find(path)
-    d2t_U, t2d_V, tokenizer = _read(file)
-    known = _tokenizer_hash(target)
-    if None not in (tokenizer, known) and tokenizer != known:
+    d2t_U, t2d_V, metadata = _read(file)
+    tokens, stated = token_ids.read_token_ids(target.folder), metadata.get(_VOCABULARY)
+    file_sha256 = metadata.get(_FILE_SHA256)
+    same = token_ids.is_same(target.folder, tokens, stated, file_sha256)
+    known = None if tokens is None else token_ids.fingerprint(tokens)
+    if same is False:
         raise InputError(
-            f"this draft vocabulary was made for another tokenizer: {file} states the sha256 "
-            f"{tokenizer[:12]} and the target's tokenizer.json has {known[:12]}: make one for this "
-            "target with train.vocabulary"
+            f"this draft vocabulary was made for another tokenizer: {file} states the vocabulary "
+            f"(ids:sha256) {stated} and the target's is {known}: make one for this target with "
+            "train.vocabulary"
         )
     vocab_size = target.config.vocab_size
+    if same and t2d_V is not None and not t2d_V[vocab_size:].any():
+        # Embeddings of one vocabulary have more or fewer unused rows.
+        t2d_V = np.pad(t2d_V[:vocab_size], (0, max(vocab_size - len(t2d_V), 0)))
     if d2t_U is not None:
         ids = _ids_of_d2t(d2t_U, vocab_size, file)
     if t2d_V is not None:
@@ -166,11 +174,9 @@ def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabu
         ids = marked
     if not len(ids):
         raise InputError(f"{file} holds no ids: make it anew with train.vocabulary")
-    return DraftVocabulary(ids.astype(np.int32), vocab_size, tokenizer, file)
-
-
-def _tokenizer_hash(target: Target) -> str | None:
-    return folders.file_hash(target.folder / "tokenizer.json")
+    if same is None and tokens is not None and file_sha256 is not None:
+        token_ids.notice_unknown(file)
+    return DraftVocabulary(ids.astype(np.int32), vocab_size, known if same else stated, file)
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
@@ -182,8 +188,8 @@ def _find(path: str | os.PathLike[str]) -> Path:
     return found / FILE
 
 
-def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, str | None]:
-    """d2t_U, t2d_V and the tokenizer's hash, None for each that the file does not hold."""
+def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, dict[str, str]]:
+    """d2t_U and t2d_V, None for each that the file does not hold, and the file's metadata."""
     try:
         with safe_open(file, framework="np") as tensors:
             names = set(tensors.keys())
@@ -194,7 +200,7 @@ def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, str | None]
             d2t_U, t2d_V = (
                 _vector(tensors, name, file) if name in names else None for name in (_D2T, _T2D)
             )
-            return d2t_U, t2d_V, (tensors.metadata() or {}).get(_TOKENIZER)
+            return d2t_U, t2d_V, tensors.metadata() or {}
     except FileNotFoundError as error:
         raise InputError(f"no draft vocabulary {file}: check the path") from error
     except (SafetensorError, OSError) as error:

@@ -217,7 +217,8 @@ def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
     """Target ids of the head's rows; t2d, where files hold it, must be the mask of these ids."""
     guesses = files.shapes.get("lm_head.weight", (0,))[0]
     if "d2t" not in files.shapes:
-        if guesses == target_cfg.vocab_size:
+        own_size = files.config.get("vocab_size", target_cfg.vocab_size)
+        if guesses == own_size <= target_cfg.vocab_size:  # the target may have more unused rows
             return _checked_ids(np.arange(guesses), files, target_cfg)
         raise InputError(
             f"the drafter's head scores {guesses} tokens and no d2t says which of the target's "

@@ -31,8 +31,8 @@ from moa_jax.files.kinds import (
     FileLayout,
     Files,
     check_pairing,
+    layer_sizes,
     mispaired,
-    target_sizes,
 )
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import convert, llama, masks
@@ -300,7 +300,7 @@ def read_config(
     for name in (keys, up):
         if name not in files.shapes:
             raise InputError(f"the drafter lacks the tensor {name}: is it a GLIDE drafter?")
-    check_pairing(files.config, target_sizes(target_cfg))
+    check_pairing(files.config, layer_sizes(target_cfg))
     check_same_block(files.config, target_cfg, "config.json")
     width, head_dim = target_cfg.block.hidden_size, target_cfg.block.head_dim
     rows, found = files.shapes[keys]

@@ -1,11 +1,15 @@
 """Small models as drafters: they see tokens, and none of the target's activations.
 
-    independent            a whole model, of any width, with the target's vocabulary
+    independent            a whole model, of any width, with the target's ids for tokens
     independent-borrowed   the decoder layers and final norm of a model of the target's width,
                            between the target's embedding and the target's head
 
 The first is what others call a draft model; the second is that of the MoA paper's code (its
 train/independent.py). In training as in decoding, each token sees all tokens before it.
+
+Embeddings of one vocabulary may have different numbers of rows, since some are padded. Of a model
+with more rows than the target the last logits are left out. One with fewer rows proposes only ids
+that it has a row for, and reads every other id as its last row.
 """
 
 from __future__ import annotations
@@ -45,34 +49,38 @@ class Small(NamedTuple):
     # (params, shared) -> a whole model's weights
     weights: Callable[[Params, Shared], Params]
     learns_features: bool  # whether what goes to the head should resemble the target's
+    num_ids: int  # of the target, for which it has embeddings
 
 
 def make_own(
     cfg: IndependentConfig, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
     """A whole model; `objective` matters for training only."""
-    check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size"))
-    small = Small(cfg.model, lambda params, shared: params, learns_features=False)
-    return _make(small, objective, partial(llama.init, cfg.model), own_head=True)
+    if objective is not None:  # files come with tokenizers, a training config does not
+        check_pairing(target_sizes(cfg.model), {"vocab_size": target_cfg.vocab_size})
+    num_ids = min(cfg.model.vocab_size, target_cfg.vocab_size)
+    small = Small(cfg.model, lambda params, shared: params, learns_features=False, num_ids=num_ids)
+    drafter = _make(small, objective, partial(llama.init, cfg.model))
+    has_all = num_ids == target_cfg.vocab_size
+    return drafter._replace(own_head=True, draft_ids=None if has_all else tuple(range(num_ids)))
 
 
 def make_borrowed(
     cfg: BorrowedConfig, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
     """Layers between the target's embedding and head; `objective` matters for training only."""
-    check_pairing(target_sizes(cfg.model), _sizes(target_cfg, "vocab_size", "hidden_size"))
+    check_pairing(target_sizes(cfg.model), {"hidden_size": target_cfg.block.hidden_size})
 
     def init(key: Array) -> Params:
         drawn = llama.init(cfg.model, key)
         return {name: part for name, part in drawn.items() if name not in OUTER}
 
-    small = Small(cfg.model, lambda params, shared: shared | params, learns_features=True)
-    return _make(small, objective, init, own_head=False)
+    weights = lambda params, shared: shared | params
+    num_ids = target_cfg.vocab_size
+    return _make(Small(cfg.model, weights, learns_features=True, num_ids=num_ids), objective, init)
 
 
-def _make(
-    small: Small, objective: Objective | None, init: Callable[[Array], Params], own_head: bool
-) -> Drafter:
+def _make(small: Small, objective: Objective | None, init: Callable[[Array], Params]) -> Drafter:
     propose, go_on = by_level(partial(step, small))
     return Drafter(
         taps=Taps(),
@@ -86,13 +94,12 @@ def _make(
         loss=make_loss(small, objective or Objective()),
         teacher_forced=partial(teacher_forced, small),
         head=partial(head, small),
-        own_head=own_head,
     )
 
 
 def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Array:
-    """Logits of its own head or, if it borrows, of the target's."""
-    return llama.unembed(small.weights(params, shared), feature_BTD)
+    """Logits of its own head or, if it borrows, of the target's; none of rows beyond its ids."""
+    return llama.unembed(small.weights(params, shared), feature_BTD)[..., : small.num_ids]
 
 
 # ---- decoding -----------------------------------------------------------------------------
@@ -111,18 +118,24 @@ def extend(
     T = tokens_BT.shape[1]
     position_BT = length_B[:, None] + jnp.arange(T)
     context = llama.Context(position_BT, masks.sight(length_B, masks.line(T)), caches)
-    weights = small.weights(params, shared)
-    return llama.forward(small.model, weights, tokens_BT, context).caches
+    return _forward(small, params, shared, tokens_BT, context).caches
 
 
 def step(
     small: Small, params: Params, shared: Shared, caches: llama.Caches, nodes: Nodes
 ) -> tuple[Array, llama.Caches]:
     """Logits after some nodes, which see all rows before the root and their ancestors."""
-    weights = small.weights(params, shared)
     context = llama.Context(nodes.position_BW, nodes.seen, caches)
-    found = llama.forward(small.model, weights, nodes.tokens_BW, context)
-    return llama.unembed(weights, found.hidden_BTD), found.caches
+    found = _forward(small, params, shared, nodes.tokens_BW, context)
+    return head(small, params, shared, found.hidden_BTD), found.caches
+
+
+def _forward(
+    small: Small, params: Params, shared: Shared, tokens_BT: Array, context: llama.Context
+) -> llama.Pass:
+    """A pass in which the last id with an embedding stands for ids that have none."""
+    tokens_BT = jnp.minimum(tokens_BT, small.num_ids - 1)
+    return llama.forward(small.model, small.weights(params, shared), tokens_BT, context)
 
 
 # ---- training -----------------------------------------------------------------------------
@@ -193,8 +206,7 @@ def detect_own(config: dict[str, Any], names: set[str]) -> bool:
 def read_own(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[IndependentConfig, tuple[str, ...]]:
-    """Read a model's config; InputError where its vocabulary is not the target's."""
-    check_pairing(files.config, _sizes(target_cfg, "vocab_size"))
+    """Read a model's config."""
     cfg = target_config_from_hf(files.config)
     model = with_own_head(cfg, files.shapes, files.read)
     if model == cfg:
@@ -206,12 +218,12 @@ def read_own(
 def read_borrowed(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[BorrowedConfig, tuple[str, ...]]:
-    """Read a model's config; InputError where its vocabulary or width is not the target's.
+    """Read a model's config; InputError where its width is not the target's.
 
     A notice names an embedding or a head in the files: it was the trained model's own, and may
     differ from the target's (authors' train/independent.py).
     """
-    check_pairing(files.config, _sizes(target_cfg, "vocab_size", "hidden_size"))
+    check_pairing(files.config, {"hidden_size": target_cfg.block.hidden_size})
     own = [name for name in (EMBEDDING, HEAD) if name in files.shapes]
     notice = f"the drafter's own {' and '.join(own)} are not used: this kind uses the target's"
     return BorrowedConfig(target_config_from_hf(files.config)), (notice,) if own else ()
@@ -235,10 +247,6 @@ def write_borrowed(
             f"layout {layout} knows no models that borrow embedding and head: choose ours"
         )
     return target_config_to_hf(cfg.model)
-
-
-def _sizes(target_cfg: TargetConfig, *names: str) -> dict[str, Any]:
-    return {name: target_sizes(target_cfg)[name] for name in names}
 
 
 OWN = DrafterKind(

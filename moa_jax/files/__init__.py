@@ -6,4 +6,5 @@ packed.py     tensors -> packed arrays     layer_files.py  the config.json of on
 parts.py      a model's hash, its parts    places.py      paths, also in object stores
 replace.py    files put in the place of earlier ones
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
+token_ids.py  vocabularies, compared       turn_ends.py   ends by a tokenizer's files
 """

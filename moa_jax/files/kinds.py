@@ -42,9 +42,17 @@ class DrafterKind(NamedTuple):
 
 
 def target_sizes(target: TargetConfig) -> dict[str, int]:
-    """The sizes that a drafter and its target must share, under their Hugging Face names."""
+    """The sizes by which files name a target, under their Hugging Face names."""
+    return {"vocab_size": target.vocab_size, **layer_sizes(target)}
+
+
+def layer_sizes(target: TargetConfig) -> dict[str, int]:
+    """The sizes that a drafter and its target must share whatever the vocabulary is.
+
+    One vocabulary has embeddings with more or fewer unused rows, so `load_drafter` compares the
+    tokens' ids where both are known.
+    """
     return {
-        "vocab_size": target.vocab_size,
         "hidden_size": target.block.hidden_size,
         "num_hidden_layers": target.num_layers,
         "num_attention_heads": target.block.num_heads,

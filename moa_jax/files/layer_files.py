@@ -9,9 +9,7 @@ from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.config_keys import LAYER_NEUTRAL, Values, refuse_keys
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
-
-_SHARED = ("vocab_size", "hidden_size")  # a drafter has these of its target, whatever its heads are
+from moa_jax.files.kinds import FileLayout, Files, check_pairing
 
 
 class LayerSizes(Protocol):
@@ -44,8 +42,7 @@ def read_sizes(
     `block` is None where the layer is of the target's kind. Raises InputError for files of
     another target and for missing tensors.
     """
-    sizes = target_sizes(target)
-    check_pairing(files.config, {key: sizes[key] for key in _SHARED})
+    check_pairing(files.config, {"hidden_size": target.block.hidden_size})
     keys, up = f"{prefix}self_attn.k_proj.weight", f"{prefix}mlp.up_proj.weight"
     for name in (keys, up):
         if name not in files.shapes:

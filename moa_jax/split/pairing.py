@@ -1,9 +1,10 @@
 """Do client and server hold the same pair? Both compute a few facts and compare them at hello.
 
-Equal facts prove the same kind of drafter and N, the same sizes, and files that agree in every
-byte of config.json and tokenizer.json, in every tensor's name, shape and dtype, and in samples of
-each tensor's bytes (`files/parts.py`). It does not matter how tensors are split into files, and a
-client's folder that leaves some of them out has the facts of the whole.
+Equal facts prove the same kind of drafter and N, the same sizes, tokenizers with the same ids for
+tokens (`files/token_ids.py`), and files that agree in every byte of config.json, in every tensor's
+name, shape and dtype, and in samples of each tensor's bytes (`files/parts.py`). It does not matter
+how tensors are split into files, and a client's folder that leaves some of them out has the facts
+of the whole.
 
 Equal facts do not prove that all weights are equal. Another training of the same shapes is
 noticed, since it changes nearly every number; damage between two samples is not. Nor are the
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from moa_jax.files import folders, parts
+from moa_jax.files import folders, parts, token_ids
 from moa_jax.pretrained import LoadedDrafter, Target
 
 Pairing = dict[str, str | int]
@@ -24,7 +25,7 @@ SHOWN = {  # what a refusal calls the facts that it names; the others go by thei
     "target_layer_inference": "N (target layers that the drafter reuses)",
     "vocab_size": "the size of the vocabulary",
     "target_sha256": "the target's files",
-    "tokenizer_sha256": "the tokenizer",
+    "vocabulary": "the tokenizer's vocabulary (ids:sha256)",
     "drafter_sha256": "the drafter's files",
 }
 
@@ -39,6 +40,7 @@ def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
         drafter_sha256 = parts.model_hash(drafter.folder)
     elif drafter is not None:  # a kind without files: its settings are all there is
         drafter_sha256 = folders.json_hash(dataclasses.asdict(drafter.config))
+    tokens = token_ids.read_token_ids(target.folder)
     return {
         "method": drafter.method if drafter else "none",
         "target_layer_inference": getattr(drafter and drafter.config, "target_layer_inference", 0),
@@ -46,7 +48,7 @@ def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
         "hidden_size": config.block.hidden_size,
         "num_layers": config.num_layers,
         "target_sha256": parts.model_hash(target.folder),
-        "tokenizer_sha256": folders.file_hash(target.folder / "tokenizer.json") or "",
+        "vocabulary": "" if tokens is None else token_ids.fingerprint(tokens),
         "drafter_sha256": drafter_sha256,
     }
 

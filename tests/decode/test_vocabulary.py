@@ -30,6 +30,7 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.errors import InputError
 from moa_jax.files.folders import file_hash
+from moa_jax.files.token_ids import fingerprint, read_token_ids
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config
@@ -50,7 +51,7 @@ def target(tmp_path) -> Target:
     """A target of 8 tokens, without weights; its folder holds a stand-in for a tokenizer."""
     folder = tmp_path / "target"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
     block = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
     config = TargetConfig("llama", 8, 2, block, False, 512)
     return Target(config, None, folder, SpecialIds((4,)))
@@ -81,7 +82,7 @@ def test_saved_as_written_by_hand(tmp_path, target):
     np.testing.assert_array_equal(stored["d2t"], D2T)
     np.testing.assert_array_equal(stored["t2d"], T2D)
     with safe_open(path, framework="np") as file:
-        assert file.metadata()["tokenizer_sha256"] == file_hash(target.folder / "tokenizer.json")
+        assert file.metadata() == {"vocabulary": fingerprint(read_token_ids(target.folder))}
 
 
 def test_round_trip_by_file_and_folder(tmp_path, target):
@@ -91,7 +92,7 @@ def test_round_trip_by_file_and_folder(tmp_path, target):
         save_vocabulary(path, saved)
         for place in (path, str(path), path.parent):
             found = load_vocabulary(place, target)
-            assert found[1:] == (saved.vocab_size, saved.tokenizer_sha256, path)
+            assert found[1:] == (saved.vocab_size, saved.fingerprint, path)
             assert found.ids_U.dtype == np.int32
             np.testing.assert_array_equal(found.ids_U, ids)
     assert list(path.parent.iterdir()) == [path]
@@ -130,7 +131,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, target, monkeypatch):
 def test_either_tensor_is_enough(load, tensors):
     found = load(**tensors)
     np.testing.assert_array_equal(found.ids_U, IDS)
-    assert (found.vocab_size, found.tokenizer_sha256) == (8, None)
+    assert (found.vocab_size, found.fingerprint) == (8, None)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +158,20 @@ def test_refused_tensors(load, line, tensors):
 
 
 def test_another_tokenizer_is_refused_where_both_are_known(load, target):
-    line = "this draft vocabulary was made for another tokenizer: .*file.safetensors states .* 0000"
-    other = {"tokenizer_sha256": "0" * 64}
+    line = (
+        "this draft vocabulary was made for another tokenizer: .*file.safetensors states .* 1:0000"
+    )
+    other = {"vocabulary": "1:" + "0" * 64}
     with pytest.raises(InputError, match=line) as found:
         load(other, t2d=T2D[:7])  # its length is wrong too, and the cause is named first
     assert one_line(found)
-    same = {"tokenizer_sha256": file_hash(target.folder / "tokenizer.json")}
-    assert load(same, d2t=D2T).tokenizer_sha256 == same["tokenizer_sha256"]
+    same = {"vocabulary": fingerprint(read_token_ids(target.folder))}
+    earlier = {"tokenizer_sha256": file_hash(target.folder / "tokenizer.json")}
+    for metadata in (same, earlier):
+        assert load(metadata, d2t=D2T).fingerprint == same["vocabulary"]
+        assert load(metadata, t2d=T2D[:7]).ids_U.tolist() == IDS.tolist()  # of fewer unused rows
     (target.folder / "tokenizer.json").unlink()
-    assert load(other, d2t=D2T).tokenizer_sha256 == "0" * 64
+    assert load(other, d2t=D2T).fingerprint == other["vocabulary"]
 
 
 def test_refused_paths(tmp_path, target):
@@ -272,7 +278,7 @@ def test_program_counts_answers_alone(tmp_path, capsys, limit):
     ranking = sorted(range(2048), key=lambda token: (-counts[token], token))
     assert found.ids_U.tolist() == sorted(ranking[:50])
     assert target.generation.eos_ids == (4,) and 4 in found.ids_U
-    assert found.tokenizer_sha256 == file_hash(DEMO / "tokenizer.json")
+    assert found.fingerprint == fingerprint(read_token_ids(DEMO))
     share = sum(counts[token] for token in found.ids_U.tolist()) / counts.total()
     assert 0.3 < share < 1
     line = f"{output}: 50 of 2048 tokens cover {share:.2%} of {counts.total()} answer tokens\n"

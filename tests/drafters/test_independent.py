@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moa_jax import InputError, Session, load_drafter, load_target
-from moa_jax.config import BorrowedConfig, DraftShape, IndependentConfig
+from moa_jax.config import BorrowedConfig, DraftShape, IndependentConfig, Objective
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.pretrained import LoadedDrafter, Target, save_drafter, save_target
 from moa_jax.training.distillation import tap
@@ -192,8 +192,8 @@ def test_models_of_another_vocabulary_or_width_are_refused(calm_target, tmp_path
     assert load_drafter(tmp_path / "short", wide).method == "independent"
     said = refusal(load_drafter, tmp_path / "short", wide, method=BORROWED)
     assert "hidden_size is 60 in its files and 64 in the target" in said
-    with pytest.raises(InputError, match="vocab_size"):  # as a training config would
-        make(calm_target._replace(config=more), short)
+    with pytest.raises(InputError, match="vocab_size"):  # of a training config
+        make(calm_target._replace(config=more), short, Objective())
 
 
 def test_a_draft_vocabulary_or_layout_that_does_not_fit_is_refused(calm_target, tmp_path):  # noqa: F811

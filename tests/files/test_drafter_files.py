@@ -12,6 +12,8 @@ import pytest
 
 from infer.convert import main
 from moa_jax.config import MoaConfig
+from moa_jax.files.folders import file_hash
+from moa_jax.files.kinds import target_sizes
 from moa_jax.pretrained import (
     describe_target,
     load_drafter,
@@ -39,10 +41,15 @@ SLIM = {"self_attention_num_key_value_heads": 2, "cross_attention_num_key_value_
 def ours(pair):
     """The llama pair with a config.json of ours, and a drafter that reuses two layers."""
     target = load_target(pair / "target")
-    (pair / "target" / "tokenizer.json").write_text("{}")
+    write_tokenizer(pair / "target", "a", "b")
     drafter = load_drafter(pair / "draft", target, target_layer_inference=2)
     save_drafter(pair / "draft", "moa", drafter.config, drafter.params, target, depth=4)
     return pair
+
+
+def write_tokenizer(folder, *tokens):
+    vocab = {token: index for index, token in enumerate(tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
 
 
 def config_json(folder):
@@ -100,7 +107,8 @@ def test_our_config_tells_what_the_authors_forgot(ours):
     names = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
     assert block["verifier"] == names
     assert config["target"]["vocab_size"] == 101
-    assert len(config["target"]["tokenizer_sha256"]) == 64
+    size, _, digest = config["target"]["vocabulary"].partition(":")
+    assert size == "2" and len(digest) == 64
     drafter = load_drafter(ours / "draft", load_target(ours / "target"))
     assert drafter.depth == 4 and drafter.config.target_layer_inference == 2
 
@@ -156,18 +164,38 @@ def test_contradictions_in_the_authors_config_are_refused(pair, change, says):
     assert says in said and str(pair / "draft") in said
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "head_dim", "tokenizer_sha256"])
+@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "head_dim"])
 def test_our_config_refuses_another_target(ours, key):
+    (ours / "target" / "tokenizer.json").unlink()
     stated = config_json(ours / "draft")["target"]
     edit_json(ours / "draft" / "config.json", target=stated | {key: "other"})
     said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
     assert f"belongs to another target: {key} is 'other' in its files" in said
 
 
-def test_another_tokenizer_is_refused(ours):
-    (ours / "target" / "tokenizer.json").write_text("{ }")
+def test_another_vocabulary_is_refused(ours):
+    write_tokenizer(ours / "target", "b", "a")
     said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
-    assert "tokenizer_sha256" in said
+    assert "the vocabulary (ids:sha256) is 2:" in said
+    write_tokenizer(ours / "target", "a", "b", "c")  # adds a token
+    load_drafter(ours / "draft", load_target(ours / "target"))
+    write_tokenizer(ours / "draft", "a", "c")
+    said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
+    assert "the token of id 1 is 'c' in its files and 'b' in the target" in said
+
+
+def test_files_of_earlier_versions_state_the_hash_of_a_file(ours, caplog):
+    stated = target_sizes(describe_target(ours / "target").config)
+    found = {"tokenizer_sha256": file_hash(ours / "target" / "tokenizer.json")}
+    edit_json(ours / "draft" / "config.json", target=stated | found)
+    load_drafter(ours / "draft", load_target(ours / "target"))
+    assert not caplog.records
+    write_tokenizer(ours / "target", "a", "b", "c")
+    load_drafter(ours / "draft", load_target(ours / "target"))
+    assert "states the hash of another tokenizer.json" in caplog.text
+    edit_json(ours / "draft" / "config.json", target=stated | found | {"vocab_size": 102})
+    said = refusal(load_drafter, ours / "draft", load_target(ours / "target"))
+    assert "vocab_size is 102 in its files and 101 in the target" in said
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_a_file_that_does_not_fit_is_one_line(folder, capsys):
     tensors = load_file(file)
     save_file(tensors | {"t2d": tensors["t2d"][:299]}, file)
     assert f"{file}: t2d has 299 entries and the target 300" in refused(flags, capsys)
-    save_file(tensors, file, {"tokenizer_sha256": "0" * 64})
+    save_file(tensors, file, {"vocabulary": "9:" + "0" * 64})
     assert "was made for another tokenizer" in refused(flags, capsys)
     file.write_bytes(b"half a file")
     assert f"{file} cannot be read as safetensors" in refused(flags, capsys)

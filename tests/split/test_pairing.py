@@ -45,8 +45,8 @@ def test_another_config_or_tokenizer_or_other_weights_differ(pair, other):
     edit_tensors(other / "draft", **{name: tensor + 1e-3})
     changed = facts(other)
     assert changed["drafter_sha256"] != before["drafter_sha256"]
-    (other / "target" / "tokenizer.json").write_text("{}")
-    assert facts(other)["tokenizer_sha256"] != before["tokenizer_sha256"]
+    (other / "target" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    assert facts(other)["vocabulary"] != before["vocabulary"]
 
 
 def test_one_number_of_a_small_tensor_is_noticed(pair, other):

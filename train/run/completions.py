@@ -27,6 +27,7 @@ class AnswerFields:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     ignore_stop: bool = False  # answers go on past their end
+    turn_id: int | None = None  # of `stop_ids`, the one that the chat template writes
 
     def fields(self, law: Sampling) -> dict[str, Any]:
         """The part of a request that does not depend on the prompt.
@@ -123,10 +124,11 @@ class Completions:
 
     def _with_stop(self, token_ids: list[int]) -> list[int]:
         """The answer with the token that stopped it, which some servers leave out."""
-        stop_ids, eos_id = self.wanted.stop_ids, self.wanted.tokenizer.eos_token_id
+        stop_ids = self.wanted.stop_ids
         if not stop_ids or (token_ids and token_ids[-1] in stop_ids):
             return token_ids
-        return [*token_ids, eos_id if eos_id in stop_ids else stop_ids[0]]
+        own = (self.wanted.turn_id, self.wanted.tokenizer.eos_token_id)
+        return [*token_ids, next((each for each in own if each in stop_ids), stop_ids[0])]
 
     def _check_end(self, finish: str, count: int | None) -> None:
         """Raises InputError for an answer that ended where it should not."""

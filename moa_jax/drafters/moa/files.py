@@ -21,7 +21,7 @@ from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.files.config_keys import refuse_contradictions
 from moa_jax.files.hf_config import check_same_block, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, mispaired, target_sizes
+from moa_jax.files.kinds import FileLayout, Files, check_pairing, layer_sizes, mispaired
 from moa_jax.model.convert import (
     Shape,
     Table,
@@ -193,8 +193,8 @@ def _check_target(
     refuse_contradictions(config, "config.json")
     check_same_block(stated, target, "config.json")
     if stated.get("model_type") == "moa_spec":
-        stated = {key: stated.get(key) for key in ("hidden_size", "vocab_size")}
-    check_pairing(stated, target_sizes(target))
+        stated = {"hidden_size": stated.get("hidden_size")}
+    check_pairing(stated, layer_sizes(target))
     width, memory = _shape(shapes, "Ekv2E.weight")
     for what, size, of_target in (
         ("hidden_size", width, target.block.hidden_size),

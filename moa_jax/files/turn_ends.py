@@ -1,0 +1,85 @@
+"""The tokens that end an answer by a tokenizer's files: eos, and what the chat template writes.
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nANSWER<|im_end|>\\n
+                                                                ^ the end of a turn
+
+The first special token that the chat template writes after an answer ends a turn. It often differs
+from the eos token, and config.json often states neither.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moa_jax.files.folders import read_json
+from moa_jax.files.token_ids import read_tokens
+
+QUESTION, ANSWER = "question0", "answer0"  # no template writes these words
+
+
+class TokenizerEnds(NamedTuple):
+    """Ids that the files of a tokenizer name; None for each that they do not name."""
+
+    eos_id: int | None = None
+    turn_id: int | None = None  # follows an answer in the chat template
+    pad_id: int | None = None
+
+
+def read_ends(folder: Path) -> TokenizerEnds:
+    """The ends that a folder's tokenizer files name; raises InputError for damaged files."""
+    if (tokenizer := read_tokens(folder)) is None:
+        return TokenizerEnds()
+    ids = tokenizer.ids
+    settings = _json_of(folder / "special_tokens_map.json")
+    settings |= _json_of(folder / "tokenizer_config.json")
+    named = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+    eos_id, pad_id = (ids.get(named.get(key)) for key in ("eos_token", "pad_token"))
+    mark = _mark_after_answers(_template(folder, settings), named, tokenizer.added)
+    return TokenizerEnds(eos_id, ids.get(mark), pad_id)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text; some files hold an object with its properties."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The default chat template, from the first place that transformers looks at."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    own = _json_of(folder / "chat_template.json").get("chat_template")
+    found = own or settings.get("chat_template")
+    if isinstance(found, list):  # several, by their names
+        found = {each.get("name"): each.get("template") for each in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _mark_after_answers(
+    template: str | None, named: dict[str, str | None], added: frozenset[str]
+) -> str | None:
+    """The added or eos token that follows an answer.
+
+    None without a template, and for one that fails or writes none there.
+    """
+    if template is None:
+        return None
+    # transformers advises on stderr to install torch when it is imported without it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts = (("user", QUESTION), ("assistant", ANSWER))
+    messages = [{"role": role, "content": text} for role, text in texts]
+    try:
+        rendered, _ = render_jinja_template([messages], chat_template=template, **named)
+    except Exception:  # a template is a program of its own; `data.chat.render` reports its errors
+        return None
+    after = rendered[0].rpartition(ANSWER)[2].lstrip()
+    marks = {*added, named.get("eos_token")} - {None, ""}
+    return max((mark for mark in marks if after.startswith(mark)), key=len, default=None)

@@ -1,0 +1,147 @@
+"""Vocabularies: the same ids in other files, embeddings of other sizes, tokens at other ids."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from infer.flags.pair import DEMO
+
+ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+VOCAB = 101  # of the target in `pair`
+
+
+@pytest.fixture
+def target(pair):
+    """A random target whose tokenizer has a word for each row."""
+    write_tokenizer(pair / "target", words(VOCAB))
+    return pair / "target"
+
+
+def words(count):
+    return [f"w{index}" for index in range(count)]
+
+
+def write_tokenizer(folder, tokens):
+    model = {"type": "WordLevel", "unk_token": "w0", "vocab": {t: i for i, t in enumerate(tokens)}}
+    content = {"version": "1.0", "model": model, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def resized(folder, new, rows):
+    """The same model with more or fewer rows in its embedding and head."""
+    shutil.copytree(folder, new)
+    config = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    tensors = load_file(new / "model.safetensors")
+    noise = np.random.default_rng(0)
+    for name in ROWS:
+        if name in tensors:
+            more = max(rows - len(tensors[name]), 0)
+            drawn = 0.1 * noise.standard_normal((more, tensors[name].shape[1]))
+            padded = np.concatenate([tensors[name], drawn.astype(tensors[name].dtype)])
+            tensors[name] = np.ascontiguousarray(padded[:rows])
+    save_file(tensors, new / "model.safetensors")
+    return new
+
+
+def answers(run, target, draft, *flags):
+    """Token ids, and how many a verification accepts."""
+    prompts = ["--prompt-ids", "5,17,100,3,5,17", "--max-new-tokens", "24"]
+    done = run("infer.generate", "--target", target, "--draft", draft, *prompts, "--json", *flags)
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["results"]
+    return found["token_ids"], found["tau"]
+
+
+SAMPLED = ("--temperature", "1.5", "--seed", "7")
+
+
+def check_drafts(run, target, draft, law, modes):
+    """Drafted answers are the plain one, and greedy drafts are accepted."""
+    plain, _ = answers(run, target, draft, "--mode", "plain", *law)
+    for mode in modes:
+        drafted, tau = answers(run, target, draft, *mode, *law)
+        assert drafted == plain
+        assert law or tau > 1
+
+
+CHAIN, TREE = ("--mode", "chain", "--depth", "4"), ("--mode", "tree", "--depth", "3")
+TREE += ("--breadth", "2", "--total-tokens", "4")
+
+
+def test_a_small_model_with_fewer_rows_drafts(run, target, tmp_path):
+    """Of the target's ids it lacks 100, which the prompt has, and 90 to 99, as padding goes."""
+    draft = resized(target, tmp_path / "draft", 90)
+    check_drafts(run, target, draft, (), [CHAIN])
+
+
+def test_a_small_model_with_more_rows_drafts(run, target, tmp_path):
+    draft = resized(target, tmp_path / "draft", VOCAB + 11)
+    check_drafts(run, target, draft, (), [TREE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [90, VOCAB + 11])
+@pytest.mark.parametrize("law", [(), SAMPLED], ids=["greedy", "sampled"])
+def test_every_shape_with_other_rows_is_exact(run, target, tmp_path, rows, law):
+    draft = resized(target, tmp_path / "draft", rows)
+    check_drafts(run, target, draft, law, [CHAIN, TREE])
+
+
+def test_a_drafter_knows_its_target_padded_and_with_a_tokenizer_written_anew(
+    run, pair, target, tmp_path
+):
+    stated = ("--target-layer-inference", "0", "--output", tmp_path / "draft")
+    done = run("infer.convert", "--draft", pair / "draft", "--target", target, *stated)
+    assert done.code == 0, done.err
+    padded = resized(target, tmp_path / "padded", VOCAB + 11)
+    tokenizer = json.loads((padded / "tokenizer.json").read_text())
+    (padded / "tokenizer.json").write_text(json.dumps(tokenizer, indent=4))
+    answers(run, padded, tmp_path / "draft", "--mode", "chain")
+    other = words(VOCAB)
+    other[40], other[60] = other[60], other[40]
+    write_tokenizer(padded, other)
+    flags = ("--draft", tmp_path / "draft", "--prompt-ids", "5")
+    line = run("infer.generate", "--target", padded, *flags).refusal()
+    assert "belongs to another target: the vocabulary (ids:sha256) is 101:" in line
+
+
+@pytest.mark.slow
+def test_the_bundled_target_padded_and_its_tokenizer_written_anew(run, tmp_path):
+    from transformers import AutoTokenizer
+
+    target = resized(DEMO / "target", tmp_path / "target", 2112)
+    flags = ("--prompt", "Hello", "--max-new-tokens", "12", "--mode", "chain", "--json")
+    texts = set()
+    for write_anew in (False, True):
+        if write_anew:
+            AutoTokenizer.from_pretrained(target).save_pretrained(target)
+            assert (target / "tokenizer.json").read_bytes() != (
+                DEMO / "target" / "tokenizer.json"
+            ).read_bytes()
+        done = run("infer.generate", "--target", target, "--draft", DEMO / "draft", *flags)
+        assert done.code == 0, done.err
+        texts.add(json.loads(done.out)["results"][0]["text"])
+    assert len(texts) == 1
+
+
+def test_other_ids_are_refused_by_the_first_that_differs(run, target, tmp_path):
+    draft = shutil.copytree(target, tmp_path / "draft")
+    moved = words(VOCAB)
+    moved[40], moved[60] = moved[60], moved[40]
+    write_tokenizer(draft, moved)
+    line = run(
+        "infer.generate", "--target", target, "--draft", draft, "--prompt-ids", "5"
+    ).refusal()
+    assert "id 40" in line and "'w60'" in line and "'w40'" in line
+
+
+def test_without_tokenizers_sizes_decide(run, pair, tmp_path):
+    draft = resized(pair / "target", tmp_path / "draft", 90)
+    line = run(
+        "infer.generate", "--target", pair / "target", "--draft", draft, "--prompt-ids", "5"
+    ).refusal()
+    assert "vocab_size is 90 in its files and 101 in the target" in line
