@@ -344,7 +344,7 @@ def test_reference_collation(folder):
     vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
     encoded = [
         reference.reference_encode(
-            tokenizer, reference.reference_messages(record), vocab_size, max_length
+            tokenizer, reference.reference_messages(record).messages, vocab_size, max_length
         )
         for record in expected["conversations"]
     ]
