@@ -146,8 +146,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """The id that fills rows up: the tokenizer's own, else the last of the model's vocabulary."""
-    return vocab_size - 1 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    """The id that fills rows up: the tokenizer's own, else the last of the model's vocabulary.
+
+    A tokenizer may have a pad token that the model has no row for.
+    """
+    own = tokenizer.pad_token_id
+    return own if is_id(own, vocab_size) else vocab_size - 1
 
 
 def render(

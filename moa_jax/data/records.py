@@ -110,6 +110,16 @@ def unread_of(
     )
 
 
+def unread_keys(record: dict[str, Any]) -> tuple[str, ...]:
+    """The keys that are not read of a record whose messages or token ids are; () for others."""
+    if answers_of(record) is not None:
+        return ()
+    try:
+        return read_record(record).unread
+    except InputError:
+        return ()
+
+
 def answers_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The objects of a record that hold `prompt_ids` and `token_ids`; None if it holds no ids.
 
@@ -126,19 +136,19 @@ def answers_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def text_of_parts(content: Any) -> Any:
-    """The text of content in parts, a line for each; other content as it is.
+    """The text of content in parts, a line for each; other content as it is."""
+    return "\n".join(map(text_of_part, content)) if isinstance(content, list) else content
 
-    Raises InputError for a part that is not text, by its type.
-    """
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InputError(
-                f'a content part of type {kind!r} is no text: give {{"type": "text", "text": ...}}'
-            )
-    return "\n".join(part["text"] for part in content)
+
+def text_of_part(part: Any) -> str:
+    """The text of a part of a message; raises InputError for a part that is not text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise InputError(
+            f'a content part of type {kind!r} is no text: give {{"type": "text", "text": ...}}'
+        )
+    return text
 
 
 def _no_messages(record: dict[str, Any]) -> InputError:
@@ -161,7 +171,10 @@ def _turns(record: dict[str, Any], style: str) -> list[Any]:
         asked = filter(None, (_text(record, key) for key in ("instruction", "input")))
         return _in_turn(["\n\n".join(asked), *filter(None, [_text(record, "output")])])
     if style == "prompt":
-        return _in_turn([record["prompt"]])
+        prompt = text_of_parts(record["prompt"])
+        if not isinstance(prompt, str):
+            raise InputError("a record whose `prompt` is not text: write a string")
+        return _in_turn([prompt])
     turns = _objects(record[style])
     if not isinstance(turns, list | tuple):
         raise InputError(f"a record whose `{style}` is not a list: write a list of messages")

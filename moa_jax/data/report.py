@@ -4,50 +4,68 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
+from moa_jax.data import corpora
 from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 from moa_jax.data.encode import Coder, Outcome
+from moa_jax.data.files import Found
+from moa_jax.data.records import unread_keys
 from moa_jax.errors import InputError
 
+T = TypeVar("T")
 MOST_REASONS, MOST_KEYS = 5, 8  # in a line
 SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows", "rewritten")
 
 
-class LeftOut:
-    """Records that cannot be used: the number for each reason, and the place of the first."""
+class RecordTally:
+    """Records as they are read: the number of each fault with the first place, and unread keys."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
+        self.total = 0
+        self.faults: Counter[str] = Counter()
+        self.first: dict[str, str] = {}  # fault -> the place of the first record that has it
+        self.unread: Counter[str] = Counter()  # key -> records that have it
 
-    def add(self, place: str, why: str) -> None:
-        """Counts a record."""
-        self.counts[why] += 1
-        self.first.setdefault(why, place)
+    def each(self, found: Found, use: Callable[[dict], T]) -> Iterator[T]:
+        """What `use` makes of each record; a record for which it raises InputError is counted."""
+        for place, record in found:
+            self.total += 1
+            try:
+                made = use(corpora.sound(record))
+            except InputError as error:
+                self.add(place, str(error))
+                continue
+            self.unread.update(unread_keys(record))
+            yield made
 
-    def lines(self, noun: str, total: int) -> list[str]:
-        """A line for each reason, the most frequent first."""
-        return [
-            f"{count} of {total} {noun} left out: {why} (first: {self.first[why]})"
-            for why, count in self.counts.most_common()
+    def add(self, place: str, fault: str) -> None:
+        """Counts a fault."""
+        self.faults[fault] += 1
+        self.first.setdefault(fault, place)
+
+    def lines(self, noun: str = "records", verb: str = "left out") -> list[str]:
+        """A line for each fault, the most frequent first, and one for keys that are not read."""
+        lines = [
+            f"{count} of {self.total} {noun} {verb}: {fault} (first: {self.first[fault]})"
+            for fault, count in self.faults.most_common()
         ]
+        return lines + unread_lines(self.unread, self.total)
 
     def most_frequent(self) -> str:
-        """The most frequent reason with its number of records and the first of them."""
-        ((why, count),) = self.counts.most_common(1)
-        return f"of {count}: {why} (first: {self.first[why]})"
+        """The most frequent fault with its number of records and the first of them."""
+        ((fault, count),) = self.faults.most_common(1)
+        return f"of {count}: {fault} (first: {self.first[fault]})"
 
 
-def unread_line(unread: Mapping[str, int], noun: str, total: int) -> str | None:
-    """The line on keys that hold something and are not read; None where there are none."""
-    if not unread:
-        return None
+def unread_lines(unread: Mapping[str, int], total: int) -> list[str]:
+    """The line on keys that hold something and are not read; none where there are no such keys."""
     counts = Counter(unread).most_common()
     names = [f"`{key}` ({count})" for key, count in counts[:MOST_KEYS]]
     names += [f"{len(counts) - MOST_KEYS} others"] if len(counts) > MOST_KEYS else []
-    return f"keys that are not read, in {total} {noun}: {', '.join(names)}"
+    return [f"keys that are not read, in {total} records: {', '.join(names)}"] if names else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +96,10 @@ class DataReport:
             f"{told and f' ({told})'}, {self.tokens} tokens, "
             f"{self.response_tokens} of them answers, in {self.rows} rows, {self.fill:.0%} full"
         )
-        unread = unread_line(self.unread, "records", self.kept)
-        return "\n".join(filter(None, (summary, unread, self._rewritten_line())))
+        rewritten = [self._rewritten_line()] if self.rewritten else []
+        return "\n".join([summary, *unread_lines(self.unread, self.kept), *rewritten])
 
-    def _rewritten_line(self) -> str | None:
-        if not self.rewritten:
-            return None
+    def _rewritten_line(self) -> str:
         return (
             f"{self.rewritten} of {self.kept} rows ({self.rewritten / self.kept:.0%}) lack tokens "
             "of decoding: the chat template renders past turns unlike the prompt and answer of "
@@ -122,8 +138,7 @@ class Tally:
     def __init__(self, paths: Sequence[str], coder: Coder) -> None:
         self._where = ", ".join(paths) or "an empty list of paths"
         self._coder = coder
-        self._left_out = LeftOut()
-        self._unread: Counter[str] = Counter()
+        self._records = RecordTally()
         self._counts: Counter[str] = Counter()
 
     def examples(self, outcomes: Iterable[Outcome]) -> Iterator[Example]:
@@ -137,7 +152,7 @@ class Tally:
                 self._drop(place, str(found))
                 continue
             examples = found.examples
-            self._unread.update(found.unread)
+            self._records.unread.update(found.unread)
             self._counts.update(
                 kept=bool(examples),
                 examples=len(examples),
@@ -161,24 +176,24 @@ class Tally:
     def report(self) -> DataReport:
         """What has passed."""
         return DataReport(
-            dropped=dict(self._left_out.counts.most_common()),
+            dropped=dict(self._records.faults.most_common()),
             row_length=self._coder.config.row_length,
-            first=self._left_out.first,
-            unread=dict(self._unread),
+            first=self._records.first,
+            unread=dict(self._records.unread),
             **{name: self._counts[name] for name in SUMS},
         )
 
     def _drop(self, place: str, why: str) -> None:
         if self._coder.config.bad_records == "refuse":
             raise refusal(place, why)
-        self._left_out.add(place, why)
+        self._records.add(place, why)
 
     def _raise_nothing_left(self) -> None:
         where, sources = self._where, self._coder.config.sources
-        if self._left_out.counts:
+        if self._records.faults:
             raise InputError(
-                f"none of {self._left_out.counts.total()} records of {where} can be used; "
-                f"{self._left_out.most_frequent()}"
+                f"none of {self._records.faults.total()} records of {where} can be used; "
+                f"{self._records.most_frequent()}"
             )
         wanted = f" of the sources {', '.join(sources)}" if sources else ""
         raise InputError(f"no records{wanted} in {where}: name files that hold some")
