@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -40,6 +39,7 @@ from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.flags.sampling import add_sampling_flags
 from infer.program import Parser, local_path, names, positive, progress, run
+from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
@@ -141,14 +141,18 @@ def _questions(args: argparse.Namespace) -> list[suites.Question]:
     rows = args.limit or suites.PUBLIC_ROWS
     if args.conversations is None:
         return suites.load_suite(args.suite, rows)
-    found = conversations.questions_of(args.conversations, names(args.sources))
     public = args.conversations.startswith(suites.PUBLIC)
-    return list(itertools.islice(found, rows if public else None))
+    sources = names(args.sources)
+    return list(conversations.questions_of(args.conversations, sources, rows if public else None))
 
 
 def _why_not(interview: Interview, longest: int | None, question: suites.Question) -> str | None:
     """The reason to leave a question out, if there is one."""
-    prompt = interview.first_prompt(question)
+    try:
+        prompt = interview.first_prompt(question)
+        chat.check_ids(prompt, interview.target.config.vocab_size)
+    except InputError as error:
+        return str(error)
     if longest is not None and len(prompt) > longest:
         return f"first prompt longer than {longest} tokens (--max-prompt)"
     return None if interview.room(prompt) else report.TOO_LONG

@@ -18,7 +18,7 @@ from infer.program import progress, run
 from moa_jax.config import PretrainConfig
 from moa_jax.data import batches, corpora
 from moa_jax.data.batch import Batch
-from moa_jax.data.chat import messages_of
+from moa_jax.data.records import messages_of, plain_text_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
@@ -91,8 +91,8 @@ def _tokenizer(config: PretrainConfig) -> Any:
 
 def _texts(record: dict[str, Any]) -> list[str]:
     """All text of a record; none of one that `batches.load` will drop and count."""
-    if isinstance(record.get("text"), str):
-        return [record["text"]]
+    if (text := plain_text_of(record)) is not None:
+        return [text]
     try:
         return [message["content"] for message in messages_of(record)]
     except InputError:

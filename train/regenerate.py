@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,8 @@ from infer.listening.credentials import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
 from moa_jax.config import Sampling
 from moa_jax.data import corpora
+from moa_jax.data.records import unread_keys
+from moa_jax.data.report import RecordTally, unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.engine import Engine
@@ -71,7 +74,7 @@ LOCAL = ("dtype", "weights", "mesh", "draft", "batch")  # flags without a meanin
 REMOTE = ("model", "api_key_file", "concurrency", "timeout")  # without one for this machine
 AT_ONCE, TIMEOUT_S = 32, 600.0
 
-Record = dict[str, Any] | InputError
+Found = tuple[str, dict[str, Any] | InputError]  # a record and its place, `FILE line N`
 
 
 def regenerate(args: argparse.Namespace) -> None:
@@ -103,19 +106,33 @@ def regenerate(args: argparse.Namespace) -> None:
         drifted, (left_out, short) = partial.drifted, partial.finish()
     if drifted:
         print(f"{drifted} answers do not become the same tokens again", file=sys.stderr)
-    for faults, what in ((left_out, "left out"), (short, "end early")):
-        for fault, count in faults.most_common():
-            print(f"{count} of {len(records)} conversations {what}: {fault}", file=sys.stderr)
+    for line in _lines(records, left_out, short):
+        print(line, file=sys.stderr)
+
+
+def _lines(
+    records: dict[int, Found], left_out: dict[int, str], short: dict[int, str]
+) -> Iterator[str]:
+    """A line for each fault, with the first record that has it, and for keys that are not read."""
+    for faults, verb in ((left_out, "left out"), (short, "end early")):
+        tally = RecordTally()
+        tally.total = len(records)
+        for number in sorted(faults):
+            tally.add(records[number][0], faults[number])
+        yield from tally.lines("conversations", verb)
+    read = (record for _, record in records.values() if not isinstance(record, InputError))
+    unread = Counter(key for record in read for key in unread_keys(record))
+    yield from unread_lines(unread, len(records))
 
 
 def _answer(
-    records: dict[int, Record], answers: Answers, rules: AnswerRules, partial: Partial
+    records: dict[int, Found], answers: Answers, rules: AnswerRules, partial: Partial
 ) -> None:
     """Answers what is not over; what was answered before a fault is kept, as its line says."""
     if not records.keys() >= set(partial.over):
         done = len(partial.over)
         raise InputError(f"{partial.path} holds {done} already: raise --limit or remove it")
-    left = (Conversation(records[i], rules, i) for i in records if i not in partial.over)
+    left = (Conversation(records[i][1], rules, i) for i in records if i not in partial.over)
     with answers, progress(len(records), "conversations", initial=len(partial.over)) as bar:
         try:
             answer_all(left, answers, partial, bar.step)
@@ -134,14 +151,9 @@ def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
     return settings | {"weights": args.weights, "dtype": dtype}
 
 
-def _records(args: argparse.Namespace) -> Iterator[tuple[int, Record]]:
+def _records(args: argparse.Namespace) -> Iterator[tuple[int, Found]]:
     """This shard's part of the first `--limit` records, with their numbers among all of them."""
-    sources = names(args.sources)
-    records = (
-        record
-        for _, record in corpora.read_all(args.prompts)
-        if isinstance(record, InputError) or corpora.is_from(record, sources)
-    )
+    records = corpora.read_some(args.prompts, names(args.sources))
     first, step = args.shard or (0, 1)
     return itertools.islice(enumerate(itertools.islice(records, args.limit)), first, None, step)
 

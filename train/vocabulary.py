@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ import numpy as np
 from infer.flags.pair import MODEL
 from infer.program import Parser, Progress, local_path, names, positive, progress, run
 from moa_jax.data import chat, corpora
+from moa_jax.data.report import RecordTally
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.vocabulary import (
     FILE,
@@ -49,11 +48,12 @@ def make_vocabulary(args: argparse.Namespace) -> None:
     vocab_size, ends = target.config.vocab_size, target.generation.eos_ids
     check_size(args.size, vocab_size, ends)
     tokenizer = load_tokenizer(target.folder)
-    records = itertools.islice(corpora.read(args.corpus, names(args.sources)), args.limit)
-    dropped: Counter[str] = Counter()
+    found = itertools.islice(corpora.read_some(args.corpus, names(args.sources)), args.limit)
+    tally = RecordTally()
     with progress(args.limit, "conversations") as bar:
-        count_V = count_tokens(_answers(records, tokenizer, vocab_size, dropped, bar), vocab_size)
-    _report(args, dropped, bool(count_V.any()))
+        answers = tally.each(found, lambda record: _answer(tokenizer, record, vocab_size, bar))
+        count_V = count_tokens(itertools.chain.from_iterable(answers), vocab_size)
+    _report(args, tally, bool(count_V.any()))
     ids_U = most_frequent(count_V, args.size, ends)
     save_vocabulary(output, vocabulary_of(ids_U, target))
     print(
@@ -93,38 +93,27 @@ def _check_drafter(folder: Path, target: Target) -> None:
         )
 
 
-def _answers(
-    records: Iterable[dict[str, Any]],
-    tokenizer: Any,
-    vocab_size: int,
-    dropped: Counter[str],
-    bar: Progress,
-) -> Iterator[np.ndarray]:
-    """The answer tokens of each record, whole; why a record has none is counted in `dropped`."""
-    for record in records:
-        bar.step()
-        try:
-            examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
-        except InputError as error:
-            dropped[str(error)] += 1
-            continue
-        if not examples:
-            dropped["the chat template leaves the answers out"] += 1
-        for example in examples:
-            yield example.tokens_T[example.response_T]
+def _answer(
+    tokenizer: Any, record: dict[str, Any], vocab_size: int, bar: Progress
+) -> list[np.ndarray]:
+    """The answer tokens of a record, whole; raises InputError where it has none."""
+    bar.step()
+    examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
+    if not examples:
+        raise InputError("the chat template leaves the answers out")
+    return [example.tokens_T[example.response_T] for example in examples]
 
 
-def _report(args: argparse.Namespace, dropped: Counter[str], found: bool) -> None:
+def _report(args: argparse.Namespace, tally: RecordTally, found: bool) -> None:
     """Tells what was left out; raises InputError where that is everything."""
-    if not found and not dropped:
+    if not found and not tally.faults:
         raise InputError(f"{args.corpus}: no records of {args.sources or 'any source'}")
     if not found:
-        ((fault, count),) = dropped.most_common(1)
         raise InputError(
-            f"{args.corpus}: none of {dropped.total()} records has an answer; {count}: {fault}"
+            f"{args.corpus}: none of {tally.total} records has an answer; {tally.most_frequent()}"
         )
-    for fault, count in dropped.most_common():
-        print(f"{count} records left out: {fault}", file=sys.stderr)
+    for line in tally.lines():
+        print(line, file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from infer.evaluation.conversations import prompts_of as conversation_prompts
 from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import asked_mesh
 from infer.flags.pair import dtype_of, use_cores
-from infer.flags.prompts import asking, prompt_of, tokenizer_of
+from infer.flags.prompts import asking, prompts_in, tokenizer_of
 from infer.program import positive
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
 from moa_jax.data import chat, corpora
+from moa_jax.data.report import RecordTally
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
@@ -80,8 +82,7 @@ def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]
         prompts = np.random.default_rng(0).integers(target.config.vocab_size, size=shape).tolist()
     elif args.prompts:
         tokenizer = tokenizer_of(target.folder)
-        lines = itertools.islice(corpora.read_numbered(args.prompts), args.limit)
-        prompts = [prompt_of(record, place, tokenizer) for place, record in lines]
+        prompts = list(prompts_in(args.prompts, tokenizer, args.limit))
     elif args.conversations:
         longest = min(args.max_prompt, target.config.max_position_embeddings - args.max_new_tokens)
         found = conversation_prompts(args, load_tokenizer(target.folder), longest)
@@ -99,15 +100,17 @@ def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]
 def answers_of(path: str, target: Target, limit: int) -> Iterator[chat.Example]:
     """The first conversations of a file as tokens, those of answers marked.
 
-    A conversation is cut where the target's positions end. Raises InputError for a bad record.
+    A conversation is cut where the target's positions end. Bad records are left out, with a line
+    on stderr. Raises InputError for a file that cannot be read.
     """
     tokenizer = load_tokenizer(target.folder)
     vocab_size, most = target.config.vocab_size, target.config.max_position_embeddings
-    for place, record in itertools.islice(corpora.read_numbered(path), limit):
-        try:
-            yield from chat.encode_record(tokenizer, record, vocab_size, most)
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from error
+    tally, found = RecordTally(), itertools.islice(corpora.read_all(path), limit)
+    encode = lambda record: chat.encode_record(tokenizer, record, vocab_size, most)
+    for examples in tally.each(found, encode):
+        yield from examples
+    for line in tally.lines():
+        print(line, file=sys.stderr)
 
 
 # ---- pairs with random weights ------------------------------------------------------------------

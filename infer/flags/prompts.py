@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from infer.flags.sampling import ids
-from moa_jax.data import chat, corpora
+from moa_jax.data import chat, corpora, records
+from moa_jax.data.report import unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 
@@ -32,41 +35,47 @@ def tokenizer_of(folder: Path) -> Any | None:
 def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list[int]]:
     """Yield the prompts of the flags, or the one on stdin where that is no terminal.
 
-    Raises InputError for an empty file, and for a bad line with its place.
+    Raises InputError for an empty file, and for a bad line with its place. A line on stderr names
+    the keys of a file that are not read.
     """
     if args.prompt_ids is not None:
         yield args.prompt_ids
     elif args.prompts is not None:
-        place = None
-        for place, record in corpora.read_numbered(args.prompts):
-            yield prompt_of(record, place, tokenizer)
-        if place is None:
-            raise InputError(f"{args.prompts} holds no prompts: write one a line")
+        yield from prompts_in(args.prompts, tokenizer)
     elif args.prompt is not None:
         yield asking(args.prompt, tokenizer)
     elif not sys.stdin.isatty():
         yield asking(sys.stdin.read(), tokenizer)
 
 
-def prompt_of(record: dict[str, Any], where: str, tokenizer: Any | None) -> list[int]:
-    """The prompt in a line of a --prompts file; raises InputError that begins with `where`."""
-    token_ids, messages, text = (record.get(key) for key in ("prompt_ids", "messages", "prompt"))
+def prompts_in(path: str, tokenizer: Any | None, limit: int | None = None) -> Iterator[list[int]]:
+    """Yield the first prompts of a file; raises InputError and prints as `prompts_of`."""
+    unread: Counter[str] = Counter()
+    total = 0
+    for place, record in itertools.islice(corpora.read_numbered(path), limit):
+        total += 1
+        try:
+            prompt, keys = _prompt_of(record, tokenizer)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from error
+        unread.update(keys)
+        yield prompt
+    if not total:
+        raise InputError(f"{path} holds no prompts: write one a line")
+    for line in unread_lines(unread, total):
+        print(line, file=sys.stderr)
+
+
+def _prompt_of(record: dict[str, Any], tokenizer: Any | None) -> tuple[list[int], tuple[str, ...]]:
+    """The prompt of a record, which ends before its last answer, and its keys that are not read."""
+    answers = records.answers_of(record)
+    token_ids = (answers[-1] if answers else record).get("prompt_ids")
     if token_ids is not None:
         if not isinstance(token_ids, list) or not all(type(i) is int for i in token_ids):
-            raise InputError(f"{where}: `prompt_ids` is not a list of whole numbers")
-        return token_ids
-    if messages is None and text is None:
-        raise InputError(f"{where}: give it `prompt`, `messages` or `prompt_ids`")
-    if messages is None and not isinstance(text, str):
-        raise InputError(f"{where}: `prompt` is no text: write it in quotes")
-    try:
-        return asking(text, tokenizer) if messages is None else after(messages, tokenizer)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{where}: `messages` is no list of messages: give each a `role` and a `content`"
-        ) from error
+            raise InputError("`prompt_ids` is not a list of whole numbers")
+        return token_ids, ()
+    messages, unread = records.read_record(record)
+    return after(records.prompt_of(messages), tokenizer), unread
 
 
 def asking(text: str, tokenizer: Any | None) -> list[int]:

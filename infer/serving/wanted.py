@@ -14,7 +14,7 @@ from infer.serving.errors import bad, shown
 from infer.serving.fields import Fields, is_number, is_text
 from infer.serving.model import Model
 from moa_jax.config import Sampling
-from moa_jax.data.chat import Message
+from moa_jax.data.records import Message, text_of_part
 from moa_jax.errors import InputError
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 128, 16, 256, 32
@@ -195,10 +195,10 @@ def _message(message: Any, place: str) -> Message:
 
 def _part(part: Any, place: str) -> str:
     """The text of a part of a message, which must be text."""
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if not is_text(text):
-        raise bad(place, f'{place} is no text: give {{"type": "text", "text": ...}}')
-    return text
+    try:
+        return text_of_part(part)
+    except InputError as error:
+        raise bad(place, f"{place}: {error}") from error
 
 
 def _prompts_of(fields: Fields, model: Model, special: bool, echo: bool) -> list[Prompt]:

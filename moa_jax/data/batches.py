@@ -23,7 +23,6 @@ from moa_jax.data.encode import Coder, Outcome, outcomes
 from moa_jax.data.mixture import Mixture
 from moa_jax.data.report import DataReport, Tally, refusal, total
 from moa_jax.data.rows import blocks, empty, pack, pad
-from moa_jax.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,15 +85,9 @@ def load(
     """Read, encode and lay out one split, or find it in the cache; `watch` shows the progress.
 
     Records that cannot be used are counted, or refused by `config.bad_records`. Raises
-    InputError for files that cannot be read, a tokenizer that does not fit, and where nothing is
-    left to train on.
+    InputError for files that cannot be read, and where nothing is left to train on.
     """
     paths = getattr(config, split)
-    if len(tokenizer) > vocab_size:
-        raise InputError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {vocab_size}: "
-            "use the tokenizer that belongs to the model"
-        )
     if config.answers == "reference":  # its faults concern all records, so they are raised
         reference.reference_templates(tokenizer, vocab_size)
     coder = Coder(config, tokenizer, vocab_size)

@@ -1,4 +1,4 @@
-"""Conversations: from any common record style to tokens, and which of them are answers.
+"""Conversations as tokens, and which of these are answers.
 
     text       <s> [user] Hi [end] [assistant] Hello! [end] \\n [user] Bye [end] ...
     response    0    0    0    0        0        1      1    1    0     0    0
@@ -9,26 +9,17 @@ whatever the template writes before the next turn: its end mark, and ChatML's ne
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moa_jax.config.checks import is_id
+from moa_jax.data.records import Message, answer_places, answers_of, messages_of
 from moa_jax.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]  # role: system, user or assistant; content: text
-
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
 MARK = "\ufdd0"  # a Unicode non-character, so no text to be exchanged holds it
 
 
@@ -37,17 +28,7 @@ class Example(NamedTuple):
 
     tokens_T: np.ndarray
     response_T: np.ndarray
-
-
-def messages_of(record: dict) -> list[Message]:
-    """The messages of a record of any common style, roles named system, user and assistant.
-
-    Styles: `messages` or `history` (role, content), ShareGPT `conversations` (from, value, or role,
-    content), UltraChat `data` (texts in turn), Alpaca (`instruction`, `input`, `output`).
-    Raises InputError for another style, an unknown role and an empty message; its line is the
-    same for all records with the same fault.
-    """
-    return [{"role": _role(turn), "content": _content(turn)} for turn in _turns(record)]
+    rewritten: bool = False  # the template writes a turn unlike the prompt and answer of that turn
 
 
 def encode(
@@ -59,19 +40,20 @@ def encode(
     Raises InputError without an answer or a chat template, and where the template refuses the
     messages or hides which part of its text is the answer.
     """
-    if not any(message["role"] == "assistant" for message in messages):
+    if not answer_places(messages):
         raise InputError("a record without an answer: give each an assistant message")
     text = render(tokenizer, messages)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
     response_T = np.zeros(len(begin_T), bool)
-    for begin, end in _answer_spans(tokenizer, messages, text):
+    spans, rewritten = _answer_spans(tokenizer, messages, text)
+    for begin, end in spans:
         # A token that crosses the end belongs to the answer unless they share only blanks.
         solid_end = begin + len(text[begin:end].rstrip())
         response_T |= (end_T > begin) & ((end_T <= end) | (begin_T < solid_end))
     if not response_T.any():
         return None
-    return Example(np.array(encoding["input_ids"][:max_length], np.int32), response_T)
+    return Example(np.array(encoding["input_ids"][:max_length], np.int32), response_T, rewritten)
 
 
 def encode_record(
@@ -80,28 +62,16 @@ def encode_record(
     """Encode a record: the token ids of its answers where it holds them, else its messages.
 
     Empty if no answer token is within `max_length`. Raises InputError for a record of unknown
-    style, and as `encode_ids` and `encode` do.
+    style, for ids that the model has no row for, and as `encode_ids` and `encode` do.
     """
     answers = answers_of(record)
     if answers is not None:
         return encode_ids(answers, vocab_size, max_length)
     example = encode(tokenizer, messages_of(record), max_length)
-    return [] if example is None else [example]
-
-
-def answers_of(record: dict) -> list[dict] | None:
-    """The objects of a record that hold `prompt_ids` and `token_ids`; None if it holds no ids.
-
-    A record has a list of them in `answers`, as `train.regenerate` writes it, or is one itself.
-    """
-    if record.get("token_ids") is not None:  # tables that mix both styles hold None
-        return [record]
-    answers = _objects(record.get("answers"))
-    if not isinstance(answers, list):
-        return None
-    # Other data sets have a key `answers`, too, and no ids in it.
-    has_ids = any(isinstance(each, dict) and "token_ids" in each for each in answers)
-    return answers if has_ids else None
+    if example is None:
+        return []
+    check_tokens(example.tokens_T, vocab_size)
+    return [example]
 
 
 def encode_ids(answers: list[dict], vocab_size: int, max_length: int) -> list[Example]:
@@ -134,7 +104,17 @@ def encode_ids(answers: list[dict], vocab_size: int, max_length: int) -> list[Ex
 def check_ids(ids: Any, vocab_size: int) -> None:
     """Raise InputError unless `ids` is a list of ids of the vocabulary."""
     if not isinstance(ids, list) or not all(is_id(each, vocab_size) for each in ids):
-        raise InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
+        raise _unknown_ids(vocab_size)
+
+
+def check_tokens(tokens_T: np.ndarray, vocab_size: int) -> None:
+    """Raise InputError for a token that the model has no row for: its tokenizer may have more."""
+    if tokens_T.max(initial=0) >= vocab_size:
+        raise _unknown_ids(vocab_size)
+
+
+def _unknown_ids(vocab_size: int) -> InputError:
+    return InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[Example]:
@@ -166,8 +146,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """The id that fills rows up: the tokenizer's own, else the last of the model's vocabulary."""
-    return vocab_size - 1 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    """The id that fills rows up: the tokenizer's own, else the last of the model's vocabulary.
+
+    A tokenizer may have a pad token that the model has no row for.
+    """
+    own = tokenizer.pad_token_id
+    return own if is_id(own, vocab_size) else vocab_size - 1
 
 
 def render(
@@ -188,66 +172,24 @@ def render(
         raise InputError(f"the chat template refuses the messages: {reason}") from error
 
 
-def _turns(record: dict) -> list[dict]:
-    for style in ("messages", "history", "conversations", "data"):
-        if turns := record.get(style):
-            break
-    else:
-        if "instruction" not in record or "output" not in record:
-            raise InputError(
-                "a record of unknown style: give it `messages`, `history`, `conversations`, "
-                "`data`, or `instruction` and `output`"
-            )
-        question = [str(record[key]).strip() for key in ("instruction", "input") if record.get(key)]
-        style, turns = "data", ["\n\n".join(question), str(record["output"] or "").strip()]
-    turns = _objects(turns)
-    if not isinstance(turns, list | tuple):
-        raise InputError(f"a record whose `{style}` is not a list: write a list of messages")
-    if style == "data":  # bare texts, in turn
-        roles = itertools.cycle(("user", "assistant"))
-        return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
-    return list(turns)
-
-
-def _objects(found: Any) -> Any:
-    """A list of objects from a column per key, as TensorFlow Datasets keeps it; else `found`."""
-    if not isinstance(found, dict) or not all(isinstance(each, list) for each in found.values()):
-        return found
-    columns = zip(*found.values(), strict=False)
-    return [dict(zip(found, values, strict=True)) for values in columns]
-
-
-def _role(turn: dict) -> str:
-    if not isinstance(turn, dict):
-        raise InputError("a message that is not an object: write role and content")
-    name = turn.get("role", turn.get("from"))
-    if not isinstance(name, str) or name not in ROLES:
-        raise InputError(f"a message with role {name!r}: use system, user or assistant")
-    return ROLES[name]
-
-
-def _content(turn: dict) -> str:
-    content = turn.get("content", turn.get("value"))
-    if not isinstance(content, str) or not content.strip():
-        raise InputError("a message without text: fill or remove it")
-    return content
-
-
 def _answer_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str
-) -> list[tuple[int, int]]:
-    """Where the answers lie in the rendered text, as (begin, end) in characters."""
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+) -> tuple[list[tuple[int, int]], bool]:
+    """Spans of the answers in the rendered text, as (begin, end) in characters.
+
+    The second value is True where the text lacks the prompt or the end of a turn as they were
+    when that turn was decoded.
+    """
+    spans, rewritten = [], False
+    for i in answer_places(messages):
         prompt = render(tokenizer, messages[:i], generation_prompt=True)
         through = text if i + 1 == len(messages) else render(tokenizer, messages[: i + 1])
         if text.startswith(through) and through.startswith(prompt):
             spans.append((len(prompt), len(through)))
         else:
             spans.extend(_marked_span(tokenizer, messages, i, text, prompt))
-    return spans
+            rewritten = True
+    return spans, rewritten
 
 
 def _marked_span(

@@ -24,7 +24,17 @@ from moa_jax.data import files
 from moa_jax.data.files import Found, locate
 from moa_jax.errors import InputError, first_line
 
-__all__ = ["count", "files_of", "is_from", "locate", "read", "read_all", "read_numbered"]
+__all__ = [
+    "count",
+    "files_of",
+    "is_from",
+    "locate",
+    "read",
+    "read_all",
+    "read_numbered",
+    "read_some",
+    "sound",
+]
 
 Records = Iterator[tuple[str, dict]]  # each with its place, `FILE line N`
 
@@ -56,6 +66,20 @@ def read_all(path: str) -> Found:
     if kind == "tfds":
         return _read_tfds(name)
     return itertools.chain.from_iterable(files.kind_of(f).read(f) for f in files_of(path))
+
+
+def read_some(path: str, sources: Sequence[str]) -> Found:
+    """The records of some sources, () for all, and an InputError for each unreadable record."""
+    for place, record in read_all(path):
+        if isinstance(record, InputError) or is_from(record, sources):
+            yield place, record
+
+
+def sound(record: dict | InputError) -> dict:
+    """A record of `read_all`; raises the InputError that stands for an unreadable one."""
+    if isinstance(record, InputError):
+        raise InputError(f"a record that is {record}") from record
+    return record
 
 
 def is_from(record: dict, sources: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moa_jax.config import DataConfig
-from moa_jax.data import chat, corpora, reference
+from moa_jax.data import chat, corpora, records, reference
 from moa_jax.data.chat import Example
 from moa_jax.data.files import Found
 from moa_jax.data.workers import num_cores, ordered_map
@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 CHUNK = 64  # records that a process takes at a time
 FEW = 2048  # records that are sooner encoded than processes are started
 
+
+class Encoded(NamedTuple):
+    """The examples of a record, and the names of its keys that hold something else."""
+
+    examples: list[Example]
+    unread: tuple[str, ...] = ()
+
+
 # A record's place and its examples, or what is wrong with it; none for a record of other sources.
-Outcome = tuple[str, list[Example] | InputError]
+Outcome = tuple[str, Encoded | InputError]
 
 
 class Coder(NamedTuple):
@@ -56,41 +64,52 @@ def encode_chunk(chunk: list[tuple[str, dict | InputError]], coder: Coder) -> li
     return [(place, _encoded(record, coder)) for place, record in chunk]
 
 
-def examples_of(record: dict, coder: Coder) -> list[Example]:
+def encode_record(record: dict, coder: Coder) -> Encoded:
     """The examples that a record makes, each with an answer token.
 
     A conversation makes one, or several where a later prompt of its ids does not continue the
-    earlier ones. A plain text makes one of each chunk.
+    earlier ones. A plain text makes one of each chunk. Ids come before messages, and messages
+    before a text.
 
     Raises InputError for a record that cannot be used; equal faults have equal texts.
     """
+    found = _of_record(record, coder)
+    if not found.examples:
+        raise InputError(f"no answer within {coder.limit} tokens: raise max_length and row_length")
+    for example in found.examples:
+        chat.check_tokens(example.tokens_T, coder.vocab_size)
+    return found
+
+
+def _of_record(record: dict, coder: Coder) -> Encoded:
+    """The examples of a record, none where no answer is within the limit."""
     config, tokenizer, vocab_size = coder
-    has_ids = chat.answers_of(record) is not None
-    if not has_ids and isinstance(record.get("text"), str):
-        chunks = chat.encode_text(tokenizer, record["text"], coder.limit)
+    if (answers := records.answers_of(record)) is not None:
+        examples = chat.encode_ids(answers, vocab_size, coder.limit)
+        if config.answers == "reference":  # user turns after the first answer, too
+            fill = np.logical_or.accumulate
+            examples = [each._replace(response_T=fill(each.response_T)) for each in examples]
+        return Encoded(examples)
+    if (text := records.plain_text_of(record)) is not None:
+        chunks = chat.encode_text(tokenizer, text, coder.limit)
         if not chunks:
             raise InputError("an empty text: remove it")
-        return chunks
-    if config.answers == "reference" and not has_ids:
-        messages = reference.reference_messages(record)
+        return Encoded(chunks, records.unread_of(record, ["text"]))
+    if config.answers == "reference":
+        messages, unread = reference.reference_messages(record)
         example = reference.reference_encode(tokenizer, messages, vocab_size, coder.limit)
-        examples = [] if example is None else [example]
     else:
-        examples = chat.encode_record(tokenizer, record, vocab_size, coder.limit)
-    if not examples:
-        raise InputError(f"no answer within {coder.limit} tokens: raise max_length and row_length")
-    if config.answers == "reference" and has_ids:  # user turns after the first answer, too
-        fill = np.logical_or.accumulate
-        examples = [each._replace(response_T=fill(each.response_T)) for each in examples]
-    return examples
+        messages, unread = records.read_record(record)
+        example = chat.encode(tokenizer, messages, coder.limit)
+    return Encoded([] if example is None else [example], unread)
 
 
-def _encoded(record: dict | InputError, coder: Coder) -> list[Example] | InputError:
+def _encoded(record: dict | InputError, coder: Coder) -> Encoded | InputError:
     if isinstance(record, InputError):
         return record
     if not corpora.is_from(record, coder.config.sources):
-        return []
+        return Encoded([])
     try:
-        return examples_of(record, coder)
+        return encode_record(record, coder)
     except InputError as error:
         return error

@@ -5,9 +5,11 @@ A record that cannot be read does not end the stream: an InputError takes its pl
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -85,10 +87,41 @@ def _open(file: Path) -> BinaryIO:
     return gzip.open(file.open("rb") if is_stored(file) else file, "rb")
 
 
-def _read_jsonl(file: Path) -> Found:
+def _read_json(file: Path) -> Found:
+    values = _array_of(file)
+    return _read_lines(file) if values is None else numbered(str(file), map(_checked, values))
+
+
+def _count_json(file: Path) -> int:
+    values = _array_of(file)
+    return sum(1 for _ in _lines(file)) if values is None else len(values)
+
+
+def _array_of(file: Path) -> list[Any] | None:
+    """The records of a file that is one JSON value; None for one of lines, whatever its name."""
+    _, first = next(_lines(file), (0, b""))
+    has_lines = file.name.endswith((".jsonl", ".jsonl.gz"))
+    if not first.lstrip().startswith(b"[") and (has_lines or _is_object(first)):
+        return None
+    try:
+        values = _values(file)
+    except InputError:
+        if has_lines:  # of which the first is not a record
+            return None
+        raise
+    return values if not has_lines or any(isinstance(value, dict) for value in values) else None
+
+
+def _is_object(line: bytes) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(_parsed(line), dict)
+    return False
+
+
+def _read_lines(file: Path) -> Found:
     for number, line in _lines(file):
         try:
-            record = _checked(json.loads(line), escaped=b"\\ud" in line or b"\\uD" in line)
+            record = _checked(_parsed(line), escaped=b"\\ud" in line or b"\\uD" in line)
         except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one, too
             record = fault("not JSON in UTF-8: repair the line", error)
         yield f"{file} line {number}", record
@@ -100,7 +133,8 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with _open(file) as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.isspace():
+                line = line.removeprefix(codecs.BOM_UTF8)  # of a file, or of one appended to it
+                if line and not line.isspace():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
@@ -108,14 +142,16 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         ) from error
 
 
-def _read_json(file: Path) -> Found:
-    return numbered(str(file), map(_checked, _values(file)))
+def _parsed(content: bytes) -> Any:
+    """The value in JSON; NaN stands for a missing value, as tables write it, and becomes None."""
+    named = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
+    return json.loads(content.decode("utf-8-sig"), parse_constant=named.get)
 
 
 def _values(file: Path) -> list[Any]:
     try:
         with _open(file) as content:
-            values = json.load(content)
+            values = _parsed(content.read())
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON in UTF-8 ({error}): repair the file") from error
     return values if isinstance(values, list) else [values]
@@ -166,12 +202,11 @@ def _rows(part: Any) -> list[dict | InputError]:
         return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
 
 
-LINES = FileKind(_read_jsonl, lambda file: sum(1 for _ in _lines(file)))
-VALUES = FileKind(_read_json, lambda file: len(_values(file)))
+JSON = FileKind(_read_json, _count_json)
 KINDS: dict[str, FileKind] = {
-    ".jsonl": LINES,
-    ".jsonl.gz": LINES,
-    ".json": VALUES,
-    ".json.gz": VALUES,
+    ".jsonl": JSON,
+    ".jsonl.gz": JSON,
+    ".json": JSON,
+    ".json.gz": JSON,
     ".parquet": FileKind(_read_parquet, _count_parquet),
 }

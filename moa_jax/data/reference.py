@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moa_jax.data.chat import Example, Message, pad_id, render
+from moa_jax.data.chat import Example, pad_id, render
+from moa_jax.data.records import Message, ReadRecord, text_of_parts, unread_of
 from moa_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,33 +30,36 @@ class Templates(NamedTuple):
     response: str
 
 
-def reference_messages(record: dict) -> list[Message]:
+def reference_messages(record: dict) -> ReadRecord:
     """The messages of a record as the reference reads them: any speaker but `gpt` is the user.
 
     Raises InputError for other styles than `messages`, `history`, `conversations` (from, value),
     and `instruction` with `output`.
     """
+    styles = ("messages", "history", "conversations")
+    style = next((style for style in styles if record.get(style)), "instruction")
     try:
-        if "messages" in record or "history" in record:
-            turns = record["messages"] if "messages" in record else record["history"]
-            return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
-        if "conversations" in record:
-            return [
-                {
-                    "role": "assistant" if turn["from"] == "gpt" else "user",
-                    "content": turn["value"],
-                }
-                for turn in record["conversations"]
-            ]
-        return [
-            {"role": "user", "content": record["instruction"].strip()},
-            {"role": "assistant", "content": record["output"].strip()},
-        ]
+        if style == "instruction":
+            keys, texts = [style, "output"], [record["instruction"], record["output"]]
+            said = [("user", texts[0].strip()), ("assistant", texts[1].strip())]
+        else:
+            keys, said = [style], [_said(turn, style) for turn in record[style]]
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "a record of unknown style: give it `messages`, `history`, `conversations` "
             "(from, value), or `instruction` and `output`"
         ) from error
+    messages = [{"role": role, "content": text} for role, text in said]
+    return ReadRecord(messages, unread_of(record, keys, messages))
+
+
+def _said(turn: dict, style: str) -> tuple[str, str]:
+    """Role and content of a turn; null names are absent, as in a table of two styles."""
+    if style == "conversations" and turn.get("from") is not None:
+        role, content = "assistant" if turn["from"] == "gpt" else "user", turn["value"]
+    else:
+        role, content = turn["role"], turn["content"]
+    return role, text_of_parts(content) + ""  # TypeError for what is not text
 
 
 def reference_templates(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Templates:

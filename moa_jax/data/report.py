@@ -1,18 +1,71 @@
-"""What became of the records of one split: counted as they pass, reported in one line."""
+"""What became of records: counted as they pass, reported in a line for each kind of trouble."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
+from moa_jax.data import corpora
 from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 from moa_jax.data.encode import Coder, Outcome
+from moa_jax.data.files import Found
+from moa_jax.data.records import unread_keys
 from moa_jax.errors import InputError
 
-MOST_REASONS = 5  # in the line
-SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows")
+T = TypeVar("T")
+MOST_REASONS, MOST_KEYS = 5, 8  # in a line
+SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows", "rewritten")
+
+
+class RecordTally:
+    """Records as they are read: the number of each fault with the first place, and unread keys."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.faults: Counter[str] = Counter()
+        self.first: dict[str, str] = {}  # fault -> the place of the first record that has it
+        self.unread: Counter[str] = Counter()  # key -> records that have it
+
+    def each(self, found: Found, use: Callable[[dict], T]) -> Iterator[T]:
+        """What `use` makes of each record; a record for which it raises InputError is counted."""
+        for place, record in found:
+            self.total += 1
+            try:
+                made = use(corpora.sound(record))
+            except InputError as error:
+                self.add(place, str(error))
+                continue
+            self.unread.update(unread_keys(record))
+            yield made
+
+    def add(self, place: str, fault: str) -> None:
+        """Counts a fault."""
+        self.faults[fault] += 1
+        self.first.setdefault(fault, place)
+
+    def lines(self, noun: str = "records", verb: str = "left out") -> list[str]:
+        """A line for each fault, the most frequent first, and one for keys that are not read."""
+        lines = [
+            f"{count} of {self.total} {noun} {verb}: {fault} (first: {self.first[fault]})"
+            for fault, count in self.faults.most_common()
+        ]
+        return lines + unread_lines(self.unread, self.total)
+
+    def most_frequent(self) -> str:
+        """The most frequent fault with its number of records and the first of them."""
+        ((fault, count),) = self.faults.most_common(1)
+        return f"of {count}: {fault} (first: {self.first[fault]})"
+
+
+def unread_lines(unread: Mapping[str, int], total: int) -> list[str]:
+    """The line on keys that hold something and are not read; none where there are no such keys."""
+    counts = Counter(unread).most_common()
+    names = [f"`{key}` ({count})" for key, count in counts[:MOST_KEYS]]
+    names += [f"{len(counts) - MOST_KEYS} others"] if len(counts) > MOST_KEYS else []
+    return [f"keys that are not read, in {total} records: {', '.join(names)}"] if names else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +81,8 @@ class DataReport:
     rows: int
     row_length: int
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # why -> the first such place
+    unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key -> records that have it
+    rewritten: int = 0  # records in which the chat template writes a turn unlike that of decoding
 
     def __str__(self) -> str:
         reasons = []
@@ -36,10 +91,19 @@ class DataReport:
             reasons.append(f"{self.dropped[why]} x {why}{place}")
         others = len(self.dropped) - len(reasons)
         told = "; ".join([*reasons, f"{others} other reasons"] if others else reasons)
-        return (
+        summary = (
             f"{self.kept} conversations, {sum(self.dropped.values())} dropped"
             f"{told and f' ({told})'}, {self.tokens} tokens, "
             f"{self.response_tokens} of them answers, in {self.rows} rows, {self.fill:.0%} full"
+        )
+        rewritten = [self._rewritten_line()] if self.rewritten else []
+        return "\n".join([summary, *unread_lines(self.unread, self.kept), *rewritten])
+
+    def _rewritten_line(self) -> str:
+        return (
+            f"{self.rewritten} of {self.kept} rows ({self.rewritten / self.kept:.0%}) lack tokens "
+            "of decoding: the chat template renders past turns unlike the prompt and answer of "
+            "each turn; train on the token ids that train.regenerate writes"
         )
 
     @property
@@ -51,10 +115,15 @@ class DataReport:
 def total(reports: Sequence[DataReport]) -> DataReport:
     """One report for several paths with rows of one length."""
     dropped = sum((Counter(report.dropped) for report in reports), Counter())
+    unread = sum((Counter(report.unread) for report in reports), Counter())
     first = {why: place for report in reversed(reports) for why, place in report.first.items()}
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
     return DataReport(
-        dropped=dict(dropped.most_common()), row_length=reports[0].row_length, first=first, **sums
+        dropped=dict(dropped.most_common()),
+        row_length=reports[0].row_length,
+        first=first,
+        unread=dict(unread),
+        **sums,
     )
 
 
@@ -69,8 +138,7 @@ class Tally:
     def __init__(self, paths: Sequence[str], coder: Coder) -> None:
         self._where = ", ".join(paths) or "an empty list of paths"
         self._coder = coder
-        self._dropped: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._records = RecordTally()
         self._counts: Counter[str] = Counter()
 
     def examples(self, outcomes: Iterable[Outcome]) -> Iterator[Example]:
@@ -83,13 +151,15 @@ class Tally:
             if isinstance(found, InputError):
                 self._drop(place, str(found))
                 continue
-            lengths = [len(example.tokens_T) for example in found]
+            examples = found.examples
+            self._records.unread.update(found.unread)
             self._counts.update(
-                kept=bool(found),
-                examples=len(found),
-                full=sum(length >= self._coder.limit for length in lengths),
+                kept=bool(examples),
+                examples=len(examples),
+                full=sum(len(each.tokens_T) >= self._coder.limit for each in examples),
+                rewritten=any(each.rewritten for each in examples),
             )
-            yield from found
+            yield from examples
         if not self._counts["examples"]:
             self._raise_nothing_left()
 
@@ -105,25 +175,25 @@ class Tally:
 
     def report(self) -> DataReport:
         """What has passed."""
-        dropped = dict(self._dropped.most_common())
-        counts = {name: self._counts[name] for name in SUMS}
         return DataReport(
-            dropped=dropped, row_length=self._coder.config.row_length, first=self._first, **counts
+            dropped=dict(self._records.faults.most_common()),
+            row_length=self._coder.config.row_length,
+            first=self._records.first,
+            unread=dict(self._records.unread),
+            **{name: self._counts[name] for name in SUMS},
         )
 
     def _drop(self, place: str, why: str) -> None:
         if self._coder.config.bad_records == "refuse":
             raise refusal(place, why)
-        self._dropped[why] += 1
-        self._first.setdefault(why, place)
+        self._records.add(place, why)
 
     def _raise_nothing_left(self) -> None:
         where, sources = self._where, self._coder.config.sources
-        if self._dropped:
-            ((why, count),) = self._dropped.most_common(1)
+        if self._records.faults:
             raise InputError(
-                f"none of {self._dropped.total()} records of {where} can be used; "
-                f"of {count}: {why} (first: {self._first[why]})"
+                f"none of {self._records.faults.total()} records of {where} can be used; "
+                f"{self._records.most_frequent()}"
             )
         wanted = f" of the sources {', '.join(sources)}" if sources else ""
         raise InputError(f"no records{wanted} in {where}: name files that hold some")

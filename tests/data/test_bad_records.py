@@ -20,7 +20,7 @@ LONG = {"messages": [{"role": "user", "content": "1" * 40}, ANSWER]}
 # Lines of a file, and the reason that is counted for each.
 BAD: list[tuple[object, str]] = [
     ({}, "unknown style"),
-    ({"messages": []}, "unknown style"),
+    ({"messages": []}, "`messages` is empty"),
     ({"text": ""}, "an empty text"),
     ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "a message without text"),
     ({"messages": [QUESTION, {"role": "assistant", "content": None}]}, "a message without text"),

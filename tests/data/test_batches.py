@@ -324,7 +324,7 @@ def test_load_refuses(tokenizer, tmp_path):
     refused("none of 40 records of .* can be used; of 40: no answer within 4", max_length=4)
     refused("no records of the sources space in", sources=("space",))
     refused("an empty list of paths", train=())
-    refused("tokenizer has 512 tokens and the model 500", vocab_size=500)
+    refused("none of 40 .* ids outside the vocabulary of 100", vocab_size=100)
     refused("no token 599", vocab_size=600, answers="reference")
     (tmp_path / "a.jsonl").write_text('{"messages": [\n')
     refused(r"of 1: not JSON .* \(first: .*a\.jsonl line 1\)", train=(str(tmp_path / "a.jsonl"),))
@@ -344,7 +344,7 @@ def test_reference_collation(folder):
     vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
     encoded = [
         reference.reference_encode(
-            tokenizer, reference.reference_messages(record), vocab_size, max_length
+            tokenizer, reference.reference_messages(record).messages, vocab_size, max_length
         )
         for record in expected["conversations"]
     ]

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from moa_jax.config import DataConfig
-from moa_jax.data import chat, encode, reference
+from moa_jax.data import chat, encode, records, reference
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
@@ -223,16 +223,16 @@ HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
     ],
 )
 def test_record_styles(record):
-    assert chat.messages_of(record) == HELLO
+    assert records.messages_of(record) == HELLO
 
 
 def test_alpaca_input_and_system_messages():
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
-    assert chat.messages_of(record)[0]["content"] == "Add.\n\n1 and 2"
+    assert records.messages_of(record)[0]["content"] == "Add.\n\n1 and 2"
     turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
     record = {"conversations": [*turns, {"from": "gpt", "value": "Hello!"}]}
-    assert [m["role"] for m in chat.messages_of(record)] == ["system", "user", "assistant"]
-    messages = reference.reference_messages(record)
+    assert [m["role"] for m in records.messages_of(record)] == ["system", "user", "assistant"]
+    messages = reference.reference_messages(record).messages
     assert [m["role"] for m in messages] == ["user", "user", "assistant"]
 
 
@@ -240,22 +240,21 @@ def test_alpaca_input_and_system_messages():
     "record, reason",
     [
         ({"question": "Hi"}, "unknown style"),
-        ({"messages": []}, "unknown style"),
+        ({"messages": []}, "`messages` is empty"),
         ({"messages": [{"role": "tool", "content": "{}"}, *HELLO]}, "role 'tool'"),
         ({"messages": ["Hi", "Hello!"]}, "not an object"),
         ({"messages": "Hi"}, "not a list"),
         ({"messages": [*HELLO, {"role": "user", "content": ""}]}, "without text"),
         ({"messages": [*HELLO, {"role": "user", "content": None}]}, "without text"),
-        ({"instruction": "Hi", "output": None}, "without text"),
     ],
 )
 def test_unfit_records(record, reason):
     with pytest.raises(InputError, match=reason):
-        chat.messages_of(record)
+        records.messages_of(record)
 
 
 def test_user_turns_alone_are_messages_but_nothing_to_learn(tokenizer):
-    messages = chat.messages_of({"messages": HELLO[:1]})
+    messages = records.messages_of({"messages": HELLO[:1]})
     assert messages == HELLO[:1]
     with pytest.raises(InputError, match="without an answer"):
         chat.encode(tokenizer, messages, 100)
@@ -285,7 +284,7 @@ def test_reference_examples(recorded):
         expected["per_conversation"],
         strict=True,
     ):
-        messages = reference.reference_messages(record)
+        messages = reference.reference_messages(record).messages
         assert chat.render(tokenizer, messages) == formatted
         example = reference.reference_encode(tokenizer, messages, vocab_size, max_length)
         assert (example is not None) == wanted["kept"]
@@ -300,10 +299,10 @@ def test_both_rules_agree_on_the_first_answer(recorded):
     vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
     compared = 0
     for record in expected["conversations"]:
-        messages = reference.reference_messages(record)
+        messages = reference.reference_messages(record).messages
         theirs = reference.reference_encode(tokenizer, messages, vocab_size, max_length)
         if theirs and len(messages) == 2:
-            ours = chat.encode(tokenizer, chat.messages_of(record), max_length)
+            ours = chat.encode(tokenizer, records.messages_of(record), max_length)
             np.testing.assert_equal(ours, theirs)
             compared += 1
     assert compared
@@ -387,7 +386,7 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
 def test_reference_labels_later_users_of_ids_too(tokenizer):
     answers = [ANSWERS[0], {"prompt_ids": [5, 7, 9, 6], "token_ids": [3]}]
     config = DataConfig((), (), 9, 9, rows_per_batch=1, seed=0, answers="reference")
-    (example,) = encode.examples_of(
+    ((example,), _) = encode.encode_record(
         {"messages": HELLO, "answers": answers}, encode.Coder(config, tokenizer, 10)
     )
     assert example.tokens_T.tolist() == [5, 7, 9, 6, 3]

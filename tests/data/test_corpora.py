@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_jax.data import chat, corpora
+from moa_jax.data import corpora, records
 from moa_jax.errors import InputError
 
 CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
@@ -125,7 +125,7 @@ def test_data_below_moa_data(tmp_path, monkeypatch):
         ("a.jsonl", b"[" * 100000 + b"\n", r"a\.jsonl line 1 is not JSON in UTF-8"),
         ("a.json", b'[{}, {"text": "\\uDFFF"}]', r"a\.json record 2 is not text in UTF-8"),
         ("a.json", b"[{}", r"a\.json is not JSON"),
-        ("a.json.gz", gzip.compress(b"[{}]", mtime=0)[:-9], r"a\.json\.gz is not JSON"),
+        ("a.json.gz", gzip.compress(b"[{}]", mtime=0)[:-9], r"a\.json\.gz cannot be read"),
         ("a.parquet", b"PAR1 no more", r"a\.parquet is not Parquet"),
         ("a.csv", b"1,2", r"a\.csv is of no known kind"),
     ],
@@ -236,7 +236,7 @@ def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds, "data_source", functools.partial(tfds.data_source, **in_folder))
     (record,) = corpora.read("tfds:small_chats/train")
     assert record["count"] == 3
-    assert chat.messages_of(record) == MESSAGES
+    assert records.messages_of(record) == MESSAGES
     assert corpora.count("tfds:small_chats/train") == 1
     with pytest.raises(InputError, match="cannot open tfds:small_chats/test"):
         list(corpora.read("tfds:small_chats/test"))

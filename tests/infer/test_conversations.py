@@ -84,16 +84,21 @@ def test_a_question_stands_behind_its_history(tmp_path):
 @pytest.mark.parametrize(
     ("record", "fault"),
     [
-        ({"messages": [ANSWER]}, "line 3: a conversation without a user message"),
-        ({"nothing": 1}, "line 3: a record of unknown style"),
-        ({"messages": [question(" ")]}, "line 3: a message without text"),
+        ({"messages": [ANSWER]}, "a record without a user message"),
+        ({"nothing": 1}, "a record of unknown style"),
+        ({"messages": [question(" ")]}, "a message without text"),
     ],
 )
-def test_a_bad_record_is_named(pair, tmp_path, record, fault):
-    file = write(tmp_path / "talks.jsonl", {"messages": [question("Hi")]}, record)
+def test_a_bad_record_is_left_out_and_named(tmp_path, capsys, record, fault):
+    """Other questions keep their numbers."""
+    hello = {"messages": [question("Hi")]}
+    file = write(tmp_path / "talks.jsonl", hello, record, hello)
     Path(file).write_text("\n" + Path(file).read_text())
-    with pytest.raises(InputError, match=fault):
-        evaluate.main([*pair, "--conversations", file])
+    assert [each.id for each in conversations.questions_of(file, ())] == [1, 3]
+    line = capsys.readouterr().err
+    assert line.startswith(f"1 of 3 records left out: {fault}") and "line 3)" in line
+    with pytest.raises(InputError, match=f"none of 1 records .* of 1: {fault}"):
+        list(conversations.questions_of(write(tmp_path / "bad.jsonl", record), ()))
 
 
 def test_refused_flags(pair, tmp_path, capsys):

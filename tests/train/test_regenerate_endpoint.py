@@ -248,7 +248,7 @@ def test_what_does_not_pass_ends_with_a_line_and_goes_on_later(
 def stop_after(fake: FakeEndpoint, count: int) -> None:
     """Answers so many requests and refuses all others."""
     turns = itertools.count()
-    fake.fault = lambda handler: next(turns) >= count and handler.reply(400, {"error": "enough"})
+    fake.fault = lambda handler: next(turns) >= count and handler.reply(404, {"error": "enough"})
 
 
 def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path, monkeypatch):
@@ -262,17 +262,27 @@ def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path
         if number < 4:
             started.wait(30)
         if number == 0:
-            return handler.reply(400, {"error": "no"})
+            return handler.reply(404, {"error": "no"})
         assert stopped.wait(30)
         return False
 
     fake.fault = fault
-    with pytest.raises(InputError, match="refuses a request: status 400: no; "):
+    with pytest.raises(InputError, match="refuses a request: status 404: no; "):
         ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
     assert next(turns) == 4
     fake.fault = None
     ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
     assert max(Counter(fake.prompts()).values()) == 1
+
+
+def test_a_refused_prompt_ends_its_conversation_alone(ask, fake, tmp_path, capsys):
+    """The same command does not ask for it again; an answer that came before it stays."""
+    posts = itertools.count()
+    fake.fault = lambda handler: next(posts) == 3 and handler.reply(400, {"error": "too odd"})
+    ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "1")
+    told = capsys.readouterr().err
+    assert "status 400: too odd (first: " in told and "1 of" in told
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) > 1
 
 
 def test_retry_after_is_obeyed(ask, fake, tmp_path):

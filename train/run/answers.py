@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from moa_jax.config import Sampling
 from moa_jax.data.chat import Message
-from moa_jax.decode.engine import Engine, News, Request
+from moa_jax.decode.engine import Closed, Engine, Full, News, Request
+from moa_jax.errors import InputError
 
 
 class TargetQuestion(NamedTuple):
@@ -33,6 +34,13 @@ class TargetAnswer(NamedTuple):
     drifted: bool = False  # it came as a text that does not become its tokens again
 
 
+class TargetRefusal(NamedTuple):
+    """The reason for which one question gets no answer."""
+
+    number: int  # of the question
+    fault: str
+
+
 class Answers(Protocol):
     """A source of answers; its threads live as long as the context."""
 
@@ -45,7 +53,7 @@ class Answers(Protocol):
     def ask(self, question: TargetQuestion) -> None:
         """Takes a question and returns at once."""
 
-    def next(self) -> TargetAnswer:
+    def next(self) -> TargetAnswer | TargetRefusal:
         """The next answer to any question; raises InputError where none will come."""
 
 
@@ -58,7 +66,7 @@ class LocalAnswers:
         self.most_asked = engine.num_slots + 1 + engine.num_slots // 8  # no seat waits for the host
         self._engine, self._tokenizer = engine, tokenizer
         self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
-        self._ended: queue.SimpleQueue[tuple[int, list[int], News]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[int, list[int], News | str]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         self._engine.start()
@@ -68,7 +76,7 @@ class LocalAnswers:
         self._engine.close()
 
     def ask(self, question: TargetQuestion) -> None:
-        """Takes a question; raises InputError for one that the target cannot be asked."""
+        """Takes a question; one that does not fit the engine is refused by `next`."""
         tokens: list[int] = []
 
         def hear(news: News) -> None:
@@ -77,11 +85,18 @@ class LocalAnswers:
                 self._ended.put((question.number, tokens, news))
 
         prompt, new = tuple(question.prompt_ids), self._max_new_tokens
-        self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
+        try:
+            self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
+        except (Closed, Full):  # concern all questions
+            raise
+        except InputError as error:
+            self._ended.put((question.number, [], str(error)))
 
-    def next(self) -> TargetAnswer:
+    def next(self) -> TargetAnswer | TargetRefusal:
         """The next answer; a fault of the engine is raised."""
         number, tokens, news = self._ended.get()
+        if isinstance(news, str):
+            return TargetRefusal(number, news)
         if news.finish not in ("stop", "length"):
             raise RuntimeError(news.error or f"an answer was {news.finish}")
         return TargetAnswer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")

@@ -20,6 +20,7 @@ from moa_jax.errors import InputError, first_line
 MAY_PASS = (408, 425, 429)  # beside all from 500 on
 TOO_MANY = 429
 NO_KEY = (401, 403)
+OF_THE_PROMPT = (400, 413, 422)  # where other requests of the same kind are answered
 
 
 class RetryableError(Exception):
@@ -33,6 +34,11 @@ class RetryableError(Exception):
 
 class RefusedByServer(InputError):
     """The server will not answer such a request."""
+
+    def __init__(self, line: str, status: int) -> None:
+        """`status` is that of the reply."""
+        super().__init__(line)
+        self.status = status
 
 
 class Address(NamedTuple):
@@ -147,7 +153,7 @@ class EndpointConnection:
             return InputError(f"{at}: {other} with --api-key-file ({said})")
         if location := response.headers.get("Location"):
             return InputError(f"{at} has moved: give --endpoint the URL behind {location}")
-        return RefusedByServer(f"{at} refuses a request: {said}")
+        return RefusedByServer(f"{at} refuses a request: {said}", status)
 
 
 def _what_broke(error: Exception, begun: bool) -> str:

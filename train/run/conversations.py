@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moa_jax.config import Sampling
-from moa_jax.data import chat
+from moa_jax.data import chat, corpora
+from moa_jax.data.records import answer_places, messages_of
 from moa_jax.errors import InputError
-from train.run.answers import Answers, TargetAnswer, TargetQuestion
+from train.run.answers import Answers, TargetAnswer, TargetQuestion, TargetRefusal
 from train.run.partial import Partial
 
 
@@ -96,16 +97,17 @@ class Conversation:
         return json.dumps(written | kept, ensure_ascii=False)
 
     def _messages(self) -> Iterator[chat.Message]:
-        if isinstance(self.record, InputError):
-            raise InputError(f"a record that is {self.record}")
-        yield from chat.messages_of(self.record)  # not before the first turn: it may raise
+        messages = messages_of(
+            corpora.sound(self.record)
+        )  # not before the first turn: it may raise
+        answered = answer_places(messages)
+        yield from (message for i, message in enumerate(messages) if i not in answered)
 
     def _next_prompt(self) -> list[int] | None:
         longest = self.rules.max_prompt
         self._asked = list(self.said)
         for message in self._turns:
-            if message["role"] != "assistant":
-                self._asked.append(message)
+            self._asked.append(message)
             if message["role"] == "user":
                 prompt = chat.prompt_ids(self.rules.tokenizer, self._asked)
                 chat.check_ids(prompt, self.rules.vocab_size)  # a tokenizer may have more tokens
@@ -152,5 +154,9 @@ def answer_all(
             return
         answer = answers.next()
         talk = under_way[answer.number]
-        talk.take(answer)
-        go_on(talk, answer)
+        if isinstance(answer, TargetRefusal):
+            talk.end(answer.fault)
+            go_on(talk)
+        else:
+            talk.take(answer)
+            go_on(talk, answer)

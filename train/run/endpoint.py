@@ -21,9 +21,15 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.errors import InputError
-from train.run.answers import TargetAnswer, TargetQuestion
+from train.run.answers import TargetAnswer, TargetQuestion, TargetRefusal
 from train.run.completions import AnswerFields, Capabilities, Completions
-from train.run.connection import Address, EndpointConnection, RefusedByServer, RetryableError
+from train.run.connection import (
+    OF_THE_PROMPT,
+    Address,
+    EndpointConnection,
+    RefusedByServer,
+    RetryableError,
+)
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 TRIES = 5  # of one request
@@ -100,7 +106,7 @@ class EndpointAnswers:
         self._server, self._patience = server, Patience(server)
         self._questions: queue.SimpleQueue[TargetQuestion | None] = queue.SimpleQueue()
         # None says that a worker has left.
-        self._answers: queue.SimpleQueue[TargetAnswer | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[TargetAnswer | TargetRefusal | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         with contextlib.closing(server.connect()) as connection:
             card = _card_of(self._patience.ask(_models, connection), model, server.address)
@@ -121,7 +127,7 @@ class EndpointAnswers:
         """Takes a question, which nobody answers once a worker has given up."""
         self._questions.put(question)
 
-    def next(self) -> TargetAnswer:
+    def next(self) -> TargetAnswer | TargetRefusal:
         """The next answer; raises what a worker gave up for when the others have ended, too."""
         while self._num_workers:
             if (answer := self._answers.get()) is not None:
@@ -147,8 +153,15 @@ class EndpointAnswers:
         for _ in range(self.most_asked):
             self._questions.put(None)
 
-    def _answer(self, connection: EndpointConnection, question: TargetQuestion) -> TargetAnswer:
-        reply = connection.post(COMPLETIONS, self._completions.request(question))
+    def _answer(
+        self, connection: EndpointConnection, question: TargetQuestion
+    ) -> TargetAnswer | TargetRefusal:
+        try:
+            reply = connection.post(COMPLETIONS, self._completions.request(question))
+        except RefusedByServer as error:
+            if error.status not in OF_THE_PROMPT:
+                raise
+            return TargetRefusal(question.number, str(error))
         return self._completions.answer(reply, question)
 
     def _speech(self, completions: Completions, connection: EndpointConnection) -> Capabilities:

@@ -112,30 +112,30 @@ class Partial:
         end = {"line": line, "fault": fault, "drifted": drifted}
         self._append({"number": number} | {key: each for key, each in end.items() if each})
 
-    def finish(self) -> tuple[Counter[str], Counter[str]]:
+    def finish(self) -> tuple[dict[int, str], dict[int, str]]:
         """Writes the lines as the output.
 
-        Returns the faults of conversations without a line, and of those that end early.
+        Returns the faults of conversations without a line, and of those that end early, by number.
 
         Raises InputError, and starts from nothing the next time, where there is no line.
         """
-        ends = [self._over[number] for number in sorted(self._over)]
-        left_out = Counter(end["fault"] for end in ends if "line" not in end)
-        short = Counter(end["fault"] for end in ends if "line" in end and "fault" in end)
-        if len(left_out) and len(ends) == left_out.total():
+        ends = dict(sorted(self._over.items()))
+        faults = {number: end["fault"] for number, end in ends.items() if "fault" in end}
+        left_out = {number: each for number, each in faults.items() if "line" not in ends[number]}
+        if left_out and len(left_out) == len(ends):
             self.path.unlink()
-            fault, count = left_out.most_common(1)[0]
+            ((fault, count),) = Counter(left_out.values()).most_common(1)
             raise InputError(f"none of {len(ends)} conversations got an answer; {count}: {fault}")
         if self.output.exists():  # since this run began
             raise InputError(
                 f"{self.output} exists by now: move it away and give the same command again"
             )
         with whole_file(self.output) as fresh, fresh.open("w", encoding="utf-8") as file:
-            file.writelines(end["line"] + "\n" for end in ends if "line" in end)
+            file.writelines(end["line"] + "\n" for end in ends.values() if "line" in end)
             file.flush()
             os.fsync(file.fileno())  # the answers are nowhere else in a moment
         self.path.unlink()
-        return left_out, short
+        return left_out, {number: faults[number] for number in faults.keys() - left_out.keys()}
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,305 @@
+"""Records of data: read whole and alike by all programs, and one bad record ends no run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infer.flags.pair import DEMO
+from infer.info import ROOT
+from moa_jax.data.tokenizer import load_tokenizer
+from tests.train.fake_endpoint import FakeEndpoint, served
+from tests.train.test_regenerate import save_talkative_target
+
+TARGET = DEMO / "target"
+HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello!"}]
+TALK = [*HELLO, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Tea."}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+R1 = (  # opens a thought in the prompt, and cuts thoughts out of all answers
+    "{{ bos_token }}{% for m in messages %}{% set text = m['content'].split('</think>')[-1] %}"
+    "{{ '<|' ~ m['role'] ~ '|>' ~ text ~ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
+)
+
+
+def share_gpt(messages: list[dict]) -> list[dict]:
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names.get(m["role"], m["role"]), "value": m["content"]} for m in messages]
+
+
+def write(path: Path, *records: object) -> Path:
+    lines = (each if isinstance(each, bytes) else json.dumps(each).encode() for each in records)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def data_lines(run, tmp_path):
+    """The lines of train.distill on its data; the run ends where its cache has no place."""
+
+    def lines(file: Path, *flags: object) -> list[str]:
+        place = write(tmp_path / "no folder")
+        done = run(
+            *("train.distill", "--config", ROOT / "configs/tiny.py", "--target-cache", place),
+            *("--data.train", file, "--data.validation", file, *flags),
+            *("--run.directory", tmp_path / "run", "--output", tmp_path / "out"),
+        )
+        assert done.refusal().endswith("name a new folder"), done
+        return done.err[done.err.index("data: ") :].splitlines()[:-1]
+
+    return lines
+
+
+def figures(line: str) -> tuple[int, ...]:
+    """Conversations, dropped ones, tokens and tokens of answers."""
+    found = re.match(r"data: (\d+) .*?, (\d+) dropped.*, (\d+) tokens, (\d+) of them", line)
+    return tuple(map(int, found.groups()))
+
+
+@pytest.fixture
+def prompts_of(run):
+    """The ids of the prompts that infer.generate reads of a file, and its lines."""
+
+    def prompts(file: Path) -> tuple[list[list[int]], str]:
+        flags = ("--prompts", file, "--json", "--mode", "plain", "--max-new-tokens", 1)
+        done = run("infer.generate", *flags)
+        assert done.code == 0, done
+        return [each["prompt_ids"] for each in json.loads(done.out)["results"]], done.err
+
+    return prompts
+
+
+@pytest.fixture
+def answers_of(run, tmp_path):
+    """Records that train.regenerate writes of a file, and its lines; a server answers at once."""
+
+    def answers(file: Path, target: Path = TARGET) -> tuple[list[dict], str]:
+        output = tmp_path / "answers.jsonl"
+        with served(FakeEndpoint(target)) as url:
+            flags = ("--target", target, "--endpoint", url, "--output", output)
+            done = run("train.regenerate", "--prompts", file, *flags)
+        assert done.code == 0, done
+        return [json.loads(line) for line in output.read_text().splitlines()], done.err
+
+    return answers
+
+
+@pytest.fixture
+def count(run, tmp_path):
+    """The number of answer tokens that train.vocabulary counts in a file, and its lines."""
+
+    def count(file: Path) -> tuple[int, str]:
+        output = tmp_path / "vocabulary.safetensors"
+        output.unlink(missing_ok=True)
+        flags = ("--target", TARGET, "--size", 300, "--output", output)
+        done = run("train.vocabulary", "--corpus", file, *flags)
+        assert done.code == 0, done
+        return int(re.search(r"of (\d+) answer tokens", done.out)[1]), done.err
+
+    return count
+
+
+def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
+    """The text has no mark of an answer and no end of a turn."""
+    text = {"text": "### user: Hi there\n### assistant: Hello!"}
+    mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
+    line, told, *_ = data_lines(write(tmp_path / "a.jsonl", *mixed))
+    kept, dropped, tokens, answers = figures(line)
+    assert (kept, dropped, tokens % 3, answers % 3) == (3, 0, 0, 0) and answers < tokens
+    assert "`text` (2)" in told and "3 records" in told
+
+
+def test_a_null_key_is_absent(count, tmp_path):
+    """A table of two styles holds nulls of the other, in records and in messages."""
+    pairs = [({"from": None, "value": None} | m, m) for m in share_gpt(HELLO)]
+    nulls = [{"role": None, "content": None} | theirs for _, theirs in pairs]
+    records = [
+        {"messages": HELLO, "conversations": None, "text": None, "system": None},
+        {"messages": None, "conversations": share_gpt(HELLO), "text": None},
+        {"messages": [], "conversations": nulls, "answers": None, "token_ids": None},
+        {"messages": [{"from": None, "value": None} | message for message in HELLO]},
+        {"instruction": "Hi there", "input": None, "output": "Hello!", "messages": None},
+    ]
+    (one, _), (all_of_them, told) = (
+        count(write(tmp_path / "a.jsonl", *some)) for some in (records[:1], records)
+    )
+    assert all_of_them == 5 * one and "left out" not in told and "not read" not in told
+
+
+def test_a_greeting_before_the_first_question_is_kept(count, answers_of, tmp_path):
+    """It stands in the prompt; it is no answer, as no decoder is asked for it."""
+    greeting = {"role": "assistant", "content": "Welcome."}
+    plain = write(tmp_path / "a.jsonl", {"conversations": share_gpt(HELLO)})
+    greeted = write(tmp_path / "b.jsonl", {"conversations": share_gpt([greeting, *HELLO])})
+    assert count(greeted)[0] == count(plain)[0]
+    (record,), _ = answers_of(greeted)
+    assert record["messages"][:2] == [greeting, HELLO[0]]
+
+
+def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path):
+    """Of every style; where the messages hold another one, the key is named."""
+    system = {"system": "Be brief."}
+    records = [
+        {"messages": [SYSTEM, *HELLO]},
+        {"messages": [SYSTEM, *HELLO]} | system,
+        {"messages": HELLO} | system,
+        {"conversations": share_gpt(HELLO)} | system,
+        {"instruction": "Hi there", "output": "Hello!"} | system,
+        {"prompt": "Hi there"} | system,
+        {"prompt": "Hi there", "system_prompt": "Be brief."},
+        {"messages": [SYSTEM, *HELLO], "system": "Be loud."},
+    ]
+    prompts, told = prompts_of(write(tmp_path / "a.jsonl", *records))
+    assert len(prompts) == 8 and all(prompt == prompts[0] for prompt in prompts)
+    tokenizer = load_tokenizer(TARGET)
+    assert "Be brief." in tokenizer.decode(prompts[0])
+    assert tokenizer.decode(prompts[0]).endswith("<|assistant|>")
+    assert "keys that are not read, in 8 records: `system` (1)" in told
+
+
+def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
+    """In prompts and in records to train on; a part that is not text is refused by its type."""
+    part = {"type": "text", "text": "Hi there"}
+    talk = {"messages": [{"role": "user", "content": [part]}]}
+    file = write(tmp_path / "a.jsonl", talk, {"messages": HELLO[:1]}, {"prompt": "Hi there"})
+    (first, *others), _ = prompts_of(file)
+    assert others == [first, first]
+    records, _ = answers_of(file)
+    assert [record["answers"][0]["prompt_ids"] for record in records] == [first, *others]
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    bad = write(tmp_path / "b.jsonl", {"messages": [{"role": "user", "content": [part, image]}]})
+    assert (
+        "line 1: a content part of type 'image_url'"
+        in run("infer.generate", "--prompts", bad).refusal()
+    )
+
+
+def test_keys_of_messages_that_are_not_read_are_named(answers_of, tmp_path):
+    thought = {"role": "assistant", "content": "Hello!", "reasoning_content": "I wonder."}
+    records = [{"messages": [HELLO[0], thought], "tools": [{"name": "add"}], "source": "shop"}]
+    _, told = answers_of(write(tmp_path / "a.jsonl", *records, {"messages": TALK, "tools": []}))
+    names = "`tools` (1), `messages.reasoning_content` (1)"
+    assert f"keys that are not read, in 2 records: {names}\n" in told
+
+
+def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
+    """A template that cuts thoughts out of answers; a record with ids is not rendered."""
+    target = tmp_path / "target"
+    shutil.copytree(TARGET, target)
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": R1}))
+    ids = {"answers": [{"prompt_ids": [1, 9], "token_ids": [7, 4], "finish_reason": "stop"}]}
+    records = [{"messages": TALK}] * 3 + [{"messages": TALK} | ids]
+    *_, told = data_lines(write(tmp_path / "a.jsonl", *records), "--target", target)
+    assert told.startswith("3 of 4 rows (75%)") and "chat template" in told
+
+
+# ---- one bad record -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """The bundled target with a tokenizer of two tokens more than the model has rows."""
+    place = tmp_path_factory.mktemp("wide") / "target"
+    shutil.copytree(TARGET, place)
+    tokenizer = load_tokenizer(place)
+    tokenizer.add_tokens(["<|new|>", "<|unused|>"])
+    tokenizer.save_pretrained(place)
+    return place
+
+
+BAD = [
+    {"messages": [{"role": "user", "content": "<|new|>"}, HELLO[1]]},
+    {"messages": [{"role": "robot", "content": "Hi"}, HELLO[1]]},
+    {"messages": [{"role": "user", "content": 3}]},
+    {"messages": []},
+    {"nothing": 1},
+    b'{"messages": [',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+    b'{"prompt_ids": [1], "token_ids": [NaN, 1e999]}',
+    b"[1]",
+]
+
+
+def test_one_bad_record_ends_no_regeneration(answers_of, run, wide, tmp_path):
+    """Each is left out and counted, with the place of the first."""
+    good = {"messages": [HELLO[0]]}
+    lines = [line for bad in BAD for line in (good, bad)]
+    file = write(tmp_path / "a.jsonl", *lines)
+    records, told = answers_of(file, wide)
+    assert len(records) == len(BAD)
+    left_out = [line for line in told.splitlines() if " left out: " in line]
+    assert sum(int(line.split()[0]) for line in left_out) == len(BAD)
+    new = "1 of 20 conversations left out: ids outside the vocabulary"
+    assert any(line.startswith(new) and f"{file} line 2)" in line for line in left_out)
+
+
+@pytest.mark.slow
+def test_a_run_on_this_machine_goes_on_after_bad_records(run, tmp_path):
+    """And it does not stumble at them again, with no word of records that were good."""
+    target = save_talkative_target(tmp_path)
+    tokenizer = load_tokenizer(target)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(target)
+    file = write(tmp_path / "a.jsonl", BAD[0], {"messages": [HELLO[0]]}, *BAD[1:])
+    flags = ("--target", target, "--max-new-tokens", 2, "--output", tmp_path / "out.jsonl")
+    done = run("train.regenerate", "--prompts", file, *flags)
+    new = "1 of 11 conversations left out: ids outside the vocabulary of 320"
+    assert done.code == 0 and new in done.err
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+    bad = write(tmp_path / "b.jsonl", *BAD)
+    line = run("train.regenerate", "--prompts", bad, *flags[:-1], tmp_path / "b").refusal()
+    assert "none of 10 conversations got an answer" in line
+
+
+def test_one_bad_record_ends_no_training(data_lines, wide, tmp_path):
+    good = {"messages": HELLO}
+    lines = [line for bad in BAD for line in (good, bad)]
+    line, *_ = data_lines(write(tmp_path / "a.jsonl", *lines), "--target", wide)
+    assert figures(line)[:2] == (len(BAD), len(BAD)) and "a.jsonl line 2)" in line
+
+
+@pytest.mark.slow
+def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
+    good = {"messages": [HELLO[0]]}
+    lines = [line for bad in BAD for line in (good, bad)]
+    file = write(tmp_path / "a.jsonl", *lines)
+    flags = ("--target", wide, "--max-new-tokens", 16, "--json", "--output", tmp_path / "out")
+    done = run("infer.evaluate", "--conversations", file, *flags)
+    assert done.code == 0 and "1 of 20 records left out: a message with role 'robot'" in done.err
+    found = json.loads(done.out)
+    (skipped,) = found["skipped"]
+    assert skipped["question_id"] == 2 and "outside the vocabulary" in skipped["why"]
+    bad = write(tmp_path / "b.jsonl", *BAD[1:])
+    line = run("infer.evaluate", "--conversations", bad, *flags[:4]).refusal()
+    assert "none of 9 records" in line and "(first: " in line
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+MARK = b"\xef\xbb\xbf"
+RECORDS = [json.dumps({"messages": HELLO}).encode()] * 3
+FILES = {
+    "mark.jsonl": MARK + b"\n".join(RECORDS),
+    "marks.jsonl": b"\n".join(MARK + each for each in RECORDS) + b"\n" + MARK + b"\n",
+    "windows.jsonl": b"\r\n".join([b"", *RECORDS, b"  ", b""]),
+    "array.jsonl": MARK + json.dumps([{"messages": HELLO}] * 3, indent=1).encode(),
+    "one line.jsonl": b"[" + b", ".join(RECORDS) + b"]",
+    "array.json": MARK + b"[" + b",\n".join(RECORDS) + b"]",
+    "lines.json": b"\n".join(RECORDS),
+    "nan.jsonl": b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "score": NaN}\n'
+    * 3,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_whatever_wrote_it(count, tmp_path, name):
+    (tmp_path / name).write_bytes(FILES[name])
+    one, _ = count(write(tmp_path / "good.jsonl", {"messages": HELLO}))
+    tokens, told = count(tmp_path / name)
+    assert tokens == 3 * one and "left out" not in told
