@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import ssl
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from moa_jax.decode.room import Room, check_prompt
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import Writer, before_stop, held_back
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.pretrained import Target
 from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
@@ -304,7 +304,7 @@ class _JsonOutput:
         }
         up, down = self._bytes
         traffic = {"bytes_up": up, "bytes_down": down}
-        print(json.dumps({"results": self._results, "settings": settings, "traffic": traffic}))
+        print(to_json({"results": self._results, "settings": settings, "traffic": traffic}))
 
 
 class _TextOutput:

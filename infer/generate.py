@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 
 DIFFERENT = 1  # exit code of --check
 ASKED, BUNDLED = "asked", "demo"  # prompts of --compare
@@ -231,7 +231,7 @@ def _answer_as_json(ask: Asking, prompts: list[list[int]]) -> int:
         **dataclasses.asdict(session.shape),
         **dataclasses.asdict(ask.sampling),
     }
-    print(json.dumps({"results": results, "settings": settings}))
+    print(to_json({"results": results, "settings": settings}))
     return _verdict(faults, session)
 
 
@@ -239,18 +239,14 @@ def _as_dict(result: Result, ask: Asking) -> dict[str, Any]:
     derived = {
         "text": before_stop(ask.writer.text(result.token_ids), ask.args.stop),
         "rounds": result.rounds,
-        "tau": _number(result.tau),
-        "tokens_per_s": _number(result.tokens_per_s),
+        "tau": result.tau,
+        "tokens_per_s": result.tokens_per_s,
     }
     found = result._asdict()
     found["logprobs"] = [likely._asdict() for likely in result.logprobs]
     if ask.args.logprobs is None:
         del found["logprobs"]
     return found | derived
-
-
-def _number(value: float) -> float | None:
-    return None if value != value else value  # JSON has no nan
 
 
 def _answer_as_text(ask: Asking, prompt: list[int], index: int = 0) -> Result:

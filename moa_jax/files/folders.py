@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import casts
+from moa_jax.files.documents import to_json
 from moa_jax.model.convert import Shape
 
 TOKENIZER_PATTERNS = (
@@ -153,7 +154,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object as Hugging Face does, indented and with sorted keys, as a whole."""
-    write_whole(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+    write_whole(path, to_json(content, indent=2, sort_keys=True) + "\n")
 
 
 def file_hash(path: Path) -> str | None:

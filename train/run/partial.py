@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.documents import to_json
 from train.run.answers import TargetAnswer
 
 VERSION = 2  # of the entries: raise it when they are written in another way
@@ -133,7 +134,7 @@ class Partial:
         return left_out, short
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
+        self._file.write(to_json(entry) + "\n")
         self._file.flush()
         self._note(entry)
 
