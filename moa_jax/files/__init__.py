@@ -5,4 +5,5 @@ placement.py  tensors <-> devices          kinds.py        what a kind of drafte
 packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
 parts.py      a model's hash, its parts    places.py      paths, also in object stores
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
+casts.py      weights in narrower floats   documents.py    JSON without NaN and infinity
 """
