@@ -18,7 +18,6 @@ need not sum to a round.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from infer.peers import run_peer
 from infer.program import progress, run
 from moa_jax import InputError, Session, load_target
 from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.files.documents import to_json
 from moa_jax.measure import figures, phases, report
 from moa_jax.measure.fidelity import fidelity
 from moa_jax.measure.figures import Run
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int | None:
             session.check(batch, bench.max_new_tokens)
     cost = {"weights_cost": weights_cost(target, args)} if args.weights_cost else {}
     document = measure(bench, args) | cost
-    print(json.dumps(document) if args.json else report.render(document))
+    print(to_json(document) if args.json else report.render(document))
     if args.plot:  # last, for a picture may fail
         plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
     return CODES[document["cut"]["by"]] if "cut" in document else None

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +46,7 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import GGUF_LINK
 from moa_jax.files.places import check_file
 from moa_jax.measure import fidelity
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         about = {"made_by": reference.made_by, "dtype": EXACT, **golden.model_of(target)}
         golden.write(args.write_golden, about, [row.kept for row in rows])
     document = _document(args, target, drafter, rows, reference.made_by)
-    print(json.dumps(document) if args.json else _render(document))
+    print(to_json(document) if args.json else _render(document))
     return 0 if document["passed"] else FAILED
 
 

@@ -22,6 +22,7 @@ from typing import Any, Self, TextIO
 from infer.listening.child import SIGTERM_CODE, ended_by_sigterm
 from infer.program import INTERRUPTED
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.documents import to_json
 
 BETWEEN = ",\n"
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
@@ -44,7 +45,7 @@ class GrowingDocument:
         Raises InputError for a file with other settings or prompts, and for one that another run
         writes.
         """
-        self._head = json.dumps({"settings": settings})[:-1] + ', "results": ['
+        self._head = to_json({"settings": settings})[:-1] + ', "results": ['
         self._total, self._path = len(prompts), path
         self._stack = contextlib.ExitStack()
         self._file: TextIO | None = None  # None: stdout, whatever that is by then
@@ -101,12 +102,12 @@ class GrowingDocument:
 
     def add(self, result: Mapping[str, Any]) -> None:
         """Writes the next result."""
-        text = (BETWEEN if self.done else self._head) + json.dumps(result)
+        text = (BETWEEN if self.done else self._head) + to_json(result)
         self.done += 1
         self._write(text)
 
     def _end(self) -> None:
-        rest = f", {json.dumps(self.rest)[1:-1]}" if self.rest else ""
+        rest = f", {to_json(self.rest)[1:-1]}" if self.rest else ""
         self._write(f"{'' if self.done else self._head}]{rest}}}\n")
 
     def _write(self, text: str) -> None:

@@ -42,6 +42,7 @@ from infer.program import Parser, local_path, names, positive, progress, run
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
 from moa_jax.files.places import check_folder
 from moa_jax.measure.plot import save_figure
@@ -127,7 +128,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in answered}
     document = report.document_of(found, left_out, settings) | mark
     try:
-        print(json.dumps(document) if args.json else report.render(document))
+        print(to_json(document) if args.json else report.render(document))
     finally:  # one of the two may fail
         _write(folder, document)
     if mark:
@@ -218,7 +219,7 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
     can_draw = importlib.util.find_spec("matplotlib") is not None
     pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"] if can_draw else []
     text = "\n\n".join([report.render(document), *pictures])
-    write_whole(folder / "report.json", json.dumps(document, indent=2) + "\n")
+    write_whole(folder / "report.json", to_json(document, indent=2) + "\n")
     write_whole(folder / "report.md", text + "\n")
     print(f"{folder}: report.md, report.json and the answers", file=sys.stderr)
     if can_draw:  # last, for a picture may fail

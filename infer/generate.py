@@ -263,18 +263,14 @@ def _as_dict(result: Result, ask: Asking) -> dict[str, Any]:
     derived = {
         "text": before_stop(ask.writer.text(result.token_ids), ask.args.stop),
         "rounds": result.rounds,
-        "tau": _number(result.tau),
-        "tokens_per_s": _number(result.tokens_per_s),
+        "tau": result.tau,
+        "tokens_per_s": result.tokens_per_s,
     }
     found = result._asdict()
     found["logprobs"] = [likely._asdict() for likely in result.logprobs]
     if ask.args.logprobs is None:
         del found["logprobs"]
     return found | derived
-
-
-def _number(value: float) -> float | None:
-    return None if value != value else value  # JSON has no nan
 
 
 def _answer_as_text(ask: Asking, prompt: list[int], index: int = 0) -> Result:

@@ -18,7 +18,6 @@ JSON document. Where the compiler itself crashes there is no verdict, and the ex
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from moa_jax.decode.programs import cache_rows_for
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
 from moa_jax.files.kinds import check_pairing, target_sizes
 from moa_jax.files.places import check_file
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.dump_hlo is not None and text is not None:
         write_whole(args.dump_hlo, text)
     found |= {"mode": args.mode, "tau_assumed": args.mode != "plain" and args.tau is None}
-    print(json.dumps(found, indent=2) if args.json else described(found))
+    print(to_json(found, indent=2) if args.json else described(found))
     if not args.json:
         print("fits" if found["fits"] else "does not fit")
     return FITS if found["fits"] else DOES_NOT_FIT

@@ -261,7 +261,7 @@ def load_drafter(
     weights; `weights` as in `load_target`; `for_client` leaves out what only the target's
     side reads (`Drafter.digest_only`); `mesh` defaults to the target's, if it has one. A kind
     without files, as `lookup`, is named instead of a folder. Raises InputError for a missing or
-    damaged drafter, and for one of another target.
+    damaged drafter, for numbers that are not finite, and for one of another target.
     """
     check_format(weights)
     name = os.fspath(path_or_hub_id)
@@ -288,7 +288,8 @@ def load_drafter(
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
     mesh = mesh_of(target.params) if mesh is None else mesh
     sharding = None if mesh is None else cut_for_decoding(used, mesh, "drafter")
-    params = read_params(reader, used, dtype, sharding=sharding, weights=weights)
+    # NaN changes no text, so that nothing else would tell of it.
+    params = read_params(reader, used, dtype, sharding=sharding, weights=weights, finite=True)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
 
 

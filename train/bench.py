@@ -12,7 +12,6 @@ is computed twice. Settings of the config file are overridden by dotted flags. N
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from infer.program import positive, run
 from moa_jax.aot.planning import plain
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
+from moa_jax.files.documents import to_json
 from moa_jax.measure.tables import number, table_of
 from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         if turn.is_counted:
             seconds[runners[turn.way].name].append(spent)
     report = _report(config, target_cfg, runners, seconds)
-    print(json.dumps(report, indent=2) if args.json else render(report))
+    print(to_json(report, indent=2) if args.json else render(report))
 
 
 def _runner(

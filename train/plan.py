@@ -17,7 +17,6 @@ JSON document. Where the compiler itself crashes there is no verdict, and the ex
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
 from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from train.distill import with_vocabulary
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = planning.filled(found, config, args.fill) | {"preset": args.preset}
     if best is not None:
         found["best"] = [f"--{name} {value}" for name, value in best]
-    print(json.dumps(found, indent=2) if args.json else described(found))
+    print(to_json(found, indent=2) if args.json else described(found))
     if not args.json:
         print("fits" if found["fits"] else "does not fit")
     return FITS if found["fits"] else DOES_NOT_FIT

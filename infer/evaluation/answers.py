@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from infer.evaluation.suites import Question
 from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import json_hash, write_whole
 
 SETTINGS = "settings.json"
@@ -86,7 +87,7 @@ class AnswerFolder:
         for name in sets:
             self._drop_unfinished(name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        write_whole(self.folder / SETTINGS, to_json(settings, indent=2) + "\n")
 
     def has(self, question: Question) -> bool:
         """Whether every model has answered this question."""
@@ -99,7 +100,7 @@ class AnswerFolder:
             path = self._path(question.set, model)
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(to_json(line) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             self._lines[question.set, model][question.id] = line
@@ -154,7 +155,7 @@ class AnswerFolder:
         finished = set.intersection(*(set(lines) for lines in files.values()))
         for model, lines in files.items():
             kept = {key: line for key, line in lines.items() if key in finished}
-            content = "".join(json.dumps(line) + "\n" for line in kept.values())
+            content = "".join(to_json(line) + "\n" for line in kept.values())
             path = self._path(name, model)
             if path.exists() and path.read_bytes() != content.encode():
                 write_whole(path, content)

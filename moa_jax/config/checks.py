@@ -37,6 +37,18 @@ def whole_numbers(name: str, values: Any) -> list[int]:
     return found
 
 
+def finite(config: Any, *names: str, above_zero: bool = False) -> None:
+    """Raise InputError for the first of these fields that is no finite number from 0 on.
+
+    With `above_zero` 0 is refused, too.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < float("inf") or (above_zero and value == 0):
+            words = "above 0" if above_zero else "from 0 on"
+            raise InputError(f"{name} is {value}: choose a finite number {words}")
+
+
 def is_id(token: Any, vocab_size: int) -> bool:
     """Whether this is a number that the vocabulary has."""
     is_number = isinstance(token, int | np.integer) and not isinstance(token, bool)

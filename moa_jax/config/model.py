@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from moa_jax.config.checks import at_least
+from moa_jax.config.checks import at_least, finite
 from moa_jax.errors import InputError
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -24,6 +24,9 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        finite(self, "factor", "low_freq_factor", "high_freq_factor", above_zero=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,8 @@ class BlockConfig:
     def __post_init__(self) -> None:
         counts = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
         at_least(1, self, *counts)
+        finite(self, "rms_norm_eps")
+        finite(self, "rope_theta", above_zero=True)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.num_heads} attention heads do not share {self.num_kv_heads} key-value "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from moa_jax.config.checks import at_least
+from moa_jax.config.checks import at_least, finite
 from moa_jax.config.draft import MAX_DEPTH, DraftShape
 from moa_jax.config.model import DrafterConfig, TargetConfig
 from moa_jax.errors import InputError
@@ -73,14 +73,11 @@ class OptimConfig:
     def __post_init__(self) -> None:
         at_least(0, self, "warmup_steps", "decay_steps")
         at_least(1, self, "total_steps", "accumulate")
-        for name in ("learning_rate", "peak", "weight_decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"{name} is {getattr(self, name)}: choose a number from 0 on")
+        finite(self, "learning_rate", "peak", "weight_decay")
+        finite(self, "max_grad_norm", above_zero=True)
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: choose from 0 on, below 1")
-        if not self.max_grad_norm > 0:
-            raise InputError(f"max_grad_norm is {self.max_grad_norm}: choose a number above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +151,7 @@ class FeedbackConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "steps")
-        for name in ("noise", "decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"{name} is {getattr(self, name)}: choose a number from 0 on")
+        finite(self, "noise", "decay")
 
 
 @dataclasses.dataclass(frozen=True)

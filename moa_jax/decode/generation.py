@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import DraftShape
-from moa_jax.decode import logprobs
+from moa_jax.decode import finite, logprobs
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.programs import Program
@@ -184,10 +184,15 @@ class Generation:
         self.decode_s += time.perf_counter() - begin
 
     def tokens(self) -> list[list[int]]:
-        """What each row has generated, cut where a stop was found."""
+        """What each row has generated, cut where a stop was found.
+
+        Raises NotFinite where the target's logits were not finite.
+        """
         tokens_BC, length_B = gathered((self.state.tokens_BC, self.state.now.length_B))
         found = zip(self.prompts, tokens_BC, length_B, strict=True)
         new = [tokens_C[len(prompt) : length + 1].tolist() for prompt, tokens_C, length in found]
+        for row, (prompt, tokens) in enumerate(zip(self.prompts, new, strict=True)):
+            finite.check(self._session.target, f"prompt {row}", len(prompt), tokens)
         return [tokens[: self._kept.get(row)] for row, tokens in enumerate(new)]
 
     def results(self) -> list[Result]:

@@ -33,7 +33,7 @@ from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.drafters.api import NOTHING, Tree
 from moa_jax.errors import InputError
-from moa_jax.model.pieces import in_pieces, likeliest
+from moa_jax.model.pieces import finite_argmax, in_pieces
 
 Array = jax.Array
 
@@ -266,7 +266,7 @@ def log_law(law: Law, logits_BNV: Array) -> Array:
         best_BN1 = log_BNV.max(axis=-1, keepdims=True)
         log_BNV = jnp.where(log_BNV >= best_BN1 + jnp.log(row(law.min_p_B)), log_BNV, -jnp.inf)
     log_BNV = jax.nn.log_softmax(log_BNV, axis=-1)
-    likeliest_BNV = jax.nn.one_hot(jnp.argmax(logits_BNV, axis=-1), logits_BNV.shape[-1])
+    likeliest_BNV = jax.nn.one_hot(finite_argmax(logits_BNV), logits_BNV.shape[-1])
     return jnp.where(row(law.temperature_B) > 0, log_BNV, jnp.log(likeliest_BNV))
 
 
@@ -340,8 +340,8 @@ def _noise(
 
 
 def draw(log_law_BNV: Array, noise_BNV: Array) -> Array:
-    """One token (B, N) from each law."""
-    return likeliest(log_law_BNV + noise_BNV)
+    """One token (B, N) from each law; -1 from one that is not finite."""
+    return finite_argmax(log_law_BNV + noise_BNV)
 
 
 def accept(

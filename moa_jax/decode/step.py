@@ -44,7 +44,7 @@ from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
 from moa_jax.model.cache import States
 from moa_jax.model.devices import traced_platform
-from moa_jax.model.pieces import likeliest
+from moa_jax.model.pieces import finite_argmax
 
 Array = jax.Array
 
@@ -247,10 +247,14 @@ def read(
 def choose_after(
     weights: Weights, now: RoundState, hidden_BD: Array, law: Law
 ) -> tuple[RoundState, Array]:
-    """The token (B,) that the target chooses after the verified ones; it counts as said then."""
+    """The token (B,) that the target chooses after the verified ones; it counts as said then.
+
+    It is NOTHING where a logit is not finite.
+    """
     logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
     score_B1V = sample.scores(law, logits_B1V, now.said.each(), now.length_B[:, None])
-    root_B = likeliest(score_B1V[:, 0])
+    is_finite_B = jnp.isfinite(logits_B1V).all(axis=(1, 2))
+    root_B = jnp.where(is_finite_B, finite_argmax(score_B1V[:, 0]), NOTHING)
     return now._replace(said=sample.said_in_answer(now.said, root_B[:, None])), root_B
 
 
@@ -495,14 +499,17 @@ def _logprobs(setup: Setup, logits_BNV: Array, verdict: Verdict) -> LogProbs | N
 
 
 def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Array) -> Array:
-    """The token (B, N) that follows each node: the target's argmax, or a draw from its law."""
+    """The token (B, N) that follows each node: the target's argmax, or a draw from its law.
+
+    It is NOTHING where the largest logit is not finite, which ends the row.
+    """
     said = now.said
     if law.penalises:
         above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], NOTHING)
         said = sample.said_along(said, above_BNN[..., 1:])
     after_BNV = sample.after(law, logits_BNV, said)
     if law.key_B is None:
-        return likeliest(after_BNV)
+        return finite_argmax(after_BNV)
     position_BD = now.length_B[:, None] + 1 + jnp.arange(setup.shape.levels)
     of_node = lambda x_BDX: jnp.take_along_axis(x_BDX, tree.depth_BN[..., None], axis=1)
     noise_BNV = of_node(sample.gumbel(law, sample.TARGET, position_BD, logits_BNV.shape[-1]))
@@ -540,4 +547,6 @@ def commit(now: RoundState, verdict: Verdict, limits: Limits) -> tuple[RoundStat
 
 
 def _is_stop(tokens_BN: Array, limits: Limits) -> Array:
-    return jnp.any(tokens_BN[..., None] == limits.stop_ids_BX[:, None], axis=-1)
+    """Which tokens end a row: its stop ids, and NOTHING."""
+    is_id_BN = jnp.any(tokens_BN[..., None] == limits.stop_ids_BX[:, None], axis=-1)
+    return is_id_BN | (tokens_BN == NOTHING)

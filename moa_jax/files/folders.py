@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from moa_jax.errors import InputError, first_line
+from moa_jax.files import casts
+from moa_jax.files.documents import to_json
 from moa_jax.model.convert import Shape
 
 TOKENIZER_PATTERNS = (
@@ -188,7 +190,7 @@ def keep_mode(old: Path, new: Path) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object as Hugging Face does, indented and with sorted keys, as a whole."""
-    write_whole(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+    write_whole(path, to_json(content, indent=2, sort_keys=True) + "\n")
 
 
 def file_hash(path: Path) -> str | None:
@@ -381,11 +383,12 @@ def write_tensors(
     """Write tensors, given in the order of `shapes`, holding one file's worth at a time.
 
     Floats become `dtype`, integers and booleans stay what they are.
-    More than 4 GiB are split into several files with an index, as Hugging Face does.
+    More than 4 GiB are split into several files with an index, as Hugging Face does. Raises
+    InputError for finite numbers that are too large for `dtype`.
     """
     dtype = np.dtype(dtype)
     kept = (
-        (name, tensor if tensor.dtype.kind in "iub" else tensor.astype(dtype, copy=False))
+        (name, tensor if tensor.dtype.kind in "iub" else casts.cast(tensor, dtype, name))
         for name, tensor in tensors
     )
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from moa_jax.files import casts
 from moa_jax.files.folders import TensorReader
 from moa_jax.model import convert
 
@@ -43,6 +44,7 @@ class _Piece(NamedTuple):
 
     given_OI: np.ndarray
     out_OI: np.ndarray  # a view of the array
+    finite: bool  # whether all numbers have to be
     turned: bool  # whether numbers of a column lie side by side there
 
 
@@ -55,6 +57,7 @@ class Needed(NamedTuple):
     packing: convert.Packing
     turned: bool  # on the host, if it turns
     boxes: Collection[Box] | None = None  # the parts to be filled; None for all
+    finite: bool = False  # whether NaN and infinity are refused
 
 
 def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> Iterator[np.ndarray]:
@@ -63,25 +66,33 @@ def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> I
     One that turns and shall not be turned has its first axis last, and as its dtype the narrower
     of `dtype` and the tensors' own. All others have the shape of the packing, and `dtype`. There
     are two arrays at a time, if the caller keeps none, and a piece for each thread. Raises
-    InputError as `TensorReader.read`.
+    InputError as `TensorReader.read`, for numbers that a cast makes infinite, and for those that
+    are not finite where they have to be.
     """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), "read") as threads:
-        begun: collections.deque[tuple[np.ndarray, list[Future[None]]]] = collections.deque()
+        begun: collections.deque[tuple[Needed, np.ndarray, list[Future[bool]]]]
+        begun = collections.deque()
         try:
             for each in wanted:
                 array, pieces = _planned(reader, each, dtype)
-                begun.append((array, [threads.submit(_fill, piece) for piece in pieces]))
+                begun.append((each, array, [threads.submit(_fill, piece) for piece in pieces]))
                 del array, pieces
                 if len(begun) == 2:
-                    yield _finished(*begun.popleft())
-            yield from (_finished(*begun.popleft()) for _ in range(len(begun)))
+                    yield _finished(reader, *begun.popleft())
+            yield from (_finished(reader, *begun.popleft()) for _ in range(len(begun)))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _finished(array: np.ndarray, pieces: list[Future[None]]) -> np.ndarray:
-    for piece in pieces:
-        piece.result()
+def _finished(
+    reader: TensorReader, wanted: Needed, array: np.ndarray, pieces: list[Future[bool]]
+) -> np.ndarray:
+    """The array once it is filled; the tensors are read again only for what an error says."""
+    if any([piece.result() for piece in pieces]):
+        for name in wanted.packing.names:
+            where = f"{reader.file_of[name]}: {name}"
+            if error := casts.refusal(reader.read(name), array.dtype, where):
+                raise error
     return array
 
 
@@ -108,7 +119,7 @@ def _planned(reader: TensorReader, wanted: Needed, dtype: Any) -> tuple[np.ndarr
             last = min(rows.stop - run.place, run.rows)
             for row in range(max(rows.start - run.place, 0), last, step):
                 at = slice(row, min(row + step, last)), across
-                pieces.append(_Piece(given_OI[at], out_OI[at], turned))
+                pieces.append(_Piece(given_OI[at], out_OI[at], wanted.finite, turned))
     return array, pieces
 
 
@@ -150,15 +161,18 @@ def _paged(shape: convert.Shape, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(pages, dtype).reshape(shape)
 
 
-def _fill(piece: _Piece) -> None:
+def _fill(piece: _Piece) -> bool:
+    """Fills a part of the array, and says whether it holds what it may not."""
     given_OI, out_OI = piece.given_OI, piece.out_OI
-    if given_OI.itemsize > out_OI.itemsize:  # so that fewer bytes are turned
-        given_OI = given_OI.astype(out_OI.dtype)
+    if given_OI.itemsize >= out_OI.itemsize:  # so that fewer bytes are turned
+        given_OI = casts.to_dtype(given_OI, out_OI.dtype)
+    is_faulty = casts.is_faulty(piece.given_OI, given_OI, piece.finite)
     if piece.turned:
         given_OI = _turned(given_OI)
     if given_OI.dtype == out_OI.dtype:  # numpy copies bfloat16 one by one unless it is integers
         given_OI, out_OI = (array.view(f"u{array.itemsize}") for array in (given_OI, out_OI))
     np.copyto(out_OI, given_OI, casting="unsafe")
+    return is_faulty
 
 
 def _turned(rows_OI: np.ndarray) -> np.ndarray:

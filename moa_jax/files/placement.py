@@ -32,20 +32,22 @@ def read_params(
     layers: Layout = "list",
     sharding: ShardingOf | None = None,
     weights: Format | None = None,
+    finite: bool = False,
 ) -> Any:
     """Read, pack and place every array of a table; returns the parameter tree.
 
     While one is placed, the next is read: the host holds two that are not placed. Of each it reads
     and holds what its own devices get.
     `weights` is the format of matrices, for a list of layers. Raises InputError for files that
-    have become shorter, and for matrices that are not finite and are to be quantised.
+    have become shorter, for numbers that are infinite in `dtype` alone, for matrices that are not
+    finite and are to be quantised, and if all has to be `finite` for any numbers that are not.
     """
     leaves: dict[convert.Path, Matrix] = {}
     depth = 1 + max((convert.row_of(path) or 0 for path in table), default=0)
     goals = [_goal(*item, layers, depth, sharding) for item in table.items()]
     on_host = [_is_turned_on_host(reader, packing) for packing in table.values()]
     wanted = (
-        packed.Needed(goal.packing, is_turned, _parts_here(goal.packing.shape, goal.each))
+        packed.Needed(goal.packing, is_turned, _parts_here(goal.packing.shape, goal.each), finite)
         for goal, is_turned in zip(goals, on_host, strict=True)
     )
     with contextlib.closing(packed.read_packed(reader, wanted, dtype)) as arrays:

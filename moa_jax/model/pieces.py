@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moa_jax.model.devices import traced_platform
@@ -30,18 +31,43 @@ def in_pieces(x_BNV: Array, fill: float | int) -> Array:
 
 
 def likeliest(order_XV: Array) -> Array:
-    """`argmax` over the last axis of (..., V), ties and NaN included, as int32 (...).
+    """`argmax` over the last axis of (..., V), as int32 (...); 0 if the maximum is not finite."""
+    return jnp.maximum(finite_argmax(order_XV), 0)
 
-    XLA for CPUs goes through an argmax number by number, and through a maximum vector by vector.
+
+def finite_argmax(order_XV: Array) -> Array:
+    """`argmax` over the last axis of (..., V), as int32 (...); -1 where the maximum is not finite.
+
+    So it is for NaN anywhere in a row, for infinity, and for -infinity alone: the passes of an
+    argmax see it on their way. XLA for CPUs goes through an argmax number by number, and through a
+    maximum vector by vector; but its maximum leaves out NaN.
     """
     if traced_platform() != "cpu":
-        return jnp.argmax(order_XV, axis=-1).astype(jnp.int32)
-    # XLA must not compute it twice, once for each pass: rounded otherwise, none would be the best.
-    order_XV = lax.optimization_barrier(order_XV)
-    V = order_XV.shape[-1]
-    is_best_XV = order_XV == order_XV.max(axis=-1, keepdims=True)
-    place_XV = lax.broadcasted_iota(jnp.int32, order_XV.shape, order_XV.ndim - 1)
-    return jnp.where(is_best_XV | jnp.isnan(order_XV), place_XV, V).min(axis=-1)
+        best_X, place_X = _argmax_with_max(order_XV)
+    else:
+        # XLA must not compute it twice, once for each pass: rounded otherwise, none would be best.
+        order_XV = lax.optimization_barrier(order_XV)
+        V, best_X = order_XV.shape[-1], order_XV.max(axis=-1)
+        place_XV = lax.broadcasted_iota(jnp.int32, order_XV.shape, order_XV.ndim - 1)
+        less_or_nan_XV = jnp.where(order_XV < best_X[..., None], V, -1)
+        is_best_XV = order_XV == best_X[..., None]
+        place_X = jnp.where(is_best_XV, place_XV, less_or_nan_XV).min(axis=-1)
+    return jnp.where(jnp.isfinite(best_X), place_X, -1)
+
+
+def _argmax_with_max(order_XV: Array) -> tuple[Array, Array]:
+    """The reduction of `jnp.argmax`, which drops the first of its two results."""
+
+    def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        (one, at), (two, other) = a, b
+        is_more = (one > two) | (one != one)
+        is_first = is_more | (one == two) & (at < other)
+        return jnp.where(is_more, one, two), jnp.where(is_first, at, other)
+
+    axis = order_XV.ndim - 1
+    place_XV = lax.broadcasted_iota(jnp.int32, order_XV.shape, axis)
+    least = np.array(-np.inf, order_XV.dtype)
+    return lax.reduce((order_XV, place_XV), (least, np.int32(0)), better, (axis,))
 
 
 def top_k(order_BNV: Array, count: int) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.config.checks import is_id
-from moa_jax.decode import sample, step
+from moa_jax.decode import finite, sample, step
 from moa_jax.decode.programs import Programs, Ready, at_least, bucket, cache_rows_for
 from moa_jax.decode.room import MOST_STOPS, check_stops
 from moa_jax.decode.sample import Law, Said, law_of
@@ -79,6 +79,7 @@ class Reply(NamedTuple):
     tokens: list[int]  # newly committed; the last one is the root
     done: str  # "stop", "length" or ""
     rows: list[np.ndarray]  # of these tokens: (count, ...) for each leaf of the digest
+    error: str = ""  # why the session has to be closed, if it has
 
 
 @dataclasses.dataclass
@@ -198,10 +199,11 @@ class Slots:
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
                 news.append(int(root_1[0]))
+        error = self._error_of(slot, session, news)
         session.tokens += news
         session.length += len(todo)
         session.done = _done(session, news[-1:])
-        return Reply(start, len(todo), news, session.done, rows)
+        return Reply(start, len(todo), news, session.done, rows, error)
 
     def verify(self, requests: Sequence[DraftRequest]) -> list[Reply]:
         """Verifies a draft for each of several slots in one pass of the target.
@@ -230,12 +232,25 @@ class Slots:
         for row, session in enumerate(sessions):
             start, count = session.length, int(count_A[row])
             news = emitted_AD[row, :count].tolist()
+            error = self._error_of(slots[row], session, news)
             session.tokens += news
             session.length += count
             session.done = _done(session, news[-1:])
             rows = [_rows_of(leaf, row, count) for leaf in leaves]
-            replies.append(Reply(start, count, news, session.done, rows))
+            replies.append(Reply(start, count, news, session.done, rows, error))
         return replies
+
+    def _error_of(self, slot: int, session: Slot, news: Sequence[int]) -> str:
+        """Why a session cannot go on: logits that are not finite. Its rows become zeros.
+
+        Else NaN would reach the slot's next session, as 0 * NaN in its attention.
+        """
+        try:
+            finite.check(self.target, "this prompt", len(session.tokens), news)
+        except finite.NotFinite as error:
+            self._caches = self._programs.run(_cleared, self._caches, np.int32(slot))
+            return str(error)
+        return ""
 
     def padded(self, num_nodes: int) -> int:
         """How many nodes a pass over one draft of `num_nodes` really has, both with the root."""
@@ -424,6 +439,11 @@ def _verify(
     leaves = _digest(setup, weights, served.length_A, found.tapped)
     caches = _put(caches, found.caches, served, N)
     return caches, found.verdict.emitted_BD, count_A, leaves
+
+
+def _cleared(setup: Setup, weights: Weights, caches: llama.Caches, slot: Array) -> llama.Caches:
+    """The slots' caches with zeros in one slot."""
+    return jax.tree.map(lambda cache_SKRE: cache_SKRE.at[slot].set(0), caches)
 
 
 def _digest(setup: Setup, weights: Weights, start_A: Array, tapped: Tapped) -> list[Array]:

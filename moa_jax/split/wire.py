@@ -24,7 +24,16 @@ VERSION = 2
 Codec = Literal["float32", "bfloat16", "int8"]
 Done = Literal["", "stop", "length"]
 FaultCode = Literal[
-    "version", "pairing", "token", "busy", "too_long", "state", "message", "gone", "draining"
+    "version",
+    "pairing",
+    "token",
+    "busy",
+    "too_long",
+    "state",
+    "message",
+    "gone",
+    "draining",
+    "not_finite",
 ]
 MOST_ENTRIES = 32  # of any map; no message has more fields
 LARGEST = (1 << 31) - 1

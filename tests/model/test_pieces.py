@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moa_jax.decode import sample
+from moa_jax.model import pieces
 from moa_jax.model.pieces import likeliest
 
 NAN, INF = float("nan"), float("inf")
@@ -13,17 +14,31 @@ NAN, INF = float("nan"), float("inf")
 LAWS = {
     "a tie": [0.0, 2.0, 1.0, 2.0],
     "all alike": [1.0] * 4,
+    "zeros of two signs": [-1.0, -0.0, 0.0, -0.0],
+    "some impossible": [-INF, 1.0, -INF, 1.0],
+}
+NOT_FINITE = {
     "all impossible": [-INF] * 4,
     "one certain": [0.0, INF, 1.0, INF],
-    "not a number": [3.0, 1.0, NAN, NAN],
-    "zeros of two signs": [-1.0, -0.0, 0.0, -0.0],
+    "not a number, first": [NAN, 1.0, 3.0, 2.0],
+    "not a number, last": [3.0, 1.0, 2.0, NAN],
+    "not numbers": [NAN] * 4,
 }
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_of_one_law(law):
+def with_fallback(order_V: jax.Array) -> jax.Array:
+    """As other devices than CPUs compute it."""
+    best, place = pieces._argmax_with_max(order_V)
+    return jnp.where(jnp.isfinite(best), place, -1)
+
+
+@pytest.mark.parametrize("argmax", [pieces.finite_argmax, with_fallback])
+@pytest.mark.parametrize("law", [*LAWS.values(), *NOT_FINITE.values()], ids=[*LAWS, *NOT_FINITE])
+def test_of_one_law(argmax, law):
     order_V = jnp.array(law)
-    assert int(jax.jit(likeliest)(order_V)) == int(jnp.argmax(order_V))
+    is_finite = law in LAWS.values()
+    assert int(jax.jit(argmax)(order_V)) == (int(jnp.argmax(order_V)) if is_finite else -1)
+    assert int(jax.jit(likeliest)(order_V)) == (int(jnp.argmax(order_V)) if is_finite else 0)
 
 
 @pytest.mark.parametrize("V", [100, 2048])

@@ -12,7 +12,6 @@ its stop token included. An answer cut at the limit has the reason `length` and 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
 from moa_jax.data.records import answer_places, messages_of
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from train.run.answers import Answers, TargetAnswer, TargetQuestion, TargetRefusal
 from train.run.partial import Partial
 
@@ -94,7 +94,7 @@ class Conversation:
         # Text that goes on past its end is no message, so its one answer stands alone.
         written = self._answers[0] if self.rules.ignore_stop else whole
         kept = {key: self.record[key] for key in ("source", "license") if key in self.record}
-        return json.dumps(written | kept, ensure_ascii=False)
+        return to_json(written | kept, ensure_ascii=False)
 
     def _messages(self) -> Iterator[chat.Message]:
         messages = messages_of(

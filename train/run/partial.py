@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import whole_file
 from train.run.answers import TargetAnswer
 
@@ -138,7 +139,7 @@ class Partial:
         return left_out, {number: faults[number] for number in faults.keys() - left_out.keys()}
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
+        self._file.write(to_json(entry) + "\n")
         self._file.flush()
         self._note(entry)
 

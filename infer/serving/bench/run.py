@@ -43,6 +43,7 @@ from infer.serving.bench.flags import EACH, SECONDS, Rate, check, parser_of, way
 from infer.serving.bench.questions import Asked, Questions
 from infer.serving.bench.stage import Server, serving
 from moa_jax.errors import InputError
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
 from moa_jax.measure.arrivals import arrivals, arrivals_within
 from moa_jax.measure.turns import rotated
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     document = measure(args)
     if args.plot:
         picture.plot(document, Path(args.plot))
-    text = json.dumps(document)
+    text = to_json(document)
     if args.output:
         write_whole(args.output, text + "\n")
     print(text if args.json else tables.render(document))

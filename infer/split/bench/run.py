@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +50,7 @@ from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
+from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
 from moa_jax.measure.arrivals import arrivals
 from moa_jax.measure.figures import median, quartiles
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
     document = measure(load(args))
-    text = json.dumps(document)
+    text = to_json(document)
     try:
         print(text if args.json else tables.render(document))
     finally:  # one of the two may fail

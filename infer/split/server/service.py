@@ -298,6 +298,9 @@ class Service:
         self.metrics.batch.observe(len(batch))
         self.metrics.verify_seconds.observe(time.perf_counter() - began)
         for (session, draft), result in zip(batch, results, strict=True):
+            if result.error:
+                self._refuse(session, result.error)
+                continue
             drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
             session.length += len(result.tokens)
             session.finished = result.done
@@ -310,6 +313,12 @@ class Service:
             self._publish(session, result._replace(count=0, rows=[]), last=bool(result.done))
             session.paused = not result.done
             self._stream_on(session)
+
+    def _refuse(self, session: SplitSession, error: str) -> None:
+        """Ends a session whose target gave no finite logits."""
+        self._log("error", what=error, session=session.id[:8])
+        session.reply.refuse(Refused("not_finite", error))
+        self.close(session, "not_finite")
 
     def _stream_on(self, session: SplitSession) -> None:
         """Queues the next token of a stream, unless its reader is too far behind."""
@@ -343,6 +352,8 @@ class Service:
         self.metrics.read_seconds.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(len(chunk))
         self.metrics.committed.inc(pick_root)
+        if result.error:
+            self._refuse(session, result.error)
         if session.closed:
             return
         if last:

@@ -36,9 +36,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
+import numpy as np
 
 from moa_jax.config import DraftShape
-from moa_jax.decode import logprobs
+from moa_jax.decode import finite, logprobs
 from moa_jax.decode.auto import PLAIN, ShapeChoice
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
@@ -65,6 +66,7 @@ from moa_jax.decode.engine.wanted import wanted_now, wanted_soon
 from moa_jax.decode.order import Chunk, Turns
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.drafters.api import NOTHING
 from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -341,6 +343,10 @@ class Engine:
         for task in lost:
             self._end(task, failed(error))
 
+    def _lose_of_nan(self, task: Task, length: int) -> None:
+        """Ends a request whose logits after so many tokens are not finite."""
+        self._lose([task], finite.not_finite(self.session.target, "this prompt", length))
+
     def _end(self, task: Task, news: News) -> None:
         """Tells the last news of a request, wherever it is."""
         if self._tasks.pop(task.id, None) is None:
@@ -465,7 +471,9 @@ class Engine:
             if each.text.id not in flight.late:
                 accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
             task, news = self._tasks[each.text.id], News(each.tokens, each.logprobs)
-            if each.done:
+            if NOTHING in each.tokens:
+                self._lose_of_nan(task, len(each.text.tokens) - 1)
+            elif each.done:
                 self._finish(task, news)
             elif each.tokens:
                 self._tell(task, news)
@@ -485,6 +493,9 @@ class Engine:
                 continue
             length, told = len(task.request.prompt_ids), max(task.num_scored, 1)
             new = slice(told - begin, length - begin)
+            if not np.isfinite(found.own_BC[0, new]).all():
+                self._lose_of_nan(task, told)
+                continue
             likely = logprobs.as_list(found, 0, new, task.request.top_logprobs)
             news = News([], prompt_logprobs=likely if task.num_scored else [None, *likely])
             task.num_scored = told + len(likely)
@@ -509,7 +520,9 @@ class Engine:
                 continue
             news = News(root_1.tolist(), likely_of(task.text, found, 0, 1))
             task.text.tokens += news.token_ids
-            if done_1[0]:
+            if NOTHING in news.token_ids:
+                self._lose_of_nan(task, len(task.request.prompt_ids))
+            elif done_1[0]:
                 self._finish(task, news)
             else:
                 self._tell(task, news)

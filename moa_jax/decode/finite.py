@@ -1,0 +1,51 @@
+"""Logits that are not finite: the token that says so, and why they may be so.
+
+The target chooses NOTHING where the maximum of its scores is not finite (`pieces.finite_argmax`),
+or after a prompt any logit. The token ends its row, and becomes an error on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from moa_jax.drafters.api import NOTHING
+from moa_jax.errors import InputError
+from moa_jax.model import convert, sharding
+from moa_jax.pretrained import Target
+
+
+class NotFinite(InputError):
+    """The target's logits hold NaN or infinity."""
+
+
+def check(target: Target, what: str, length: int, token_ids: Sequence[int]) -> None:
+    """Raises NotFinite if NOTHING is among new tokens, which follow `length` others of `what`."""
+    if NOTHING in token_ids:
+        raise not_finite(target, what, length + list(token_ids).index(NOTHING))
+
+
+def not_finite(target: Target, what: str, length: int) -> NotFinite:
+    """The error for logits after so many tokens of `what`, a prompt and its answer."""
+    where = f"the logits of {what} after {length} tokens"
+    return NotFinite(f"{where} hold NaN or infinity: {_cause(target)}")
+
+
+def _cause(target: Target) -> str:
+    """The first stored tensors whose array is not finite, else what may have overflowed."""
+    if not sharding.spans_processes(sharding.mesh_of(target.params)):  # all would have to look
+        for path, packing in convert.target_table(target.config).items():
+            leaves = jax.tree.leaves(convert.leaf_at(target.params, path))
+            if not all(bool(_is_finite(leaf)) for leaf in leaves):
+                names = " + ".join(packing.names)
+                return f"{target.folder}: {names} holds such values, so fetch the model again"
+    dtype = target.params["embed"].dtype
+    wider = "load it with dtype float32" if dtype != jnp.float32 else "check the weights"
+    return f"the target's activations overflow in {dtype}, so {wider}"
+
+
+@jax.jit
+def _is_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
