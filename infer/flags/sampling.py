@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from infer.program import positive
+from infer.program import positive, utf8
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.decode.session import StopWhen
@@ -43,7 +43,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="of the first prompt; the next adds 1")
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeat)"
+        "--stop",
+        action="append",
+        type=utf8,
+        default=[],
+        metavar="TEXT",
+        help="end before this text (repeat)",
     )
     group.add_argument(
         "--stop-ids", metavar='"1,2"', type=ids, help="end after these; default: the target's own"
