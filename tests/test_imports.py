@@ -55,7 +55,7 @@ TABLE: dict[str, set[str]] = {
     "aot": DECODE | {"training"},
     "moa_jax": LOADER | {"decode", "pairs", "version"},
     "configs": {"config"},
-    "infer.compile_cache": {"files"},
+    "infer.compile_cache": {"config", "files"},
     "infer.program": {"errors", "config", "version", "infer.compile_cache", "infer.streams"},
     "infer.streams": set(),
     "infer.flags.config_file": {"errors"},
