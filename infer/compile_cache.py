@@ -19,6 +19,7 @@ import time
 import warnings
 from pathlib import Path
 
+from moa_jax.config.checks import is_utf8
 from moa_jax.files.places import user_cache
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"  # jax reads its settings from such variables
@@ -34,7 +35,7 @@ def use() -> None:
     Without a folder that can be written there is no cache. Nothing is ever printed.
     """
     wanted = os.environ.get(FOLDER)
-    if wanted == "":
+    if wanted == "" or not is_utf8(wanted or ""):  # jax takes no other path
         _default("JAX_ENABLE_COMPILATION_CACHE", False)
         return
     try:
@@ -75,7 +76,7 @@ def _prepare(folder: Path) -> None:
     Where the size is bounded, a program in the cache has two files, and the second is written last.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
+    if not os.access(folder, os.W_OK) or not is_utf8(str(folder)):
         raise PermissionError(folder)
     if os.environ[SIZE] == "-1":
         return

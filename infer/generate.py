@@ -33,7 +33,7 @@ from infer.flags.pair import (
     mode_of,
     open_session,
 )
-from infer.flags.prompts import add_prompt_flags, after, prompts_of, tokenizer_of
+from infer.flags.prompts import BYTE_ORDER_MARK, add_prompt_flags, after, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
 from infer.flags.vocabulary import source_of, vocabulary_of
 from infer.program import Parser, local_path, positive, progress, run
@@ -338,7 +338,7 @@ def _chat(ask: Asking) -> None:
 
 def _ask() -> str:
     try:
-        return input("> ").strip()
+        return input("> ").removeprefix(BYTE_ORDER_MARK).strip()
     except EOFError:
         return ""
 

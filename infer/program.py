@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib.util
 import os
@@ -14,7 +15,8 @@ from typing import Any, NoReturn, Self
 
 from tqdm import tqdm
 
-from infer import compile_cache
+from infer import compile_cache, streams
+from moa_jax.config.checks import is_utf8
 from moa_jax.errors import InputError
 from moa_jax.version import __version__
 
@@ -65,6 +67,13 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def names(text: str) -> list[str]:
     """The names in a flag that takes several, with commas between them."""
     return [name for name in text.split(",") if name]
+
+
+def utf8(text: str) -> str:
+    """Type of a flag whose text is read by a tokenizer or shown to clients."""
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8")
+    return text
 
 
 def positive(text: str) -> int:
@@ -127,25 +136,35 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     a closed pipe (`| head`) with 141, both without a word. Any other exception is a fault of ours
     and keeps its traceback. What jax compiles is kept for the next start (`compile_cache`).
     """
+    streams.prepare()
     compile_cache.use()
     keep_to_cpu_without_devices()
     try:
-        code = main(arguments) or 0
-        sys.stdout.flush()
+        code = _code_of(main, arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered must go somewhere, or Python complains of it on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
     except Exception as error:
         if (line := refusal_of(error)) is None:
             raise
         spec = sys.modules[main.__module__].__spec__
         name = spec.name if spec else Path(sys.argv[0]).stem  # infer.info after `-m infer.info`
-        print(f"{name}: {line}", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"{name}: {line}", file=sys.stderr)
         code = BAD_INPUT
+    streams.finish()
     sys.exit(code)
+
+
+def _code_of(main: Main, arguments: list[str] | None) -> object:
+    """The exit code of a program whose output is written; `--help` and refusals of flags exit."""
+    try:
+        code = main(arguments) or 0
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    return code
 
 
 def refusal_of(error: BaseException) -> str | None:

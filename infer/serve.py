@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import os
 import signal
 import socket
 import sys
@@ -44,7 +45,7 @@ from infer.listening.address import (
 from infer.listening.credentials import read_keys
 from infer.listening.events import EventLog, Log, WarningsTo
 from infer.listening.until import serve_until_signal
-from infer.program import Parser, positive, run, whole
+from infer.program import Parser, positive, run, utf8, whole
 from infer.serving.app import OpenAIServer, ServingLimits
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     cluster.add_flags(parser)
     parser.add_argument_group("API").add_argument(
         "--served-model-name",
+        type=utf8,
         metavar="NAME",
         help="by which clients ask for the model; default: the last part of --target",
     )
@@ -217,7 +219,8 @@ def _name_of(target: str | None) -> str:
     """The name of a model: a hub id as it is, a folder by its last part."""
     if target is None:
         return DEMO_NAME
-    return Path(target).resolve().name if Path(target).exists() else target
+    name = Path(target).resolve().name if Path(target).exists() else target
+    return os.fsencode(name).decode(errors="replace")  # clients see it
 
 
 async def _serve(args: argparse.Namespace, server: OpenAIServer, listener: socket.socket) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax._src.clusters import ClusterEnv  # no public name tells the place before all have met
 
+from infer import streams
 from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, positive, refusal_of
 from moa_jax.errors import InputError, first_line
 from moa_jax.model.meeting import Meeting, meet
@@ -128,7 +129,7 @@ def _keep_stdout() -> None:
     if sys.stdout is None:  # it was closed
         return
     sys.stdout.flush()
-    sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    sys.stdout = streams.writer("stdout", sys.stdout, os.dup(1))
     os.dup2(2, 1)
 
 

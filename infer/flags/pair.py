@@ -362,8 +362,8 @@ def open_session(
 
 def _read_paths(path: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:
         raise InputError(
             f"{path} is no JSON list of paths ({error}): write it like [[0], [1], [0, 0]]"
         ) from error

@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from infer.flags.sampling import ids
+from infer.program import utf8
+from moa_jax.config.checks import is_utf8
 from moa_jax.data import chat, corpora, records
 from moa_jax.data.report import unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 
+BYTE_ORDER_MARK = "\ufeff"  # that some editors and shells put before a text
+
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `prompts_of` reads."""
     group = parser.add_argument_group("prompts").add_mutually_exclusive_group()
-    group.add_argument("--prompt", metavar="TEXT", help="one message, put in the chat template")
+    group.add_argument(
+        "--prompt", metavar="TEXT", type=utf8, help="one message, put in the chat template"
+    )
     group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
     group.add_argument(
         "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
@@ -45,7 +51,12 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list
     elif args.prompt is not None:
         yield asking(args.prompt, tokenizer)
     elif not sys.stdin.isatty():
-        yield asking(sys.stdin.read(), tokenizer)
+        text = sys.stdin.read().removeprefix(BYTE_ORDER_MARK)
+        if not is_utf8(text):
+            raise InputError(
+                f"the prompt on stdin is not valid {sys.stdin.encoding}: {text[:60]!r}"
+            )
+        yield asking(text, tokenizer)
 
 
 def prompts_in(path: str, tokenizer: Any | None, limit: int | None = None) -> Iterator[list[int]]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from infer.program import positive
+from infer.program import positive, utf8
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.decode.session import StopWhen
@@ -49,7 +49,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         help="of the first prompt, and the next adds 1; -1 draws one, which --json shows",
     )
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeat)"
+        "--stop",
+        action="append",
+        type=utf8,
+        default=[],
+        metavar="TEXT",
+        help="end before this text (repeat)",
     )
     group.add_argument(
         "--stop-ids", metavar='"1,2"', type=ids, help="end after these; default: the target's own"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TextIO
+
+from infer.streams import log_writer
 
 Log = Callable[..., None]  # log("open", session="...", tokens=12)
 
@@ -20,19 +21,20 @@ class EventLog:
     """Writes events from a thread of its own, so that a pipe which nobody reads blocks nothing.
 
     It is a context, and writes the last events at its end. At most `most` events wait; others are
-    lost, and their number is logged.
+    lost, as are those that a full device or a closed pipe refuses. Their number is logged.
     """
 
     def __init__(self, stream: TextIO | None = None, most: int = 10_000) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._lines: queue.Queue[str | None] = queue.Queue(most)
-        self._lost = 0
+        self._stream = log_writer() if stream is None else stream
+        self._lines: queue.Queue[tuple[str, int] | None] = queue.Queue(most)
+        self._lost, self._lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
 
     def __call__(self, event: str, **facts: Any) -> None:
         """Logs one event with its time; facts that are None are left out."""
-        if self._lost:
-            facts["lost_events"] = self._lost
+        with self._lock:
+            lost, self._lost = self._lost, 0
+        facts["lost_events"] = lost or None
         now = time.time()
         stamp = (
             time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
@@ -40,10 +42,9 @@ class EventLog:
         known = {name: fact for name, fact in facts.items() if fact is not None}
         line = json.dumps({"time": stamp, "event": event} | known) + "\n"
         try:
-            self._lines.put_nowait(line)
-            self._lost = 0
+            self._lines.put_nowait((line, lost))
         except queue.Full:
-            self._lost += 1
+            self._lose(1 + lost)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -57,9 +58,17 @@ class EventLog:
         self._thread.join(1.0)
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            self._stream.write(line)
-            self._stream.flush()
+        while (entry := self._lines.get()) is not None:
+            line, lost = entry
+            try:
+                self._stream.write(line)
+                self._stream.flush()
+            except (OSError, ValueError):  # ValueError: the stream is closed
+                self._lose(1 + lost)
+
+    def _lose(self, count: int) -> None:
+        with self._lock:
+            self._lost += count
 
 
 def place_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.serving.errors import Refusal, bad, shown
+from moa_jax.config.checks import is_utf8
 
 
 def object_of(data: bytes) -> dict[str, Any]:
@@ -103,13 +104,7 @@ class Fields:
 
 def is_text(value: Any) -> bool:
     """Whether a value is a text that has a form in UTF-8; halves of surrogate pairs have none."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and is_utf8(value)
 
 
 def is_number(value: Any) -> bool:

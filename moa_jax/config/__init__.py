@@ -3,7 +3,7 @@
 model.py   sizes of targets and drafters
 draft.py   what a round drafts, how tokens are chosen
 train.py   training runs and grids of runs
-checks.py  checks of settings and token ids
+checks.py  checks of settings, token ids and texts
 """
 
 # ruff: noqa: F401 (the names are for importers)

@@ -1,4 +1,4 @@
-"""Checks of settings and token ids."""
+"""Checks of settings, token ids and texts."""
 
 from __future__ import annotations
 
@@ -53,3 +53,12 @@ def is_id(token: Any, vocab_size: int) -> bool:
     """Whether this is a number that the vocabulary has."""
     is_number = isinstance(token, int | np.integer) and not isinstance(token, bool)
     return is_number and 0 <= token < vocab_size
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has a form in UTF-8; surrogates, which stand for bytes without one, do not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

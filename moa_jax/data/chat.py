@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moa_jax.config.checks import is_id
+from moa_jax.config.checks import is_id, is_utf8
 from moa_jax.data.records import Message, answer_places, answers_of, messages_of
 from moa_jax.errors import InputError, first_line
 
@@ -164,12 +164,15 @@ def render(
             "or work with token ids"
         )
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation_prompt
         )
     except Exception as error:  # a template is a program of its own and may raise anything
         reason = first_line(error)
         raise InputError(f"the chat template refuses the messages: {reason}") from error
+    if not is_utf8(text):
+        raise InputError("the messages are not valid UTF-8: write them in UTF-8")
+    return text
 
 
 def _answer_spans(

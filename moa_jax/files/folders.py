@@ -145,7 +145,7 @@ def public_name(folder: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises InputError if it is missing or malformed."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())  # with or without a mark of byte order
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -160,7 +160,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     What is no regular file, such as /dev/stdout, is written in place.
     """
-    data = content.encode() if isinstance(content, str) else content
+    # Paths that are not UTF-8 have surrogates, which a report shows as \\udce9.
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
