@@ -36,7 +36,7 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.room import Room, prompt_ids_of
 from moa_jax.decode.session import row_of
-from moa_jax.decode.text import Writer, before_stop, held_back
+from moa_jax.decode.text import GrowingText, Writer, before_stop
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.split.half import DraftHalf
@@ -313,39 +313,36 @@ class _TextOutput:
 
     def start(self) -> None:
         """Begins an answer."""
-        self._shown = ""  # verified text, if this is not a terminal
+        stops = self._stops if self._writer.tokenizer else ()
+        self._text = GrowingText(self._writer.tokenizer, stops)  # of the verified tokens
+        self._num_tokens = 0  # of these
+        self._verified = ""  # of which nothing may be the beginning of a stop text
         if self._screen is not None:
             self._screen.begin()
 
     def take(self, event: AnswerEvent, answering: SplitClient) -> None:
         """Shows what is new; without a terminal only verified text, which is never taken back."""
-        verified = self._text(answering.text.answer[: event.verified])
-        # What may be the beginning of a stop text waits; on a terminal it is dim.
-        verified = verified[: len(verified) - held_back(verified, self._stops)]
+        answer, begin = answering.text.answer, self._num_tokens
+        self._num_tokens = max(begin, event.verified)
+        new = self._text.add(answer[begin : event.verified])
+        self._verified += new
         if self._screen is not None:
-            self._screen.show(verified, self._text(answering.text.answer)[len(verified) :])
+            self._screen.show(self._verified, self._text.ahead(answer[self._num_tokens :]))
             with self._screen.aside() if event.notice else contextlib.nullcontext():
                 _notice(event)
             return
-        if new := verified[len(self._shown) :]:
+        if new:
             print(new, end="", flush=True)
-            self._shown = verified
         _notice(event)
 
     def end(self, figures: dict[str, Any], job: ClientJob) -> None:
         """Shows the rest of the text, even if unverified, and a line of figures."""
-        whole = self._text(figures["token_ids"])
+        rest = self._text.ahead(figures["token_ids"][self._num_tokens :])
         if self._screen is not None:
-            self._screen.end(whole)
+            self._screen.end(self._verified + rest)
         else:
-            print(whole[len(self._shown) :], flush=True)
+            print(rest, flush=True)
         print(_line(figures), file=sys.stderr)
-
-    def _text(self, tokens: list[int]) -> str:
-        text = self._writer.text(tokens)
-        if text is None:
-            return "".join(f"{token} " for token in tokens)
-        return (before_stop(text, self._stops) or "").rstrip("\ufffd")
 
 
 def _notice(event: AnswerEvent) -> None:

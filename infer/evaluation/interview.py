@@ -16,7 +16,7 @@ from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import StopWhen, row_of
-from moa_jax.decode.text import before_stop
+from moa_jax.decode.text import Detokenizer, before_stop
 from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target
 
@@ -77,7 +77,7 @@ class Interview(NamedTuple):
             if not room:
                 return Answer(results, texts, too_long=number)
             results.append(self._decode(session, prompt, room, sampling))
-            said = self.tokenizer.decode(results[-1].token_ids, skip_special_tokens=True)
+            said = Detokenizer(self.tokenizer).decode(results[-1].token_ids)
             texts.append(before_stop(said, self.stop).strip())
             messages.append(_message("assistant", texts[-1]))
         return Answer(results, texts)

@@ -10,7 +10,7 @@ from infer.program import positive, utf8
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.decode.session import StopWhen
-from moa_jax.decode.text import stop_finder
+from moa_jax.decode.text import StopFinder
 from moa_jax.errors import InputError
 
 
@@ -117,7 +117,7 @@ def stopper(tokenizer: Any, texts: Sequence[str]) -> StopWhen | None:
                 f"--stop {text!r}: the tokenizer never writes this text; "
                 "give plain text, or a special token's id with --stop-ids"
             )
-    return stop_finder(tokenizer, texts)
+    return StopFinder(tokenizer, texts)
 
 
 def ids(text: str) -> list[int]:

@@ -163,7 +163,7 @@ class OpenAIServer:
         ids = ids_of(fields.value("tokens"), "tokens", self.model)
         if self.model.tokenizer is None:
             raise bad("tokens", "tokens: the model has no tokenizer, and no text")
-        return self.model.tokenizer.decode(ids)
+        return self.model.text_of(ids)
 
     async def _version(self, request: Request) -> Response:
         return reply({"version": __version__})

@@ -10,7 +10,7 @@ from typing import Any
 
 from infer.serving.errors import NO_SUCH, Refusal, bad, shown
 from moa_jax.data import chat
-from moa_jax.decode.text import GrowingText
+from moa_jax.decode.text import Detokenizer, GrowingText
 from moa_jax.errors import InputError
 
 
@@ -49,7 +49,7 @@ class Model:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of tokens; without a tokenizer their ids stand for it."""
-        return GrowingText(None).add(ids) if self.tokenizer is None else self.tokenizer.decode(ids)
+        return Detokenizer(self.tokenizer, skip_special=False).decode(ids)
 
     def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
         """Where each token of a prompt begins in its text; what has no text begins at the last."""

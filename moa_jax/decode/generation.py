@@ -9,6 +9,7 @@ chooses does so between calls. All ways carry the same state, so any call may ta
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,6 +99,7 @@ class Generation:
                 for others, prompt in enumerate(prompts):
                     self._chooser.joins(len(prompt), others)
         self._kept: dict[int, int] = {}
+        self._finders: list[StopWhen] = []  # of each row, which may remember its tokens
         self._rounds_B = np.zeros(len(prompts), np.int32)
         self._done_B = gathered(self.state.now.done_B)
         self._levels: list[int] = []  # below the root, of each round's draft
@@ -173,8 +175,9 @@ class Generation:
     def look(self, stop_when: StopWhen) -> None:
         """Ends the rows in which a stop is found, and notes how many tokens they keep."""
         begin, done_B = time.perf_counter(), self._done_B.copy()
+        self._finders = self._finders or [copy.copy(stop_when) for _ in self.prompts]
         for row, tokens in enumerate(self.tokens()):
-            cut = stop_when(tokens)
+            cut = self._finders[row](tokens)
             if cut is not None:
                 self._kept.setdefault(row, cut)
                 done_B[row] = True

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from moa_jax.decode.text import GrowingText, Writer, before_stop, stop_finder
+from moa_jax.decode.text import GrowingText, StopFinder, Writer, before_stop
 
 SENTENCE = "Ein Café, ein Kaffee für 3 €. 你好, 👩‍🚀! " * 9
 
@@ -55,7 +55,7 @@ def test_a_growing_text_is_the_whole_text(stops, size):
         assert len("".join(shown)) <= growing.num_characters
     found = "".join(shown) + growing.end()
     assert found == before_stop(SENTENCE, stops)
-    count = stop_finder(Bytes(), stops)(tokens) if stops else None
+    count = StopFinder(Bytes(), stops)(tokens) if stops else None
     assert growing.num_tokens == (count or len(tokens))
     assert growing.num_characters == len(Bytes().decode(tokens[:count], True))
     assert not growing.stop or growing.add([65]) == ""
@@ -138,4 +138,4 @@ def test_a_text_ends_before_its_first_stop():
 
 @pytest.mark.parametrize("text, count", [(b"ab.cd", 3), (b"a.", 2), (b"abc", None)])
 def test_a_stop_keeps_the_tokens_that_complete_it(text, count):
-    assert stop_finder(Bytes(), ["."])(list(text)) == count
+    assert StopFinder(Bytes(), ["."])(list(text)) == count

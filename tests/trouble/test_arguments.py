@@ -9,7 +9,7 @@ import torch
 
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import Sampling
-from moa_jax.decode.text import stop_finder
+from moa_jax.decode.text import StopFinder
 
 
 @pytest.fixture(scope="module")
@@ -71,5 +71,5 @@ def test_numbers_are_those_of_any_library(session):
 
 def test_one_stop_text_is_no_list_of_letters():
     letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)))
-    stop_when = stop_finder(letters, "END")
+    stop_when = StopFinder(letters, "END")
     assert stop_when([*map(ord, "NEED")]) is None and stop_when([*map(ord, "an END.")]) == 6

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from moa_jax.config import Sampling
 from moa_jax.data.chat import Message
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request
+from moa_jax.decode.text import Detokenizer
 from moa_jax.errors import InputError
 
 
@@ -104,4 +105,4 @@ class LocalAnswers:
 
 def text_of(tokenizer: Any, token_ids: list[int]) -> str:
     """An answer as people read it."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+    return Detokenizer(tokenizer).decode(token_ids).strip()

@@ -29,19 +29,20 @@ class Screen:
 
     def begin(self) -> None:
         """Begins an answer; the cursor is at the start of an empty row."""
-        self._verified = self._row = self._dim = ""  # all verified text; its last row; the dim text
+        self._row = self._dim = ""  # the last row of the verified text; the dim text
+        self._num_verified = 0  # characters
 
     def show(self, verified: str, dim: str) -> None:
         """Shows verified text, which continues the verified text before, and new dim text."""
-        verified, dim = visible(verified), visible(dim)
-        new = verified[len(self._verified) :]
+        new, dim = visible(verified[self._num_verified :]), visible(dim)
+        self._num_verified = len(verified)
         if not new and dim == self._dim:
             return
         columns, rows = self._size()
         self._take_back()
         text = self._row + new
         self._out.write(text)
-        self._verified, self._row = verified, text[row_starts(text, columns)[-1] :]
+        self._row = text[row_starts(text, columns)[-1] :]
         # Dim text that scrolls away could not be taken back, so it waits.
         starts = row_starts(self._row + dim, columns)
         if len(starts) > max(rows - 1, 1):
