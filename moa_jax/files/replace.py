@@ -31,14 +31,16 @@ def check_replaceable(
 ) -> None:
     """Raise InputError for a folder that `replacing` could not write, before work is done for it.
 
-    That is one of `places.check_folder`, one that is neither empty nor has the file `mark`, and
+    That is one that `places.check_folder` refuses, one with files but neither `mark` nor .git, and
     one with weights of other writers, which would be read in place of the new ones.
     """
     check_folder(folder)
     if not folder.is_dir():
         return
     was_cut = any(folder.glob(f"{_SCRATCH}*/old/{mark}"))
-    if any(folder.iterdir()) and not (folder / mark).is_file() and not was_cut:
+    is_new_clone = (folder / ".git").exists() and not (folder / SINGLE).exists()
+    is_ours = (folder / mark).is_file() or was_cut or is_new_clone or not any(folder.iterdir())
+    if not is_ours:
         what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
         raise InputError(f"{folder.absolute()} exists and is not {what}: choose another output")
     for model in (folder / each for each in models):

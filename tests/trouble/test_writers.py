@@ -69,6 +69,14 @@ def test_files_of_others_stay(run, pair, clone, written):
     assert (clone / "tokenizer.json").exists() == (pair / written / "tokenizer.json").exists()
 
 
+def test_a_new_clone_is_written(run, pair, tmp_path):
+    clone = others_in(tmp_path / "clone")
+    assert run(*as_float16(pair, clone), "--overwrite").code == 0
+    assert_others_stay(clone)
+    (clone / "config.json").unlink()  # weights that are not known to be ours
+    assert "is not a model folder" in run(*as_float16(pair, clone), "--overwrite").refusal()
+
+
 def test_a_client_part_is_written_beside_files_of_others(run, pair, tmp_path):
     flags = ["--target", pair / "target", "--draft", pair / "draft", "--for-client"]
     flags += ["--output", tmp_path / "part"]
