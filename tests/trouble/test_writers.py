@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from infer.flags.pair import DEMO
+from infer.listening.address import bind
 from moa_jax.files import folders
+from tests.trouble.conftest import ROOT
 
 OTHERS = {
     ".git/HEAD": "ref: main",
@@ -197,6 +201,38 @@ def test_a_cut_write_is_never_read_as_whole(run, pair, clone, tmp_path, monkeypa
     assert set(states[1:-1]) == ({"old"} if undone else {"refused"})
 
 
+KILL = """
+import os, sys
+from pathlib import Path
+from infer.convert import main
+
+moves, rename = int(sys.argv.pop(1)), Path.rename
+
+def killed(self, to):
+    global moves
+    moves -= 1
+    if moves < 0:
+        os.kill(os.getpid(), 9)
+    return rename(self, to)
+
+Path.rename = killed
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_folder_that_is_refused(run, pair, clone):
+    command = [str(each) for each in [*as_float16(pair, clone)[1:], "--overwrite"]]
+    for moves in (1, 3, 4):
+        done = subprocess.run([sys.executable, "-c", KILL, str(moves), *command], cwd=ROOT)
+        assert done.returncode == -9
+        line = run("infer.convert", "--target", clone, "--output", clone.parent / "x").refusal()
+        assert str(clone) in line
+        assert (clone / "README.md").read_text() == OTHERS["README.md"]
+    assert run("infer.convert", *command).code == 0
+    assert run("infer.convert", "--target", clone, "--output", clone.parent / "x").code == 0
+
+
 # ---- earlier files ------------------------------------------------------------------------
 
 
@@ -352,6 +388,17 @@ def test_dangling_links_to_files_are_refused_before_anything_is_loaded(run, pair
     for program, flag in (("infer.check", "--write-golden"), ("infer.bench", "--plot")):
         assert "is a dangling link to " in run(program, "--target", target, flag, link).refusal()
     assert link.is_symlink() and not (tmp_path / "unmounted").exists()
+
+
+def test_a_ready_file_behind_a_link_is_removed_and_not_the_link(tmp_path):
+    ready, link = tmp_path / "ready.json", tmp_path / "link"
+    ready.write_text("{}")
+    link.symlink_to(ready)
+    bind("127.0.0.1", 0, str(link)).close()
+    assert link.is_symlink() and not ready.exists()
+    os.mkfifo(tmp_path / "pipe")  # no file of ours, as /dev/null is none
+    bind("127.0.0.1", 0, str(tmp_path / "pipe")).close()
+    assert (tmp_path / "pipe").exists()
 
 
 def test_a_partial_file_of_others_is_not_overwritten(run, tmp_path):
