@@ -119,11 +119,12 @@ def _exchange(
         try:
             for before, after in moves:
                 after.parent.mkdir(parents=True, exist_ok=True)
+                done.append((before, after))  # first: Ctrl-C may come between the two
                 before.rename(after)
-                done.append((before, after))
         except BaseException:
             for before, after in reversed(done):
-                after.rename(before)
+                if _is_file_or_link(after):
+                    after.rename(before)
             shutil.rmtree(old, ignore_errors=True)  # by now it has folders only
             raise
 
