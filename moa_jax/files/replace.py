@@ -3,6 +3,8 @@
     OUTPUT/.moa-jax.8x2k/new/    files until all of them are written
     OUTPUT/.moa-jax.8x2k/old/    files that are replaced, until the new ones are in place
 
+What a killed writer leaves there is removed when a later one has written all.
+
 A writer replaces files that it writes itself, and removes earlier weights of ours. It owns neither
 README.md nor .git, and no weights of another program.
 """
@@ -89,12 +91,14 @@ def replacing(
     fresh, old = Path(scratch, "new"), Path(scratch, "old")
     fresh.mkdir()
     try:
-        yield fresh
-        if folder.exists():
-            _exchange(folder, fresh, old, models, stale)
-        else:
-            fresh.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        with _alone_in(Path(scratch)):  # for as long as this process lives
+            yield fresh
+            if folder.exists():
+                _exchange(folder, fresh, old, models, stale)
+            else:
+                fresh.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+            _remove_left(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         with contextlib.suppress(OSError):  # files that could not be put back stay there
@@ -129,6 +133,13 @@ def _exchange(
             raise
 
 
+def _remove_left(folder: Path) -> None:
+    """Remove files of writers that were killed, since there are newer ones in their place."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), _alone_in(scratch, fcntl.LOCK_NB):
+            shutil.rmtree(scratch)
+
+
 def _weights_in(folder: Path) -> list[str]:
     """The names of weights that an earlier write left: none that other programs made."""
     if not _is_ours(folder / INDEX):
@@ -142,12 +153,15 @@ def _is_file_or_link(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Waits until no other process exchanges files of a folder."""
+def _alone_in(folder: Path, how: int = 0) -> Iterator[None]:
+    """Hold a folder's lock, and wait for it; with LOCK_NB raise OSError where it is not free."""
     number = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | how)
+        except OSError:  # also of a file system without locks
+            if how:
+                raise
         yield
     finally:
         os.close(number)

@@ -188,6 +188,7 @@ def test_a_cut_write_is_never_read_as_whole(run, pair, clone, tmp_path, monkeypa
             assert f"{folder}" in read.refusal()
             states.append("refused")
             assert run(*as_float16(pair, folder), "--overwrite").code == 0  # and goes on
+            assert_others_stay(folder)  # and nothing is left of the first
         else:
             expected = {name: each.astype(np.float16) for name, each in new.items()}
             expected = expected if whole else old
@@ -231,6 +232,7 @@ def test_a_killed_process_leaves_a_folder_that_is_refused(run, pair, clone):
         assert (clone / "README.md").read_text() == OTHERS["README.md"]
     assert run("infer.convert", *command).code == 0
     assert run("infer.convert", "--target", clone, "--output", clone.parent / "x").code == 0
+    assert_others_stay(clone)
 
 
 # ---- earlier files ------------------------------------------------------------------------
