@@ -154,7 +154,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
 # ---- a write that is cut ------------------------------------------------------------------
 
 
-class Killed(BaseException):
+class NoMoreMoves(BaseException):
     """Stands for the end of a process: from now on no file is moved any more."""
 
 
@@ -172,14 +172,14 @@ def test_a_cut_write_is_never_read_as_whole(run, pair, clone, tmp_path, monkeypa
         def cut(self: Path, to: Path, moves: int = moves, count=count) -> Path:
             number = next(count)
             if number == moves or (number > moves and not undone):
-                raise Killed
+                raise NoMoreMoves
             return rename(self, to)
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", cut)
             try:
                 whole = run(*as_float16(pair, folder), "--overwrite").code == 0
-            except Killed:
+            except NoMoreMoves:
                 whole = False
         for name, text in OTHERS.items():
             assert (folder / name).read_text() == text
