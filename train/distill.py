@@ -9,7 +9,6 @@ each row of the data once, whatever the number of epochs and drafters.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -232,11 +231,13 @@ def save(
     """Writes the drafter's folder, `config.output`, which may bring a draft vocabulary.
 
     Without a new one it keeps that of an earlier folder, to which train.vocabulary may have added
-    it, unless that cannot be read or is of another target.
+    it, unless that cannot be read or is of another target: a line says so.
     """
     if vocabulary is None and (Path(config.output) / FILE).is_file():
-        with contextlib.suppress(InputError):
+        try:
             vocabulary = load_vocabulary(config.output, target)
+        except InputError as error:
+            print(f"the earlier draft vocabulary is removed: {error}", file=sys.stderr)
     save_drafter(
         Path(config.output),
         method_of(config.drafter),

@@ -120,7 +120,9 @@ class AnswerFolder:
             known = json.loads(path.read_text(encoding="utf-8"))
             differing = sorted(k for k in {*known, *settings} if known.get(k) != settings.get(k))
         except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is no settings file of a run: remove its folder") from error
+            raise InputError(
+                f"{path} is no settings file of a run: choose another --output"
+            ) from error
         if differing:
             raise InputError(
                 f"{self.folder} holds the answers of another run, with other {', '.join(differing)}"

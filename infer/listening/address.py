@@ -58,7 +58,8 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
         )
     _check_certificate(args.tls_cert, args.tls_key)
     if args.ready_file is not None:
-        check_file("--ready-file", Path(args.ready_file))
+        # A server that was killed may have left a link without its file.
+        check_file("--ready-file", Path(os.path.realpath(args.ready_file)))
 
 
 def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:

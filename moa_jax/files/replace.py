@@ -3,6 +3,8 @@
     OUTPUT/.moa-jax.8x2k/new/    files until all of them are written
     OUTPUT/.moa-jax.8x2k/old/    files that are replaced, until the new ones are in place
 
+What a killed writer leaves there is removed when a later one has written all.
+
 A writer replaces files that it writes itself, and removes earlier weights of ours. It owns neither
 README.md nor .git, and no weights of another program.
 """
@@ -31,14 +33,16 @@ def check_replaceable(
 ) -> None:
     """Raise InputError for a folder that `replacing` could not write, before work is done for it.
 
-    That is one of `places.check_folder`, one that is neither empty nor has the file `mark`, and
+    That is one that `places.check_folder` refuses, one with files but neither `mark` nor .git, and
     one with weights of other writers, which would be read in place of the new ones.
     """
     check_folder(folder)
     if not folder.is_dir():
         return
     was_cut = any(folder.glob(f"{_SCRATCH}*/old/{mark}"))
-    if any(folder.iterdir()) and not (folder / mark).is_file() and not was_cut:
+    is_new_clone = (folder / ".git").exists() and not (folder / SINGLE).exists()
+    is_ours = (folder / mark).is_file() or was_cut or is_new_clone or not any(folder.iterdir())
+    if not is_ours:
         what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
         raise InputError(f"{folder.absolute()} exists and is not {what}: choose another output")
     for model in (folder / each for each in models):
@@ -87,12 +91,14 @@ def replacing(
     fresh, old = Path(scratch, "new"), Path(scratch, "old")
     fresh.mkdir()
     try:
-        yield fresh
-        if folder.exists():
-            _exchange(folder, fresh, old, models, stale)
-        else:
-            fresh.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        with _alone_in(Path(scratch)):  # for as long as this process lives
+            yield fresh
+            if folder.exists():
+                _exchange(folder, fresh, old, models, stale)
+            else:
+                fresh.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+            _remove_left(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         with contextlib.suppress(OSError):  # files that could not be put back stay there
@@ -117,13 +123,21 @@ def _exchange(
         try:
             for before, after in moves:
                 after.parent.mkdir(parents=True, exist_ok=True)
+                done.append((before, after))  # first: Ctrl-C may come between the two
                 before.rename(after)
-                done.append((before, after))
         except BaseException:
             for before, after in reversed(done):
-                after.rename(before)
+                if _is_file_or_link(after):
+                    after.rename(before)
             shutil.rmtree(old, ignore_errors=True)  # by now it has folders only
             raise
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove files of writers that were killed, since there are newer ones in their place."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), _alone_in(scratch, fcntl.LOCK_NB):
+            shutil.rmtree(scratch)
 
 
 def _weights_in(folder: Path) -> list[str]:
@@ -139,12 +153,15 @@ def _is_file_or_link(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Waits until no other process exchanges files of a folder."""
+def _alone_in(folder: Path, how: int = 0) -> Iterator[None]:
+    """Hold a folder's lock, and wait for it; with LOCK_NB raise OSError where it is not free."""
     number = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | how)
+        except OSError:  # also of a file system without locks
+            if how:
+                raise
         yield
     finally:
         os.close(number)

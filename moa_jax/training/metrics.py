@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -52,20 +53,24 @@ def peak_flops(device_kind: str) -> float | None:
 class MetricsLog:
     """Appends to a JSONL file; opened at step s, it drops what an earlier run wrote after s.
 
-    `kept` holds the records up to s. An object store cannot append: there the whole file is written
-    by `sync` and `close`. Raises InputError where the disk takes no more.
+    `kept` holds the records up to s. A run that begins anew (s below 0) puts an earlier log aside
+    as metrics.1.jsonl. An object store cannot append: there the whole file is written by `sync`
+    and `close`. Raises InputError where the disk takes no more.
     """
 
     def __init__(self, path: Path, step: int, mirror: Mirror | None = None) -> None:
         self._path, self._mirror = path, mirror
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.kept = [record for record in read_records(path) if record["step"] <= step]
+        found = read_records(path)
+        self.kept = [record for record in found if record["step"] <= step]
         text = "".join(map(_line, self.kept))
         if is_stored(path):
             self._file: TextIO = io.StringIO()
             self._file.write(text)
             return
         with self._telling_faults():
+            if found and step < 0:
+                _put_aside(path)
             write_whole(path, text)
         self._file = path.open("a", encoding="utf-8")
 
@@ -101,6 +106,12 @@ class MetricsLog:
             raise InputError(
                 f"{self._path}: {error.strerror}: make room and give the same command again"
             ) from error
+
+
+def _put_aside(path: Path) -> None:
+    """Rename the log of a run that is not gone on with: its checkpoints may have been removed."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(aside for aside in names if not aside.exists()))
 
 
 def read_records(path: Path) -> list[Record]:

@@ -210,6 +210,16 @@ def test_what_json_cannot_say_is_null(tmp_path):
     assert metrics.read_records(tmp_path / "metrics.jsonl") == [record]
 
 
+def test_a_run_that_begins_anew_keeps_the_log_of_the_one_before(tmp_path):
+    for number in range(3):
+        log = metrics.MetricsLog(tmp_path / "metrics.jsonl", -1)
+        log.write(number, "train", {"loss": 1.0})
+        log.close()
+    names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert [metrics.read_records(tmp_path / name)[0]["step"] for name in names] == [0, 1, 2]
+
+
 # ---- TensorBoard --------------------------------------------------------------------------
 
 

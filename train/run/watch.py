@@ -29,7 +29,7 @@ GIGA, TERA = 1e9, 1e12
 class Watch:
     """The records of one run; process 0 alone writes and shows them.
 
-    The run goes on after update `restored`; None begins it anew, without what was recorded before.
+    The run goes on after update `restored`; None begins it anew, with new logs.
     """
 
     def __init__(
