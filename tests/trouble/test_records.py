@@ -49,7 +49,7 @@ def data_lines(run, tmp_path):
             *("--run.directory", tmp_path / "run", "--output", tmp_path / "out"),
         )
         assert done.refusal().endswith("name a new folder"), done
-        return done.err[done.err.index("data: ") :].splitlines()[:-1]
+        return done.err[done.err.index("data: ") :].partition("validation: ")[0].splitlines()
 
     return lines
 
@@ -107,7 +107,7 @@ def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
     """The text has no mark of an answer and no end of a turn."""
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
-    line, told, *_ = data_lines(write(tmp_path / "a.jsonl", *mixed))
+    line, told = data_lines(write(tmp_path / "a.jsonl", *mixed))
     kept, dropped, tokens, answers = figures(line)
     assert (kept, dropped, tokens % 3, answers % 3) == (3, 0, 0, 0) and answers < tokens
     assert "`text` (2)" in told and "3 records" in told
@@ -285,15 +285,12 @@ def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
 MARK = b"\xef\xbb\xbf"
 RECORDS = [json.dumps({"messages": HELLO}).encode()] * 3
 FILES = {
-    "mark.jsonl": MARK + b"\n".join(RECORDS),
-    "marks.jsonl": b"\n".join(MARK + each for each in RECORDS) + b"\n" + MARK + b"\n",
-    "windows.jsonl": b"\r\n".join([b"", *RECORDS, b"  ", b""]),
+    "marks and blank lines.jsonl": b"\r\n".join(
+        [b"", *(MARK + each for each in RECORDS), MARK, b""]
+    ),
     "array.jsonl": MARK + json.dumps([{"messages": HELLO}] * 3, indent=1).encode(),
-    "one line.jsonl": b"[" + b", ".join(RECORDS) + b"]",
-    "array.json": MARK + b"[" + b",\n".join(RECORDS) + b"]",
+    "array in a line.jsonl": b"[" + b", ".join(RECORDS) + b"]\n",
     "lines.json": b"\n".join(RECORDS),
-    "nan.jsonl": b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "score": NaN}\n'
-    * 3,
 }
 
 
@@ -303,3 +300,10 @@ def test_a_file_is_read_whatever_wrote_it(count, tmp_path, name):
     one, _ = count(write(tmp_path / "good.jsonl", {"messages": HELLO}))
     tokens, told = count(tmp_path / name)
     assert tokens == 3 * one and "left out" not in told
+
+
+def test_a_missing_number_of_a_table_is_no_text(answers_of, tmp_path):
+    """Tables write NaN for what is missing; it must not be read, and not be written again."""
+    record = b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "source": NaN}'
+    (answered,), _ = answers_of(write(tmp_path / "a.jsonl", record))
+    assert answered["messages"][0] == HELLO[0] and answered.get("source") is None
