@@ -192,10 +192,19 @@ def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
     shutil.copytree(TARGET, target)
     path = target / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": R1}))
-    ids = {"answers": [{"prompt_ids": [1, 9], "token_ids": [7, 4], "finish_reason": "stop"}]}
-    records = [{"messages": TALK}] * 3 + [{"messages": TALK} | ids]
+    records = [{"messages": TALK}] * 3 + [{"prompt_ids": [1, 9], "token_ids": [7, 4]}]
     *_, told = data_lines(write(tmp_path / "a.jsonl", *records), "--target", target)
     assert told.startswith("3 of 4 rows (75%)") and "chat template" in told
+
+
+def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
+    """All of them are in this vocabulary, too, and nothing else would tell."""
+    tokenizer = load_tokenizer(TARGET)
+    ids = tokenizer("Hello!<|end|>", add_special_tokens=False)["input_ids"]
+    answers = [{"prompt_ids": [1, 9], "token_ids": each} for each in (ids, [7, *ids])]
+    records = [{"messages": HELLO, "answers": [each]} for each in answers]
+    *_, told = data_lines(write(tmp_path / "a.jsonl", *records, {"messages": HELLO}))
+    assert told.startswith("1 of 3 rows (33%) hold token ids that decode to another text")
 
 
 # ---- one bad record -------------------------------------------------------------------------
