@@ -159,6 +159,7 @@ def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path
     assert "Be brief." in tokenizer.decode(prompts[0])
     assert tokenizer.decode(prompts[0]).endswith("<|assistant|>")
     assert "keys that are not read, in 8 records: `system` (1)" in told
+    assert "6 of 8 prompts end before the last answer" in told
 
 
 def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
