@@ -312,6 +312,17 @@ def test_a_file_is_read_whatever_wrote_it(count, tmp_path, name):
     assert tokens == 3 * one and "left out" not in told
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.partial", "b.jsonl.zst"])
+def test_a_folder_is_read_whole_or_refused(run, tmp_path, name):
+    """A file of data that is unfinished, or packed in a way that is not read, is named."""
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.jsonl", {"messages": HELLO})
+    write(tmp_path / "data" / name, {"messages": HELLO})
+    flags = ("--target", TARGET, "--size", 300, "--output", tmp_path / "v.safetensors")
+    line = run("train.vocabulary", "--corpus", tmp_path / "data", *flags).refusal()
+    assert f"{name} cannot be read as it is" in line
+
+
 def test_a_missing_number_of_a_table_is_no_text(answers_of, tmp_path):
     """Tables write NaN for what is missing; it must not be read, and not be written again."""
     record = b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "source": NaN}'
