@@ -151,7 +151,9 @@ def _why_not(interview: Interview, longest: int | None, question: suites.Questio
     """The reason to leave a question out, if there is one."""
     try:
         prompt = interview.first_prompt(question)
-        chat.check_ids(prompt, interview.target.config.vocab_size)
+        rest = "\n".join(question.turns[1:])  # found now, and not after an hour
+        later = interview.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+        chat.check_ids([*prompt, *later], interview.target.config.vocab_size)
     except InputError as error:
         return str(error)
     if longest is not None and len(prompt) > longest:

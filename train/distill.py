@@ -77,9 +77,11 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     vocab_size = described.config.vocab_size
     watch = progress if processes.is_first() else None
     train, report = batches.load(config.data, tokenizer, vocab_size, "train", watch)
-    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", watch)
+    validation, validation_report = batches.load(
+        config.data, tokenizer, vocab_size, "validation", watch
+    )
     if processes.is_first():
-        print(f"data: {report}", file=sys.stderr)
+        print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
     facts = _facts(config, described, tokenizer, train, validation)
     if facts:  # of several processes
         facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}

@@ -40,8 +40,10 @@ def pretrain(config: PretrainConfig) -> None:
     tokenizer = _tokenizer(config)
     vocab_size = config.target.vocab_size
     train, report = batches.load(config.data, tokenizer, vocab_size, "train", progress)
-    validation, _ = batches.load(config.data, tokenizer, vocab_size, "validation", progress)
-    print(f"data: {report}", file=sys.stderr)
+    validation, validation_report = batches.load(
+        config.data, tokenizer, vocab_size, "validation", progress
+    )
+    print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
     loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)

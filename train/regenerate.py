@@ -5,15 +5,16 @@
     python -m train.regenerate --target DIR --draft DIR ...                speculates
     python -m train.regenerate --target DIR --endpoint http://HOST:8000 ...    asks a server
 
-Every assistant turn is replaced by the target's own answer to the conversation so far, its
-earlier answers included; records with user turns only will do. Each answer is written as text in
-`messages`, and in `answers` with its `prompt_ids`, `token_ids` and `finish_reason`; training uses
-these ids. An answer that is cut at --max-new-tokens stays, with the reason `length`, and is the
-last of its conversation. A conversation also ends before a prompt that is too long or an answer
-without text; one without any answer is left out. The last lines count the conversations that are
-left out or end early. With --ignore-stop the first answer of each conversation goes on past its
-end, as in benchmarks of a fixed length, and only its ids are written. Answers are greedy, or drawn
-at a --temperature; a drawn one depends on --seed, its record and its turn alone.
+Every assistant turn after the first user turn is replaced by the target's own answer to the
+conversation so far, its earlier answers included; a greeting before it stays, and records with user
+turns only will do. Each answer is written as text in `messages`, and in `answers` with its
+`prompt_ids`, `token_ids` and `finish_reason`; training uses these ids. An answer that is cut at
+--max-new-tokens stays, with the reason `length`, and is the last of its conversation. A
+conversation also ends before a prompt that is too long or an answer without text; one without any
+answer is left out. The last lines count the conversations that are left out or end early. With
+--ignore-stop the first answer of each conversation goes on past its end, as in benchmarks of a
+fixed length, and only its ids are written. Answers are greedy, or drawn at a --temperature; a drawn
+one depends on --seed, its record and its turn alone.
 
 With --endpoint an OpenAI-compatible server answers, and of --target only the tokenizer, its chat
 template and the config are read. --api-key-file holds its key.

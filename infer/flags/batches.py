@@ -48,7 +48,9 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts (default: a few short questions)")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
-        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
+        "--prompts",
+        metavar="FILE.jsonl",
+        help="lines with `prompt`, `messages` or `prompt_ids`, or of a style that training reads",
     )
     source.add_argument("--conversations", metavar="PATH", help="chat records; one turn of each")
     source.add_argument(

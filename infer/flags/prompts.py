@@ -29,7 +29,9 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--prompt-ids", metavar='"1,2,3"', type=ids, help="token ids as they are")
     group.add_argument(
-        "--prompts", metavar="FILE.jsonl", help="lines with `prompt`, `messages` or `prompt_ids`"
+        "--prompts",
+        metavar="FILE.jsonl",
+        help="lines with `prompt`, `messages` or `prompt_ids`, or of a style that training reads",
     )
 
 
@@ -62,31 +64,39 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list
 def prompts_in(path: str, tokenizer: Any | None, limit: int | None = None) -> Iterator[list[int]]:
     """Yield the first prompts of a file; raises InputError and prints as `prompts_of`."""
     unread: Counter[str] = Counter()
-    total = 0
+    total = shorter = 0
     for place, record in itertools.islice(corpora.read_numbered(path), limit):
         total += 1
         try:
-            prompt, keys = _prompt_of(record, tokenizer)
+            prompt, keys, cut = _prompt_of(record, tokenizer)
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
         unread.update(keys)
+        shorter += cut
         yield prompt
     if not total:
         raise InputError(f"{path} holds no prompts: write one a line")
     for line in unread_lines(unread, total):
         print(line, file=sys.stderr)
+    if shorter:
+        print(
+            f"{shorter} of {total} prompts end before the last answer of a record", file=sys.stderr
+        )
 
 
-def _prompt_of(record: dict[str, Any], tokenizer: Any | None) -> tuple[list[int], tuple[str, ...]]:
-    """The prompt of a record, which ends before its last answer, and its keys that are not read."""
-    answers = records.answers_of(record)
+def _prompt_of(
+    record: dict[str, Any], tokenizer: Any | None
+) -> tuple[list[int], tuple[str, ...], bool]:
+    """The prompt of a record, its keys that are not read, and whether an answer is left off."""
+    answers = [each for each in records.answers_of(record) or () if isinstance(each, dict)]
     token_ids = (answers[-1] if answers else record).get("prompt_ids")
     if token_ids is not None:
         if not isinstance(token_ids, list) or not all(type(i) is int for i in token_ids):
             raise InputError("`prompt_ids` is not a list of whole numbers")
-        return token_ids, ()
+        return token_ids, (), bool(answers)
     messages, unread = records.read_record(record)
-    return after(records.prompt_of(messages), tokenizer), unread
+    asked = records.prompt_of(messages)
+    return after(asked, tokenizer), unread, len(asked) < len(messages)
 
 
 def asking(text: str, tokenizer: Any | None) -> list[int]:

@@ -205,7 +205,13 @@ def _marked_span(
     Empty if the template leaves this turn out.
     """
     marked = {**messages[i], "content": MARK}
-    around = render(tokenizer, [*messages[:i], marked, *messages[i + 1 :]])
+    try:
+        around = render(tokenizer, [*messages[:i], marked, *messages[i + 1 :]])
+    except InputError as error:
+        raise InputError(
+            "the chat template renders this answer and no other one, so its place is not found: "
+            "train on the token ids that train.regenerate writes"
+        ) from error
     before, mark, after = around.partition(MARK)
     if not mark:
         return []

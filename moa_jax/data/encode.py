@@ -27,6 +27,7 @@ class Encoded(NamedTuple):
 
     examples: list[Example]
     unread: tuple[str, ...] = ()
+    other_text: bool = False  # the token ids decode to another text than that of the messages
 
 
 # A record's place and its examples, or what is wrong with it; none for a record of other sources.
@@ -89,7 +90,7 @@ def _of_record(record: dict, coder: Coder) -> Encoded:
         if config.answers == "reference":  # user turns after the first answer, too
             fill = np.logical_or.accumulate
             examples = [each._replace(response_T=fill(each.response_T)) for each in examples]
-        return Encoded(examples)
+        return Encoded(examples, other_text=_have_other_text(tokenizer, answers, record))
     if (text := records.plain_text_of(record)) is not None:
         chunks = chat.encode_text(tokenizer, text, coder.limit)
         if not chunks:
@@ -102,6 +103,20 @@ def _of_record(record: dict, coder: Coder) -> Encoded:
         messages, unread = records.read_record(record)
         example = chat.encode(tokenizer, messages, coder.limit)
     return Encoded([] if example is None else [example], unread)
+
+
+def _have_other_text(tokenizer: PreTrainedTokenizerBase, answers: list[dict], record: dict) -> bool:
+    """Whether ids are not those of the answers in the messages: another tokenizer wrote them."""
+    try:
+        messages = records.messages_of(record)
+    except InputError:  # ids alone
+        return False
+    for answer, place in zip(answers, records.answer_places(messages), strict=False):
+        text = messages[place]["content"].strip()
+        decoded = tokenizer.decode(answer["token_ids"], skip_special_tokens=True).strip()
+        if decoded != text and "\ufffd" not in decoded:  # ids may hold a part of a character
+            return True
+    return False
 
 
 def _encoded(record: dict | InputError, coder: Coder) -> Encoded | InputError:

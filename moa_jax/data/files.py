@@ -38,11 +38,19 @@ def kind_of(file: Path) -> FileKind:
 
 
 def below(path: Path) -> list[Path]:
-    """A file itself, or a folder's data files in the order of names; InputError if it has none."""
+    """A file itself, or a folder's data files in the order of names.
+
+    Raises InputError if the folder has none, or has one that is unfinished or packed in a way that
+    is not read: its records would be missing without a word.
+    """
     if path.is_file():
         return [path]
     endings = tuple(KINDS)
-    data = sorted(file for file in files_below(path) if file.name.endswith(endings))
+    found = sorted(files_below(path))
+    data = [file for file in found if file.name.endswith(endings)]
+    for file in found:
+        if file.suffix in UNREAD and file.stem.endswith(endings):
+            raise InputError(f"{file} cannot be read as it is: finish its run, unpack or remove it")
     if not data:
         raise InputError(f"{path} holds no data: put {', '.join(endings)} files there")
     return data
@@ -202,6 +210,7 @@ def _rows(part: Any) -> list[dict | InputError]:
         return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
 
 
+UNREAD = (".partial", ".zst", ".xz", ".bz2", ".zip")  # after the ending of data
 JSON = FileKind(_read_json, _count_json)
 KINDS: dict[str, FileKind] = {
     ".jsonl": JSON,

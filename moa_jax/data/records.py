@@ -61,7 +61,7 @@ def read_record(record: dict[str, Any]) -> ReadRecord:
     if style is None:
         raise _no_messages(record)
     turns, keys = _turns(record, style), [style]
-    messages = [{"role": _role(turn), "content": _content(turn)} for turn in turns]
+    messages = list(map(_message, turns))
     if style == "instruction":
         keys += ("input", "output")
     system = next((key for key in SYSTEM if _text(record, key)), None)
@@ -222,11 +222,12 @@ def _role(turn: Any) -> str:
     return ROLES[name]
 
 
-def _content(turn: dict[str, Any]) -> str:
-    content = text_of_parts(_first(turn, "content", "value"))
-    if not isinstance(content, str) or not content.strip():
+def _message(turn: Any) -> Message:
+    role, content = _role(turn), text_of_parts(_first(turn, "content", "value"))
+    # An empty system message is not the same as none, for which a template may have its own.
+    if not isinstance(content, str) or not (content.strip() or role == "system"):
         raise InputError("a message without text: fill or remove it")
-    return content
+    return {"role": role, "content": content}
 
 
 def _rest(turn: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from moa_jax.errors import InputError
 
 T = TypeVar("T")
 MOST_REASONS, MOST_KEYS = 5, 8  # in a line
-SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows", "rewritten")
+SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows", "rewritten", "other_text")
 
 
 class RecordTally:
@@ -83,6 +83,7 @@ class DataReport:
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # why -> the first such place
     unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key -> records that have it
     rewritten: int = 0  # records in which the chat template writes a turn unlike that of decoding
+    other_text: int = 0  # records whose token ids decode to another text than their messages have
 
     def __str__(self) -> str:
         reasons = []
@@ -96,15 +97,22 @@ class DataReport:
             f"{told and f' ({told})'}, {self.tokens} tokens, "
             f"{self.response_tokens} of them answers, in {self.rows} rows, {self.fill:.0%} full"
         )
-        rewritten = [self._rewritten_line()] if self.rewritten else []
-        return "\n".join([summary, *unread_lines(self.unread, self.kept), *rewritten])
+        lines = [summary, *unread_lines(self.unread, self.kept)]
+        if self.rewritten:
+            lines.append(
+                f"{self._share(self.rewritten)} lack tokens of decoding: the chat template renders "
+                "past turns unlike the prompt and answer of each turn; train on the token ids that "
+                "train.regenerate writes"
+            )
+        if self.other_text:
+            lines.append(
+                f"{self._share(self.other_text)} hold token ids that decode to another text than "
+                "their messages: check that this tokenizer wrote them, or run train.regenerate"
+            )
+        return "\n".join(lines)
 
-    def _rewritten_line(self) -> str:
-        return (
-            f"{self.rewritten} of {self.kept} rows ({self.rewritten / self.kept:.0%}) lack tokens "
-            "of decoding: the chat template renders past turns unlike the prompt and answer of "
-            "each turn; train on the token ids that train.regenerate writes"
-        )
+    def _share(self, count: int) -> str:
+        return f"{count} of {self.kept} rows ({count / self.kept:.0%})"
 
     @property
     def fill(self) -> float:
@@ -158,6 +166,7 @@ class Tally:
                 examples=len(examples),
                 full=sum(len(each.tokens_T) >= self._coder.limit for each in examples),
                 rewritten=any(each.rewritten for each in examples),
+                other_text=found.other_text,
             )
             yield from examples
         if not self._counts["examples"]:

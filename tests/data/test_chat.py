@@ -234,6 +234,8 @@ def test_alpaca_input_and_system_messages():
     assert [m["role"] for m in records.messages_of(record)] == ["system", "user", "assistant"]
     messages = reference.reference_messages(record).messages
     assert [m["role"] for m in messages] == ["user", "user", "assistant"]
+    record = {"conversations": [{"from": "system", "value": ""}, *turns[1:]]}
+    assert records.messages_of(record)[0] == {"role": "system", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -386,9 +388,8 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
 def test_reference_labels_later_users_of_ids_too(tokenizer):
     answers = [ANSWERS[0], {"prompt_ids": [5, 7, 9, 6], "token_ids": [3]}]
     config = DataConfig((), (), 9, 9, rows_per_batch=1, seed=0, answers="reference")
-    ((example,), _) = encode.encode_record(
-        {"messages": HELLO, "answers": answers}, encode.Coder(config, tokenizer, 10)
-    )
+    coder = encode.Coder(config, tokenizer, 10)
+    (example,) = encode.encode_record({"messages": HELLO, "answers": answers}, coder).examples
     assert example.tokens_T.tolist() == [5, 7, 9, 6, 3]
     assert example.response_T.tolist() == [False, True, True, True, True]
 

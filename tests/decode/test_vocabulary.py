@@ -309,7 +309,7 @@ def test_program_tells_what_it_leaves_out(tmp_path, capsys):
     assert tokens[0] == 3 * tokens[1] > 0
     lines = [line for line in shown.err.splitlines() if "left out" in line]
     assert sum("without an answer" in line for line in lines) == 2
-    assert sum("unknown style" in line for line in lines) == 1
+    assert sum("plain text" in line for line in lines) == 1
 
 
 def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
@@ -326,7 +326,7 @@ def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
         # before the corpus is looked at, as counting may take long
         (["--size", "2049", "--corpus", "none"], "2048 tokens: ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
-        (["--corpus", str(bad)], "none of 2 records has an answer; 2: a record of unknown style"),
+        (["--corpus", str(bad)], "none of 2 records has an answer; of 2: a record of unknown"),
         (["--corpus", str(tmp_path / "none.jsonl")], "none.jsonl"),
         (["--target", str(tmp_path)], "config.json is missing"),
     ]:

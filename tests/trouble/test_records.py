@@ -49,7 +49,7 @@ def data_lines(run, tmp_path):
             *("--run.directory", tmp_path / "run", "--output", tmp_path / "out"),
         )
         assert done.refusal().endswith("name a new folder"), done
-        return done.err[done.err.index("data: ") :].splitlines()[:-1]
+        return done.err[done.err.index("data: ") :].partition("validation: ")[0].splitlines()
 
     return lines
 
@@ -107,7 +107,7 @@ def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
     """The text has no mark of an answer and no end of a turn."""
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
-    line, told, *_ = data_lines(write(tmp_path / "a.jsonl", *mixed))
+    line, told = data_lines(write(tmp_path / "a.jsonl", *mixed))
     kept, dropped, tokens, answers = figures(line)
     assert (kept, dropped, tokens % 3, answers % 3) == (3, 0, 0, 0) and answers < tokens
     assert "`text` (2)" in told and "3 records" in told
@@ -159,6 +159,7 @@ def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path
     assert "Be brief." in tokenizer.decode(prompts[0])
     assert tokenizer.decode(prompts[0]).endswith("<|assistant|>")
     assert "keys that are not read, in 8 records: `system` (1)" in told
+    assert "6 of 8 prompts end before the last answer" in told
 
 
 def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
@@ -192,10 +193,19 @@ def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
     shutil.copytree(TARGET, target)
     path = target / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": R1}))
-    ids = {"answers": [{"prompt_ids": [1, 9], "token_ids": [7, 4], "finish_reason": "stop"}]}
-    records = [{"messages": TALK}] * 3 + [{"messages": TALK} | ids]
+    records = [{"messages": TALK}] * 3 + [{"prompt_ids": [1, 9], "token_ids": [7, 4]}]
     *_, told = data_lines(write(tmp_path / "a.jsonl", *records), "--target", target)
     assert told.startswith("3 of 4 rows (75%)") and "chat template" in told
+
+
+def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
+    """All of them are in this vocabulary, too, and nothing else would tell."""
+    tokenizer = load_tokenizer(TARGET)
+    ids = tokenizer("Hello!<|end|>", add_special_tokens=False)["input_ids"]
+    answers = [{"prompt_ids": [1, 9], "token_ids": each} for each in (ids, [7, *ids])]
+    records = [{"messages": HELLO, "answers": [each]} for each in answers]
+    *_, told = data_lines(write(tmp_path / "a.jsonl", *records, {"messages": HELLO}))
+    assert told.startswith("1 of 3 rows (33%) hold token ids that decode to another text")
 
 
 # ---- one bad record -------------------------------------------------------------------------
@@ -285,15 +295,12 @@ def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
 MARK = b"\xef\xbb\xbf"
 RECORDS = [json.dumps({"messages": HELLO}).encode()] * 3
 FILES = {
-    "mark.jsonl": MARK + b"\n".join(RECORDS),
-    "marks.jsonl": b"\n".join(MARK + each for each in RECORDS) + b"\n" + MARK + b"\n",
-    "windows.jsonl": b"\r\n".join([b"", *RECORDS, b"  ", b""]),
+    "marks and blank lines.jsonl": b"\r\n".join(
+        [b"", *(MARK + each for each in RECORDS), MARK, b""]
+    ),
     "array.jsonl": MARK + json.dumps([{"messages": HELLO}] * 3, indent=1).encode(),
-    "one line.jsonl": b"[" + b", ".join(RECORDS) + b"]",
-    "array.json": MARK + b"[" + b",\n".join(RECORDS) + b"]",
+    "array in a line.jsonl": b"[" + b", ".join(RECORDS) + b"]\n",
     "lines.json": b"\n".join(RECORDS),
-    "nan.jsonl": b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "score": NaN}\n'
-    * 3,
 }
 
 
@@ -303,3 +310,21 @@ def test_a_file_is_read_whatever_wrote_it(count, tmp_path, name):
     one, _ = count(write(tmp_path / "good.jsonl", {"messages": HELLO}))
     tokens, told = count(tmp_path / name)
     assert tokens == 3 * one and "left out" not in told
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.partial", "b.jsonl.zst"])
+def test_a_folder_is_read_whole_or_refused(run, tmp_path, name):
+    """A file of data that is unfinished, or packed in a way that is not read, is named."""
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.jsonl", {"messages": HELLO})
+    write(tmp_path / "data" / name, {"messages": HELLO})
+    flags = ("--target", TARGET, "--size", 300, "--output", tmp_path / "v.safetensors")
+    line = run("train.vocabulary", "--corpus", tmp_path / "data", *flags).refusal()
+    assert f"{name} cannot be read as it is" in line
+
+
+def test_a_missing_number_of_a_table_is_no_text(answers_of, tmp_path):
+    """Tables write NaN for what is missing; it must not be read, and not be written again."""
+    record = b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "source": NaN}'
+    (answered,), _ = answers_of(write(tmp_path / "a.jsonl", record))
+    assert answered["messages"][0] == HELLO[0] and answered.get("source") is None

@@ -93,7 +93,8 @@ class Conversation:
         whole = {"messages": self.said, "answers": self._answers}
         # Text that goes on past its end is no message, so its one answer stands alone.
         written = self._answers[0] if self.rules.ignore_stop else whole
-        kept = {key: self.record[key] for key in ("source", "license") if key in self.record}
+        about = {key: self.record.get(key) for key in ("source", "license")}
+        kept = {key: value for key, value in about.items() if isinstance(value, str | int)}
         return to_json(written | kept, ensure_ascii=False)
 
     def _messages(self) -> Iterator[chat.Message]:
