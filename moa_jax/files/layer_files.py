@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.config_keys import LAYER_NEUTRAL, Values, refuse_keys
+from moa_jax.files.copies import check_rotary
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing, target_sizes
 
@@ -56,6 +57,7 @@ def read_sizes(
     if stated.get("model_type") not in ARCHITECTURES:  # some writers name the drafter's kind
         stated["model_type"] = "llama" if plain else target.family
     block = target_config_from_hf(stated).block
+    check_rotary(files.shapes, files.read, block)
     rows, size = files.shapes[keys][0], block.head_dim
     if rows % size:
         raise InputError(

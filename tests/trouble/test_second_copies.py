@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from moa_jax.pairs import DEMO
+from tests.gguf_files import Q, write_gguf
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 from tests.trouble.drafters import save_random_drafter
 
@@ -115,6 +117,17 @@ def test_an_embedding_in_a_drafters_files_is_the_targets(run, saved, tmp_path, m
     line = run("infer.generate", *pair, *SHORT).refusal()
     assert "embed_tokens.weight differs from the target's model.embed_tokens.weight" in line
     assert str(draft / "model.safetensors") in line and str(target) in line
+
+
+def test_an_embedding_is_compared_with_a_quantised_one(run, tmp_path):
+    target = write_gguf(tmp_path / "x.gguf", DEMO / "target", Q.Q8_0)
+    draft = save_random_drafter(tmp_path / "d", "eagle", DEMO / "target")
+    pair = ("--target", target, "--draft", draft)
+    edit_tensors(draft, **{"embed_tokens.weight": embedding_of(DEMO / "target")})
+    assert run("infer.convert", *pair, "--output", tmp_path / "new").code == 0
+    edit_tensors(draft, **{"embed_tokens.weight": embedding_of(DEMO / "target")[::-1].copy()})
+    line = run("infer.convert", *pair, "--output", tmp_path / "other").refusal()
+    assert "embed_tokens.weight differs from the target's" in line
 
 
 def test_a_mask_is_compared_with_the_map(run, saved, tmp_path):
