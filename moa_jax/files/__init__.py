@@ -5,4 +5,6 @@ placement.py  tensors <-> devices          kinds.py        what a kind of drafte
 packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
 parts.py      a model's hash, its parts    places.py      paths, also in object stores
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
+copies.py     second copies of tensors     config_keys.py  keys that change the mathematics
+foreign.py    layouts that are not read
 """
