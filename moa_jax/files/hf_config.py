@@ -50,7 +50,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
         num_kv_heads=_or(config, "num_key_value_heads", heads),
         head_dim=head_dim,
         intermediate_size=need(config, "intermediate_size", where),
-        rms_norm_eps=float(need(config, "rms_norm_eps", where)),
+        rms_norm_eps=_positive(float(need(config, "rms_norm_eps", where)), "rms_norm_eps", where),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         qkv_bias=attention_bias or family == "qwen2",
@@ -105,6 +105,12 @@ def need(config: dict[str, Any], key: str, where: str) -> Any:
     if config.get(key) is None:
         raise InputError(f"{where}: {key} is missing: use the config.json that came with the model")
     return config[key]
+
+
+def _positive(value: float, key: str, where: str) -> float:
+    if not 0 < value < float("inf"):
+        raise InputError(f"{where}: {key}: {value} is not supported; give a positive number")
+    return value
 
 
 def _or(config: dict[str, Any], key: str, default: Any) -> Any:
@@ -195,9 +201,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling in either spelling; a missing base is 10000."""
     rope = _rope_keys(config, where)
-    theta = float(rope.pop("rope_theta", 10000.0))
-    if not 0 < theta < float("inf"):
-        raise InputError(f"{where}: rope_theta: {theta} is not supported; give a positive number")
+    theta = _positive(float(rope.pop("rope_theta", 10000.0)), "rope_theta", where)
     kind = rope.pop("rope_type", "default")
     if kind not in _SCALING_KEYS:
         raise InputError(
