@@ -6,6 +6,7 @@ Both spellings are read; the older one is written, which both versions read.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from moa_jax.files.config_keys import (
     refuse_keys,
     shown,
 )
-from moa_jax.files.kinds import check_pairing
+from moa_jax.files.kinds import check_pairing, mispaired
 from moa_jax.model.layers import inverse_frequencies
 
 ARCHITECTURES = {
@@ -172,22 +173,24 @@ def check_same_block(config: dict[str, Any], target: TargetConfig, where: str) -
     _refuse_variants(
         {"num_hidden_layers": target.num_layers, **config}, where, target.family, block.head_dim
     )
-    stated = {"rms_norm_eps": config.get("rms_norm_eps")}
-    of_target: dict[str, Any] = {"rms_norm_eps": block.rms_norm_eps}
-    for key, value in (("attention_bias", block.out_bias), ("mlp_bias", block.mlp_bias)):
-        stated[key], of_target[key] = config.get(key), value
-    theta, scaling = _rope_from_hf(config, where)
-    if "rope_theta" in _rope_keys(config, where):
-        stated["rope_theta"], of_target["rope_theta"] = theta, block.rope_theta
+    biases = {"attention_bias": block.out_bias, "mlp_bias": block.mlp_bias}
+    check_pairing({key: config.get(key) for key in biases}, biases)
+    rope = _rope_keys(config, where)
+    for key, value, of_target in (
+        ("rms_norm_eps", config.get("rms_norm_eps"), block.rms_norm_eps),
+        ("rope_theta", rope.get("rope_theta"), block.rope_theta),
+    ):  # GGUF files hold float32
+        if value is not None and not math.isclose(value, of_target, rel_tol=1e-4):
+            raise mispaired(key, value, of_target)
     if "rope_scaling" in config or "rope_parameters" in config:
+        _, scaling = _rope_from_hf(config, where)
         tables = (
             inverse_frequencies(block.head_dim, block.rope_theta, each)
             for each in (scaling, block.rope_scaling)
         )
-        if not np.allclose(*tables, rtol=1e-4, atol=0):  # as GGUF files have them, rounded
-            stated["rope_scaling"] = _rope_to_hf(scaling) or "none"
-            of_target["rope_scaling"] = _rope_to_hf(block.rope_scaling) or "none"
-    check_pairing(stated, of_target)
+        if not np.allclose(*tables, rtol=1e-4, atol=0):
+            shown_scalings = (_rope_to_hf(each) or "none" for each in (scaling, block.rope_scaling))
+            raise mispaired("rope_scaling", *shown_scalings)
 
 
 _SCALING_KEYS = {

@@ -227,6 +227,13 @@ def test_a_drafters_config_is_compared_with_its_tensors(run, saved, tmp_path, me
     assert says in line
 
 
+def test_values_that_a_gguf_file_rounds_are_the_same(run, pair, tmp_path):
+    edit_json(pair / "draft" / "config.json", rms_norm_eps=float(np.float32(1e-5)))
+    models = ("--target", pair / "target", "--draft", pair / "draft")
+    stated = ("--target-layer-inference", "0", "--output", tmp_path / "new")
+    assert run("infer.convert", *models, *stated).code == 0
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
