@@ -122,8 +122,12 @@ def _or(config: dict[str, Any], key: str, default: Any) -> Any:
 
 def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: int) -> None:
     """Raise InputError for keys whose values are not computed, and for those that contradict."""
+    scale = (head_dim**-0.5,) if head_dim else ()
     own: Values = {
-        "attention_multiplier": (head_dim**-0.5,) if head_dim else (),
+        "attention_multiplier": scale,
+        "attention_scale": scale,
+        "attn_scale": scale,
+        "softmax_scale": scale,
         "query_pre_attn_scalar": (head_dim,),
         "rotary_dim": (head_dim,),
         "*qk_norm": (family == "qwen3",),

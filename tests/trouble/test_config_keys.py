@@ -93,6 +93,7 @@ def test_harmless_keys_pass(run, pair, tmp_path):
     edit_json(pair / "target" / "config.json", **harmless)
     target = ("--target", pair / "target")
     assert run("infer.convert", *target, "--output", tmp_path / "new").code == 0
+    harmless["layer_types"] = ["full_attention"] * 5
     draft = save_random_drafter(tmp_path / "d", "eagle3", pair / "target", **harmless)
     drafter = (*target, "--draft", draft)
     assert run("infer.convert", *drafter, "--output", tmp_path / "ours").code == 0

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moa_jax.pairs import DEMO
-from tests.gguf_files import Q, write_gguf
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 from tests.trouble.drafters import save_random_drafter
 
@@ -128,17 +126,6 @@ def test_a_head_in_a_drafters_files_is_the_targets(run, saved, tmp_path):
     edit_tensors(draft, **{HEAD: 2 * tensors_of(target)[HEAD]})
     line = run("infer.generate", *pair, *SHORT).refusal()
     assert "lm_head.weight differs from the target's lm_head.weight" in line
-
-
-def test_an_embedding_is_compared_with_a_quantised_one(run, tmp_path):
-    target = write_gguf(tmp_path / "x.gguf", DEMO / "target", Q.Q8_0)
-    draft = save_random_drafter(tmp_path / "d", "eagle", DEMO / "target")
-    pair = ("--target", target, "--draft", draft)
-    edit_tensors(draft, **{"embed_tokens.weight": embedding_of(DEMO / "target")})
-    assert run("infer.convert", *pair, "--output", tmp_path / "new").code == 0
-    edit_tensors(draft, **{"embed_tokens.weight": embedding_of(DEMO / "target")[::-1].copy()})
-    line = run("infer.convert", *pair, "--output", tmp_path / "other").refusal()
-    assert "embed_tokens.weight differs from the target's" in line
 
 
 def test_a_mask_is_compared_with_the_map(run, saved, tmp_path):
