@@ -282,7 +282,7 @@ def load_drafter(
         depth = _depth_of(config)
     used = _clients_table(method, cfg, target) if for_client else table
     extras = [*kind.constants(cfg, target.config), *kind.extras, *kind.copies]
-    _check(reader, folder, table, used, [*extras, *copies.rotary_tables(reader)])
+    _check(reader, folder, table, used, [*extras, *copies.rotary_tables(reader.shapes)])
     _check_copies(kind, reader, target)
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
@@ -419,14 +419,15 @@ def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
     """
     reader, cfg = _open(target.folder), target.config
     tied = [copies.HEAD] if cfg.tie_word_embeddings else []
-    extras = [*tied, *copies.rotary_tables(reader)]
+    extras = [*tied, *copies.rotary_tables(reader.shapes)]
     _check(reader, target.folder, convert.target_table(cfg), used, extras)
-    copies.check_rotary(reader, cfg.block)
+    with _reading(target.folder / "config.json"):
+        copies.check_rotary(reader.shapes, reader.read, cfg.block)
     stated = folders.read_json(target.folder / "config.json").get("tie_word_embeddings")
     if stated and not cfg.tie_word_embeddings:
         logging.getLogger(__name__).warning(
-            "%s: %s differs from %s, so it is used although config.json ties the two; set "
-            "tie_word_embeddings to false, since other software may drop the head",
+            "%s: %s differs from %s, and both are used although config.json has "
+            "tie_word_embeddings true; set it to false, since other software drops the head",
             *(target.folder, copies.HEAD, copies.EMBEDDING),
         )
     return reader
@@ -442,8 +443,8 @@ def _check_copies(kind: DrafterKind, reader: folders.TensorReader, target: Targe
     for name, original in copies.differing(reader, of_target, kind.copies):
         raise InputError(
             f"{reader.file_of[name]}: {name} differs from the target's {original} in "
-            f"{of_target.file_of[original]}, which the drafter would use; give the target that "
-            "the drafter was trained for"
+            f"{target.folder}, which the drafter would use; give the target that the drafter was "
+            "trained for"
         )
 
 

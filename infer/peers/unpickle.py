@@ -44,7 +44,15 @@ def rewrite(folder: Path, new: Path) -> int:
         from safetensors.torch import save
     except ImportError as error:
         raise InputError("torch is missing, which reads pickles: pip install torch") from error
-    tensors = {name: tensor for path in pickles for name, tensor in _tensors_of(path).items()}
+    tensors: dict[str, Any] = {}
+    for path in pickles:
+        for name, tensor in _tensors_of(path).items():
+            first = tensors.setdefault(name, tensor)
+            if first is not tensor and not tensor.equal(first):
+                raise InputError(
+                    f"{path}: {name} differs from the tensor of that name in another file; remove "
+                    "the file that does not belong to this model"
+                )
     with replacing(new) as fresh:
         for path in folder.iterdir():
             weights = path.name.startswith("pytorch_model") or ".safetensors" in path.name

@@ -52,6 +52,7 @@ from moa_jax.model.layers import (
 Array = jax.Array
 
 SELF, CROSS = "self_attention.", "cross_attention."  # how the names of its tensors start
+SIZES = ("self_attention_num_key_value_heads", "self_attention_intermediate_size")
 
 
 class GlideCache(NamedTuple):
@@ -308,8 +309,15 @@ def read_config(
         raise mispaired("hidden_size", found, width)
     if rows % head_dim:
         raise mispaired("head_dim", f"no divisor of the {rows} rows of its keys", head_dim)
+    sizes = (rows // head_dim, files.shapes[up][0])
+    for key, size in zip(SIZES, sizes, strict=True):
+        if files.config.get(key, size) != size:
+            raise InputError(
+                f"config.json says {key} is {files.config[key]} but the tensors have {size}: use "
+                "the config.json of these weights"
+            )
     rest = {"block_size": files.config["block_size"]} if "block_size" in files.config else {}
-    return GlideConfig(rows // head_dim, files.shapes[up][0], **rest), ()
+    return GlideConfig(*sizes, **rest), ()
 
 
 def write_config(

@@ -32,7 +32,7 @@ from moa_jax.drafters import learning, losses
 from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
-from moa_jax.files.copies import EMBEDDING, HEAD, with_own_head
+from moa_jax.files.copies import EMBEDDING, HEAD, check_rotary, with_own_head
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
 from moa_jax.model import convert, llama, masks
@@ -207,7 +207,7 @@ def read_own(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[IndependentConfig, tuple[str, ...]]:
     """Read a model's config."""
-    cfg = target_config_from_hf(files.config)
+    cfg = _model_config(files)
     model = with_own_head(cfg, files.shapes, files.read)
     if model == cfg:
         return IndependentConfig(model), ()
@@ -226,7 +226,13 @@ def read_borrowed(
     check_pairing(files.config, {"hidden_size": target_cfg.block.hidden_size})
     own = [name for name in (EMBEDDING, HEAD) if name in files.shapes]
     notice = f"the drafter's own {' and '.join(own)} are not used: this kind uses the target's"
-    return BorrowedConfig(target_config_from_hf(files.config)), (notice,) if own else ()
+    return BorrowedConfig(_model_config(files)), (notice,) if own else ()
+
+
+def _model_config(files: Files) -> TargetConfig:
+    cfg = target_config_from_hf(files.config)
+    check_rotary(files.shapes, files.read, cfg.block)
+    return cfg
 
 
 def write_own(

@@ -8,4 +8,6 @@ replace.py    files put in the place of earlier ones
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
 token_ids.py  vocabularies, compared       turn_ends.py   ends by a tokenizer's files
 casts.py      weights in narrower floats   documents.py    JSON without NaN and infinity
+copies.py     second copies of tensors     config_keys.py  keys that change the mathematics
+foreign.py    layouts that are not read
 """

@@ -8,7 +8,7 @@ are compared with a tolerance, since quantisation rounds more than any cast.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -102,28 +102,30 @@ def check_files(folder: Path) -> None:
                 )
 
 
-def check_rotary(reader: TensorReader, block: BlockConfig) -> None:
+def check_rotary(
+    shapes: Iterable[str], read: Callable[[str], np.ndarray], block: BlockConfig
+) -> None:
     """Raise InputError for a stored table of rotary frequencies that config.json contradicts.
 
     Old files hold such tables, unscaled or scaled, and rounded by up to a few percent.
     """
-    plain = inverse_frequencies(block.head_dim, block.rope_theta, None)
-    scaled = inverse_frequencies(block.head_dim, block.rope_theta, block.rope_scaling)
-    for name in rotary_tables(reader):
-        stored = np.asarray(reader.read(name), np.float32).reshape(-1)
+    scalings = (None, block.rope_scaling)
+    tables = [inverse_frequencies(block.head_dim, block.rope_theta, each) for each in scalings]
+    for name in rotary_tables(shapes):
+        stored = np.asarray(read(name), np.float32).reshape(-1)
         if not any(
             stored.shape == table.shape and np.allclose(stored, table, rtol=0.05, atol=1e-7)
-            for table in (plain, scaled)
+            for table in tables
         ):
             raise InputError(
-                f"{reader.file_of[name]}: {name} is not the table of rope_theta "
-                f"{block.rope_theta:g} in config.json; use the config.json of these weights"
+                f"{name} is not the table of rope_theta {block.rope_theta:g} in config.json; use "
+                "the config.json of these weights"
             )
 
 
-def rotary_tables(reader: TensorReader) -> list[str]:
+def rotary_tables(names: Iterable[str]) -> list[str]:
     """The names of stored tables of rotary frequencies."""
-    return [name for name in reader.shapes if name.endswith("rotary_emb.inv_freq")]
+    return [name for name in names if name.endswith("rotary_emb.inv_freq")]
 
 
 def _pieces(one: np.ndarray, other: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

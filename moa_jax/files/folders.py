@@ -143,16 +143,27 @@ def public_name(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises InputError if it is missing or malformed."""
+    """Read a JSON object; raises InputError if it is missing, malformed or has a key twice."""
     try:
-        content = json.loads(path.read_bytes())  # with or without a mark of byte order
+        # Bytes, since json then knows UTF-16 and a mark of byte order.
+        content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no JSON, no UTF-8, or a key with two values
         raise InputError(f"{path} is not valid JSON ({error}): fetch or write it again") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds no JSON object: fetch or write it again")
     return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; raises ValueError for a key with two values, of which one would win."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        for key, value in pairs:
+            if value != found[key]:
+                raise ValueError(f"{key!r} is {value!r} and {found[key]!r}")
+    return found
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

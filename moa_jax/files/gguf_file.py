@@ -41,7 +41,7 @@ from moa_jax.files.places import user_cache
 from moa_jax.model import convert
 from moa_jax.model.layers import inverse_frequencies
 
-FORMAT = 1  # of the folder; a change of what is derived makes new folders
+FORMAT = 2  # of the folder; a change of what is derived or refused makes new folders
 INDEX, LINK = folders.GGUF_INDEX, folders.GGUF_LINK
 # Control tokens that end a turn or a text. Files state one of them, the generation_config.json of
 # the same model often several; llama.cpp finds them by these names, too.
@@ -60,11 +60,17 @@ REFUSED = (
     "attention.max_alibi_bias",
     "attention.scale",
     "attention.sliding_window",
+    "attention.temperature_scale",
+    "attn_logit_softcapping",
     "embedding_scale",
     "expert_count",
+    "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
+    "rope.scaling.yarn_log_multiplier",
+    "use_parallel_residual",
 )
+REFUSED_UNLESS = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
 ROPE_FACTORS = "rope_freqs.weight"  # (E / 2,): what llama.cpp divides rotary frequencies by
 
 
@@ -166,6 +172,13 @@ class _Metadata:
                 raise InputError(
                     f"{path}: {self.architecture}.{key} is {self.of_model(key)}, which is not "
                     "supported; use a dense model with full attention"
+                )
+
+        for key, neutral in REFUSED_UNLESS.items():
+            if (value := self.of_model(key, neutral)) != neutral:
+                raise InputError(
+                    f"{path}: {self.architecture}.{key} is {value}, which is not supported; use a "
+                    "causal model whose attention is not scaled"
                 )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -311,13 +324,19 @@ def _rope_scaling(
     theta: float,
 ) -> dict[str, Any] | None:
     """RoPE scaling as config.json writes it; raises InputError for kinds that are not read."""
-    if ROPE_FACTORS in stored:
-        factors = np.array(stored[ROPE_FACTORS].data, np.float32)
-        return _llama3_scaling(metadata.path, factors, head_dim, theta)
     # As in llama.cpp: the type defaults to linear, older files have another key, and 0 is 1.
     kind = metadata.of_model("rope.scaling.type", "linear")
     factor = metadata.of_model("rope.scaling.factor", metadata.of_model("rope.scale_linear", 0.0))
-    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+    scaled = kind != "none" and not (kind == "linear" and factor in (0.0, 1.0))
+    if ROPE_FACTORS in stored:
+        if scaled:
+            raise InputError(
+                f"{metadata.path}: {ROPE_FACTORS} and rope scaling {kind!r} by {factor:g} are both "
+                "there; convert the model again"
+            )
+        factors = np.array(stored[ROPE_FACTORS].data, np.float32)
+        return _llama3_scaling(metadata.path, factors, head_dim, theta)
+    if not scaled:
         return None
     if kind != "linear":
         raise InputError(

@@ -6,6 +6,7 @@ Both spellings are read; the older one is written, which both versions read.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from moa_jax.files.config_keys import (
     refuse_keys,
     shown,
 )
-from moa_jax.files.kinds import check_pairing
+from moa_jax.files.kinds import check_pairing, mispaired
 from moa_jax.model.layers import inverse_frequencies
 
 ARCHITECTURES = {
@@ -50,7 +51,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
         num_kv_heads=_or(config, "num_key_value_heads", heads),
         head_dim=head_dim,
         intermediate_size=need(config, "intermediate_size", where),
-        rms_norm_eps=float(need(config, "rms_norm_eps", where)),
+        rms_norm_eps=_positive(float(need(config, "rms_norm_eps", where)), "rms_norm_eps", where),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         qkv_bias=attention_bias or family == "qwen2",
@@ -107,6 +108,12 @@ def need(config: dict[str, Any], key: str, where: str) -> Any:
     return config[key]
 
 
+def _positive(value: float, key: str, where: str) -> float:
+    if not 0 < value < float("inf"):
+        raise InputError(f"{where}: {key}: {value} is not supported; give a positive number")
+    return value
+
+
 def _or(config: dict[str, Any], key: str, default: Any) -> Any:
     """A value, or a default where it is missing or null; 0 is a value, which is refused later."""
     value = config.get(key)
@@ -115,8 +122,12 @@ def _or(config: dict[str, Any], key: str, default: Any) -> Any:
 
 def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: int) -> None:
     """Raise InputError for keys whose values are not computed, and for those that contradict."""
+    scale = (head_dim**-0.5,) if head_dim else ()
     own: Values = {
-        "attention_multiplier": (head_dim**-0.5,) if head_dim else (),
+        "attention_multiplier": scale,
+        "attention_scale": scale,
+        "attn_scale": scale,
+        "softmax_scale": scale,
         "query_pre_attn_scalar": (head_dim,),
         "rotary_dim": (head_dim,),
         "*qk_norm": (family == "qwen3",),
@@ -166,22 +177,24 @@ def check_same_block(config: dict[str, Any], target: TargetConfig, where: str) -
     _refuse_variants(
         {"num_hidden_layers": target.num_layers, **config}, where, target.family, block.head_dim
     )
-    stated = {"rms_norm_eps": config.get("rms_norm_eps")}
-    of_target: dict[str, Any] = {"rms_norm_eps": block.rms_norm_eps}
-    for key, value in (("attention_bias", block.out_bias), ("mlp_bias", block.mlp_bias)):
-        stated[key], of_target[key] = config.get(key), value
-    theta, scaling = _rope_from_hf(config, where)
-    if "rope_theta" in _rope_keys(config, where):
-        stated["rope_theta"], of_target["rope_theta"] = theta, block.rope_theta
+    biases = {"attention_bias": block.out_bias, "mlp_bias": block.mlp_bias}
+    check_pairing({key: config.get(key) for key in biases}, biases)
+    rope = _rope_keys(config, where)
+    for key, value, of_target in (
+        ("rms_norm_eps", config.get("rms_norm_eps"), block.rms_norm_eps),
+        ("rope_theta", rope.get("rope_theta"), block.rope_theta),
+    ):  # GGUF files hold float32
+        if value is not None and not math.isclose(value, of_target, rel_tol=1e-4):
+            raise mispaired(key, value, of_target)
     if "rope_scaling" in config or "rope_parameters" in config:
+        _, scaling = _rope_from_hf(config, where)
         tables = (
             inverse_frequencies(block.head_dim, block.rope_theta, each)
             for each in (scaling, block.rope_scaling)
         )
-        if not np.allclose(*tables, rtol=1e-4, atol=0):  # as GGUF files have them, rounded
-            stated["rope_scaling"] = _rope_to_hf(scaling) or "none"
-            of_target["rope_scaling"] = _rope_to_hf(block.rope_scaling) or "none"
-    check_pairing(stated, of_target)
+        if not np.allclose(*tables, rtol=1e-4, atol=0):
+            shown_scalings = (_rope_to_hf(each) or "none" for each in (scaling, block.rope_scaling))
+            raise mispaired("rope_scaling", *shown_scalings)
 
 
 _SCALING_KEYS = {
@@ -195,9 +208,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling in either spelling; a missing base is 10000."""
     rope = _rope_keys(config, where)
-    theta = float(rope.pop("rope_theta", 10000.0))
-    if not 0 < theta < float("inf"):
-        raise InputError(f"{where}: rope_theta: {theta} is not supported; give a positive number")
+    theta = _positive(float(rope.pop("rope_theta", 10000.0)), "rope_theta", where)
     kind = rope.pop("rope_type", "default")
     if kind not in _SCALING_KEYS:
         raise InputError(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.config_keys import LAYER_NEUTRAL, Values, refuse_keys
+from moa_jax.files.copies import check_rotary
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing
 
@@ -49,17 +50,20 @@ def read_sizes(
             raise InputError(f"the drafter lacks the tensor {name}: is it of this kind?")
     _refuse_variants(files.config, target, plain)
     stated = {"vocab_size": target.vocab_size, "num_hidden_layers": 1} | files.config
+    if all(kind == "full_attention" for kind in stated.get("layer_types") or ()):
+        stated["layer_types"] = None  # some writers keep those of the target's layers
     stated.setdefault("max_position_embeddings", target.max_position_embeddings)
     if stated.get("model_type") not in ARCHITECTURES:  # some writers name the drafter's kind
         stated["model_type"] = "llama" if plain else target.family
     block = target_config_from_hf(stated).block
+    check_rotary(files.shapes, files.read, block)
     rows, size = files.shapes[keys][0], block.head_dim
     if rows % size:
         raise InputError(
             f"{keys} has {rows} rows, which are no heads of {size}: is head_dim right?"
         )
     own = (rows // size, files.shapes[up][0], plain)
-    _check_stated(block, *own[:2], target)
+    _check_stated(block, *own, target)
     block = _resized(block, *own)
     return {
         "num_key_value_heads": block.num_kv_heads,
@@ -74,11 +78,18 @@ def _refuse_variants(config: dict[str, Any], target: TargetConfig, plain: bool) 
     NVIDIA's files have such keys in `eagle_config`. The paper's code writes the target's config,
     whose number of layers is the target's.
     """
+    if config.get("transformer_layer_config"):
+        raise InputError(
+            "config.json nests transformer_layer_config, which is speculators' layout and not read "
+            "yet; use the official layout, whose keys stand at the top"
+        )
     layers = (1,) if plain else (1, target.num_layers)
     neutral: Values = {
         **LAYER_NEUTRAL,
         "num_hidden_layers": layers,
         "target_hidden_size": (target.block.hidden_size,),
+        "target_num_hidden_layers": (target.num_layers,),
+        "target_vocab_size": (target.vocab_size,),
     }
     if plain:
         neutral = {**neutral, "attention_bias": (False,), "mlp_bias": (False,)}
@@ -88,18 +99,18 @@ def _refuse_variants(config: dict[str, Any], target: TargetConfig, plain: bool) 
     refuse_keys(config.get("eagle_config") or {}, "config.json: eagle_config", neutral)
 
 
-def _check_stated(block: BlockConfig, kv_heads: int, width: int, target: TargetConfig) -> None:
-    """Raise InputError where config.json states sizes that neither tensors nor target have."""
+def _check_stated(
+    block: BlockConfig, kv_heads: int, width: int, plain: bool, target: TargetConfig
+) -> None:
+    """Raise InputError where config.json states other sizes than the tensors have.
+
+    Unless `plain`, it may be the target's config, as the paper's code writes it.
+    """
     for key, value, found, of_target in (
         ("num_key_value_heads", block.num_kv_heads, kv_heads, target.block.num_kv_heads),
-        (
-            "intermediate_size",
-            block.intermediate_size,
-            width,
-            target.block.intermediate_size,
-        ),
+        ("intermediate_size", block.intermediate_size, width, target.block.intermediate_size),
     ):
-        if value not in (found, of_target):
+        if value != found and (plain or value != of_target):
             raise InputError(
                 f"config.json says {key} is {value} but the tensors have {found}: use the "
                 "config.json of these weights"

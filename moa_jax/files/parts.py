@@ -52,7 +52,12 @@ def lines_of(folder: Path) -> dict[str, Line]:
         files = {path: stack.enter_context(path.open("rb")) for path in {*reader.file_of.values()}}
         for name, shape in reader.shapes.items():
             path, dtype, start, end = reader.stored(name)
-            found[name] = Line(dtype, shape, _samples(files[path], start, end))
+            line = Line(dtype, shape, _samples(files[path], start, end))
+            if found.setdefault(name, line) != line:
+                raise InputError(
+                    f"{path} and {folder / FILE} hold different tensors {name}; write the folder "
+                    "again with infer.convert --for-client"
+                )
     return found
 
 

@@ -439,6 +439,14 @@ def test_pickles_are_rewritten_once(calm_target, tmp_path):
     assert load_drafter(tmp_path / "new", calm_target).config == found.config
 
 
+def test_pickles_that_differ_are_refused(tmp_path):
+    (tmp_path / "d").mkdir()
+    for number in (1, 2):
+        torch.save({"a": torch.ones(3) * number}, tmp_path / "d" / f"pytorch_model-{number}.bin")
+    said = refusal(unpickle.main, [str(tmp_path / "d"), str(tmp_path / "new")])
+    assert "pytorch_model-2.bin: a differs" in said and not (tmp_path / "new").exists()
+
+
 class Evil:
     """Unpickled, it leaves a file behind."""
 

@@ -184,6 +184,8 @@ BAD: dict[str, tuple[dict, str]] = {
     "split": ({"split__count": 3}, "one of 3 parts"),
     "experts": ({"llama__expert_count": 8}, "llama.expert_count is 8"),
     "window": ({"llama__attention__sliding_window": 4096}, "sliding_window"),
+    "soft cap": ({"llama__final_logit_softcapping": 30.0}, "softcapping is 30.0"),
+    "not causal": ({"llama__attention__causal": False}, "attention.causal is False"),
     "yarn": ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
     "partial rope": ({"llama__rope__dimension_count": 32}, "rope.dimension_count is 32"),
     "no width": ({"llama__embedding_length": None}, "llama.embedding_length is missing"),

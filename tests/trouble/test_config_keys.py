@@ -61,6 +61,13 @@ def test_keys_of_rotary_embeddings(run, pair, rope, says):
     assert says in run("infer.generate", "--target", pair / "target", *SHORT).refusal()
 
 
+@pytest.mark.parametrize("value", [0, -1e-5, float("nan"), float("inf")])
+def test_an_epsilon_is_a_positive_number(run, pair, value):
+    edit_json(pair / "target" / "config.json", rms_norm_eps=value)
+    line = run("infer.generate", "--target", pair / "target", *SHORT).refusal()
+    assert "rms_norm_eps: " in line and "give a positive number" in line
+
+
 @pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
 def test_truth_values_are_no_words(run, pair, key):
     edit_json(pair / "target" / "config.json", **{key: "false"})
@@ -86,6 +93,7 @@ def test_harmless_keys_pass(run, pair, tmp_path):
     edit_json(pair / "target" / "config.json", **harmless)
     target = ("--target", pair / "target")
     assert run("infer.convert", *target, "--output", tmp_path / "new").code == 0
+    harmless["layer_types"] = ["full_attention"] * 5
     draft = save_random_drafter(tmp_path / "d", "eagle3", pair / "target", **harmless)
     drafter = (*target, "--draft", draft)
     assert run("infer.convert", *drafter, "--output", tmp_path / "ours").code == 0

@@ -53,6 +53,15 @@ def test_a_drafters_layout_is_named(run, saved, tmp_path, method, names, added, 
     assert str(draft) in line and "not read yet" in line
 
 
+def test_a_nested_config_is_named(run, saved, tmp_path):
+    target = saved / "llama" / "target"
+    draft = save_random_drafter(tmp_path / "d", "eagle3", target)
+    nested(draft)
+    line = run("infer.generate", "--target", target, "--draft", draft, *SHORT).refusal()
+    assert "nests transformer_layer_config, which is speculators' layout" in line
+    assert str(draft) in line
+
+
 def test_other_kinds_of_drafters_are_named(run, saved, tmp_path):
     target = saved / "llama" / "target"
     draft = save_random_drafter(tmp_path / "d", "eagle", target)

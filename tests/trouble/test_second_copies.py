@@ -117,6 +117,17 @@ def test_an_embedding_in_a_drafters_files_is_the_targets(run, saved, tmp_path, m
     assert str(draft / "model.safetensors") in line and str(target) in line
 
 
+def test_a_head_in_a_drafters_files_is_the_targets(run, saved, tmp_path):
+    target = saved / "llama" / "target"
+    draft = save_random_drafter(tmp_path / "d", "eagle", target)
+    pair = ("--target", target, "--draft", draft)
+    edit_tensors(draft, **{HEAD: tensors_of(target)[HEAD]})
+    assert run("infer.convert", *pair, "--output", tmp_path / "new").code == 0
+    edit_tensors(draft, **{HEAD: 2 * tensors_of(target)[HEAD]})
+    line = run("infer.generate", *pair, *SHORT).refusal()
+    assert "lm_head.weight differs from the target's lm_head.weight" in line
+
+
 def test_a_mask_is_compared_with_the_map(run, saved, tmp_path):
     target = saved / "llama" / "target"
     draft = save_random_drafter(tmp_path / "d", "eagle3", target)
@@ -161,6 +172,13 @@ def test_two_values_of_one_thing_are_named(run, pair, change, says):
     assert says in line
 
 
+def test_a_key_with_two_values_is_named(run, pair):
+    path = pair / "target" / "config.json"
+    path.write_text(path.read_text().replace("{", '{"vocab_size": 9, ', 1))
+    line = run("infer.generate", "--target", pair / "target", *SHORT).refusal()
+    assert "'vocab_size' is 9 and 101" in line and str(path) in line
+
+
 def test_a_table_of_frequencies_is_compared(run, pair, tmp_path):
     target, table = pair / "target", "model.layers.0.self_attn.rotary_emb.inv_freq"
     true = (1e4 ** -(np.arange(0, 10, 2) / 10)).astype(np.float16)
@@ -196,9 +214,18 @@ def test_a_drafters_config_is_compared_with_its_tensors(run, saved, tmp_path, me
     assert says in line
 
 
+def test_values_that_a_gguf_file_rounds_are_the_same(run, pair, tmp_path):
+    edit_json(pair / "draft" / "config.json", rms_norm_eps=float(np.float32(1e-5)))
+    models = ("--target", pair / "target", "--draft", pair / "draft")
+    stated = ("--target-layer-inference", "0", "--output", tmp_path / "new")
+    assert run("infer.convert", *models, *stated).code == 0
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
+        ({"kv_hidden_size": 38}, "kv_hidden_size is 38 in its files and 40"),
+        ({"layer_mixing": "mean", "disable_LSA": False}, "disable_LSA is false and layer_mixing"),
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001 in its files and 1e-05"),
         ({"rope_theta": 5e5, "rope_parameters": None}, "rope_theta is 500000.0 in its files"),
         (

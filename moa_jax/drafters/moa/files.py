@@ -19,7 +19,7 @@ from typing import Any
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
-from moa_jax.files.config_keys import refuse_contradictions
+from moa_jax.files.config_keys import contradiction, refuse_contradictions
 from moa_jax.files.hf_config import check_same_block, target_config_to_hf
 from moa_jax.files.kinds import FileLayout, Files, check_pairing, layer_sizes, mispaired
 from moa_jax.model.convert import (
@@ -170,6 +170,8 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
             "this drafter was made without layer self-attention (disable_LSA) and its files do "
             "not say what its memory is made of: use one that has it, or one of ours"
         )
+    if config.get("disable_LSA") is False and mixing != "attention":
+        raise contradiction("config.json", "disable_LSA", False, "layer_mixing", mixing)
     return mixing, has_self_attention
 
 
@@ -199,6 +201,7 @@ def _check_target(
     for what, size, of_target in (
         ("hidden_size", width, target.block.hidden_size),
         ("memory width (2 x key-value heads x head_dim)", memory, target.memory_width),
+        ("kv_hidden_size", config.get("kv_hidden_size", memory), target.memory_width),
     ):
         if size != of_target:
             raise mispaired(what, size, of_target)
