@@ -95,6 +95,18 @@ def is_same(
     return True if file_sha256 == file_hash(folder / "tokenizer.json") else None
 
 
+def find_beside(folder: Path, stated: str | None, file_sha256: str | None) -> dict[str, int] | None:
+    """The vocabulary that the files of a folder state, from a folder beside it; None without one.
+
+    Pairs are often written so, and the bundled pair is. The arguments are those of `is_same`.
+    """
+    for path in sorted(folder.resolve().parent.glob("*/tokenizer.json")):
+        tokens = read_token_ids(path.parent)
+        if is_same(path.parent, tokens, stated, file_sha256):
+            return tokens
+    return None
+
+
 def notice_unknown(made_for: Path) -> None:
     """Warn of a file that states the hash of another tokenizer.json, and no fingerprint."""
     logging.getLogger(__name__).warning(
