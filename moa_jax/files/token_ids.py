@@ -31,7 +31,7 @@ class TokenDifference(NamedTuple):
     other: str | None
 
 
-class Tokens(NamedTuple):
+class TokenizerTokens(NamedTuple):
     """The ids of all tokens, and those tokens that text is searched for first."""
 
     ids: dict[str, int]
@@ -44,8 +44,8 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
     return None if found is None else found.ids
 
 
-def read_tokens(folder: Path) -> Tokens | None:
-    """The tokens of a folder's tokenizer; None without a vocabulary in tokenizer.json.
+def read_tokens(folder: Path) -> TokenizerTokens | None:
+    """The tokens of a folder's tokenizer; None without any in tokenizer.json.
 
     Raises InputError for a vocabulary that does not map tokens to ids.
     """
@@ -54,19 +54,21 @@ def read_tokens(folder: Path) -> Tokens | None:
         return None
     content, settings = read_json(path), folder / "tokenizer_config.json"
     added = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
-    if (vocab := (content.get("model") or {}).get("vocab")) is None:
+    vocab, listed = (content.get("model") or {}).get("vocab"), content.get("added_tokens") or ()
+    if not vocab and not listed:
         return None
     try:
+        vocab = vocab or {}
         if not isinstance(vocab, dict):  # Unigram's has scores in the order of ids
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
-        own = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
+        own = {each["content"]: each["id"] for each in listed}
         late = {each["content"]: int(index) for index, each in added.items()}
         found = vocab | own
         taken = set(found.values())
         found = {token: index for token, index in late.items() if index not in taken} | found
         # llama.cpp gives embedding rows without a token this name.
         ids = {token: index for token, index in found.items() if token != f"[PAD{index}]"}
-        return Tokens(ids, frozenset((own | late).keys() & ids.keys()))
+        return TokenizerTokens(ids, frozenset((own | late).keys() & ids.keys()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} does not map tokens to ids: fetch or write it again") from error
 
