@@ -13,6 +13,7 @@ fingerprint of a vocabulary, which also matches a vocabulary with more tokens af
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -54,20 +55,19 @@ def read_tokens(folder: Path) -> TokenizerTokens | None:
         return None
     content, settings = read_json(path), folder / "tokenizer_config.json"
     added = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
-    vocab, listed = (content.get("model") or {}).get("vocab"), content.get("added_tokens") or ()
-    if not vocab and not listed:
-        return None
     try:
-        vocab = vocab or {}
+        vocab = (content.get("model") or {}).get("vocab") or {}
         if not isinstance(vocab, dict):  # Unigram's has scores in the order of ids
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
-        own = {each["content"]: each["id"] for each in listed}
+        own = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
         late = {each["content"]: int(index) for index, each in added.items()}
         found = vocab | own
         taken = set(found.values())
         found = {token: index for token, index in late.items() if index not in taken} | found
         # llama.cpp gives embedding rows without a token this name.
-        ids = {token: index for token, index in found.items() if token != f"[PAD{index}]"}
+        ids = {t: operator.index(i) for t, i in found.items() if t != f"[PAD{i}]"}
+        if not ids:
+            return None
         return TokenizerTokens(ids, frozenset((own | late).keys() & ids.keys()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} does not map tokens to ids: fetch or write it again") from error
