@@ -41,7 +41,9 @@ def read_ends(folder: Path) -> TokenizerEnds:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    """The values of a file that are not null."""
+    found = read_json(path) if path.is_file() else {}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _content(token: Any) -> str | None:
@@ -54,8 +56,8 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     """The default chat template, from the first place that transformers looks at."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    own = _json_of(folder / "chat_template.json").get("chat_template")
-    found = own or settings.get("chat_template")
+    found = settings.get("chat_template")
+    found = found or _json_of(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):  # several, by their names
         found = {each.get("name"): each.get("template") for each in found}.get("default")
     return found if isinstance(found, str) else None
