@@ -34,7 +34,8 @@ def read_ends(folder: Path) -> TokenizerEnds:
     ids = tokenizer.ids
     settings = _json_of(folder / "special_tokens_map.json")
     settings |= _json_of(folder / "tokenizer_config.json")
-    named = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+    found = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+    named = {key: token for key, token in found.items() if token}
     eos_id, pad_id = (ids.get(named.get(key)) for key in ("eos_token", "pad_token"))
     mark = _mark_after_answers(_template(folder, settings), named, tokenizer.added)
     return TokenizerEnds(eos_id, ids.get(mark), pad_id)
@@ -64,7 +65,7 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _mark_after_answers(
-    template: str | None, named: dict[str, str | None], added: frozenset[str]
+    template: str | None, named: dict[str, str], added: frozenset[str]
 ) -> str | None:
     """The added or eos token that follows an answer.
 
@@ -82,6 +83,7 @@ def _mark_after_answers(
         rendered, _ = render_jinja_template([messages], chat_template=template, **named)
     except Exception:  # a template is a program of its own; `data.chat.render` reports its errors
         return None
-    after = rendered[0].rpartition(ANSWER)[2].lstrip()
-    marks = {*added, named.get("eos_token")} - {None, ""}
-    return max((mark for mark in marks if after.startswith(mark)), key=len, default=None)
+    _, answer, after = rendered[0].rpartition(ANSWER)
+    marks = [*added, named.get("eos_token")] if answer else []
+    follows = after.lstrip().startswith
+    return max((mark for mark in marks if mark and follows(mark)), key=len, default=None)

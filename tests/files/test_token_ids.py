@@ -91,6 +91,7 @@ TEMPLATES = {
         13,
     ),
     "text": (ROLE + "### {{ m.role }}: {{ m.content }}\n\n{% endfor %}", None),
+    "questions": (ROLE + "{% if loop.first %}<s>{{ m.content }}{% endif %}{% endfor %}", None),
     "refusing": ("{{ raise_exception('no') }}", None),
     "broken": ("{% for %}", None),
 }
