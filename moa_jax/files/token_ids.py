@@ -12,6 +12,7 @@ fingerprint of a vocabulary, which also matches a vocabulary with more tokens af
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from collections.abc import Mapping
@@ -103,9 +104,12 @@ def find_beside(folder: Path, stated: str | None, file_sha256: str | None) -> di
     Pairs are often written so, and the bundled pair is. The arguments are those of `is_same`.
     """
     for path in sorted(folder.resolve().parent.glob("*/tokenizer.json")):
-        tokens = read_token_ids(path.parent)
-        if is_same(path.parent, tokens, stated, file_sha256):
-            return tokens
+        if stated is None and (file_sha256 is None or file_hash(path) != file_sha256):
+            continue
+        with contextlib.suppress(InputError):  # a damaged file of some other model
+            tokens = read_token_ids(path.parent)
+            if is_same(path.parent, tokens, stated, file_sha256):
+                return tokens
     return None
 
 
