@@ -553,18 +553,19 @@ def _check_target(config: Mapping[str, Any], folder: Path, target: Target) -> No
     stated, nested = config.get("target", {}), config.get("transformer_layer_config", config)
     check_pairing(stated, layer_sizes(target.config))
     own, known = (token_ids.read_token_ids(each) for each in (folder, target.folder))
+    name, file_sha256, same = stated.get("vocabulary"), stated.get("tokenizer_sha256"), None
+    if own is None:
+        same = token_ids.is_same(target.folder, known, name, file_sha256)
+        if same:
+            return
+        own = token_ids.find_beside(folder, name, file_sha256)
     if own is not None and known is not None:
         if found := token_ids.first_difference(own, known):
             tokens = (repr(found.token), repr(found.other))
             raise mispaired(f"the token of id {found.token_id}", *tokens)
         return
-    name, file_sha256 = stated.get("vocabulary"), stated.get("tokenizer_sha256")
-    same = token_ids.is_same(target.folder, known, name, file_sha256)
     if same is False:
-        of_target = token_ids.fingerprint(known or {})
-        raise mispaired("the vocabulary (ids:sha256)", name, of_target)
-    if same:
-        return
+        raise mispaired("the vocabulary (ids:sha256)", name, token_ids.fingerprint(known or {}))
     size = stated.get("vocab_size", nested.get("vocab_size"))
     check_pairing({"vocab_size": size}, {"vocab_size": target.config.vocab_size})
     if file_sha256 is not None and known is not None:

@@ -45,13 +45,12 @@ TOKENIZER_FILES = (  # by their whole names: what an earlier tokenizer may have 
     "vocab.json",
     "merges.txt",
 )
+WEIGHTS_AND_CONFIG = ("*.safetensors", "config.json", "*.gguf")
 _FILES_OF_MODEL = (
-    "*.safetensors",
-    "config.json",
+    *WEIGHTS_AND_CONFIG,
     "generation_config.json",
     "tokenizer*.json",
     "chat_template*",
-    "*.gguf",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -213,12 +212,12 @@ def file_hash(path: Path) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def folder_hash(folder: Path) -> str:
+def folder_hash(folder: Path, patterns: Iterable[str] = _FILES_OF_MODEL) -> str:
     """The sha256 of the names and all the bytes of a model's files; `parts.model_hash` is quicker.
 
     Answer folders and reports keep this value, so it must stay the same.
     """
-    paths = {path for pattern in _FILES_OF_MODEL for path in folder.glob(pattern)}
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
     lines = (f"{path.name} {file_hash(path)}" for path in sorted(paths))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

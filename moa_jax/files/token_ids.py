@@ -12,7 +12,9 @@ fingerprint of a vocabulary, which also matches a vocabulary with more tokens af
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +33,7 @@ class TokenDifference(NamedTuple):
     other: str | None
 
 
-class Tokens(NamedTuple):
+class TokenizerTokens(NamedTuple):
     """The ids of all tokens, and those tokens that text is searched for first."""
 
     ids: dict[str, int]
@@ -44,8 +46,8 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
     return None if found is None else found.ids
 
 
-def read_tokens(folder: Path) -> Tokens | None:
-    """The tokens of a folder's tokenizer; None without a vocabulary in tokenizer.json.
+def read_tokens(folder: Path) -> TokenizerTokens | None:
+    """The tokens of a folder's tokenizer; None without any in tokenizer.json.
 
     Raises InputError for a vocabulary that does not map tokens to ids.
     """
@@ -54,9 +56,8 @@ def read_tokens(folder: Path) -> Tokens | None:
         return None
     content, settings = read_json(path), folder / "tokenizer_config.json"
     added = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
-    if (vocab := (content.get("model") or {}).get("vocab")) is None:
-        return None
     try:
+        vocab = (content.get("model") or {}).get("vocab") or {}
         if not isinstance(vocab, dict):  # Unigram's has scores in the order of ids
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
         own = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
@@ -65,8 +66,10 @@ def read_tokens(folder: Path) -> Tokens | None:
         taken = set(found.values())
         found = {token: index for token, index in late.items() if index not in taken} | found
         # llama.cpp gives embedding rows without a token this name.
-        ids = {token: index for token, index in found.items() if token != f"[PAD{index}]"}
-        return Tokens(ids, frozenset((own | late).keys() & ids.keys()))
+        ids = {t: operator.index(i) for t, i in found.items() if t != f"[PAD{i}]"}
+        if not ids:
+            return None
+        return TokenizerTokens(ids, frozenset((own | late).keys() & ids.keys()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} does not map tokens to ids: fetch or write it again") from error
 
@@ -93,6 +96,21 @@ def is_same(
     if file_sha256 is None:
         return None
     return True if file_sha256 == file_hash(folder / "tokenizer.json") else None
+
+
+def find_beside(folder: Path, stated: str | None, file_sha256: str | None) -> dict[str, int] | None:
+    """The vocabulary that the files of a folder state, from a folder beside it; None without one.
+
+    Pairs are often written so, and the bundled pair is. The arguments are those of `is_same`.
+    """
+    for path in sorted(folder.resolve().parent.glob("*/tokenizer.json")):
+        if stated is None and (file_sha256 is None or file_hash(path) != file_sha256):
+            continue
+        with contextlib.suppress(InputError):  # a damaged file of some other model
+            tokens = read_token_ids(path.parent)
+            if is_same(path.parent, tokens, stated, file_sha256):
+                return tokens
+    return None
 
 
 def notice_unknown(made_for: Path) -> None:

@@ -34,14 +34,17 @@ def read_ends(folder: Path) -> TokenizerEnds:
     ids = tokenizer.ids
     settings = _json_of(folder / "special_tokens_map.json")
     settings |= _json_of(folder / "tokenizer_config.json")
-    named = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+    found = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+    named = {key: token for key, token in found.items() if token}
     eos_id, pad_id = (ids.get(named.get(key)) for key in ("eos_token", "pad_token"))
     mark = _mark_after_answers(_template(folder, settings), named, tokenizer.added)
     return TokenizerEnds(eos_id, ids.get(mark), pad_id)
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    """The values of a file that are not null."""
+    found = read_json(path) if path.is_file() else {}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _content(token: Any) -> str | None:
@@ -54,15 +57,15 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     """The default chat template, from the first place that transformers looks at."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    own = _json_of(folder / "chat_template.json").get("chat_template")
-    found = own or settings.get("chat_template")
+    found = settings.get("chat_template")
+    found = found or _json_of(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):  # several, by their names
         found = {each.get("name"): each.get("template") for each in found}.get("default")
     return found if isinstance(found, str) else None
 
 
 def _mark_after_answers(
-    template: str | None, named: dict[str, str | None], added: frozenset[str]
+    template: str | None, named: dict[str, str], added: frozenset[str]
 ) -> str | None:
     """The added or eos token that follows an answer.
 
@@ -80,6 +83,7 @@ def _mark_after_answers(
         rendered, _ = render_jinja_template([messages], chat_template=template, **named)
     except Exception:  # a template is a program of its own; `data.chat.render` reports its errors
         return None
-    after = rendered[0].rpartition(ANSWER)[2].lstrip()
-    marks = {*added, named.get("eos_token")} - {None, ""}
-    return max((mark for mark in marks if after.startswith(mark)), key=len, default=None)
+    _, answer, after = rendered[0].rpartition(ANSWER)
+    marks = [*added, named.get("eos_token")] if answer else []
+    follows = after.lstrip().startswith
+    return max((mark for mark in marks if mark and follows(mark)), key=len, default=None)

@@ -25,7 +25,7 @@ SHOWN = {  # what a refusal calls the facts that it names; the others go by thei
     "target_layer_inference": "N (target layers that the drafter reuses)",
     "vocab_size": "the size of the vocabulary",
     "target_sha256": "the target's files",
-    "vocabulary": "the tokenizer's vocabulary (ids:sha256)",
+    "vocabulary": "the tokenizer",
     "drafter_sha256": "the drafter's files",
 }
 

@@ -174,7 +174,7 @@ def another_mixer(moa):
 
 def another_tokenizer(moa):
     for path in (moa / "part" / "target").glob("tokenizer*"):
-        path.write_text("{ }")
+        path.write_text('{"model": {"vocab": {"other": 0}}}')
     edit_json(moa / "part" / "draft" / "config.json", target={})
 
 

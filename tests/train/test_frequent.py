@@ -139,7 +139,9 @@ def test_the_program_adds_it_to_no_other_folder(small_target, tmp_path, drafter)
     said = refusal(counted, *where, small_target)  # a whole model is a drafter with its own head
     assert "a drafter of kind independent has a head of its own" in said
     config = (drafter / "config.json").read_text()
-    (drafter / "config.json").write_text(config.replace('"vocab_size": 320', '"vocab_size": 321'))
+    (drafter / "config.json").write_text(
+        config.replace('"vocabulary": "320:', '"vocabulary": "321:')
+    )
     assert "321" in refusal(counted, *where, drafter)
     assert not (drafter / FILE).exists() and not (small_target / FILE).exists()
     with pytest.raises(SystemExit):

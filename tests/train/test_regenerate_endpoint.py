@@ -18,6 +18,8 @@ import pytest
 from infer.flags.pair import DEMO
 from infer.listening.child import Child
 from moa_jax import InputError
+from moa_jax.config import Sampling
+from moa_jax.data.tokenizer import load_tokenizer
 from tests.train.fake_endpoint import FakeEndpoint, Handler, served
 from tests.train.test_regenerate import (
     CONVERSATIONS,
@@ -28,7 +30,8 @@ from tests.train.test_regenerate import (
 )
 from train import regenerate
 from train.run import endpoint as module
-from train.run.answers import TargetAnswer
+from train.run.answers import TargetAnswer, TargetQuestion
+from train.run.completions import AnswerFields, Completions
 from train.run.connection import address_of
 from train.run.partial import Partial
 
@@ -167,6 +170,16 @@ def test_texts_of_a_fixed_length_become_tokens(ask, fake, local, tmp_path, capsy
     ask(tmp_path / "a.jsonl", *LIMITED, *IDS)
     for ours, theirs in zip(read(tmp_path / "a.jsonl"), local(*LIMITED, *IDS).splitlines()):  # noqa: B905
         assert ours == json.loads(theirs)
+
+
+@pytest.mark.parametrize("turn_id, end", [(5, 5), (None, 4)])
+def test_an_end_that_a_server_leaves_out_is_that_of_the_template(turn_id, end):
+    tokenizer = load_tokenizer(DEMO / "target")  # whose eos token is 4
+    wanted = AnswerFields(tokenizer, 2048, 9, (3, 4, 5), turn_id=turn_id)
+    choice = {"text": "", "finish_reason": "stop", "token_ids": [7]}
+    question = TargetQuestion(0, [8], [], Sampling())
+    answer = Completions("here", "demo", wanted).answer({"choices": [choice]}, question)
+    assert answer.token_ids == [7, end]
 
 
 # ---- troubles that pass -------------------------------------------------------------------

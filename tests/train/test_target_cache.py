@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Taps
-from moa_jax.files.folders import folder_hash
+from moa_jax.files.folders import WEIGHTS_AND_CONFIG, folder_hash
 from moa_jax.model import attention, attention_intervals, sharding
 from moa_jax.pretrained import describe_target
 from moa_jax.training import target_cache
@@ -279,7 +280,23 @@ def test_a_cache_belongs_to_weights_that_were_fetched_after_the_description(smal
     flags, rows = CacheFlags(tmp_path / "cache", 1.0), Batches(rows_of(0), 2, seed=0)
     config = small_run(tmp_path, small_target)
     bound = distill.opened(flags, config, describe_target(bare), rows)._made_from["target"]
-    assert bound == folder_hash(small_target) != folder_hash(bare)
+    of = lambda folder: folder_hash(folder, WEIGHTS_AND_CONFIG)
+    assert bound == of(small_target) != of(bare)
+
+
+def test_a_cache_outlives_a_tokenizer_that_is_written_anew(small_target, tmp_path):
+    """A cache of an earlier version states the hash of all files; it serves while they stay."""
+    target, flags = tmp_path / "target", CacheFlags(tmp_path / "cache", 1.0)
+    shutil.copytree(small_target, target)
+    config, rows = small_run(tmp_path, target), Batches(rows_of(0), 2, seed=0)
+    opened = lambda: distill.opened(flags, config, describe_target(target), rows)
+    now = opened()._made_from
+    flags.folder.mkdir()
+    for stated in (folder_hash(target), now["target"]):
+        (flags.folder / "cache.json").write_text(json.dumps(now | {"target": stated}))
+        assert opened()._made_from["target"] == stated
+    (target / "tokenizer.json").write_text((target / "tokenizer.json").read_text() + "\n")
+    assert opened()._made_from == now
 
 
 # ---- which rows ---------------------------------------------------------------------------

@@ -139,6 +139,19 @@ def test_other_ids_are_refused_by_the_first_that_differs(run, target, tmp_path):
     assert "id 40" in line and "'w60'" in line and "'w40'" in line
 
 
+def test_a_drafter_of_an_earlier_version_names_the_id_where_its_target_is_beside_it(run, tmp_path):
+    """The bundled drafter states the hash of a file, and that file is beside it."""
+    target = shutil.copytree(DEMO / "target", tmp_path / "target")
+    content = json.loads((target / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    one, other = (next(t for t, i in vocab.items() if i == index) for index in (300, 301))
+    vocab |= {one: 301, other: 300}
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    flags = ("--draft", DEMO / "draft", "--prompt-ids", "5", "--mode", "chain")
+    line = run("infer.generate", "--target", target, *flags).refusal()
+    assert f"the token of id 300 is {one!r} in its files and {other!r} in the target" in line
+
+
 def test_without_tokenizers_sizes_decide(run, pair, tmp_path):
     draft = resized(pair / "target", tmp_path / "draft", 90)
     line = run(
