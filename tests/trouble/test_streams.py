@@ -89,23 +89,6 @@ def test_other_closed_streams():
 
 
 @pytest.mark.slow
-def test_a_pipe_that_does_not_block_gets_all():
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while os.write(writer, b"." * 4096):
-            pass
-    command = [sys.executable, "-m", "infer.generate", "--help"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE) as process:
-        os.close(writer)
-        time.sleep(3)  # until the program meets a full pipe
-        with open(reader, "rb") as pipe:
-            out = pipe.read()
-        assert process.wait() == 0, process.stderr.read()
-    assert out.strip(b".").endswith(b"\n") and b"--max-new-tokens" in out
-
-
-@pytest.mark.slow
 def test_a_chat_goes_on_after_a_line_that_is_not_utf8():
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "infer.generate", "--mode", "plain", "--max-new-tokens", "3"]
