@@ -181,7 +181,7 @@ def test_events_are_lines_that_a_full_pipe_cannot_stop():
 
 
 def test_a_log_counts_the_events_that_its_stream_refuses():
-    class Full(io.StringIO):
+    class RefusingStream(io.StringIO):
         left = 2
 
         def write(self, text):
@@ -190,7 +190,7 @@ def test_a_log_counts_the_events_that_its_stream_refuses():
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(text)
 
-    stream = Full()
+    stream = RefusingStream()
     with EventLog(stream) as log:
         for count in range(4):
             log("open", tokens=count)

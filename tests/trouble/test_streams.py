@@ -76,6 +76,12 @@ def test_streams_that_are_closed_or_full_do_not_end_work():
     assert done.err.count("\n") == 1
 
 
+def test_a_run_whose_checkpoints_have_no_place_is_refused_at_the_start(run, tmp_path):
+    flags = ("--run.directory", tmp_path / "caf\udce9", "--output", tmp_path / "final")
+    line = run("train.distill", "--config", "configs/tiny.py", *flags).refusal()
+    assert "run.directory" in line and "not valid UTF-8" in line
+
+
 @pytest.mark.slow
 def test_other_closed_streams():
     for redirected, says in {
