@@ -55,7 +55,7 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list
         if not is_utf8(text):
             encoding = sys.stdin.encoding
             raise InputError(
-                f"the prompt on stdin is not valid {encoding}: {text[:60]!r}; write it in {encoding}"
+                f"the text on stdin is not valid {encoding}: {text[:60]!r}; write it in {encoding}"
             )
         yield asking(text, tokenizer)
 
