@@ -72,7 +72,7 @@ def names(text: str) -> list[str]:
 def utf8(text: str) -> str:
     """Type of a flag whose text is read by a tokenizer or shown to clients."""
     if not is_utf8(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8: give text in UTF-8")
     return text
 
 

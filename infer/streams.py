@@ -22,20 +22,21 @@ NAMES = ("stdin", "stdout", "stderr")
 
 
 def prepare() -> None:
-    """Sets up the three streams of `sys`; streams that replace the process's own stay."""
-    for number, name in enumerate(NAMES):
+    """Sets up the three streams of `sys`; others than the process's own only get `errors`."""
+    for number in range(len(NAMES)):
         try:
             os.fstat(number)
         except OSError:  # closed; the null device gets the lowest number that is free
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for number, name in enumerate(NAMES):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
-    for name in NAMES[1:]:
-        if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            setattr(sys, name, writer(name, getattr(sys, name)))
+        stream = getattr(sys, name)
+        if number and stream is getattr(sys, f"__{name}__"):
+            setattr(sys, name, writer(name, stream))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace" if number else "surrogateescape")
 
 
 def writer(name: str, like: TextIO, number: int | None = None) -> TextIO:

@@ -55,8 +55,9 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list
     elif not sys.stdin.isatty():
         text = sys.stdin.read().removeprefix(BYTE_ORDER_MARK)
         if not is_utf8(text):
+            encoding = sys.stdin.encoding
             raise InputError(
-                f"the prompt on stdin is not valid {sys.stdin.encoding}: {text[:60]!r}"
+                f"the text on stdin is not valid {encoding}: {text[:60]!r}; write it in {encoding}"
             )
         yield asking(text, tokenizer)
 

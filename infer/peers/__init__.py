@@ -39,7 +39,11 @@ def run_peer(
     """The answer of `{name}_{work}.py` to a task; InputError with its last line if it fails."""
     program = Path(__file__).with_name(f"{name}_{work}.py")
     done = subprocess.run(
-        [sys.executable, str(program)], input=json.dumps(task), capture_output=True, text=True
+        [sys.executable, str(program)],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        errors="replace",  # of libraries, in any encoding
     )
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -177,6 +178,26 @@ def test_events_are_lines_that_a_full_pipe_cannot_stop():
     assert len(lines) in (4, 5) and lines[0].keys() == {"time", "event", "tokens"}
     assert lines[-1]["event"] == "close"
     assert sum(line.get("lost_events", 0) for line in lines) == 51 - len(lines)
+
+
+def test_a_log_counts_the_events_that_its_stream_refuses():
+    class RefusingStream(io.StringIO):
+        left = 2
+
+        def write(self, text):
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    stream = RefusingStream()
+    with EventLog(stream) as log:
+        for count in range(4):
+            log("open", tokens=count)
+            wait_for(lambda: not log._lines.qsize())
+            wait_for(lambda count=count: count > 1 or log._lost == count + 1)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["tokens"], line.get("lost_events")) for line in lines] == [(2, 2), (3, None)]
 
 
 def test_warnings_of_libraries_become_events_without_their_text():

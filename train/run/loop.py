@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.config.checks import is_utf8
 from moa_jax.data.batch import Batch
 from moa_jax.errors import InputError
 from moa_jax.files.places import is_stored, place
@@ -115,6 +116,12 @@ def check(config: PretrainConfig | DistillConfig) -> None:
             "parts: choose numbers that divide"
         )
     check_output(config)
+    directory = place(config.run.directory)
+    if not is_utf8(str(directory if is_stored(directory) else directory.resolve())):
+        raise InputError(
+            f"run.directory {config.run.directory} is not valid UTF-8, and Orbax writes no "
+            "checkpoint there: choose another folder"
+        )
     if config.run.tensorboard:
         if is_stored(place(config.run.directory)):
             raise InputError("run.tensorboard: events are written to a folder, not to a store")

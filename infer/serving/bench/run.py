@@ -362,7 +362,7 @@ def _settings(args: argparse.Namespace, questions: Questions) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """The device as another process sees it: this one must not take a GPU from the servers."""
     command = [sys.executable, "-m", "infer.info", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
         raise InputError(f"infer.info failed: {line}")
