@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from moa_jax.config import Sampling
 from moa_jax.data.chat import Message
 from moa_jax.decode.engine import Engine, News, Request
+from moa_jax.errors import InputError
 
 
 class TargetQuestion(NamedTuple):
@@ -80,10 +81,12 @@ class LocalAnswers:
         self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
 
     def next(self) -> TargetAnswer:
-        """The next answer; a fault of the engine is raised."""
+        """The next answer; raises InputError where the engine failed, which has logged why."""
         number, tokens, news = self._ended.get()
+        if news.finish == "error":
+            raise InputError(news.error)
         if news.finish not in ("stop", "length"):
-            raise RuntimeError(news.error or f"an answer was {news.finish}")
+            raise RuntimeError(f"an answer was {news.finish}")
         return TargetAnswer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")
 
 
