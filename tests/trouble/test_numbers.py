@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
+from infer.flags.pair import DEMO
 from tests.meeting import wait_for
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 
@@ -80,11 +81,12 @@ def test_a_drafter_with_nan_is_refused(run, pair):
     assert line.endswith(f"{name} holds 1 NaN or infinite values: fetch the model again")
 
 
-def test_eight_bits_do_not_hide_nan(run, pair):
-    damage(pair / "target", WEIGHT, nan_at(0, 3))
-    line = run(
-        "infer.generate", *models(pair), *PROMPT, "--mode", "plain", "--weights", "int8"
-    ).refusal()
+def test_eight_bits_do_not_hide_nan(run, tmp_path):
+    """XLA's maximum on CPUs leaves NaN out of matrices that are not small."""
+    shutil.copytree(DEMO / "target", tmp_path / "target")
+    damage(tmp_path / "target", WEIGHT, nan_at(0, 3))
+    flags = ("--target", tmp_path / "target", *PROMPT, "--mode", "plain", "--weights", "int8")
+    line = run("infer.generate", *flags).refusal()
     assert f"{WEIGHT} holds values that are not finite" in line
 
 
