@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from moa_jax.drafters.api import NOTHING
 from moa_jax.errors import InputError
+from moa_jax.files.folders import public_name
 from moa_jax.model import convert, sharding
 from moa_jax.pretrained import Target
 
@@ -40,7 +41,8 @@ def _cause(target: Target) -> str:
             leaves = jax.tree.leaves(convert.leaf_at(target.params, path))
             if not all(bool(_is_finite(leaf)) for leaf in leaves):
                 names = " + ".join(packing.names)
-                return f"{target.folder}: {names} holds such values, so fetch the model again"
+                model = public_name(target.folder)  # a server tells its clients
+                return f"{names} of {model} holds such values, so fetch the model again"
     dtype = target.params["embed"].dtype
     wider = "load it with dtype float32" if dtype != jnp.float32 else "check the weights"
     return f"the target's activations overflow in {dtype}, so {wider}"

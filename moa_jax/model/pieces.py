@@ -31,7 +31,7 @@ def in_pieces(x_BNV: Array, fill: float | int) -> Array:
 
 
 def likeliest(order_XV: Array) -> Array:
-    """`argmax` over the last axis of (..., V), as int32 (...); 0 if the maximum is not finite."""
+    """`argmax` over the last axis of (..., V), as int32 (...); 0 where `finite_argmax` has -1."""
     return jnp.maximum(finite_argmax(order_XV), 0)
 
 

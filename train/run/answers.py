@@ -98,8 +98,10 @@ class LocalAnswers:
         number, tokens, news = self._ended.get()
         if isinstance(news, str):
             return TargetRefusal(number, news)
+        if news.finish == "error":  # of the whole engine, which has logged it
+            raise InputError(news.error)
         if news.finish not in ("stop", "length"):
-            raise RuntimeError(news.error or f"an answer was {news.finish}")
+            raise RuntimeError(f"an answer was {news.finish}")
         return TargetAnswer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")
 
 

@@ -178,7 +178,8 @@ class Watch:
         if stop:
             raise InputError(
                 f"{what}: its batch is {kept}: lower optim.learning_rate in another "
-                "run.directory, or pass over such steps with --run.not_finite skip"
+                "run.directory, or pass over such steps with --run.not_finite skip; at the first "
+                "step the target may hold NaN, which infer.generate would name"
             )
         if self._log is not None:
             self._log.write(step, "not_finite", told | {"skipped": self._skipped})

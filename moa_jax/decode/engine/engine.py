@@ -345,7 +345,11 @@ class Engine:
 
     def _lose_of_nan(self, task: Task, length: int) -> None:
         """Ends a request whose logits after so many tokens are not finite."""
-        self._lose([task], finite.not_finite(self.session.target, "this prompt", length))
+        error = finite.not_finite(self.session.target, "this prompt", length)
+        logging.getLogger(__name__).error("an answer failed: %s", error)
+        self._totals.counts["failures"] += 1
+        self._readings.prefixes.clear()  # 0 * NaN of a kept row is NaN
+        self._end(task, failed(error))
 
     def _end(self, task: Task, news: News) -> None:
         """Tells the last news of a request, wherever it is."""
@@ -493,8 +497,8 @@ class Engine:
                 continue
             length, told = len(task.request.prompt_ids), max(task.num_scored, 1)
             new = slice(told - begin, length - begin)
-            if not np.isfinite(found.own_BC[0, new]).all():
-                self._lose_of_nan(task, told)
+            if not (is_finite := np.isfinite(found.own_BC[0, new])).all():
+                self._lose_of_nan(task, told + int(is_finite.argmin()))
                 continue
             likely = logprobs.as_list(found, 0, new, task.request.top_logprobs)
             news = News([], prompt_logprobs=likely if task.num_scored else [None, *likely])

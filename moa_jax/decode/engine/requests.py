@@ -46,7 +46,8 @@ CANCELLED = News([], finish="cancelled")
 
 def failed(error: Exception) -> News:
     """The end of an answer, in a line for people who cannot mend it."""
-    line = f"the engine failed at this request: {type(error).__name__}: {error}".splitlines()[0]
+    name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+    line = f"the engine failed at this request: {name}{error}".splitlines()[0]
     return News([], finish="error", error=line)
 
 
