@@ -1,12 +1,10 @@
 """Documents of many answers, written as they come: on stdout, or in a file that can go on.
 
-    {"settings": {...}, "results": [R,
-    R,
-    R]}
+    {"settings": {...}, "results": [R, R, R]}
 
-Each result is flushed with its line. What Ctrl-C, SIGTERM or a fault cuts ends with a mark, such
-as `"cut": {"by": "SIGINT", "done": 3, "of": 400}`. What was killed ends after a result, perhaps
-with a part of the next one; `]}` after the last whole result makes it JSON again.
+Each result is flushed. What Ctrl-C, SIGTERM or a fault cuts ends with a mark, such as
+`"cut": {"by": "SIGINT", "done": 3, "of": 400}`. What was killed ends after a result, perhaps with
+a part of the next one; `]}` after the last whole result makes it JSON again.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from infer.listening.child import SIGTERM_CODE, ended_by_sigterm
 from infer.program import INTERRUPTED
 from moa_jax.errors import InputError, first_line
 
-BETWEEN = ",\n"
+BETWEEN = ", "
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
 
 
@@ -41,8 +39,8 @@ class GrowingDocument:
     ) -> None:
         """A result per prompt, with its `prompt_ids`, goes to stdout, or to the file `path`.
 
-        Raises InputError for a file with other settings or prompts, and for one that another run
-        writes.
+        Raises InputError for a file with other settings, prompts or content, and for one that
+        another run writes.
         """
         self._head = json.dumps({"settings": settings})[:-1] + ', "results": ['
         self._total, self._path = len(prompts), path
@@ -51,8 +49,12 @@ class GrowingDocument:
         self.results: list[dict[str, Any]] = []
         self.rest: dict[str, Any] = {}
         if path is not None:
+            if path.exists() and not path.is_file():
+                raise InputError(f"--output {path} is not a regular file: choose another path")
             with contextlib.ExitStack() as stack:
-                self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
+                self._file = stack.enter_context(
+                    path.open("a+", encoding="utf-8", errors="replace")
+                )
                 self._go_on(prompts)
                 self._stack = stack.pop_all()
         self.done = len(self.results)
