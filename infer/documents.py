@@ -36,14 +36,16 @@ class GrowingDocument:
         settings: Mapping[str, Any],
         prompts: Sequence[list[int]],
         path: Path | None = None,
+        go_on: str = "",
     ) -> None:
         """A result per prompt, with its `prompt_ids`, goes to stdout, or to the file `path`.
 
+        `go_on` tells the user how a document that was cut goes on.
         Raises InputError for a file with other settings, prompts or content, and for one that
         another run writes.
         """
         self._head = json.dumps({"settings": settings})[:-1] + ', "results": ['
-        self._total, self._path = len(prompts), path
+        self._total, self._path, self._advice = len(prompts), path, go_on
         self._stack = contextlib.ExitStack()
         self._file: TextIO | None = None  # None: stdout, whatever that is by then
         self.results: list[dict[str, Any]] = []
@@ -96,9 +98,8 @@ class GrowingDocument:
                 self.rest |= cut_mark(error, self.done, self._total)
                 with contextlib.suppress(OSError):  # which may be the fault
                     self._end()
-                go_on = "the same command goes on" if self._path else "with --output it could go on"
                 if name := _signal_of(error):
-                    line = f"{name}: {self.done} of {self._total} answers are written; {go_on}"
+                    line = f"{name}: {self.done} of {self._total} answers are written{self._advice}"
                     print(line, file=sys.stderr, flush=True)
 
     def add(self, result: Mapping[str, Any]) -> None:

@@ -45,7 +45,9 @@ def tokens_of(document: dict) -> list[list[int]]:
     return [result["token_ids"] for result in document["results"]]
 
 
-def test_an_interrupted_document_has_the_answers_so_far(run, flags, cut_after, monkeypatch):
+def test_an_interrupted_document_has_the_answers_so_far(
+    run, flags, cut_after, monkeypatch, tmp_path
+):
     whole = json.loads(run("infer.generate", *flags, "--json").out)
     assert "cut" not in whole and len(whole["results"]) == 6
     cut_after(4)
@@ -54,6 +56,12 @@ def test_an_interrupted_document_has_the_answers_so_far(run, flags, cut_after, m
     assert done.code == 130 and tokens_of(found) == tokens_of(whole)[:4]
     assert found["settings"] == whole["settings"]
     assert found["cut"] == {"by": "SIGINT", "done": 4, "of": 6}
+    monkeypatch.undo()
+    file = tmp_path / "saved.json"
+    file.write_text(done.out)
+    cut_after(2)  # those that are left
+    assert run("infer.generate", *flags, "--output", file).code == 0
+    assert tokens_of(json.loads(file.read_text())) == tokens_of(whole)
     monkeypatch.undo()
     cut_after(0)
     done = run("infer.generate", *flags, "--json")
