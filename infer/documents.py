@@ -1,12 +1,10 @@
 """Documents of many answers, written as they come: on stdout, or in a file that can go on.
 
-    {"settings": {...}, "results": [R,
-    R,
-    R]}
+    {"settings": {...}, "results": [R, R, R]}
 
-Each result is flushed with its line. What Ctrl-C, SIGTERM or a fault cuts ends with a mark, such
-as `"cut": {"by": "SIGINT", "done": 3, "of": 400}`. What was killed ends after a result, perhaps
-with a part of the next one; `]}` after the last whole result makes it JSON again.
+Each result is flushed. What Ctrl-C, SIGTERM or a fault cuts ends with a mark, such as
+`"cut": {"by": "SIGINT", "done": 3, "of": 400}`. What was killed ends after a result, perhaps with
+a part of the next one; `]}` after the last whole result makes it JSON again.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from infer.program import INTERRUPTED
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.documents import to_json
 
-BETWEEN = ",\n"
+BETWEEN = ", "
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
 
 
@@ -39,21 +37,27 @@ class GrowingDocument:
         settings: Mapping[str, Any],
         prompts: Sequence[list[int]],
         path: Path | None = None,
+        go_on: str = "",
     ) -> None:
         """A result per prompt, with its `prompt_ids`, goes to stdout, or to the file `path`.
 
-        Raises InputError for a file with other settings or prompts, and for one that another run
-        writes.
+        `go_on` tells the user how a document that was cut goes on.
+        Raises InputError for a file with other settings, prompts or content, and for one that
+        another run writes.
         """
         self._head = to_json({"settings": settings})[:-1] + ', "results": ['
-        self._total, self._path = len(prompts), path
+        self._total, self._path, self._advice = len(prompts), path, go_on
         self._stack = contextlib.ExitStack()
         self._file: TextIO | None = None  # None: stdout, whatever that is by then
         self.results: list[dict[str, Any]] = []
         self.rest: dict[str, Any] = {}
         if path is not None:
+            if path.exists() and not path.is_file():
+                raise InputError(f"--output {path} is not a regular file: choose another path")
             with contextlib.ExitStack() as stack:
-                self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
+                self._file = stack.enter_context(
+                    path.open("a+", encoding="utf-8", errors="replace")
+                )
                 self._go_on(prompts)
                 self._stack = stack.pop_all()
         self.done = len(self.results)
@@ -95,9 +99,8 @@ class GrowingDocument:
                 self.rest |= cut_mark(error, self.done, self._total)
                 with contextlib.suppress(OSError):  # which may be the fault
                     self._end()
-                go_on = "the same command goes on" if self._path else "with --output it could go on"
                 if name := _signal_of(error):
-                    line = f"{name}: {self.done} of {self._total} answers are written; {go_on}"
+                    line = f"{name}: {self.done} of {self._total} answers are written{self._advice}"
                     print(line, file=sys.stderr, flush=True)
 
     def add(self, result: Mapping[str, Any]) -> None:

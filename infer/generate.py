@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         type=local_path,
         metavar="FILE.json",
         help="the document of --json as a file, with each answer as it comes; the same command "
-        "goes on where it was cut",
+        "goes on in a file that was cut, and so in what a cut --json has written",
     )
     group.add_argument(
         "--batch", type=positive, default=1, help="prompts side by side, with --json"
@@ -220,7 +220,9 @@ def _is_given(args: argparse.Namespace) -> bool:
 def _answer_as_document(ask: Asking, prompts: list[list[int]]) -> int:
     """Writes each answer as it comes, after those that the file of --output has already."""
     session, args, rows = ask.session, ask.args, rows_of(ask.sampling, len(prompts))
-    with GrowingDocument(_settings(ask), prompts, args.output if is_first() else None) as document:
+    path = args.output if is_first() else None
+    go_on = f": go on with the same flags and --output {path or 'FILE, with this document in FILE'}"
+    with GrowingDocument(_settings(ask), prompts, path, go_on) as document:
         differ = [result.get("difference") is not None for result in document.results]
         differ = on_first(lambda: differ)
         faults, done = sum(differ), len(differ)

@@ -11,9 +11,13 @@ from moa_jax.errors import InputError
 
 
 def at_least(low: int, config: Any, *names: str) -> None:
-    """Raise InputError for the first of these fields that is no whole number of at least `low`."""
+    """Raise InputError for the first of these fields that is no whole number of at least `low`.
+
+    Those of numpy, jax or torch become Python's.
+    """
     for name in names:
-        value = getattr(config, name)
+        value = unboxed(getattr(config, name))
+        object.__setattr__(config, name, value)
         if type(value) is not int or value < low:
             raise InputError(f"{name} is {value!r}: choose a whole number of at least {low}")
 

@@ -225,6 +225,8 @@ class RunConfig:
         at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
         at_least(1, self, "keep_checkpoints")
         at_least(0, self, "decode_prompts", "seed")
+        if self.seed >= 1 << 32:
+            raise InputError(f"seed is {self.seed}: choose one below 2**32")
 
 
 @dataclasses.dataclass(frozen=True)

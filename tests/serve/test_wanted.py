@@ -53,9 +53,19 @@ def test_settings_reach_the_sampling():
     assert chat(**settings, logit_bias=biases).sampling == wanted
 
 
-@pytest.mark.parametrize("seed, wanted", [(-1, (1 << 32) - 1), (1 << 40, 0), (0, 0)])
+@pytest.mark.parametrize("seed, wanted", [(-2, (1 << 32) - 2), (1 << 40, 0), (0, 0)])
 def test_any_seed_of_64_bits_will_do(seed, wanted):
     assert completion(seed=seed).sampling.seed == wanted
+
+
+def test_the_seed_minus_one_is_no_seed():
+    for read in (completion, chat):
+        assert len({read(seed=-1).sampling.seed for _ in range(8)}) > 1
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 64), 1.0, True, "1", [1]])
+def test_what_is_no_seed_is_refused(seed):
+    assert "seed is" in str(refusal(completion, seed=seed).content())
 
 
 def test_null_is_as_good_as_nothing():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moa_jax import InputError, Session, load_drafter, load_target
-from moa_jax.config import Sampling
+from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.text import StopFinder
 
 
@@ -64,6 +64,7 @@ def test_numbers_are_those_of_any_library(session):
         assert session.generate([[5, 6, 7]], most)[0].token_ids == own.token_ids
     row = Sampling(temperature=np.float32(0.5), top_k=np.int32(3), top_p=jnp.float32(0.5), seed=1)
     assert row == Sampling(temperature=0.5, top_k=3, top_p=0.5, seed=1)
+    assert DraftShape(np.int64(4), jnp.int32(2)) == DraftShape(4, 2)
     for wrong in ({"temperature": "1"}, {"top_p": True}, {"top_k": 2.0}, {"seed": None}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             Sampling(**wrong)

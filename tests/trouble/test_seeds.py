@@ -6,6 +6,7 @@ import pytest
 
 from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
+from tests.trouble.conftest import ROOT
 
 DRAWN = ["--prompt-ids", "5,6", "--max-new-tokens", 12, "--temperature", 1, "--json"]
 
@@ -25,6 +26,12 @@ def test_no_seed_is_one_line(run, seed):
     for program in ("infer.generate", "train.regenerate"):
         line = run(program, "--prompts", "x", "--output", "y", "--seed", seed).refusal()
         assert "seed" in line
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64), "1.5"])
+def test_no_seed_of_a_run_is_one_line(run, seed):
+    line = run("train.distill", "--config", ROOT / "configs" / "tiny.py", "--run.seed", seed)
+    assert "seed" in line.refusal()
 
 
 def test_samplings_of_a_session_are_drawn_at_each_call():

@@ -98,7 +98,7 @@ class LocalAnswers:
         number, tokens, news = self._ended.get()
         if isinstance(news, str):
             return TargetRefusal(number, news)
-        if news.finish == "error":  # of the whole engine, which has logged it
+        if news.finish == "error":  # such as weights that hold NaN: each answer would fail
             raise InputError(news.error)
         if news.finish not in ("stop", "length"):
             raise RuntimeError(f"an answer was {news.finish}")
