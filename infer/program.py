@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import errno
 import importlib.util
+import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -17,12 +19,16 @@ from tqdm import tqdm
 
 from infer import compile_cache, streams
 from moa_jax.config.checks import is_utf8
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 from moa_jax.version import __version__
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as shells count
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SECONDS_BETWEEN_LINES = 10.0
+LOWER_MEMORY = (
+    "lower --slots, --batch, --cache-rows, --max-tokens or --max-new-tokens, or give --weights int8"
+)
+XLA_BRIDGE = "jax._src.xla_bridge"  # the logger of the module that starts backends
 
 Main = Callable[[list[str] | None], int | None]
 
@@ -129,16 +135,27 @@ def keep_to_cpu_without_devices() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def keep_to_32_bits() -> None:
+    """Turns JAX_ENABLE_X64 off, so that programs compute what they compute without it."""
+    if "JAX_ENABLE_X64" in os.environ:
+        os.environ["JAX_ENABLE_X64"] = "0"  # for child processes
+    if "jax" in sys.modules:  # it has read its variables already
+        sys.modules["jax"].config.update("jax_enable_x64", False)
+
+
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Run a program and exit with its code, or with 2 after one line for bad input.
 
-    A path that the system refuses and a full disk count as bad input. Ctrl-C exits with 130 and
+    A path that the system refuses, a full disk, too little memory and a backend that jax cannot
+    start count as bad input. Ctrl-C exits with 130 and
     a closed pipe (`| head`) with 141, both without a word. Any other exception is a fault of ours
     and keeps its traceback. What jax compiles is kept for the next start (`compile_cache`).
     """
     streams.prepare()
     compile_cache.use()
     keep_to_cpu_without_devices()
+    keep_to_32_bits()
+    logging.getLogger(XLA_BRIDGE).addFilter(_without_traceback)
     try:
         code = _code_of(main, arguments)
     except KeyboardInterrupt:
@@ -168,13 +185,48 @@ def _code_of(main: Main, arguments: list[str] | None) -> object:
 
 
 def refusal_of(error: BaseException) -> str | None:
-    """The one line for bad input, which a path that the system refuses is; None for a fault."""
+    """The one line for bad input, and for what the system or jax refuses; None for a fault."""
     if isinstance(error, InputError):
         return " ".join(str(error).split())
+    if line := _memory_refusal(error) or _backend_refusal(error):
+        return line
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in DISK_FULL):
         return None
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return f"{where}{error.strerror}: choose a path that can be used"
+
+
+def _memory_refusal(error: BaseException) -> str | None:
+    """The line for too little memory, of Python or of jax on a device."""
+    is_jax = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    if not isinstance(error, MemoryError) and not is_jax:
+        return None
+    return f"out of memory: {first_line(error)}: {LOWER_MEMORY}"
+
+
+def _backend_refusal(error: BaseException) -> str | None:
+    """The line for a backend that jax cannot start, of which some errors of its have no text."""
+    starts = error.__traceback__ and traceback.extract_tb(error.__traceback__)[-1]
+    own = isinstance(error, AssertionError) and Path(starts.filename).stem == "xla_bridge"
+    if not own and not str(error).startswith("Unable to initialize backend"):
+        return None
+    reason = (
+        first_line(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        if str(error)
+        else "no such device"
+    )
+    return (
+        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {reason}: unset JAX_PLATFORMS, or "
+        "set it to cpu"
+    )
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Leaves one line of a plugin that jax cannot load; the reason is the last of its causes."""
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg = f"{record.getMessage()}: {first_line(record.exc_info[1])}"
+        record.args, record.exc_info = (), None
+    return True
 
 
 class Progress:

@@ -449,6 +449,11 @@ def _check_copies(kind: DrafterKind, reader: folders.TensorReader, target: Targe
 
 
 def _describe(folder: Path) -> Target:
+    if jax.config.jax_enable_x64:
+        raise InputError(
+            "jax_enable_x64 is on, and models compute with 32 bits: unset JAX_ENABLE_X64, or call "
+            "jax.config.update('jax_enable_x64', False)"
+        )
     path = folder / "config.json"
     config = folders.read_json(path)
     with _reading(path):

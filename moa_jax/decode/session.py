@@ -8,6 +8,7 @@ result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from moa_jax.decode.state import NEVER, DecodeState, Limits, Setup, Vocabulary, 
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
-from moa_jax.model import panels, quantise, sharding
+from moa_jax.model import memory, panels, quantise, sharding
 from moa_jax.model.processes import on_first
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
@@ -46,6 +47,7 @@ DEFAULT_DEPTH = 5
 # makes drafting start late until costs are measured.
 MOST_OF_A_DRAFTED_TOKEN = 0.2
 ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
+LOWER_CACHES = "--cache-rows, --batch or --max-new-tokens"
 SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer
 
 
@@ -135,6 +137,8 @@ class Session:
         }
         self.background = Background()
         self.alone = threading.Lock()  # for what is timed, if a thread measures beside another
+        if self.cache_rows is not None:
+            self.check_memory(1, self.cache_rows)
 
     @property
     def weights(self) -> Weights:
@@ -152,6 +156,21 @@ class Session:
     def num_compiled(self) -> int:
         """Programs compiled so far."""
         return sum(map(len, self._programs.values()))
+
+    def check_memory(self, batch: int, rows: int, flags: str = LOWER_CACHES) -> None:
+        """Raises InputError where the device cannot hold such caches; `flags` would lower them."""
+        memory.check_memory(
+            batch * rows * self._bytes_of_a_row,
+            f"caches of {rows} rows for a batch of {batch}",
+            f"lower {flags}",
+            self.mesh.size if self.mesh else 1,
+        )
+
+    @functools.cached_property
+    def _bytes_of_a_row(self) -> int:
+        """Bytes of one row of all caches, for one prompt."""
+        caches = lambda weights: step.empty(self.setup, weights, 1, ROWS_OF_A_TILE, Law())
+        return memory.num_bytes_of(jax.eval_shape(caches, self.weights)) // ROWS_OF_A_TILE
 
     def generate(
         self,
@@ -233,7 +252,9 @@ class Session:
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         total_B = lengths_B + wanted_B
-        capacity = self.room.rows(int(total_B.max())) - self._draft_rows
+        rows = self.room.rows(int(total_B.max()))
+        self.check_memory(len(prompts), rows)
+        capacity = rows - self._draft_rows
         prompt_BT = np.zeros((len(prompts), capacity), np.int32)
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt

@@ -33,7 +33,7 @@ from moa_jax.decode.session import for_decoding
 from moa_jax.decode.state import Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Tapped, Tree
 from moa_jax.errors import InputError
-from moa_jax.model import cache, llama, quantise, sharding
+from moa_jax.model import cache, llama, memory, quantise, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 Array = jax.Array
@@ -124,9 +124,16 @@ class Slots:
         self.weights = own._replace(drafter=quantise.in_panels(drafter and drafter.params))
         num_rows = cache_rows_for(max_tokens + max(at_least(NODES, max_nodes), bucket(chunk)))
         dtype = target.params["embed"].dtype
-        self._empty = functools.partial(
-            llama.init_caches, target.config, num_slots + 1, num_rows, dtype
+        caches_of = functools.partial(llama.init_caches, target.config, rows=num_rows, dtype=dtype)
+        one = memory.num_bytes_of(jax.eval_shape(functools.partial(caches_of, batch=1)))
+        mesh = sharding.mesh_of(target.params)
+        memory.check_memory(
+            (num_slots + 1) * one,
+            f"caches of {num_rows} rows for {num_slots} slots",
+            "lower --slots or --max-tokens",
+            mesh.size if mesh else 1,
         )
+        self._empty = functools.partial(caches_of, batch=num_slots + 1)
         self._scratch = num_slots  # where the padding of a pass writes
         self._slots: list[Slot | None] = [None] * num_slots
         setup = Setup(target.config, functions, DraftShape(1))

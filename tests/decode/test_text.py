@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 import tokenizers
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from moa_jax.decode.text import GrowingText, StopFinder, Writer, before_stop
+from infer.serving.tokens import _bytes_of_characters
+from moa_jax.decode.text import (
+    HALF,
+    Detokenizer,
+    GrowingText,
+    StopFinder,
+    Writer,
+    before_stop,
+)
 
 SENTENCE = "Ein Café, ein Kaffee für 3 €. 你好, 👩‍🚀! " * 9
 
@@ -139,3 +150,89 @@ def test_a_text_ends_before_its_first_stop():
 @pytest.mark.parametrize("text, count", [(b"ab.cd", 3), (b"a.", 2), (b"abc", None)])
 def test_a_stop_keeps_the_tokens_that_complete_it(text, count):
     assert StopFinder(Bytes(), ["."])(list(text)) == count
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A tokenizer of the form that Llama 2 has, whose ids are bytes, three words and others."""
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "the", "\u2581", "</s>"]
+    vocab = {name: token for token, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.add_special_tokens(["</s>"])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback()]
+    steps += [decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose ids 0 to 255 are bytes, and some longer tokens across characters."""
+    character_of = {byte: character for character, byte in _bytes_of_characters().items()}
+    longer = [b" the", "好".encode(), b"\x82\xac\xe2", b"a\xe4"]
+    parts = [*(bytes([byte]) for byte in range(256)), *longer]
+    vocab = {"".join(character_of[byte] for byte in part): i for i, part in enumerate(parts)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def answers(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
+    """Characters cut and damaged, random tokens, few tokens again and again, some of no text."""
+    chance, most = random.Random(seed), len(tokenizer) + 2
+    yield list("€好👩‍🚀 a".encode())[: chance.randrange(20)] * 4
+    for count in (1, 3):
+        damaged = list(SENTENCE.encode())
+        for _ in range(count):
+            damaged.insert(chance.randrange(len(damaged)), chance.randrange(most))
+        yield damaged[: chance.randrange(len(damaged))]
+    for pool in (range(most), chance.sample(range(most), 2), [0x80, 0xE4, most - 3]):
+        yield chance.choices(pool, k=chance.choice([9, 150]))
+
+
+@pytest.mark.parametrize("make", [byte_fallback, byte_level])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_text_does_not_depend_on_how_tokens_come(make, seed):
+    tokenizer = make()
+    for tokens in answers(tokenizer, seed):
+        for skip in (True, False):
+            text = Detokenizer(tokenizer, skip).decode(tokens)
+            theirs = tokenizer.decode(tokens, skip_special_tokens=skip)
+            assert text == theirs or (make is byte_fallback and HALF in theirs)
+            for stops in ((), ("never there",), ("好",), (text[9:12].replace(HALF, "") or "x",)):
+                ends = set()
+                for size in (1, 2, 3, 8, 999):
+                    growing = GrowingText(tokenizer, stops, skip_special=skip)
+                    parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+                    shown = "".join(map(growing.add, parts)) + growing.end()
+                    assert shown == before_stop(text, stops)
+                    ends.add(growing.num_tokens)
+                assert len(ends) == 1
+
+
+def test_bad_bytes_leave_characters_as_they_are():
+    tokenizer = byte_fallback()
+    text_of = Detokenizer(tokenizer).decode
+    eos = tokenizer.eos_token_id
+    start, face = list("你好吗".encode()), list("😀".encode())
+    assert text_of([*start, *face[:3]]) == "你好吗" + 3 * HALF
+    assert text_of([0xFF, *start, 0x80, *face]) == f"{HALF}你好吗{HALF}😀"
+    assert text_of([*face[:2], eos, *face[2:]]) == "😀"
+    assert Detokenizer(tokenizer, skip_special=False).decode([*face[:1], eos]) == f"{HALF}</s>"
+
+
+@pytest.mark.parametrize("make", [byte_fallback, byte_level])
+@pytest.mark.parametrize("kind", [b"\x80", b"\xe4", "好".encode(), b"a"])
+def test_the_text_of_a_token_costs_the_same_in_a_long_answer(make, kind, monkeypatch):
+    growing, lengths = Detokenizer.growing, []
+
+    def counted(self: Detokenizer, tokens: list[int]) -> tuple[str, int]:
+        lengths.append(len(tokens))
+        return growing(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "growing", counted)
+    tokens = list(kind) * 300
+    find, text = StopFinder(make(), ["never there"]), GrowingText(make(), ["never there"])
+    for end in range(3, len(tokens) + 3, 3):
+        assert find(tokens[:end]) is None
+        text.add(tokens[end - 3 : end])
+    assert max(lengths) < 50 and len(lengths) < 3 * len(tokens)

@@ -9,6 +9,9 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from infer import program
@@ -178,3 +181,41 @@ def test_plugins_without_devices_leave_jax_to_the_cpu(monkeypatch):
     monkeypatch.setattr(program, "DEVICES", ("null",))
     program.keep_to_cpu_without_devices()
     assert len(said) == 1
+
+
+def test_too_little_memory_is_one_line(capsys):
+    def host(arguments):
+        np.empty(10**15, np.int8)
+
+    def device(arguments):
+        jax.block_until_ready(jnp.zeros((10**6, 10**6, 100)))
+
+    for main in (host, device):
+        assert exit_code(main) == 2
+        line = capsys.readouterr().err
+        assert "out of memory: " in line and "lower --slots" in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "platform, reason",
+    [("nonsense", "'nonsense' is not in the list of known backends"), ("cuda", "no such device")],
+)
+def test_a_backend_that_cannot_start_is_one_line(platform, reason, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    where = compile("raise error", "/jax/_src/xla_bridge.py", "exec")
+
+    def main(arguments):
+        text = f"Unable to initialize backend {platform!r}: Backend {reason}. (set JAX_PLATFORMS=)"
+        error = AssertionError() if platform == "cuda" else RuntimeError(text)
+        exec(where, {"error": error})
+
+    assert exit_code(main) == 2
+    line = capsys.readouterr().err
+    assert f"JAX_PLATFORMS={platform}: " in line and reason in line and line.count("\n") == 1
+
+
+def test_programs_compute_with_32_bits(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    jax.config.update("jax_enable_x64", True)
+    assert exit_code(lambda arguments: jnp.arange(3.0).dtype.itemsize) == 4
+    assert os.environ["JAX_ENABLE_X64"] == "0"  # of child processes

@@ -112,14 +112,15 @@ class Engine:
             )
         if num_slots < 1:
             raise InputError(f"num_slots is {num_slots}: choose at least 1")
+        self._draft_rows = self.session.room.draft_rows
+        num_rows = max_tokens + self._draft_rows
+        self.session.check_memory(num_slots, num_rows, "--slots or --max-tokens")
         sharding.notice_copies(num_slots, self.session.mesh)
         self.num_slots, self.max_tokens, self.max_waiting = num_slots, max_tokens, max_waiting
         vocab_size = target.config.vocab_size
         self._nobody = given_of(GREEDY, 0, 0, (), vocab_size)
         blank = lambda slots, kind: device.together([self._nobody] * slots, kind)
-        self._draft_rows = self.session.room.draft_rows
         is_priced = lambda slots: costs is not None and bool(costs.for_batch(slots))
-        num_rows = max_tokens + self._draft_rows
         shelf = functools.partial(LeadingShelf, group) if group else Shelf
         self.shelf = shelf(self.session, num_slots, num_rows, blank, is_priced)
         first_way = lambda slots: self.shelf.ways_for(slots)[0]

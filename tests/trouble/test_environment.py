@@ -1,0 +1,42 @@
+"""What a machine and its variables do to programs: one line, or the same answer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+PROMPT = ("--prompt", "Hello", "--max-new-tokens", 4, "--mode", "plain")
+SIZES = r"need \S+ GiB of memory, and \w+ has \S+ GiB: lower .*"
+
+
+def test_a_backend_that_is_not_there_is_one_line(start):
+    line = start("infer.generate", *PROMPT, JAX_PLATFORMS="nonsense").refusal()
+    assert "JAX_PLATFORMS=nonsense" in line and "set it to cpu" in line
+
+
+@pytest.mark.slow
+def test_64_bits_change_no_answer(run, start):
+    wide = start("infer.generate", *PROMPT, JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu")
+    assert wide.code == 0, wide.err
+    assert wide.out == run("infer.generate", *PROMPT).out
+
+
+@pytest.mark.parametrize(
+    "program, flags, lowered",
+    [
+        ("infer.generate", ("--prompt", "Hello", "--cache-rows", 900_000_000), "--cache-rows"),
+        ("infer.generate", ("--prompt", "Hello", "--cache-rows", 10**22), "--cache-rows"),
+        ("infer.serve", ("--port", 0, "--slots", 100_000), "--slots"),
+        ("infer.serve", ("--port", 0, "--slots", 10**20), "--slots"),
+        ("infer.server", ("--port", 0, "--slots", 100_000), "--slots"),
+    ],
+)
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(program, flags, lowered, run):
+    line = run(program, *flags).refusal()
+    assert re.search(SIZES, line) and lowered in line
+
+
+def test_more_threads_than_cores_are_refused(run):
+    line = run("infer.generate", *PROMPT, "--threads", 10_000).refusal()
+    assert line.startswith("infer.generate: --threads 10000: ")
