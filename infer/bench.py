@@ -34,7 +34,7 @@ from infer.peers import run_peer
 from infer.program import progress, run
 from moa_jax import InputError, Session, load_target
 from moa_jax.decode.vocabulary import DraftVocabulary
-from moa_jax.files.documents import to_json
+from moa_jax.files.json_text import to_json
 from moa_jax.measure import figures, phases, report
 from moa_jax.measure.fidelity import fidelity
 from moa_jax.measure.figures import Run

@@ -46,8 +46,8 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.errors import InputError
-from moa_jax.files.documents import to_json
 from moa_jax.files.folders import GGUF_LINK
+from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_file
 from moa_jax.measure import fidelity
 from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits

@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 from infer.listening.child import SIGTERM_CODE, ended_by_sigterm
 from infer.program import INTERRUPTED
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.documents import to_json
+from moa_jax.files.json_text import to_json
 
 BETWEEN = ", "
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut

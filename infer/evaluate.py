@@ -42,8 +42,8 @@ from infer.program import Parser, local_path, names, positive, progress, run
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
-from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
+from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_folder
 from moa_jax.measure.plot import save_figure
 from moa_jax.version import __version__

@@ -45,8 +45,8 @@ from moa_jax.decode.programs import cache_rows_for
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
+from moa_jax.files.json_text import to_json
 from moa_jax.files.kinds import check_pairing, target_sizes
 from moa_jax.files.places import check_file
 from moa_jax.measure.tables import columns, gib

@@ -30,7 +30,7 @@ from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
 from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.errors import InputError
-from moa_jax.files.documents import to_json
+from moa_jax.files.json_text import to_json
 from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from train.distill import with_vocabulary

@@ -7,7 +7,7 @@ parts.py      a model's hash, its parts    places.py      paths, also in object 
 replace.py    files put in the place of earlier ones
 gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
 token_ids.py  vocabularies, compared       turn_ends.py   ends by a tokenizer's files
-casts.py      weights in narrower floats   documents.py    JSON without NaN and infinity
+casts.py      weights in narrower floats   json_text.py    JSON without NaN and infinity
 copies.py     second copies of tensors     config_keys.py  keys that change the mathematics
 foreign.py    layouts that are not read
 """

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import casts
-from moa_jax.files.documents import to_json
+from moa_jax.files.json_text import to_json
 from moa_jax.model.convert import Shape
 
 TOKENIZER_PATTERNS = (

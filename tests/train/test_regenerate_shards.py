@@ -176,7 +176,7 @@ def test_a_cut_run_of_other_draws_is_refused(ask, scripted, tmp_path, monkeypatc
 @pytest.mark.parametrize("flag", ["--temperature", "--top-k", "--seed"])
 def test_settings_that_are_no_law(ask, tmp_path, flag):
     with pytest.raises(InputError, match=flag[2:].replace("-", "_")):
-        ask(tmp_path / "a.jsonl", flag, "-1")
+        ask(tmp_path / "a.jsonl", flag, "-2")
 
 
 @pytest.mark.slow

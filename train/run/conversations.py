@@ -21,7 +21,7 @@ from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
 from moa_jax.data.records import answer_places, messages_of
 from moa_jax.errors import InputError
-from moa_jax.files.documents import to_json
+from moa_jax.files.json_text import to_json
 from train.run.answers import Answers, TargetAnswer, TargetQuestion, TargetRefusal
 from train.run.partial import Partial
 

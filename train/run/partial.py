@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.documents import to_json
 from moa_jax.files.folders import whole_file
+from moa_jax.files.json_text import to_json
 from train.run.answers import TargetAnswer
 
 VERSION = 2  # of the entries: raise it when they are written in another way

@@ -43,8 +43,8 @@ from infer.serving.bench.flags import EACH, SECONDS, Rate, check, parser_of, way
 from infer.serving.bench.questions import Asked, Questions
 from infer.serving.bench.stage import Server, serving
 from moa_jax.errors import InputError
-from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
+from moa_jax.files.json_text import to_json
 from moa_jax.measure.arrivals import arrivals, arrivals_within
 from moa_jax.measure.turns import rotated
 

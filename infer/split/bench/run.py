@@ -50,8 +50,8 @@ from infer.split.link import ServerAddress
 from infer.split.network.profiles import PROFILES
 from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
-from moa_jax.files.documents import to_json
 from moa_jax.files.folders import write_whole
+from moa_jax.files.json_text import to_json
 from moa_jax.measure.arrivals import arrivals
 from moa_jax.measure.figures import median, quartiles
 from moa_jax.measure.turns import in_turns
