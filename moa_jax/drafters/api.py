@@ -41,7 +41,7 @@ class Tapped(NamedTuple):
     hidden_BTD: Array | None  # after the target's final norm
 
 
-NOTHING = -1  # the token of a node that is not there: no target ever chooses it
+NOTHING = -1  # no token: that of an absent node, and the target's choice without finite logits
 
 
 class Tree(NamedTuple):
