@@ -53,6 +53,10 @@ class Parser(argparse.ArgumentParser):
             action(found)
         return found
 
+    def print_help(self, file: Any = None) -> None:
+        """Write the help; argparse's own passes over a device that is full."""
+        (file or sys.stdout).write(self.format_help())
+
     def error(self, message: str) -> NoReturn:
         """Exit with 2 after one line, without the usage."""
         line = " ".join(message.split())
@@ -147,9 +151,9 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Run a program and exit with its code, or with 2 after one line for bad input.
 
     A path that the system refuses, a full disk, too little memory and a backend that jax cannot
-    start count as bad input. Ctrl-C exits with 130 and
-    a closed pipe (`| head`) with 141, both without a word. Any other exception is a fault of ours
-    and keeps its traceback. What jax compiles is kept for the next start (`compile_cache`).
+    start count as bad input. Ctrl-C exits with 130 and a closed pipe (`| head`) with 141, both
+    without a word. Any other exception is a fault of ours and keeps its traceback. What jax
+    compiles is kept for the next start (`compile_cache`).
     """
     streams.prepare()
     compile_cache.use()

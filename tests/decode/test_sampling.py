@@ -277,7 +277,7 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
         (dict(presence_penalty=2.1), "presence_penalty is 2.1: choose from -2.0 to 2.0"),
         (dict(presence_penalty=math.nan), "presence_penalty is nan"),
         (dict(frequency_penalty=-2.1), "frequency_penalty is -2.1: choose from -2.0 to 2.0"),
-        (dict(seed=-1), "seed is -1"),
+        (dict(seed=-2), "seed is -2"),
         (dict(seed=1 << 32), "seed is 4294967296"),
         (dict(logit_bias=((1, math.nan),)), "logit_bias holds nan"),
         (dict(logit_bias=((1, math.inf),)), "logit_bias holds inf"),
