@@ -53,6 +53,8 @@ NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
 # none is left alone with one of them at the end.
 LONGEST = (
     "decode/test_mesh.py",
+    "decode/test_smollm2_exact.py",
+    "model/test_smollm2.py",
     "split/test_disconnect_pairs.py",
     "decode/test_trees.py",
     "split/test_disconnect.py",
