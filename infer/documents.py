@@ -124,7 +124,7 @@ def cut_mark(error: BaseException, done: int, total: int) -> dict[str, Any]:
 
 
 class Interruption:
-    """What has cut a work short; empty where it came to its end."""
+    """The signal that cut a work short; `error` is None where it came to its end."""
 
     error: BaseException | None = None
 

@@ -60,8 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     request = request_of(args)
     check_compiler(request.machine)
-    if args.dump_hlo is not None and not args.dump_hlo.parent.is_dir():
-        raise InputError(f"--dump-hlo {args.dump_hlo}: there is no such folder: make it first")
     if args.dump_hlo is not None:
         check_file("--dump-hlo", args.dump_hlo)
     print("compiling, which takes up to a minute", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ from infer.split.server.service import Service
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import MAX_DEPTH
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.text import Detokenizer
+from moa_jax.decode.text import detokenizer_of
 from moa_jax.errors import InputError
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import PassSize, Slots
@@ -187,11 +187,8 @@ def _load(
     text_of = None
     if args.log_text:  # the ids are shown for a target without a tokenizer
         has_tokenizer = (target.folder / "tokenizer.json").exists()
-        text_of = (
-            Detokenizer(load_tokenizer(target.folder), skip_special=False).decode
-            if has_tokenizer
-            else str
-        )
+        tokenizer = load_tokenizer(target.folder) if has_tokenizer else None
+        text_of = detokenizer_of(tokenizer, skip_special=False).decode
     service = Service(slots, limits, ServerMetrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
     server = SplitServer(

@@ -13,10 +13,11 @@ from infer.flags.sampling import check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
+from moa_jax.data.records import Message
 from moa_jax.decode.exactness import compare
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import StopWhen, row_of
-from moa_jax.decode.text import Detokenizer, before_stop
+from moa_jax.decode.text import before_stop, detokenizer_of
 from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target
 
@@ -77,7 +78,7 @@ class Interview(NamedTuple):
             if not room:
                 return Answer(results, texts, too_long=number)
             results.append(self._decode(session, prompt, room, sampling))
-            said = Detokenizer(self.tokenizer).decode(results[-1].token_ids)
+            said = detokenizer_of(self.tokenizer).decode(results[-1].token_ids)
             texts.append(before_stop(said, self.stop).strip())
             messages.append(_message("assistant", texts[-1]))
         return Answer(results, texts)
@@ -134,9 +135,9 @@ def law_of_answers(interview: Interview) -> dict[str, Any]:
     }
 
 
-def _message(role: str, text: str) -> chat.Message:
+def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
-def _history(question: Question) -> list[chat.Message]:
+def _history(question: Question) -> list[Message]:
     return [_message(role, text) for role, text in question.history]

@@ -29,7 +29,7 @@ from moa_jax.decode.exactness import Difference
 from moa_jax.measure.bootstrap import DRAWS, SHARE, TauCounts, interval_of
 from moa_jax.measure.figures import acceptance, median, quartiles
 from moa_jax.measure.report import precision
-from moa_jax.measure.tables import number, numbers, table_of, with_interval
+from moa_jax.measure.tables import cut_line, number, numbers, table_of, with_interval
 
 Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]
@@ -175,9 +175,8 @@ def render(document: Mapping[str, Any]) -> str:
     ]
     answers = settings["answers"]
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
-    cut = document.get("cut")
     parts = [
-        f"CUT by {cut['by']} after {cut['done']} of {cut['of']} questions." if cut else "",
+        cut_line(document, "questions"),
         f"{settings['target']['name']}, {precision(settings)}, {settings['device']}, {how}, up to "
         f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
         "own plain decoding / tau:",

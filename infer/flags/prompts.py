@@ -105,7 +105,7 @@ def asking(text: str, tokenizer: Any | None) -> list[int]:
     return after([{"role": "user", "content": text}], tokenizer)
 
 
-def after(messages: Sequence[chat.Message], tokenizer: Any | None) -> list[int]:
+def after(messages: Sequence[records.Message], tokenizer: Any | None) -> list[int]:
     """The prompt that asks for an answer to a conversation; raises InputError as `asking`."""
     if tokenizer is None:
         raise InputError("the target's folder has no tokenizer.json: use --prompt-ids")

@@ -18,7 +18,7 @@ Log = Callable[..., None]  # log("open", session="...", tokens=12)
 
 
 class EventLog:
-    """Writes events from a thread of its own, so that a pipe which nobody reads blocks nothing.
+    """Writes events from a thread of its own, so that a full pipe blocks nothing.
 
     It is a context, and writes the last events at its end. At most `most` events wait; others are
     lost, as are those that a full device or a closed pipe refuses. Their number is logged.

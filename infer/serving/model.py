@@ -10,7 +10,8 @@ from typing import Any
 
 from infer.serving.errors import NO_SUCH, Refusal, bad, shown
 from moa_jax.data import chat
-from moa_jax.decode.text import Detokenizer, GrowingText
+from moa_jax.data.records import Message
+from moa_jax.decode.text import GrowingText, detokenizer_of
 from moa_jax.errors import InputError
 
 
@@ -49,7 +50,7 @@ class Model:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of tokens; without a tokenizer their ids stand for it."""
-        return Detokenizer(self.tokenizer, skip_special=False).decode(ids)
+        return detokenizer_of(self.tokenizer, skip_special=False).decode(ids)
 
     def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
         """Where each token of a prompt begins in its text; what has no text begins at the last."""
@@ -67,7 +68,7 @@ class Model:
             begins.append(min(written.begin, len(text)))
         return tuple(begins)
 
-    def ids_after(self, messages: list[chat.Message], generation_prompt: bool) -> tuple[int, ...]:
+    def ids_after(self, messages: list[Message], generation_prompt: bool) -> tuple[int, ...]:
         """A conversation as tokens; raises Refusal where the model cannot chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad(

@@ -1,19 +1,21 @@
-"""What became of records: counted as they pass, reported in a line for each kind of trouble."""
+"""Records, counted as they pass, reported in a line for each kind of trouble."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moa_jax.data import corpora
 from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
-from moa_jax.data.encode import Coder, Outcome
 from moa_jax.data.files import Found
 from moa_jax.data.records import unread_keys
 from moa_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from moa_jax.data.encode import Coder, Outcome
 
 T = TypeVar("T")
 MOST_REASONS, MOST_KEYS = 5, 8  # in a line
@@ -30,7 +32,7 @@ class RecordTally:
         self.unread: Counter[str] = Counter()  # key -> records that have it
 
     def each(self, found: Found, use: Callable[[dict], T]) -> Iterator[T]:
-        """What `use` makes of each record; a record for which it raises InputError is counted."""
+        """Yield `use(record)` for each record, and count those for which it raises InputError."""
         for place, record in found:
             self.total += 1
             try:

@@ -9,7 +9,7 @@ text.py         tokens as text, stop texts   room.py        what fits a cache an
 exactness.py    where two answers differ     logprobs.py    what the target thought of them
 order.py        answers and prompts in turn  mappings.py    how many programs a process may have
 calls.py        what senders of calls know   state.py       what a round reads and replaces
-background.py   work that nobody waits for   finite.py      errors for NaN and infinity
+background.py   work beside decoding         finite.py      errors for NaN and infinity
 
 engine/         many answers at once
 """

@@ -1,4 +1,4 @@
-"""Logits that are not finite: the token that says so, and why they may be so.
+"""Logits that are not finite: the token that marks them, and their likely cause.
 
 The target chooses NOTHING where the maximum of its scores is not finite (`pieces.finite_argmax`),
 or after a prompt any logit. The token ends its row, and becomes an error on the host.
@@ -29,7 +29,7 @@ def check(target: Target, what: str, length: int, token_ids: Sequence[int]) -> N
 
 
 def not_finite(target: Target, what: str, length: int) -> NotFinite:
-    """The error for logits after so many tokens of `what`, a prompt and its answer."""
+    """The error for logits after `length` tokens of `what`, a prompt and its answer."""
     where = f"the logits of {what} after {length} tokens"
     return NotFinite(f"{where} hold NaN or infinity: {_cause(target)}")
 

@@ -187,7 +187,7 @@ class Generation:
         self.decode_s += time.perf_counter() - begin
 
     def tokens(self) -> list[list[int]]:
-        """What each row has generated, cut where a stop was found.
+        """The new tokens of each row, cut where a stop was found.
 
         Raises NotFinite where the target's logits were not finite.
         """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -85,6 +86,12 @@ class Detokenizer:
         return found, waiting
 
 
+@functools.lru_cache(maxsize=4)
+def detokenizer_of(tokenizer: Any | None, skip_special: bool = True) -> Detokenizer:
+    """The detokenizer of a tokenizer; its tables take longer than the text of an answer."""
+    return Detokenizer(tokenizer, skip_special)
+
+
 class GrowingText:
     """The text of an answer whose tokens come in parts, up to the first stop text.
 
@@ -107,7 +114,7 @@ class GrowingText:
         The text follows the tokens that it is `behind`: some tokenizers drop the first space of a
         text, which between two words is none to drop.
         """
-        self._detokenizer = Detokenizer(tokenizer, skip_special)
+        self._detokenizer = detokenizer_of(tokenizer, skip_special)
         self._stops, self._keep_stop = tuple(stops), keep_stop
         before = [] if tokenizer is None else self._detokenizer.visible(behind)
         self._window = before[-CONTEXT:]  # the last tokens, of a list that is never changed
@@ -139,7 +146,7 @@ class GrowingText:
         return before_stop(self._waits + self._last[self._sure :], self._stops) or ""
 
     def ahead(self, tokens: Sequence[int]) -> str:
-        """What `add` and `end` would return for the last tokens of the answer, if these were so."""
+        """The text that `add` and `end` would return for these last tokens of the answer."""
         other = copy.copy(self)
         return other.add(tokens) + other.end()
 
@@ -187,7 +194,7 @@ class Writer:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = detokenizer_of(tokenizer)
 
     def text(self, tokens: Sequence[int]) -> str | None:
         """The text of some tokens, without special tokens; None without a tokenizer."""

@@ -33,6 +33,7 @@ from moa_jax.files.kinds import (
     check_pairing,
     layer_sizes,
     mispaired,
+    misstated,
 )
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import convert, llama, masks
@@ -312,10 +313,7 @@ def read_config(
     sizes = (rows // head_dim, files.shapes[up][0])
     for key, size in zip(SIZES, sizes, strict=True):
         if files.config.get(key, size) != size:
-            raise InputError(
-                f"config.json says {key} is {files.config[key]} but the tensors have {size}: use "
-                "the config.json of these weights"
-            )
+            raise misstated(key, files.config[key], size)
     rest = {"block_size": files.config["block_size"]} if "block_size" in files.config else {}
     return GlideConfig(*sizes, **rest), ()
 

@@ -16,7 +16,7 @@ def cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     Raises InputError for finite numbers that are too large for it.
     """
     made = to_dtype(array, dtype)
-    if may_overflow(array.dtype, dtype) and num_not_finite(made) > num_not_finite(array):
+    if is_faulty(array, made, finite=False):
         raise refusal(array, dtype, where)
     return made
 
@@ -35,7 +35,7 @@ def may_overflow(given: np.dtype, made: np.dtype) -> bool:
 
 
 def num_not_finite(array: np.ndarray) -> int:
-    """How many floats are NaN or infinite; numpy's own loops for bfloat16 are slow."""
+    """The number of NaN and infinite floats; numpy's own loops for bfloat16 are slow."""
     bits = f"u{array.itemsize}"
     infinity, sign = np.array([np.inf, -0.0], array.dtype).view(bits)
     return int(np.count_nonzero((array.view(bits) & ~sign) >= infinity))

@@ -16,6 +16,7 @@ import numpy as np
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files import folders
+from moa_jax.files.casts import to_dtype
 from moa_jax.files.folders import TensorReader
 from moa_jax.model.convert import Shape
 from moa_jax.model.layers import inverse_frequencies
@@ -39,7 +40,7 @@ def same(one: np.ndarray, other: np.ndarray, quantised: bool = False) -> bool:
         return bool(error <= MOST_QUANTISED**2 * size)
     ways = {one.dtype, other.dtype}  # a file may be narrower than the tensor it copies, or wider
     for a, b in _pieces(one, other):
-        ways = {dtype for dtype in ways if _equal(_cast(a, dtype), _cast(b, dtype))}
+        ways = {dtype for dtype in ways if _equal(to_dtype(a, dtype), to_dtype(b, dtype))}
         if not ways:
             return False
     return True
@@ -135,11 +136,6 @@ def _pieces(one: np.ndarray, other: np.ndarray) -> Iterator[tuple[np.ndarray, np
     for start in range(0, numbers, PIECE):
         piece = slice(start, min(start + PIECE, numbers))
         yield one[piece], other[piece]
-
-
-def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(dtype, copy=False)
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:

@@ -144,7 +144,7 @@ def public_name(folder: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises InputError if it is missing, malformed or has a key twice."""
     try:
-        # Bytes, since json then knows UTF-16 and a mark of byte order.
+        # Bytes: json then detects UTF-16 and a mark of byte order.
         content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
@@ -194,7 +194,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def keep_mode(old: Path, new: Path) -> None:
-    """Give a file the mode of the one that it replaces, if there is one."""
+    """Give a new file the mode of the file that it replaces, if any."""
     if old.is_file():
         new.chmod(stat.S_IMODE(old.stat().st_mode))
 

@@ -236,7 +236,7 @@ def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScalin
 
 
 def _rope_keys(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """What all spellings say of rotary embeddings; raises InputError where two differ."""
+    """The rotary settings of all spellings by one name; InputError where two differ."""
     blocks = {
         "rope_parameters.": config.get("rope_parameters") or {},
         "rope_scaling.": config.get("rope_scaling") or {},

@@ -71,6 +71,14 @@ def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> No
             raise mispaired(key, repr(stated[key]), repr(actual))
 
 
+def misstated(key: str, value: Any, found: Any) -> InputError:
+    """The error for a config.json with another size than its tensors have."""
+    return InputError(
+        f"config.json says {key} is {value} but the tensors have {found}: use the config.json of "
+        "these weights"
+    )
+
+
 def mispaired(what: str, drafter: Any, target: Any) -> InputError:
     """The error for a drafter that was trained for another target."""
     return InputError(

@@ -10,7 +10,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.config_keys import LAYER_NEUTRAL, Values, refuse_keys
 from moa_jax.files.copies import check_rotary
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing
+from moa_jax.files.kinds import FileLayout, Files, check_pairing, misstated
 
 
 class LayerSizes(Protocol):
@@ -111,10 +111,7 @@ def _check_stated(
         ("intermediate_size", block.intermediate_size, width, target.block.intermediate_size),
     ):
         if value != found and (plain or value != of_target):
-            raise InputError(
-                f"config.json says {key} is {value} but the tensors have {found}: use the "
-                "config.json of these weights"
-            )
+            raise misstated(key, value, found)
 
 
 def write_sizes(

@@ -13,6 +13,7 @@ fingerprint of a vocabulary, which also matches a vocabulary with more tokens af
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from moa_jax.errors import InputError
 from moa_jax.files.folders import file_hash, json_hash, read_json
+from moa_jax.files.places import size_and_time
 
 TokenIds = Mapping[str, int]
 
@@ -51,10 +53,16 @@ def read_tokens(folder: Path) -> TokenizerTokens | None:
 
     Raises InputError for a vocabulary that does not map tokens to ids.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    files = (folder / "tokenizer.json", folder / "tokenizer_config.json")
+    if not files[0].is_file():
         return None
-    content, settings = read_json(path), folder / "tokenizer_config.json"
+    return _read(*files, *(size_and_time(file) if file.is_file() else None for file in files))
+
+
+@functools.lru_cache(maxsize=4)  # a start reads one for several checks, at 0.3 s for 128,000 tokens
+def _read(path: Path, settings: Path, *versions: object) -> TokenizerTokens | None:
+    """The tokens of two files, read again once one of `versions` differs."""
+    content = read_json(path)
     added = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
     try:
         vocab = (content.get("model") or {}).get("vocab") or {}

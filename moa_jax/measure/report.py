@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moa_jax.measure.figures import Rates, Run, median, quartiles, rates_of, ratios_of
-from moa_jax.measure.tables import number, numbers, percent, table_of
+from moa_jax.measure.tables import cut_line, number, numbers, percent, table_of
 
 
 def peer_row(peer: dict[str, Any], plain: list[Run]) -> dict[str, Any]:
@@ -46,8 +46,7 @@ def render(document: dict[str, Any]) -> str:
         table_of([_peer_cells(row) for row in document["peers"]]),
         _weights_cost(document.get("weights_cost"), settings),
     ]
-    if cut := document.get("cut"):
-        parts.insert(1, f"CUT by {cut['by']} after {cut['done']} of {cut['of']} runs.")
+    parts.insert(1, cut_line(document, "runs"))
     if settings["random_weights"]:
         parts.insert(1, "RANDOM WEIGHTS: times and bytes are real, what is accepted is chance.")
     if settings["simulated_acceptance"] is not None:

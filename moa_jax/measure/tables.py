@@ -29,6 +29,12 @@ def columns(lines: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
     ]
 
 
+def cut_line(document: Mapping[str, Any], things: str) -> str:
+    """The line above the tables of a run that a signal cut; nothing for a whole one."""
+    cut = document.get("cut")
+    return f"CUT by {cut['by']} after {cut['done']} of {cut['of']} {things}." if cut else ""
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A number with so many digits behind the point."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Memory of a device, compared with what is asked of it before anything is allocated."""
+"""Free memory of a device, compared with the arrays of a program before these are allocated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CGROUP_LIMITS = {
 
 
 def check_memory(num_bytes: int, what: str, advice: str, num_devices: int = 1) -> None:
-    """Raises InputError where so many bytes, cut over devices at best, are more than one has.
+    """Raises InputError where `num_bytes`, divided among devices at best, exceed one's free bytes.
 
-    `what` needs them, and `advice` says what lowers them.
+    `what` needs these bytes, and `advice` names what lowers them.
     """
     needed, there = num_bytes // num_devices, free_bytes()
     if there is not None and needed > there:
@@ -32,7 +32,7 @@ def check_memory(num_bytes: int, what: str, advice: str, num_devices: int = 1) -
 
 
 def free_bytes() -> int | None:
-    """Bytes that a device of this process can still give; None where that is not known."""
+    """Bytes that a device of this process can give at most; None where that is not known."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

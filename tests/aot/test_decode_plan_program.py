@@ -226,7 +226,7 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         (["--shape", "Llama-3-8B"], "no known shape: .*Meta-Llama-3-8B-Instruct"),
         ([*COMMAND, "--weights", "fp8", "--topology", "v5e:1x1"], "v5e:1x1 does not multiply it"),
         ([*COMMAND, "--tau", "1.5"], "a round of 1 levels commits at most 1"),
-        ([*COMMAND, "--dump-hlo", "/nowhere/x.hlo"], "no such folder"),
+        ([*COMMAND, "--dump-hlo", "/nowhere/x.hlo"], "no file can be written there"),
         (
             [*DEMO, "--mode", "tree", "--breadth", "9000", "--drafter", "moa_jax/demo/draft"],
             "--breadth 9000 is more than",

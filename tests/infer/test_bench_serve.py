@@ -57,7 +57,7 @@ def args_of(line: str):
         ("--draft a=X --draft a=Y", "two ways are named a chain"),
         ("--servers 3 --repeats 4", "--servers 3 cannot have equal parts of --repeats 4"),
         ("--temperature -1", "temperature is -1.0"),
-        ("--output absent/x.json", "no such folder"),
+        ("--output absent/x.json", "no file can be written there"),
         ("--plot x.gif", "--plot x.gif"),
         ("--split", "--split and --serve are two benchmarks"),
         ("--sweep-depth 3", "unrecognized arguments: --sweep-depth"),

@@ -10,9 +10,9 @@ import queue
 from typing import Any, NamedTuple, Protocol, Self
 
 from moa_jax.config import Sampling
-from moa_jax.data.chat import Message
+from moa_jax.data.records import Message
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request
-from moa_jax.decode.text import Detokenizer
+from moa_jax.decode.text import detokenizer_of
 from moa_jax.errors import InputError
 
 
@@ -107,4 +107,4 @@ class LocalAnswers:
 
 def text_of(tokenizer: Any, token_ids: list[int]) -> str:
     """An answer as people read it."""
-    return Detokenizer(tokenizer).decode(token_ids).strip()
+    return detokenizer_of(tokenizer).decode(token_ids).strip()

@@ -19,7 +19,7 @@ import numpy as np
 
 from moa_jax.config import Sampling
 from moa_jax.data import chat, corpora
-from moa_jax.data.records import answer_places, messages_of
+from moa_jax.data.records import Message, answer_places, messages_of
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from train.run.answers import Answers, TargetAnswer, TargetQuestion, TargetRefusal
@@ -45,11 +45,11 @@ class Conversation:
     ) -> None:
         """`number` is the record's place among all; a fault stands for an unreadable one."""
         self.record, self.rules, self.number = record, rules, number
-        self.said: list[chat.Message] = []
+        self.said: list[Message] = []
         self.prompt: list[int] | None = None
         self.fault = "a record without a user message: give it one"  # why no answer follows
         self._answers: list[dict[str, Any]] = []
-        self._asked: list[chat.Message] = []
+        self._asked: list[Message] = []
         self._turns = self._messages()
 
     def ask(self) -> None:
@@ -97,10 +97,8 @@ class Conversation:
         kept = {key: value for key, value in about.items() if isinstance(value, str | int)}
         return to_json(written | kept, ensure_ascii=False)
 
-    def _messages(self) -> Iterator[chat.Message]:
-        messages = messages_of(
-            corpora.sound(self.record)
-        )  # not before the first turn: it may raise
+    def _messages(self) -> Iterator[Message]:
+        messages = messages_of(corpora.sound(self.record))  # raises at the first turn
         answered = answer_places(messages)
         yield from (message for i, message in enumerate(messages) if i not in answered)
 

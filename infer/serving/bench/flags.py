@@ -146,8 +146,6 @@ def check(args: argparse.Namespace) -> None:
             f"--servers {args.servers} cannot have equal parts of --repeats {args.repeats}: choose "
             "a multiple"
         )
-    if args.output and not args.output.parent.is_dir():
-        raise InputError(f"--output {args.output}: there is no such folder: make it first")
     if args.output:
         check_file("--output", args.output)
     if args.plot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moa_jax.measure.tables import percent, short, table_of
+from moa_jax.measure.tables import cut_line, percent, short, table_of
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -14,9 +14,8 @@ def render(document: Mapping[str, Any]) -> str:
     stop = "to their limit" if settings["ignore_stop"] else "to their end"
     count = settings["servers_of_each_way"]
     left = f" ({settings['left_out']} too long)" if settings["left_out"] else ""
-    cut = document.get("cut")
     parts = [
-        f"CUT by {cut['by']} after {cut['done']} of {cut['of']} rates." if cut else "",
+        cut_line(document, "rates"),
         f"{settings['questions']} questions of the suite {settings['suite']}{left}, answers {stop} "
         f"or {settings['max_new_tokens']} tokens, temperature {settings['temperature']:g}, "
         f"{settings['dtype']}, {settings['slots']} slots; {machine['device_kind']}, "

@@ -8,7 +8,7 @@ from typing import Any
 
 from moa_jax.measure.plot import colour, save_figure, tidy
 from moa_jax.measure.report import precision
-from moa_jax.measure.tables import percent, short, table_of
+from moa_jax.measure.tables import cut_line, percent, short, table_of
 
 LINKS = {
     "direct": "this machine's own loopback",
@@ -21,9 +21,8 @@ LEGEND = {"stream": "stream (as an API)", "plain": "plain (a round trip each tok
 def render(document: dict[str, Any]) -> str:
     """All tables, with what they rest on."""
     settings, machine = document["settings"], document["machine"]
-    cut = document.get("cut")
     parts = [
-        f"CUT by {cut['by']} after {cut['done']} of {cut['of']} networks." if cut else "",
+        cut_line(document, "networks"),
         f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
         f"{settings['max_new_tokens']} tokens (stop: {settings['stop']}), {precision(settings)}, "
         f"rows in {settings['codec']}; drafting slowed down {settings['client_slowdown']:g} times; "

@@ -345,7 +345,7 @@ class Engine:
             self._end(task, failed(error))
 
     def _lose_of_nan(self, task: Task, length: int) -> None:
-        """Ends a request whose logits after so many tokens are not finite."""
+        """Ends a request whose logits after `length` tokens are not finite."""
         error = finite.not_finite(self.session.target, "this prompt", length)
         logging.getLogger(__name__).error("an answer failed: %s", error)
         self._totals.counts["failures"] += 1
