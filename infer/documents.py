@@ -164,7 +164,7 @@ def _signal_of(error: BaseException) -> str | None:
 def _results(text: str, place: int) -> tuple[list[dict[str, Any]], int]:
     """The whole results from a place of a document on, and the place where they end."""
     found, end, decoder = [], place, json.JSONDecoder()
-    with contextlib.suppress(ValueError):  # what is no result, or half of one
+    with contextlib.suppress(ValueError):  # not a result, or half of one
         while True:
             result, end = decoder.raw_decode(text, place)
             found.append(result)

@@ -11,7 +11,7 @@ from moa_jax.errors import InputError
 
 
 def at_least(low: int, config: Any, *names: str) -> None:
-    """Raise InputError for the first of these fields that is no whole number of at least `low`.
+    """Raise InputError for the first of these fields that is not a whole number from `low` on.
 
     Those of numpy, jax or torch become Python's.
     """
@@ -42,7 +42,7 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def finite(config: Any, *names: str, above_zero: bool = False) -> None:
-    """Raise InputError for the first of these fields that is no finite number from 0 on.
+    """Raise InputError for the first of these fields that is not a finite number from 0 on.
 
     With `above_zero` 0 is refused, too.
     """

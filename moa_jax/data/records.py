@@ -100,7 +100,7 @@ def plain_text_of(record: dict[str, Any]) -> str | None:
 def unread_of(
     record: dict[str, Any], keys: Sequence[str], messages: Sequence[Message] = ()
 ) -> tuple[str, ...]:
-    """Names of the keys beside `keys` that hold text, lists or objects and are no message."""
+    """Names of the keys beside `keys` that hold text, lists or objects but no message."""
     known = {"", *(message["content"].strip() for message in messages)}
     return tuple(
         key
@@ -146,7 +146,7 @@ def text_of_part(part: Any) -> str:
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
         raise InputError(
-            f'a content part of type {kind!r} is no text: give {{"type": "text", "text": ...}}'
+            f'a content part of type {kind!r} is not text: give {{"type": "text", "text": ...}}'
         )
     return text
 

@@ -186,7 +186,7 @@ class Session:
         number, or one for each prompt. `stop_ids` is one list, or one for each prompt; the default
         is the target's end-of-text ids. With a single `sampling`, row i gets its seed plus i; the
         seed -1 draws one for each call. Every few rounds `stop_when` is given the tokens of a row,
-        and may say where to cut it. Raises InputError for an empty prompt, for what is no list of
+        and may say where to cut it. Raises InputError for an empty prompt, for values that are not
         whole numbers, tokens outside the vocabulary, more tokens than the target's positions, or a
         cache too small for them.
         """

@@ -28,7 +28,7 @@ class Detokenizer:
     """Token ids as text in which bad bytes never take good characters with them.
 
     A decoder with byte fallback, as Llama 2 has, replaces all bytes of a run with a bad one. Here,
-    as in SentencePiece, each byte that is no part of a character becomes a replacement character,
+    as in SentencePiece, each byte outside a character becomes a replacement character,
     and the others are kept. Without a tokenizer ids stand for their text.
     """
 

@@ -113,7 +113,7 @@ def flag(config: Mapping[str, Any], key: str, where: str) -> bool:
     """A truth value, false where it is missing; raises InputError for other values."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise InputError(f"{where}: {key}: {shown(value)} is no truth value; write true or false")
+        raise InputError(f"{where}: {key}: {shown(value)} is not a boolean; write true or false")
     return bool(value)
 
 

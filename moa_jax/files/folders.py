@@ -168,7 +168,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file as `whole_file` does; raises OSError where it cannot, and leaves what was there.
 
-    What is no regular file, such as /dev/stdout, is written in place.
+    A device or a pipe, such as /dev/stdout, is written in place.
     """
     # Paths that are not UTF-8 have surrogates, which a report shows as \\udce9.
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content

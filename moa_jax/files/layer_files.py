@@ -60,7 +60,8 @@ def read_sizes(
     rows, size = files.shapes[keys][0], block.head_dim
     if rows % size:
         raise InputError(
-            f"{keys} has {rows} rows, which are no heads of {size}: is head_dim right?"
+            f"{keys} has {rows} rows, not a multiple of head_dim {size}: use the config.json of "
+            "these weights"
         )
     own = (rows // size, files.shapes[up][0], plain)
     _check_stated(block, *own, target)

@@ -4,7 +4,7 @@
     tokenizer_config.json   added_tokens_decoder
 
 Two vocabularies are the same where no token has two ids and no id two tokens. A token that only one
-of them has is no difference: embeddings are padded, and fine-tuning adds tokens. A file keeps the
+of them has does not count: embeddings are padded, and fine-tuning adds tokens. A file keeps the
 fingerprint of a vocabulary, which also matches a vocabulary with more tokens after its last id:
 
     49152:1f6a...    ids below 49,152, sha256 of their map

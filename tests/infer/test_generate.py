@@ -338,7 +338,7 @@ def test_bad_flags_are_one_line_and_exit_2(ask, flags, line):
         ('{"prompt_ids": "5"}\n', "line 1: `prompt_ids` is not a list"),
         ('{"text": "hello"}\n', "line 1: a record of plain text without messages"),
         ('{"prompt_ids": [5]}\n{"prompt": 5}\n', "line 2: a record whose `prompt` is not text"),
-        ('{"prompt": ["Hello"]}\n', "line 1: a content part of type None is no text"),
+        ('{"prompt": ["Hello"]}\n', "line 1: a content part of type None is not text"),
         ('{"messages": [5]}\n', "line 1: a message that is not an object"),
         ("[1]\n", "line 1 is not a JSON object"),
         ("\n", "holds no prompts"),
