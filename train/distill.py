@@ -68,8 +68,9 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     config = with_vocabulary(config, described)
     program = make_train_step(config, described.config, mesh)
     check(config)
-    if (line := trap(config)) and processes.is_first():
-        print(f"train.distill: {line}", file=sys.stderr)
+    if processes.is_first():
+        for line in (*described.notices, *filter(None, [trap(config)])):
+            print(f"train.distill: {line}", file=sys.stderr)
     check_directory(config)
     processes.on_first(lambda: check_replaceable(Path(config.output)))
     warm = warm_params(config, described, program.abstract_state())

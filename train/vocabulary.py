@@ -44,6 +44,8 @@ from moa_jax.pretrained import Target, describe_target, functions_of, load_draft
 def make_vocabulary(args: argparse.Namespace) -> None:
     """Counts the corpus, writes the vocabulary and prints its coverage."""
     target = describe_target(args.target)
+    for line in target.notices:
+        print(line, file=sys.stderr)
     output = _output(args, target)
     vocab_size, ends = target.config.vocab_size, target.generation.eos_ids
     check_size(args.size, vocab_size, ends)
