@@ -149,6 +149,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.write_golden is not None:
         check_file("--write-golden", args.write_golden)
+        golden.check_replaceable(args.write_golden)
         if args.reference is None:
             if args.weights or args.dtype not in (None, EXACT):
                 raise InputError(

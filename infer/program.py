@@ -192,7 +192,7 @@ def refusal_of(error: BaseException) -> str | None:
     """The one line for bad input, and for what the system or jax refuses; None for a fault."""
     if isinstance(error, InputError):
         return " ".join(str(error).split())
-    if line := _memory_refusal(error) or _backend_refusal(error):
+    if line := _memory_refusal(error) or _backend_refusal(error) or _variable_refusal(error):
         return line
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in DISK_FULL):
         return None
@@ -223,6 +223,13 @@ def _backend_refusal(error: BaseException) -> str | None:
         f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {reason}: unset JAX_PLATFORMS, or "
         "set it to cpu"
     )
+
+
+def _variable_refusal(error: BaseException) -> str | None:
+    """The line for a variable with which jax compiles nothing."""
+    if isinstance(error, ValueError) and str(error).startswith("Disable jit is not supported"):
+        return "JAX_DISABLE_JIT is on, and all programs are compiled: unset it"
+    return None
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

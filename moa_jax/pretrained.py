@@ -517,7 +517,14 @@ def _ids_of(path: Path, source: Mapping[str, Any], key: str) -> list[int]:
     if (value := source.get(key)) is None:
         return []
     with _reading(path):
-        return [operator.index(each) for each in (value if isinstance(value, list) else [value])]
+        return list(map(_id_of, value if isinstance(value, list) else [value]))
+
+
+def _id_of(value: Any) -> int:
+    """A whole number; raises TypeError for others, and for truth values, which Python counts."""
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is a truth value and not a token id")
+    return operator.index(value)
 
 
 def _generation_to_hf(generation: SpecialIds) -> dict[str, Any]:

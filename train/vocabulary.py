@@ -102,7 +102,7 @@ def _answer(
     bar.step()
     examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
     if not examples:
-        raise InputError("the chat template leaves the answers out")
+        raise InputError("a record whose answers have no tokens: fill or remove it")
     return [example.tokens_T[example.response_T] for example in examples]
 
 

@@ -59,6 +59,16 @@ def model_of(target: Target) -> dict[str, Any]:
     }
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises InputError for a file that is not a golden file, such as the prompts themselves."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        is_golden = FORMAT.encode() in file.readline(64)
+    if not is_golden:
+        raise InputError(f"--write-golden {path}: not a golden file; choose another path")
+
+
 def write(path: Path, about: Mapping[str, Any], prompts: Sequence[GoldenPrompt]) -> None:
     """Writes a file as a whole; `about` has `made_by`, `dtype` and what `model_of` gives."""
     top = prompts[0].top.ids_TK.shape[1]

@@ -59,7 +59,10 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
     _check_certificate(args.tls_cert, args.tls_key)
     if args.ready_file is not None:
         # A server that was killed may have left a link without its file.
-        check_file("--ready-file", Path(os.path.realpath(args.ready_file)))
+        ready = Path(os.path.realpath(args.ready_file))
+        check_file("--ready-file", ready)
+        if ready.is_file() and not _is_ready_file(ready):
+            raise InputError(f"--ready-file {ready}: not a ready file; choose another path")
 
 
 def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
@@ -105,6 +108,12 @@ def announce(args: argparse.Namespace, listener: socket.socket, scheme: str, pat
     print(f"listening on {url}", flush=True)
     if args.ready_file is not None:
         write_whole(Path(args.ready_file), json.dumps({"url": url, "port": port}) + "\n")
+
+
+def _is_ready_file(path: Path) -> bool:
+    """Whether a server wrote a file, or left it empty."""
+    with path.open("rb") as file:
+        return file.read(16).startswith((b'{"url": ', b"{}")) or not path.stat().st_size
 
 
 def is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@
                                                       or [{"from": ..., "value": ...}, ...]
     data                                              [user text, assistant text, ...]
     instruction, input, output                        one turn (Alpaca)
-    prompt                                            one user message
+    prompt                                            one user message, or a list of messages
     system, system_prompt                             beside any of these
     text                                              plain text, in a record without messages
     token_ids, answers                                token ids, which come before all others
@@ -171,6 +171,8 @@ def _turns(record: dict[str, Any], style: str) -> list[Any]:
         asked = filter(None, (_text(record, key) for key in ("instruction", "input")))
         return _in_turn(["\n\n".join(asked), *filter(None, [_text(record, "output")])])
     if style == "prompt":
+        if _has_roles(record["prompt"]):
+            return list(record["prompt"])
         prompt = text_of_parts(record["prompt"])
         if not isinstance(prompt, str):
             raise InputError("a record whose `prompt` is not text: write a string")
@@ -179,6 +181,12 @@ def _turns(record: dict[str, Any], style: str) -> list[Any]:
     if not isinstance(turns, list | tuple):
         raise InputError(f"a record whose `{style}` is not a list: write a list of messages")
     return _in_turn(turns) if style == "data" else list(turns)
+
+
+def _has_roles(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages, as TRL writes it, and not the parts of one."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    return isinstance(first, dict) and _first(first, "role", "from") is not None
 
 
 def _in_turn(texts: Iterable[Any]) -> list[dict[str, Any]]:

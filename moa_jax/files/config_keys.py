@@ -72,6 +72,8 @@ NEUTRAL: Values = {
 }
 
 
+HARMLESS = ("ffn_dim_multiplier",)  # fits a pattern above; intermediate_size has its result
+
 # The same of a drafter's layer over embedding and feature: speculators, vLLM and NVIDIA's files.
 LAYER_NEUTRAL: Values = {
     "norm_before_residual": (False,),
@@ -101,7 +103,8 @@ def refuse_keys(config: Mapping[str, Any], where: str, neutral: Values = NEUTRAL
     """
     for key, value in config.items():
         values = next((v for pattern, v in neutral.items() if fnmatch.fnmatch(key, pattern)), None)
-        if values is not None and value is not None and value not in values:
+        is_neutral = key in HARMLESS or values is None or value is None or value in values
+        if not is_neutral:
             instead = " or ".join(map(json.dumps, values))
             computed = f"only {instead} is computed" if values else "the key is not computed"
             raise InputError(

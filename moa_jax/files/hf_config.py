@@ -249,8 +249,9 @@ def _rope_keys(config: dict[str, Any], where: str) -> dict[str, Any]:
             meant = "rope_type" if key == "type" else key
             if value is None:
                 continue
-            if found.setdefault(meant, value) != value:
+            if meant in found and found[meant] != value:
                 raise contradiction(where, names[meant], found[meant], block + key, value)
+            found.setdefault(meant, value)
             names.setdefault(meant, block + key)
     return found
 

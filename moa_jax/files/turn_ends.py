@@ -60,7 +60,8 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     found = settings.get("chat_template")
     found = found or _json_of(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):  # several, by their names
-        found = {each.get("name"): each.get("template") for each in found}.get("default")
+        named = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
+        found = next(named, {}).get("template")
     return found if isinstance(found, str) else None
 
 

@@ -52,6 +52,7 @@ def test_keys_of_a_target(run, pair, key, value):
     [
         ({"factor": 8.0}, "factor: 8.0 is not supported"),
         ({"rope_theta": 0}, "rope_theta: 0.0 is not supported"),
+        ({"rope_theta": float("nan")}, "rope_theta: nan is not supported"),
         ({"full_attention": {"rope_theta": 1e6}}, "full_attention: "),
         ({"rope_type": "linear", "factor": 2.0, "attention_factor": 1.2}, "attention_factor: 1.2"),
     ],
@@ -78,6 +79,7 @@ def test_truth_values_are_no_words(run, pair, key):
 def test_harmless_keys_pass(run, pair, tmp_path):
     harmless = {
         "attention_multiplier": 10**-0.5,
+        "ffn_dim_multiplier": 1.3,
         "logits_scaling": 1.0,
         "final_logit_softcapping": None,
         "rope_interleaved": False,

@@ -151,15 +151,16 @@ def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path
         {"instruction": "Hi there", "output": "Hello!"} | system,
         {"prompt": "Hi there"} | system,
         {"prompt": "Hi there", "system_prompt": "Be brief."},
+        {"prompt": [SYSTEM, HELLO[0]]},
         {"messages": [SYSTEM, *HELLO], "system": "Be loud."},
     ]
     prompts, told = prompts_of(write(tmp_path / "a.jsonl", *records))
-    assert len(prompts) == 8 and all(prompt == prompts[0] for prompt in prompts)
+    assert len(prompts) == 9 and all(prompt == prompts[0] for prompt in prompts)
     tokenizer = load_tokenizer(TARGET)
     assert "Be brief." in tokenizer.decode(prompts[0])
     assert tokenizer.decode(prompts[0]).endswith("<|assistant|>")
-    assert "keys that are not read, in 8 records: `system` (1)" in told
-    assert "6 of 8 prompts end before the last answer" in told
+    assert "keys that are not read, in 9 records: `system` (1)" in told
+    assert "6 of 9 prompts end before the last answer" in told
 
 
 def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):

@@ -366,13 +366,13 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_golden_file_behind_a_link_is_written(run, pair, tmp_path):
     golden = tmp_path / "golden.jsonl"
-    golden.write_text("old")
+    golden.write_text(old := '{"format": "moa-jax golden"}')
     golden.chmod(0o600)
     (tmp_path / "link").symlink_to(golden.name)
     flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompt-ids", "5 6"]
     flags += ["--target-layer-inference", "0", "--max-new-tokens", "2"]
     assert run("infer.check", *flags, "--write-golden", tmp_path / "link").code == 0
-    assert os.readlink(tmp_path / "link") == golden.name and golden.read_text() != "old"
+    assert os.readlink(tmp_path / "link") == golden.name and golden.read_text() != old
     assert golden.stat().st_mode & 0o777 == 0o600
 
 
@@ -418,3 +418,18 @@ def test_a_report_of_something_else_is_not_overwritten(run, pair, tmp_path):
     both = ["--target", pair / "target", "--draft", pair / "draft"]
     line = run("infer.evaluate", *both, "--output", tmp_path).refusal()
     assert "report.md" in line and (tmp_path / "report.md").read_text() == "mine"
+
+
+def test_a_file_that_is_not_ours_is_kept(run, pair, tmp_path):
+    """The prompts under --write-golden, and notes under --ready-file."""
+    prompts, notes = tmp_path / "prompts.jsonl", tmp_path / "notes.md"
+    prompts.write_text('{"prompt": "Hi"}\n')
+    notes.write_text("mine")
+    golden = ("--target", pair / "target", "--prompts", prompts, "--write-golden")
+    for file in (prompts, notes):
+        before = file.read_bytes()
+        assert f"{file}: not a golden file" in run("infer.check", *golden, file).refusal()
+        for program in ("infer.serve", "infer.server"):
+            line = run(program, "--port", 0, "--target", tmp_path, "--ready-file", file).refusal()
+            assert f"{file}: not a ready file" in line
+        assert file.read_bytes() == before
