@@ -285,17 +285,9 @@ def dtype_of(args: argparse.Namespace) -> Any:
 
 
 def use_cores(count: int) -> None:
-    """Keep this process to its first `count` cores; jax counts them when it starts its threads.
-
-    Raises InputError for more than there are.
-    """
+    """Keep this process to its first `count` cores; jax counts them when it starts its threads."""
     if hasattr(os, "sched_setaffinity"):  # Linux
-        cores = sorted(os.sched_getaffinity(0))
-        if count > len(cores):
-            raise InputError(
-                f"--threads {count}: cores of this process: {len(cores)}: lower --threads"
-            )
-        os.sched_setaffinity(0, cores[:count])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:

@@ -186,7 +186,7 @@ def _message(message: Any, place: str) -> Message:
         raise fields.wrong("role", "system, user or assistant")
     fields.refuse({"tool_calls": (), "function_call": (), "audio": ()})
     content = fields.value("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         content = "\n".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
     if not is_text(content):
         raise fields.wrong("content", "a text of Unicode characters")

@@ -40,8 +40,3 @@ def test_64_bits_change_no_answer(run, start):
 def test_more_memory_than_there_is_is_refused_before_it_is_taken(program, flags, lowered, run):
     line = run(program, *flags).refusal()
     assert re.search(SIZES, line) and lowered in line
-
-
-def test_more_threads_than_cores_are_refused(run):
-    line = run("infer.generate", *PROMPT, "--threads", 10_000).refusal()
-    assert line.startswith("infer.generate: --threads 10000: ")
