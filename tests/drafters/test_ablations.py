@@ -337,7 +337,12 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
     [
         ("nothing", {"layer_mixing": "sum"}, "layer_mixing is 'sum': give one of attention, mean"),
         ("nothing", {"has_self_attention": "no"}, "has_self_attention is 'no': give true or"),
-        ("nothing", {"layer_mixing": "mean"}, "has unexpected 9 tensors (layer_self_attention."),
+        ("nothing", {"layer_mixing": "mean"}, "disable_LSA is false and layer_mixing is"),
+        (
+            "nothing",
+            {"layer_mixing": "mean", "disable_LSA": True},
+            "has unexpected 9 tensors (layer_self_attention.",
+        ),
         ("nothing", {"has_self_attention": False}, "has unexpected 11 tensors (self_attention."),
         ("layer_self", {}, "lacks the tensor layer_self_attention.self_attn.k_proj.weight"),
         ("layer_self", {"layer_mixing": "last", "disable_LSA": True}, None),
@@ -346,7 +351,11 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
         ("nothing", {"hidden_in_memory": "no"}, "hidden_in_memory is 'no'"),
         (
             "layer_self",
-            {"layer_mixing": "last", "layer_self_attention_intermediate_size": None},
+            {
+                "layer_mixing": "last",
+                "disable_LSA": True,
+                "layer_self_attention_intermediate_size": None,
+            },
             "layer_self_attention_intermediate_size is None: choose a whole number",
         ),
     ],
