@@ -1,7 +1,5 @@
 """Python's own API: arrays of any library, and values that are no token ids, no number, no stop."""
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,6 +69,9 @@ def test_numbers_are_those_of_any_library(session):
 
 
 def test_one_stop_text_is_no_list_of_letters():
-    letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)))
-    stop_when = StopFinder(letters, "END")
+    class Letters:
+        def decode(self, tokens, **_):
+            return "".join(map(chr, tokens))
+
+    stop_when = StopFinder(Letters(), "END")
     assert stop_when([*map(ord, "NEED")]) is None and stop_when([*map(ord, "an END.")]) == 6
