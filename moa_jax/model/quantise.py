@@ -76,8 +76,8 @@ def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
     largest = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=summed, keepdims=True)
     scale = largest / _LARGEST[weights]
     scale = scale.astype(weight.dtype)
-    # XLA's maximum on CPUs leaves out NaN.
-    is_finite = jnp.isfinite(weight).all(axis=summed, keepdims=True)
+    # XLA's maximum on CPUs leaves out NaN. The barrier is for the reason below.
+    is_finite = jnp.isfinite(lax.optimization_barrier(weight)).all(axis=summed, keepdims=True)
     scale = jnp.where(is_finite, scale, jnp.nan)
     scale = jnp.where(scale < jnp.finfo(weight.dtype).tiny, jnp.ones_like(scale), scale)
     # Widened anew, and XLA must not see it: on a CPU it would store one float32 weight for both.

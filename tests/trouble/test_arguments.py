@@ -69,9 +69,9 @@ def test_numbers_are_those_of_any_library(session):
 
 
 def test_one_stop_text_is_no_list_of_letters():
-    class Letters:
+    class LettersAsIds:
         def decode(self, tokens, **_):
             return "".join(map(chr, tokens))
 
-    stop_when = StopFinder(Letters(), "END")
+    stop_when = StopFinder(LettersAsIds(), "END")
     assert stop_when([*map(ord, "NEED")]) is None and stop_when([*map(ord, "an END.")]) == 6
