@@ -369,7 +369,7 @@ def test_the_program_ends_with_2_and_one_line(fake, folder, tmp_path):
     )
     assert ended.returncode == 2
     *_, line = ended.stderr.splitlines()
-    assert line.startswith(f"train.regenerate: {fake.url[:-3]} refuses a request: status 400")
+    assert line.startswith(f"train.regenerate: {fake.url[:-3]} refuses a request: status 404")
     assert line.endswith("of 15 conversations are over: the same command goes on there")
     assert "Traceback" not in ended.stderr
 
