@@ -125,7 +125,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     with until_cut() as cut:
         run_in_turns(bench, args.repeats, runs)
     mark = cut.mark(sum(map(len, runs)), len(runs) * len(bench.batches) * args.repeats, " runs")
-    if not all(runs):  # of some mode nothing can be said
+    if not all(runs):  # a mode without a run has no figures
         sys.exit(cut.code)
     compiled = [session.num_compiled for session in bench.sessions]
     bandwidth = copy_bandwidth()

@@ -10,7 +10,6 @@ a part of the next one; `]}` after the last whole result makes it JSON again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from infer.listening.child import SIGTERM_CODE, ended_by_sigterm
 from infer.program import INTERRUPTED
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.json_text import to_json
+from moa_jax.files.places import lock
 
 BETWEEN = ", "
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
@@ -41,7 +41,7 @@ class GrowingDocument:
     ) -> None:
         """A result per prompt, with its `prompt_ids`, goes to stdout, or to the file `path`.
 
-        `go_on` tells the user how a document that was cut goes on.
+        `go_on` is printed where the document is cut: the way to continue it.
         Raises InputError for a file with other settings, prompts or content, and for one that
         another run writes.
         """
@@ -64,13 +64,7 @@ class GrowingDocument:
 
     def _go_on(self, prompts: Sequence[list[int]]) -> None:
         """Reads the results that the file has, and removes what follows them."""
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InputError(
-                    f"{self._path}: another run writes it: wait for its end"
-                ) from error
+        lock(self._file, self._path)
         self._file.seek(0)
         text = self._file.read()
         if not text.startswith(self._head):

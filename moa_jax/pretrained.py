@@ -288,7 +288,7 @@ def load_drafter(
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
     mesh = mesh_of(target.params) if mesh is None else mesh
     sharding = None if mesh is None else cut_for_decoding(used, mesh, "drafter")
-    # NaN changes no text, so that nothing else would tell of it.
+    # A drafter with NaN changes no text, so later checks would pass.
     params = read_params(reader, used, dtype, sharding=sharding, weights=weights, finite=True)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
 

@@ -41,7 +41,7 @@ def _cause(target: Target) -> str:
             leaves = jax.tree.leaves(convert.leaf_at(target.params, path))
             if not all(bool(_is_finite(leaf)) for leaf in leaves):
                 names = " + ".join(packing.names)
-                model = public_name(target.folder)  # a server tells its clients
+                model = public_name(target.folder)  # error messages of a server hide paths
                 return f"{names} of {model} holds such values, so fetch the model again"
     dtype = target.params["embed"].dtype
     wider = "load it with dtype float32" if dtype != jnp.float32 else "check the weights"

@@ -340,7 +340,7 @@ def _noise(
 
 
 def draw(log_law_BNV: Array, noise_BNV: Array) -> Array:
-    """One token (B, N) from each law; -1 from one that is not finite."""
+    """One token (B, N) from each distribution; -1 where it is not finite."""
     return finite_argmax(log_law_BNV + noise_BNV)
 
 

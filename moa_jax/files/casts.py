@@ -46,8 +46,8 @@ def refusal(array: np.ndarray, dtype: np.dtype, where: str) -> InputError | None
     found = num_not_finite(array)
     if grown := num_not_finite(to_dtype(array, dtype)) - found:
         wide = [name for name in DTYPES if num_not_finite(to_dtype(array, np.dtype(name))) == found]
-        mend = f"choose {' or '.join(wide)}" if wide else "fetch the model again"
-        return InputError(f"{where}: {grown:,} finite numbers become infinite in {dtype}: {mend}")
+        advice = f"choose {' or '.join(wide)}" if wide else "fetch the model again"
+        return InputError(f"{where}: {grown:,} finite numbers become infinite in {dtype}: {advice}")
     if found:
         return InputError(f"{where} holds {found:,} NaN or infinite values: fetch the model again")
     return None

@@ -9,10 +9,13 @@ writes there does without, and asks `is_stored`.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from moa_jax.errors import InputError
 
@@ -62,6 +65,21 @@ def size_and_time(file: Path) -> tuple[int, float]:
     if is_stored(file):
         return status.length, status.mtime
     return status.st_size, status.st_mtime_ns
+
+
+def lock(file: IO[Any], path: Path) -> None:
+    """Locks an open file until it is closed; raises InputError where another run holds the lock.
+
+    A file system without locks gets a line on stderr.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            f"{path}: another run writes it: wait for its end, or name another --output"
+        ) from error
+    except OSError as error:
+        print(f"{path}: no lock ({error.strerror}): start one run only", file=sys.stderr)
 
 
 def is_stored(path: Path) -> bool:

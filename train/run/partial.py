@@ -13,10 +13,8 @@ Conversations end in any order; the output has them in the order of their number
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any, Self
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import whole_file
 from moa_jax.files.json_text import to_json
+from moa_jax.files.places import lock
 from train.run.answers import TargetAnswer
 
 VERSION = 2  # of the entries: raise it when they are written in another way
@@ -55,23 +54,13 @@ class Partial:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
-            self._lock()
+            lock(self._file, self.path)
             return self._continue(header)
         except OSError as error:
             reason = first_line(error)
             raise InputError(
                 f"{self.path} cannot be written ({reason}): change --output"
             ) from error
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{self.path}: another run writes it: wait for its end, or name another --output"
-            ) from error
-        except OSError as error:  # a file system without locks
-            print(f"{self.path}: no lock ({error.strerror}): start one run only", file=sys.stderr)
 
     def __enter__(self) -> Self:
         return self
