@@ -174,7 +174,8 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
     Raises InputError for a file without answers.
     """
-    texts = list(batches.answers_of(args.weights_cost, target, args.limit or COST_LIMIT))
+    answers = batches.answers_of(args.weights_cost, target, args.limit or COST_LIMIT)
+    texts = [(each.tokens_T, each.response_T) for each in answers]
     if not texts:
         raise InputError(f"--weights-cost {args.weights_cost}: there is no answer in it")
     mesh = mesh_of(target.params)

@@ -102,7 +102,8 @@ def test_text_is_plain_decodings(stored, large, opened, capsys, mode, temperatur
     rest = ["--prompts", f"{stored}/prompts.jsonl", "--batch", "3", "--max-new-tokens", "20"]
     assert not generate.main([*named(stored), *law, *rest, "--json"])
     out, err = capsys.readouterr()
-    results, settings = json.loads(out).values()
+    document = json.loads(out)
+    results, settings = document["results"], document["settings"]
     file = stored / "draft" / FILE
     assert settings["draft_vocabulary"] == str(file)
     assert f"drafts from 150 of 300 tokens, those of {file} (--draft-vocabulary none" in err
