@@ -6,6 +6,7 @@ Nothing is compiled while it is timed, and any thread may compile while another 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -71,8 +72,7 @@ class Programs:
             with _tracing, matmul_precision(self._dtype), sharding.setting(self._mesh):
                 traced = jax.jit(part, donate_argnums=donated)
                 lowered = traced.lower(*self.weights, *arrays)
-            options = compiler_options(jax.default_backend(), self._drafts)
-            program = lowered.compile(compiler_options=options)
+            program = compile_lowered(lowered, jax.default_backend(), drafts=self._drafts)
             if sharding.spans_processes(self._mesh):
                 program = functools.partial(_placed, program, self._mesh, len(self.weights))
             self._compiled[key] = program
@@ -134,6 +134,21 @@ def split(function: Program) -> Program:
         return (sharding.constrain_state(state), *sharding.constrain_whole(tuple(rest)))
 
     return part
+
+
+def compile_lowered(lowered: Any, platform: str, *, drafts: bool) -> Any:
+    """Compiles a lowered program with `compiler_options`, or without those that XLA does not have.
+
+    The options are experimental: a later XLA may drop them, and the program is right without them.
+    """
+    options = compiler_options(platform, drafts)
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if not options or "No such compile option" not in str(error):
+            raise
+        logging.getLogger(__name__).warning("compiled without %s: %s", options, error)
+        return lowered.compile()
 
 
 def compiler_options(platform: str, drafts: bool) -> dict[str, Any]:

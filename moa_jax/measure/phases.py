@@ -32,7 +32,7 @@ from jax import lax
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import step
-from moa_jax.decode.programs import chunks_of, compiler_options
+from moa_jax.decode.programs import chunks_of, compile_lowered
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import chain
@@ -195,8 +195,8 @@ def _timed(
     cost = bytes_read(lambda held, z: turn(held[0], read, held[1], z), (weights, moving), zero)
     with matmul_precision(weights.target["embed"].dtype):
         lowered = jax.jit(loop, donate_argnums=0).lower(moving, weights, read, zero)
-    options = compiler_options(jax.default_backend(), setup.shape.num_drafted > 0)
-    program = lowered.compile(compiler_options=options)
+    drafts = setup.shape.num_drafted > 0
+    program = compile_lowered(lowered, jax.default_backend(), drafts=drafts)
     moving, found = jax.block_until_ready(program(moving, weights, read, jnp.int32(1)))
     turns, seconds = 3, []
     for index in range(LOOPS + 1):

@@ -12,6 +12,7 @@ import pytest
 
 from moa_jax import InputError, Result, Session
 from moa_jax.config import DraftShape
+from moa_jax.decode import programs
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.session import GREEDY
 from moa_jax.decode.verify import verify
@@ -244,3 +245,14 @@ def test_buckets_hold_their_count():
 def test_bad_prompts_are_one_line(simple_pair, prompts, count, line):
     with pytest.raises(InputError, match=line):
         simple_pair.plain.generate(prompts, count)
+
+
+def test_compiles_without_options_that_xla_does_not_have(monkeypatch, caplog):
+    """The options are experimental; an error of another kind is raised as it is."""
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    monkeypatch.setattr(programs, "DRAFTING_OPTIONS", {"xla_gpu_experimental_gone": 1})
+    assert programs.compile_lowered(lowered, "gpu", drafts=True)(1.0) == 2
+    assert "xla_gpu_experimental_gone" in caplog.text
+    monkeypatch.setattr(programs, "DRAFTING_OPTIONS", {"xla_cpu_enable_fast_math": "maybe"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="maybe"):
+        programs.compile_lowered(lowered, "gpu", drafts=True)
