@@ -1,4 +1,4 @@
-"""What a round of decoding drafts, and how tokens are chosen."""
+"""The draft of a round, and sampling settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DEPTH = 64  # a chain is unrolled into one program
 
 @dataclasses.dataclass(frozen=True)
 class DraftShape:
-    """How much one round drafts; `depth` counts levels with the root, so 1 is plain decoding.
+    """Size of a round's draft; `depth` counts levels with the root, so 1 is plain decoding.
 
     chain          breadth 1: depth - 1 tokens, one after the other
     dynamic tree   every level keeps its `breadth` likeliest nodes and gives each as many
@@ -120,7 +120,7 @@ class DraftShape:
 
 
 def _level_by_level(path: tuple[int, ...]) -> tuple[Any, ...]:
-    """What the nodes of a tree are sorted by, as drafting makes them."""
+    """Sort key of a tree's nodes: the order in which drafting makes them."""
     return len(path), path
 
 
@@ -135,7 +135,7 @@ RANGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How one answer's tokens are chosen from the target's logits; temperature 0 is greedy."""
+    """Sampling settings of one answer; temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all

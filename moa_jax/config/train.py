@@ -13,7 +13,7 @@ from moa_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where training text comes from and which of its tokens count as answers.
+    """Sources of training text, and the rule for which tokens count as answers.
 
     A path is a file or folder, or one of these:
 
@@ -82,7 +82,7 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MaskConfig:
-    """How training hides the future from the drafter, so that it sees what decoding sees."""
+    """Masks that hide the future from the drafter, so that training sees what decoding sees."""
 
     variable_future_length: bool = True
     shortest_future: int = 6  # variable length: every 6th to 14th token is known, one period a row
@@ -110,7 +110,7 @@ class MaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What the drafter is trained for; the defaults are the paper's.
+    """Terms of the drafter's loss; the defaults are the paper's.
 
     token      cross_entropy     - sum p log q, where p is the target's law, q the drafter's
                total_variation   1 - sum min(p, q), the chance that sampling rejects a draft
@@ -137,9 +137,9 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FeedbackConfig:
-    """How drafters that read their own features (the EAGLE family) are trained to do so.
+    """Training of drafters that read their own features (the EAGLE family).
 
-    Training makes `steps` passes, each fed with the features of the one before it: one pass is
+    Training makes `steps` passes, each fed with the features of the pass before: one pass is
     EAGLE-1 and EAGLE-2, more are the training-time test of EAGLE-3 (for EAGLE-1 and 2: HASS).
     `noise` is the width of uniform noise on the features and embeddings of the first pass.
     """
@@ -170,7 +170,7 @@ class ChunkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a drafter's loss depends on, besides weights and data."""
+    """All settings of a drafter's loss; weights and data are its other inputs."""
 
     masks: MaskConfig = MaskConfig()
     loss: LossConfig = LossConfig()
@@ -180,7 +180,7 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work; one number may be -1, for all devices that the others leave.
+    """Sizes of the training mesh; one number may be -1, for all devices that the others leave.
 
     data      rows of a batch, weights copied
     fsdp      rows of a batch, weights split and gathered layer by layer
@@ -272,8 +272,8 @@ class GridConfig:
 
     Cells share their target, data, number of updates and, roughly, of trainable parameters. Every
     cell is trained with each learning rate and seed, and counts by the rate with the highest
-    simulated tau. Without learning rates each cell keeps the one of its own config, for example
-    the best that a shorter grid found.
+    simulated tau. Without learning rates each cell keeps the rate of its own config, for example
+    the best rate of a shorter grid.
     """
 
     cells: tuple[tuple[str, DistillConfig], ...]

@@ -1,4 +1,4 @@
-"""The one training batch: rows of tokens holding one or more conversations each.
+"""The training batch: rows of tokens holding one or more conversations each.
 
 tokens    <s> u u a a </s>  <s> u a a  .  .
 segment    1  1 1 1 1  1     2  2 2 2  0  0     0 is padding, always at the end of a row
@@ -17,7 +17,7 @@ Array = np.ndarray | jax.Array
 
 
 class Batch(NamedTuple):
-    """One batch, or one row of it without the leading axis; int32, `response_BT` bool."""
+    """One batch, or one row without the leading axis; int32, `response_BT` bool."""
 
     tokens_BT: Array
     segment_BT: Array

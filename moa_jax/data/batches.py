@@ -57,7 +57,7 @@ class Batches:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are, from number 0 on."""
+        """Number of rows, counted from 0."""
         return len(self.rows.tokens_BT)
 
     def numbers(self, step: int, rows: slice | None = None) -> np.ndarray:
@@ -71,7 +71,7 @@ class Batches:
         return Batch(*(array[number_R] for array in self.rows))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of it."""
+        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of that batch."""
         return self.take(self.numbers(step, rows))
 
 
@@ -102,7 +102,7 @@ def load(
 
 
 def facts_of(source: Batches | Mixture) -> dict[str, Any]:
-    """What tells the rows of a run from those of other or edited files: cheap, and not all."""
+    """Hash of a run's first rows and sizes; it differs for most other or edited files."""
     digest = hashlib.sha256()
     for array in source.batch(0):
         digest.update(np.ascontiguousarray(array))
@@ -130,7 +130,7 @@ def _rows(paths: Sequence[str], coder: Coder, watch: Watcher) -> tuple[Batch, Da
 
 
 def _watched(paths: Sequence[str], coder: Coder, watch: Watcher) -> Iterator[Outcome]:
-    """What becomes of all records of the paths, shown as it goes on."""
+    """Encodes all records of the paths with a progress line."""
     counts = [corpora.count(path) for path in paths]
     number = None if None in counts else sum(counts)
     found = itertools.chain.from_iterable(map(corpora.read_all, paths))

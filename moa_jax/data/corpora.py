@@ -89,7 +89,7 @@ def is_from(record: dict, sources: Sequence[str]) -> bool:
 
 
 def count(path: str) -> int | None:
-    """How many records `read_all` will give, None where that is not quickly known."""
+    """Number of records that `read_all` gives, None where a quick count does not exist."""
     kind, name = _kind(path)
     if kind == "hub":
         records = _open_hub(name)

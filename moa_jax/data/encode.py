@@ -48,7 +48,7 @@ class Coder(NamedTuple):
 
 
 def outcomes(found: Found, coder: Coder, total: int | None) -> Iterator[Outcome]:
-    """What becomes of each record, in the order given; `total` is their number, if known."""
+    """Encodes each record, in the order given; `total` is their number, if known."""
     workers = coder.config.workers
     if workers == 0:
         workers = 1 if total is not None and total <= FEW else num_cores()
@@ -61,7 +61,7 @@ def outcomes(found: Found, coder: Coder, total: int | None) -> Iterator[Outcome]
 
 
 def encode_chunk(chunk: list[tuple[str, dict | InputError]], coder: Coder) -> list[Outcome]:
-    """What becomes of a few records."""
+    """Encodes a few records."""
     return [(place, _encoded(record, coder)) for place, record in chunk]
 
 

@@ -23,14 +23,14 @@ Found = Iterator[tuple[str, dict | InputError]]  # a place, `FILE line N`, and w
 
 
 class FileKind(NamedTuple):
-    """How files with one ending are read, and how their records are counted."""
+    """Functions that read the files with one ending and count their records."""
 
     read: Callable[[Path], Found]
     count: Callable[[Path], int]
 
 
 def kind_of(file: Path) -> FileKind:
-    """The reader for a file's ending; InputError for one that no reader knows."""
+    """The reader for a file's ending; InputError for an ending without a reader."""
     kind = next((kind for end, kind in KINDS.items() if file.name.endswith(end)), None)
     if kind is None:
         raise InputError(f"{file} is of no known kind: use {', '.join(KINDS)}")
@@ -72,7 +72,7 @@ def locate(path: str) -> Path:
 
 
 def fault(text: str, cause: Exception) -> InputError:
-    """What is wrong with one record, the same text for all that have it; `cause` has details."""
+    """Error of one record, with one text for all records of the same fault; `cause` has details."""
     error = InputError(text)
     error.__cause__ = cause
     return error

@@ -39,7 +39,7 @@ class Mixture:
 
     @property
     def num_rows(self) -> int:
-        """How many rows all sources hold; those of one follow those of the one before it."""
+        """Number of rows of all sources; the rows of a source follow those of the source before."""
         return int(self._ends_P[-1])
 
     def numbers(self, step: int, rows: slice | None = None) -> np.ndarray:
@@ -61,7 +61,7 @@ class Mixture:
         return Batch(*(np.concatenate(arrays)[back_R] for arrays in zip(*parts, strict=True)))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of it."""
+        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of that batch."""
         return self.take(self.numbers(step, rows))
 
     def _number(self, source: int, turn: int) -> int:

@@ -84,7 +84,7 @@ def prompt_of(messages: list[Message]) -> list[Message]:
 def answer_places(messages: list[Message]) -> list[int]:
     """Places of the messages that answer something.
 
-    A greeting before the first user message is a part of the prompt: no decoder is asked for it.
+    A greeting before the first user message is a part of the prompt, since no decoder generates it.
     """
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)

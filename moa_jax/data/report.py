@@ -72,7 +72,7 @@ def unread_lines(unread: Mapping[str, int], total: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """What became of the records of one split, and what its rows hold."""
+    """Counts of one split: its records by outcome, and the tokens of its rows."""
 
     kept: int  # records
     dropped: dict[str, int]  # why -> records, the most frequent reason first
@@ -185,7 +185,7 @@ class Tally:
             yield rows
 
     def report(self) -> DataReport:
-        """What has passed."""
+        """The report of the records that have been encoded so far."""
         return DataReport(
             dropped=dict(self._records.faults.most_common()),
             row_length=self._coder.config.row_length,

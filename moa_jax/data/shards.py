@@ -46,7 +46,7 @@ Build = Callable[[], tuple[Iterable[Batch], Callable[[], DataReport]]]
 
 
 class Column:
-    """One array (R, T) of rows that lie in several files; reads the rows that are asked for."""
+    """One array (R, T) of rows that lie in several files; indexing reads only the indexed rows."""
 
     def __init__(
         self, files: Sequence[Path], ends: np.ndarray, field: str, row_length: int, dtype: Any
@@ -75,8 +75,8 @@ class Column:
 def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
     """All that decides the rows of these paths.
 
-    Of a dataset that another package keeps only the name is known: remove the cache after a new
-    version of it.
+    A dataset of another package is identified by its name alone: remove the cache after a new
+    version of the dataset.
     """
     config, tokenizer, vocab_size = coder
     settings = ("max_length", "row_length", "pack", "answers", "sources")
@@ -103,7 +103,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, DataReport]:
     """The rows that `made_from` decides, as columns on disk; built if no run has done so.
 
-    One process builds; others that want the same rows wait. Raises InputError for a folder that
+    One process builds; others that need the same rows wait. Raises InputError for a folder that
     cannot be written and for shards that are damaged.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
@@ -159,7 +159,7 @@ def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
 
 
 def _write(folder: Path, number: int, rows: Batch) -> dict[str, Any]:
-    """Store one block; returns what the manifest says of it."""
+    """Stores one block; returns its entry in the manifest."""
     small = np.min_scalar_type(rows.tokens_BT.shape[1])  # holds segments and positions
     types = (np.int32, small, small, np.bool_)
     stored_RT = np.empty(rows.tokens_BT.shape, list(zip(Batch._fields, types, strict=True)))

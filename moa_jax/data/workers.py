@@ -73,7 +73,7 @@ def _start(shared: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone: a killed parent cannot tell it."""
+    """Ends this process when its parent is gone: a killed parent cannot end its children."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -105,7 +105,7 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
 
 
 def attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
-    """Writes the new rows of a pass to a cache and attends to what it sees of it.
+    """Writes the new rows of a pass to a cache and attends to the cache's visible rows.
 
     Heads come as a projection gives them, and are rotated here. The G queries of each key-value
     head are followed by a key and a value, X = G + 2, unless the sight has no tokens behind the

@@ -15,9 +15,9 @@ slice of it would be one more launch, and rotating them would store them again:
 
     packed_BTKXE   X:  0 .. G-1 queries | G keys | G+1 values     of the T tokens
 
-What is rotated is held in the two halves of E whose numbers are pairs, and scores are the sum of
-two products. So each number is read once, eight at a time; as one whole it would be read again in
-the order of its partners, one by one.
+Rotated heads are held as the two halves of E whose numbers form pairs, and scores are the sum of
+two products. Each number is then read once, in vectors of eight; a single array of E would be read
+a second time in the order of the partners, one number after the other.
 
 References: FlashAttention-2 (2307.08691); flash-decoding (Dao et al., 2023).
 """
@@ -53,7 +53,7 @@ FIRST = 8.0  # compute capability that Triton needs
 
 
 class Sizes(NamedTuple):
-    """What is compiled into the kernels."""
+    """Static sizes of the kernels."""
 
     G: int
     T: int
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sight) -> Sizes:
-    """How the work on heads (B, T, K, G or G + 2, E) over S rows is cut into programs."""
+    """Chooses the grid for heads (B, T, K, G or G + 2, E) over S rows."""
     B, T, K, G, E = heads_shape
     X = sight.num_behind
     G -= 2 if X else 0
@@ -163,7 +163,7 @@ def _join(
     mixed: jax.ShapeDtypeStruct,
     interpret: bool,
 ) -> Array:
-    """What all splits found together, from the part and the log-sum-exp of each."""
+    """Combines the splits' partial results by their log-sum-exps."""
     B, T, K, G, _ = mixed.shape
     return pl.pallas_call(
         functools.partial(_join_kernel, sizes),
@@ -268,7 +268,7 @@ class _Program:
         return self._see(state, k_2RH, v_RE, self._ancestors(node_R[None, :]))
 
     def store(self, best_Q: Array, total_Q: Array, mixed_QE: Array) -> None:
-        """What was found; with other splits, the log-sum-exp as well."""
+        """Writes the result; with other splits, the log-sum-exp as well."""
         sizes, index_Q, e_1E = self.sizes, self.index_Q, self.e_1E
         mixed_ref, *lse_refs = self.results
         mixed_QE = mixed_QE / jnp.where(total_Q > 0, total_Q, 1.0)[:, None]
@@ -393,7 +393,7 @@ def _num_bytes(array: Array | jax.ShapeDtypeStruct) -> int:
 def _cost(
     sizes: Sizes, heads: Sequence[Array], past: KV, results: Sequence[jax.ShapeDtypeStruct]
 ) -> pl.CostEstimate:
-    """Of a full cache; each block of queries reads all of it."""
+    """Cost of a full cache; each block of queries reads the whole cache."""
     B, K, S, E = past.k_BKSE.shape
     pairs = B * K * sizes.G * sizes.T * (S + sizes.X)
     moved = sizes.blocks * sum(map(_num_bytes, past))

@@ -44,7 +44,7 @@ VMEM = 64 << 20  # bytes that a program on a TPU may use
 
 
 class How(NamedTuple):
-    """Where kernels run, and the blocks that they take."""
+    """Platform and block sizes of the kernels."""
 
     platform: str  # gpu, tpu
     queries: int
@@ -59,7 +59,7 @@ class How(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What is attended to, and by whom; query head h reads key-value head h // (H // K)."""
+    """Queries, keys, values and intervals; query head h reads key-value head h // (H // K)."""
 
     q_BHTE: Array
     k_BKTE: Array
@@ -116,7 +116,7 @@ def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
 
 
 def _attend_one(given: AttentionInputs, far: int) -> tuple[Array, Array]:
-    """What `attend_blocks` gives where a token sees one row, `far` rows before its own, or none.
+    """Computes `attend_blocks` for tokens that see one row, `far` rows before their own, or none.
 
     One score a token needs no kernel.
     """
@@ -227,7 +227,7 @@ OutputSpec = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, block
 
 
 class _Specs:
-    """What a program of a grid (B, H, blocks) gets: `queries` of a head, and all of its keys."""
+    """Inputs of one program of a grid (B, H, blocks): `queries` of a head, and all keys of the head."""
 
     def __init__(self, queries: int, G: int, given: AttentionInputs) -> None:
         T, E = given.q_BHTE.shape[2:]

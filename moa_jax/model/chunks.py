@@ -54,7 +54,7 @@ def sum_and_join(
 ) -> tuple[Any, Any]:
     """The sum of the first results of `function(piece)`, and the second ones joined along axis 1.
 
-    The pieces are those of axis 1. There is no gradient of it that spares memory.
+    The pieces are those of axis 1. Its gradient does not save memory.
     """
     T = jax.tree.leaves(arrays)[0].shape[1]
     one = lambda start, size: function(_cut(arrays, start, size, 1))

@@ -85,8 +85,8 @@ class RowRun(NamedTuple):
 def runs(packing: Packing) -> Iterator[tuple[int, RowRun]]:
     """All rows of all stored tensors in runs, each with the index of its tensor.
 
-    A row (in,) makes one output of the packed array (in, *outputs). What does not turn has rows
-    of one number.
+    A row (in,) makes one output of the packed array (in, *outputs). Outputs without rotary
+    embedding have rows of one number.
     """
     outputs = [part[1:] if packing.turns else part for part in packing.parts]
     if len(outputs) == 1:

@@ -1,4 +1,4 @@
-"""What device a program is for, and what it is able to do."""
+"""The device that a program is traced for, and its capabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 def traced_platform() -> str:
     """The kind of device that a program is traced for: gpu, tpu or cpu.
 
-    That is the one of the mesh, as when compiling ahead of time, else of the default backend.
+    The mesh's devices decide, as in ahead-of-time compiles; without a mesh the default backend does.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     return described.platform if described else jax.default_backend()

@@ -33,7 +33,7 @@ Rows = tuple[KV, ...] | KV  # one a layer, or stacked (L, B, K, T, E) where laye
 
 
 class Context(NamedTuple):
-    """Where the T tokens of a pass stand, and what they attend to.
+    """Positions of the T tokens of a pass, and the rows that they attend to.
 
     In decoding `seen` is a sight of the caches, and the tokens' rows are written to them. In
     training it is intervals or a mask of the P past rows in `caches`, if there are any, and the T.
@@ -45,7 +45,7 @@ class Context(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one target pass over T tokens gives."""
+    """Outputs of one target pass over T tokens."""
 
     hidden_BTD: Array  # after the final norm; `unembed` makes logits of it
     rows: Rows  # the tokens' keys (after RoPE) and values in every layer

@@ -1,4 +1,4 @@
-"""Who may attend to whom, queries before keys: intervals in training, sights of caches in decoding.
+"""Attention masks, queries before keys: intervals in training, sights of caches in decoding.
 
 As booleans, True means visible.
 """
@@ -23,14 +23,14 @@ Array = jax.Array
 )
 @dataclasses.dataclass(frozen=True)
 class Intervals:
-    """What T tokens see of P parts with T rows each: of each part the rows first to last, if any.
+    """Visible rows of P parts with T rows each: of each part the rows first to last, if any.
 
         first 0 0 2    x . .
         last  0 1 2    x x .
                        . . x
 
-    All masks of training are of this kind. In the last parts, as many as `behind` has numbers, a
-    token sees no row but the one of the token so far behind it.
+    All masks of training are of this kind. The last parts, one for each number in `behind`, show a
+    token at most one row: that of the token which stands `behind[i]` places before it.
     """
 
     first_PBT: Array
@@ -50,7 +50,7 @@ def _intervals(*parts: tuple[Array, Array], behind: tuple[int, ...] = ()) -> Int
 
 
 def _begin(segment_BT: Array) -> Array:
-    """Where the segment of each token begins, (B, T); the tokens of a segment stand together."""
+    """Start of each token's segment, (B, T); the tokens of a segment stand together."""
     return known_until(jnp.zeros(segment_BT.shape, bool), segment_BT)
 
 
@@ -243,7 +243,7 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What the T tokens of a pass see of a cache, without a mask over its rows; see `sight`."""
+    """Visible cache rows of the T tokens of a pass, without a mask over all rows; see `sight`."""
 
     length_B: Array
     ancestor_BTX: Array | None
@@ -255,7 +255,7 @@ class Sight:
         return self.length_B + (self.num_behind - num_tokens)
 
     def behind(self, num_tokens: int) -> Array | np.ndarray:
-        """What the T tokens see of the X behind the prefix, (B, T, X); the first axis may be 1."""
+        """Mask of the X tokens after the prefix, (B, T, X); the first axis may be 1."""
         if self.ancestor_BTX is not None:
             return self.ancestor_BTX
         return line(self.num_behind)[:, self.num_behind - num_tokens :]

@@ -1,4 +1,4 @@
-"""What float32 means on hardware with a faster, less exact kind of it."""
+"""Precision of float32 products on hardware with a faster, less exact float32 format."""
 
 from __future__ import annotations
 

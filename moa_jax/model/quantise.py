@@ -95,7 +95,7 @@ def stored_as(path: tuple[Any, ...], leaf: Array, weights: Format | None) -> Mat
 
 
 def sharding_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding) -> Any:
-    """Where a leaf in a format lies whose array would lie at `where`."""
+    """Sharding of a quantised leaf whose array would have the sharding `where`."""
     if not isinstance(leaf, Quantised):
         return where
     axes = [part for axis, part in enumerate(where.spec) if axis != _SUMMED[path[-1]]]
@@ -241,7 +241,7 @@ def lookup(table_VD: Matrix, ids: Array) -> Array:
 
 
 def _rows_together(part_VD: Matrix, ids: Array) -> Array:
-    """Rows of a table of which each device has a part; a row is found by one and heard by all."""
+    """Rows of a table that is split over devices; the device with a row sends it to all."""
     count = part_VD.shape[0]
     place = ids - lax.axis_index("tensor") * count
     is_here = (place >= 0) & (place < count)
@@ -259,7 +259,7 @@ def _rows(table_VD: Matrix, ids: Array) -> Array:
 def _few_rows(values_VD: Array, ids: Array) -> Array:
     """Rows of eight bits, for few ids on a TPU out of the tiles that hold them.
 
-    There a tile has 32 rows of eight bits, and XLA copies a whole table to cut one row out of it.
+    On a TPU a tile has 32 rows of eight bits, and XLA copies a whole table to slice one row.
     """
     count, width = values_VD.shape
     is_tiled = traced_platform() == "tpu" and count % ROWS_OF_A_TPU_TILE == 0

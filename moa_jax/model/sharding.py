@@ -143,7 +143,7 @@ def spec(axes: convert.Axes, rules: AxisRules = TRAIN) -> PartitionSpec:
 def of_table(table: convert.Table, mesh: Mesh, rules: AxisRules = TRAIN) -> ShardingOf:
     """The sharding of every array of a table, layers stacked or one by one.
 
-    The function raises KeyError for an array that the table does not know, and InputError
+    The function raises KeyError for an array that is not in the table, and InputError
     where the mesh does not divide a shape.
     """
     known: dict[convert.Path, convert.Axes] = {}
@@ -192,8 +192,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def constrain_inner(x: jax.Array, *axes: str | None) -> jax.Array:
     """The same inside a layer, on a mesh for training.
 
-    XLA would else gather a layer's weights over `tensor` where what follows wants rows apart. In
-    decoding, weights that lie where they are used lead to the same.
+    XLA would otherwise gather a layer's weights over `tensor` where the next operation splits rows.
+    In decoding, the placement of the weights has the same effect.
     """
     return x if is_cut() else constrain(x, *axes)
 
@@ -252,14 +252,14 @@ def _checked(sharding: NamedSharding, shape: convert.Shape, name: str) -> NamedS
 
 
 class Cut(NamedTuple):
-    """How a mesh for decoding splits a table."""
+    """Shardings of a table on a mesh for decoding."""
 
     sharding_of: ShardingOf
     copied: list[str]  # names of arrays of which each device has an axis whole, for people
 
 
 def for_decoding(table: convert.Table, mesh: Mesh) -> Cut:
-    """How decoding splits the arrays of a table, whose layers are a list."""
+    """Shardings for decoding of a table whose layers are a list."""
 
     def sharding_of(path: convert.Path, shape: convert.Shape) -> NamedSharding:
         return NamedSharding(mesh, dividing(table[path].axes, shape, mesh))
@@ -280,7 +280,7 @@ def dividing(axes: convert.Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh
 
 
 def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """How decoding splits arrays whose first axis, if they have one, is rows of a batch.
+    """Mesh axes for decoding of arrays whose first axis, if they have one, is rows of a batch.
 
     Caches are split by their heads besides, and kept states by their features.
     """
