@@ -71,7 +71,7 @@ class Batches:
         return Batch(*(array[number_R] for array in self.rows))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of that batch."""
+        """Batch number `step` of an endless run, (rows_per_batch, T), or some of its rows."""
         return self.take(self.numbers(step, rows))
 
 
@@ -102,7 +102,7 @@ def load(
 
 
 def facts_of(source: Batches | Mixture) -> dict[str, Any]:
-    """Hash of a run's first rows and sizes; it differs for most other or edited files."""
+    """Number of rows and hash of the first ones; most other or edited files differ in them."""
     digest = hashlib.sha256()
     for array in source.batch(0):
         digest.update(np.ascontiguousarray(array))

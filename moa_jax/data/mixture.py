@@ -61,7 +61,7 @@ class Mixture:
         return Batch(*(np.concatenate(arrays)[back_R] for arrays in zip(*parts, strict=True)))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch number `step` of an endless run, (rows_per_batch, T), or these rows of that batch."""
+        """Batch number `step` of an endless run, (rows_per_batch, T), or some of its rows."""
         return self.take(self.numbers(step, rows))
 
     def _number(self, source: int, turn: int) -> int:

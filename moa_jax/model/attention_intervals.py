@@ -227,7 +227,7 @@ OutputSpec = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, block
 
 
 class _Specs:
-    """Inputs of one program of a grid (B, H, blocks): `queries` of a head, and all keys of the head."""
+    """Inputs of one program of a grid (B, H, blocks): `queries` of a head, and all its keys."""
 
     def __init__(self, queries: int, G: int, given: AttentionInputs) -> None:
         T, E = given.q_BHTE.shape[2:]

@@ -10,7 +10,7 @@ import jax
 def traced_platform() -> str:
     """The kind of device that a program is traced for: gpu, tpu or cpu.
 
-    The mesh's devices decide, as in ahead-of-time compiles; without a mesh the default backend does.
+    The mesh's devices decide, as in ahead-of-time compiles; else the default backend does.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     return described.platform if described else jax.default_backend()

@@ -29,7 +29,7 @@ def rotate(x: Array, turn: Rotation) -> Array:
 
 
 def rotate_packed(packed_BTKXE: Array, turn: Rotation, has_rows: bool = True) -> Array:
-    """Packed heads in the layout that attention takes: queries and keys rotated, tokens behind heads.
+    """Packed heads in the layout of attention: queries and keys rotated, tokens behind heads.
 
     X is G queries, and with rows a key and a value, the latter of which is not rotated. Returns
     (B, K, X, T, E).
