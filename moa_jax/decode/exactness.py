@@ -1,4 +1,4 @@
-"""Where drafted decoding first leaves plain decoding, and how near a tie the target was there.
+"""The first token in which drafted and plain decoding differ, and the target's margin at it.
 
 In float32 the two must agree, token for token. In bfloat16 a pass over several tokens rounds
 differently from a pass over one, so either of two tokens that are almost tied may win.

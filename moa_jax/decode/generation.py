@@ -3,7 +3,7 @@
     call      the way to draft that the session chooses -> some rounds on the device -> news
     news      one transfer: rounds so far, rows that are done, what each round committed
 
-Where nothing is to be chosen, looked at or shown, one call decodes to the end. A session that
+A session without a choice, a stop text or a stream decodes to the end in one call. A session that
 chooses does so between calls. All ways carry the same state, so any call may take another way.
 """
 
@@ -64,7 +64,7 @@ class Result(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one call of a loop did."""
+    """Shape, rounds and time of one call of a loop."""
 
     shape: DraftShape
     rounds: int

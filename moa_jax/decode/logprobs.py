@@ -1,7 +1,6 @@
-"""What the target thought of the tokens that were written, right under speculation.
+"""The target's log-probabilities of generated tokens, the same with and without speculation.
 
-They are log-probabilities of its logits as they are, before biases, penalties and temperature:
-vLLM's `raw_logprobs`. Each belongs to a token's index in its row:
+They come from the raw logits, before biases, penalties and temperature: vLLM's `raw_logprobs`. Each belongs to a token's index in its row:
 
     index          0 ....... prompt-1 | prompt ... length | length+1 ...
     own_BC         zeros              | of the answer     | left-overs
@@ -42,7 +41,7 @@ class LogProbs(NamedTuple):
 
 
 def check(count: int | None, vocab_size: int) -> None:
-    """Raises InputError for a number of likeliest tokens that nobody gets."""
+    """Raises InputError for a number of top tokens that is not supported."""
     if count is not None and not 0 <= count <= min(MOST, vocab_size):
         raise InputError(
             f"{count} likeliest tokens: choose from 0 to {min(MOST, vocab_size)}, or none at all"

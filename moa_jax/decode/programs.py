@@ -122,7 +122,7 @@ def _placed(program: Program, mesh: Mesh, num_weights: int, *arrays: Any) -> Any
 def split(function: Program) -> Program:
     """The function with results that lie where the next program expects them.
 
-    What comes beside a state is for the host, so every process gets all of it.
+    Results beside a state are for the host, so every process gets them whole.
     """
 
     @functools.wraps(function)  # its arguments keep the names that `infer.plan` reads
@@ -152,7 +152,7 @@ def compile_lowered(lowered: Any, platform: str, *, drafts: bool) -> Any:
 
 
 def compiler_options(platform: str, drafts: bool) -> dict[str, Any]:
-    """How programs that decode are compiled for such devices, with drafts or without."""
+    """XLA options of decoding programs for a platform, with drafts or without."""
     return DRAFTING_OPTIONS if drafts and platform in ("gpu", "cuda") else {}
 
 

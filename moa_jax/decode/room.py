@@ -1,9 +1,9 @@
-"""What must fit: a prompt and its answer in a target's positions, with a draft in a cache's rows.
+"""Limits of a text: prompt and answer fit the target's positions, with a draft the cache's rows.
 
 positions     prompt | answer
 cache rows    prompt | answer | draft
 
-The loop of rounds is compiled for one number of rows. So caches that grow as they are asked to
+The loop of rounds is compiled for one number of rows. So growing caches
 double each time: a chat soon stops compiling.
 """
 
@@ -20,7 +20,7 @@ MOST_STOPS = 64  # stop ids of an answer
 
 
 class Room(NamedTuple):
-    """How much a target can hold, and its caches."""
+    """Positions of a target, and rows of its caches."""
 
     positions: int  # of the target
     cache_rows: int | None = None  # None: as many as are asked for
@@ -28,14 +28,14 @@ class Room(NamedTuple):
     least_rows: int = ROWS_OF_A_TILE  # of a cache that grows as it is asked to
 
     def rows(self, num_tokens: int) -> int:
-        """Rows of the caches of a batch whose longest text, answer included, has so many tokens."""
+        """Cache rows of a batch whose longest text has `num_tokens` tokens, answer included."""
         if self.cache_rows is not None:
             return self.cache_rows
         rows = max(self.least_rows, bucket(num_tokens + self.draft_rows))
         return cache_rows_for(min(rows, self.positions + self.draft_rows))
 
     def behind(self, prompt_length: int) -> int:
-        """How many new tokens fit behind a prompt of this length."""
+        """Number of new tokens that fit after a prompt of this length."""
         room = self.positions
         if self.cache_rows is not None:
             room = min(room, self.cache_rows - self.draft_rows)

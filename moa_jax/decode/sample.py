@@ -1,7 +1,7 @@
-"""What token follows a node: the target's law under sampling settings, and draws from it.
+"""Sampling of the token after a node from the target's distribution under sampling settings.
 
-    logits -> bias -> penalties -> temperature -> top-k -> top-p -> min-p = log-law
-    draw:   argmax(log-law + Gumbel noise); the noise belongs to (row's seed, position)
+    logits -> bias -> penalties -> temperature -> top-k -> top-p -> min-p = log-probabilities
+    sample:  argmax(log-probabilities + Gumbel noise); the noise belongs to (row's seed, position)
 
 Penalties, in the order of vLLM's sampler, whose order of bias and repetition is transformers' too:
 
@@ -9,12 +9,12 @@ Penalties, in the order of vLLM's sampler, whose order of bias and repetition is
     frequency     the answer           logit - penalty * times that the answer has the token
     presence      the answer           logit - penalty if the answer has the token
 
-Because noise belongs to positions and not to rounds, drafts that are the drafter's likeliest
-tokens change nothing at all: the same seed gives the same text as plain decoding, token for
-token. A node's children are point masses then, and walking to the child that equals the draw
-is multi-round rejection without replacement. Candidates that are drawn from the drafter are
-accepted or refused one after the other, with what is left of both laws after each refusal;
-the text differs from that of plain decoding, its law does not.
+Because noise belongs to positions and not to rounds, top-k drafts change nothing at all: the same
+seed gives the same text as plain decoding, token for token. A node's children are point masses
+then, and walking to the child that equals the sample is multi-round rejection without replacement.
+Candidates that are sampled from the drafter are accepted or rejected one after the other, with the
+residuals of both distributions after each rejection; the text differs from that of plain decoding,
+its distribution does not.
 
 References: 2211.17192 and 2302.01318 (accept and residual); 2305.09781 (trees).
 """

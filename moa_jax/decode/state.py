@@ -1,4 +1,4 @@
-"""What a round of speculative decoding is made of: its settings, its weights, its state.
+"""Settings, weights and state of a round of speculative decoding.
 
 Row b of a state's `tokens_BC`:
 
@@ -30,7 +30,7 @@ NEVER = np.int32(2**31 - 1)  # rounds until a pause
 
 
 class Setup(NamedTuple):
-    """What is fixed when a program is compiled: who decodes, and how much a round drafts.
+    """Static settings of a program: the models' configs, and the shape of a draft.
 
     Without a drafter the depth is 1. With one whose caches may be late, rounds of depth 1 leave
     `extend` to `catch_up`.
@@ -63,7 +63,7 @@ class Vocabulary(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Where generation ends; arrays, so that no value compiles anew."""
+    """Stop conditions of generation; arrays, so that a new value compiles nothing."""
 
     total_B: Array  # tokens a row may hold, prompt included
     stop_ids_BX: Array  # a token of these ends its row and is kept; -1 matches nothing
@@ -87,7 +87,7 @@ class Behind(NamedTuple):
 
 
 class RoundState(NamedTuple):
-    """What one round reads and replaces."""
+    """The part of the state that one round reads and replaces."""
 
     length_B: Array  # verified tokens, in the target's caches, and the drafter's but for `behind`
     done_B: Array  # rows that stay as they are
@@ -123,7 +123,7 @@ class DecodeState(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What one target pass over a tree gives: the verdict, and the accepted path's activations."""
+    """Results of one target pass over a tree: the verdict, and the accepted path's activations."""
 
     verdict: Verdict
     tapped: Tapped

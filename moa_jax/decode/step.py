@@ -13,8 +13,8 @@ engine's calls for a few rounds; an engine's programs that read prompts; the spl
 whose passes have no draft cache, and its clients, which have no target; and `measure.phases`, which
 times each function alone.
 
-Rounds of plain decoding between drafted ones leave out `extend`, and so may reading a prompt. What
-they leave is `Behind`, and `catch_up` makes up for it. What is drafted before is worse, no text is.
+Rounds of plain decoding between drafted ones leave out `extend`, and so may reading a prompt. The
+drafter's lag is `Behind`, and `catch_up` ends it. Until then drafts are worse; texts are the same.
 """
 
 from __future__ import annotations
