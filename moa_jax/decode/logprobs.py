@@ -1,6 +1,7 @@
 """The target's log-probabilities of generated tokens, the same with and without speculation.
 
-They come from the raw logits, before biases, penalties and temperature: vLLM's `raw_logprobs`. Each belongs to a token's index in its row:
+They come from the raw logits, before biases, penalties and temperature: vLLM's `raw_logprobs`. Each
+belongs to a token's index in its row:
 
     index          0 ....... prompt-1 | prompt ... length | length+1 ...
     own_BC         zeros              | of the answer     | left-overs

@@ -1,7 +1,8 @@
 """Room for more compiled programs: on a CPU each takes some hundred memory mappings.
 
 XLA maps the code of every kernel by itself, its text apart from its data. Linux gives a process
-65,530 mappings by default (`vm.max_map_count`), and XLA crashes when a mapping is refused. Measured with jax 0.10.2 on the bundled pair: 170 to 450 mappings a program.
+65,530 mappings by default (`vm.max_map_count`), and XLA crashes when a mapping is refused. Measured
+with jax 0.10.2 on the bundled pair: 170 to 450 mappings a program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Draft vocabularies: which of the target's tokens a drafter may propose, and their files.
 
 Most text consists of a small part of the target's tokens, so a drafter that scores only the
-frequent ones reads a slice of the target's head. The target still verifies over its whole vocabulary, so
-the text stays the same; a token outside the slice only ends a draft early. A drafter's folder may
-bring such a vocabulary in a file of a fixed name. Axis U is the draft vocabulary, in the order of
-target ids. Files are those of EAGLE-3:
+frequent ones reads a slice of the target's head. The target still verifies over its whole
+vocabulary, so the text stays the same; a token outside the slice only ends a draft early. A
+drafter's folder may bring such a vocabulary in a file of a fixed name. Axis U is the draft
+vocabulary, in the order of target ids. Files are those of EAGLE-3:
 
     target id    0  1  2  3  4  5  6  7          ids_U   1  4  5
     t2d          .  x  .  .  x  x  .  .          d2t     1  3  3     target = draft + d2t[draft]
