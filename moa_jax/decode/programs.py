@@ -37,8 +37,8 @@ class Programs:
     """Compiled functions f(setup, *weights, *arrays, **static).
 
     `setup` and `static` are compiled in. The weights stay the same; the arrays change from call to
-    call. With `donate` the first array is a state, and the new state takes over its memory. Where
-    the weights lie on a mesh, so do arrays and results, as `sharding.specs_of` has them.
+    call. With `donate` the first array is a state, and the new state takes over its memory. With
+    weights on a mesh, arrays and results have the shardings of `sharding.specs_of`.
     """
 
     def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any, *, drafts: bool) -> None:

@@ -34,7 +34,7 @@ class Taps(NamedTuple):
 
 
 class Tapped(NamedTuple):
-    """The activations of T tokens; those that were not asked for are None or ()."""
+    """The activations of T tokens; parts that the taps leave out are None or ()."""
 
     rows_LBKTE: KV | None
     streams: tuple[Array, ...]  # (B, T, D) each
@@ -63,7 +63,7 @@ class Tree(NamedTuple):
 
 
 class Guide(NamedTuple):
-    """How a round chooses candidates from a drafter's logits."""
+    """Selection of candidates from a drafter's logits in a round."""
 
     # (logits_BWU, tokens from the root to each node_BWP) -> adjusted logits_BWU; with noise the
     # log-probabilities that candidates are drawn from

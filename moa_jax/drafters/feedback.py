@@ -233,7 +233,7 @@ def _shifted(ancestor_BWX: Array) -> Array:
 
 
 class FedInputs(NamedTuple):
-    """What training feeds a layer of this family, and what should come out."""
+    """Inputs of a layer of this family in training, and the features that it should return."""
 
     embedding_BTD: Array
     feature_BTD: Array  # the target's, as `Layer.fuse` makes them
@@ -324,7 +324,7 @@ def loss_of(
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
-    """The mean of each part over passes, each weighted `decay` times the one before it."""
+    """The mean of each part over passes, each weighted `decay` times the pass before."""
     weights = [decay**index for index in range(len(each))]
     total = sum(weights)
     return jax.tree.map(

@@ -321,7 +321,7 @@ def read_config(
 def write_config(
     cfg: GlideConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of a drafter; InputError for layouts that know no GLIDE."""
+    """The config.json of a drafter; InputError for layouts without GLIDE."""
     if layout == "authors":
         return target_config_to_hf(target_cfg) | {"architectures": ["Glide"]}
     if layout == "ours":

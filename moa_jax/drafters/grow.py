@@ -64,7 +64,7 @@ Array = jax.Array
 
 
 class Nodes(NamedTuple):
-    """W nodes that are fed to a drafter at once, and what it knows by then.
+    """W nodes that are fed to a drafter at once, and the lengths of its caches.
 
     A tree with root r, its children a and b, and now c, the child of a: W is 1 and X is 4.
 
@@ -94,12 +94,12 @@ class Nodes(NamedTuple):
 
     @property
     def seen(self) -> masks.Sight:
-        """What self-attention sees: what came before the root, and ancestors."""
+        """Mask of self-attention: the tokens before the root, and ancestors."""
         return masks.sight(self.length_B, self.ancestor_BWX)
 
     @property
     def known(self) -> masks.Sight:
-        """What attention to the target's activations sees."""
+        """Mask of the attention to the target's activations."""
         return masks.sight(self.known_B)
 
 

@@ -142,7 +142,7 @@ def _forward(
 
 
 def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: Any) -> Array:
-    """What goes to the head (B, T, D) over whole conversations."""
+    """Inputs of the head (B, T, D) over whole conversations."""
     weights = small.weights(params, shared)
     context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
     return llama.forward(small.model, weights, batch.tokens_BT, context, dtype=dtype).hidden_BTD
@@ -247,7 +247,7 @@ def write_own(
 def write_borrowed(
     cfg: BorrowedConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of the whole model; only our programs know what its files leave out."""
+    """The config.json of the whole model; no other library reads files without OUTER."""
     if layout != "ours":
         raise InputError(
             f"layout {layout} knows no models that borrow embedding and head: choose ours"

@@ -22,14 +22,14 @@ Piece = tuple[Array, list[Array], list[Array]]
 
 
 class Draft(NamedTuple):
-    """What a pass of the drafter gives, and which tokens count."""
+    """Features of a pass of the drafter, and the tokens that count."""
 
     feature_BTD: Array  # goes to the head
     response_BT: Array  # the answer tokens that count
 
 
 class _Scorer(NamedTuple):
-    """How some tokens are scored, a piece of them at a time."""
+    """Scores of some tokens, a piece of them at a time."""
 
     loss: LossConfig
     draft_ids: tuple[int, ...] | None
@@ -101,7 +101,7 @@ def token_losses(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_one_sweep(loss: LossConfig, size: int, shared: Shared, *piece: Any) -> list[Parts]:
-    """What the frozen head scores of a `Piece`; nothing but the features has a gradient."""
+    """Scores of a `Piece` by the frozen head; nothing but the features has a gradient."""
     return chunks.sum_over(_by_target(loss, shared).sums, piece, size)
 
 

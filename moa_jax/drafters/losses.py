@@ -74,7 +74,7 @@ def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, A
 def agreement_by_distance(
     hit_BT: Array, distance_BT: Array, response_BT: Array, horizon: int
 ) -> tuple[Array, Array]:
-    """How often the drafter chooses the target's token, by steps since the last known token.
+    """Share of positions with the target's token, by steps since the last known token.
 
     Returns hits and counts, (horizon,) each: entry k - 1 is of distance k, that is, of the k-th
     drafted token of a round.

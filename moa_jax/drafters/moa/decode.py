@@ -37,7 +37,7 @@ class MoaCache(NamedTuple):
 
 
 class MoaDigest(NamedTuple):
-    """What decoding needs of the target for T verified tokens: rows of CA, and rows for TLI."""
+    """The target's part in decoding for T verified tokens: rows of CA, and rows for TLI."""
 
     cross_attention: KV
     reused: tuple[KV, ...]

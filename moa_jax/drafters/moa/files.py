@@ -158,7 +158,7 @@ def write_config(
 
 
 def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
-    """How layers are mixed and whether there is self-attention; old files do not say."""
+    """The mixing of layers, and the presence of self-attention; old files do not say."""
     mixing = config.get("layer_mixing", "attention")
     has_self_attention = config.get("has_self_attention", True)
     if mixing not in MIXINGS:

@@ -86,7 +86,7 @@ def trace(
     *,
     memory_BTD: Array | None = None,
 ) -> MoaTrace:
-    """The training forward, every stage of it, or what follows on a memory that is there.
+    """Every stage of the training forward, or the stages after a given memory.
 
     `objective.masks` chooses the rule of reused layers, and whether memory is bounded; where it
     is not, every token knows its whole past, and `draws` only tells prompts from answers.
