@@ -1,10 +1,9 @@
 """The learning rates of the controls: the drafters that are compared, some with several.
 
-    python -m train.grid --config configs/controls_rates.py \\
-        --done reports/controls.json,reports/controls_tokens.json
+    python -m train.grid --config configs/controls_rates.py
 
-All of `configs/controls_best.py`, where rows of this grid's report count, but for what has not been
-begun. Earlier reports have one rate of some. The data are those of `configs/controls.py`.
+All cells of `configs/controls_best.py`, where rows of this grid's report count, but for one that
+has not been begun. The data are those of `configs/controls.py`.
 """
 
 import dataclasses
@@ -17,5 +16,4 @@ config = dataclasses.replace(
     best,
     cells=tuple(each for each in best.cells if each[0] != "eagle2_tokens_four_passes"),
     directory="runs/controls_rates",
-    notes=(),
 )

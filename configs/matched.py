@@ -5,9 +5,9 @@
 Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
 and gets the same number of updates; the learning rate of each is chosen from three. EAGLE-3 spends
 a sixth of its parameters on a head for the commonest quarter of the vocabulary, which is what its
-official files do; `eagle3_large` has head and layer of full size, beside the match. The committed
-reports are of the target that was bundled until commit aaed1bd; those of `configs/controls.py` are
-of today's. The data, which for that target the reports name by their hashes:
+official files do; `eagle3_large` has head and layer of full size, beside the match. Reports of
+it, of the target that was bundled until commit aaed1bd, are in the history of the repository;
+`configs/controls.py` is for today's. The data:
 
     R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
