@@ -23,7 +23,7 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from moa_jax.config import DataConfig, DistillConfig, EagleConfig, GridConfig, MaskConfig
+from moa_jax.config import DataConfig, DistillConfig, GridConfig, MaskConfig
 
 matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
 moa = matched["moa"]
@@ -48,7 +48,6 @@ RATES = {
     "moa_hidden_without_staircase": 4e-4,
     "moa_n3_hidden": 4e-4,
     "moa_n3": 4e-4,
-    "eagle2_shifted_mask": 4e-4,
 }
 
 
@@ -81,9 +80,6 @@ cells["moa_n3_hidden"] = dataclasses.replace(
 )
 cells["moa_hidden_without_staircase"] = dataclasses.replace(
     cells["moa_hidden"], masks=MaskConfig(staircase=False)
-)
-cells["eagle2_shifted_mask"] = dataclasses.replace(
-    cells["eagle2"], drafter=EagleConfig(1, 684, shifted_mask=True)
 )
 config = dataclasses.replace(
     short,

@@ -146,7 +146,6 @@ class FeedbackConfig:
 
     steps: int = 1
     noise: float = 0.0
-    noisy_target: bool = False  # the features to be learnt have the noise too (authors' code)
     decay: float = 1.0  # the weight of each pass, relative to the one before it
 
     def __post_init__(self) -> None:
