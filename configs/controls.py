@@ -23,10 +23,9 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from moa_jax.config import DataConfig, DistillConfig, GridConfig, MaskConfig
+from moa_jax.config import DataConfig, DistillConfig, GridConfig
 
 matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
-moa = matched["moa"]
 short: GridConfig = matched["config"]
 
 UPDATES = 3000
@@ -41,12 +40,8 @@ DATA = DataConfig(
 RATES = {
     "eagle2": 4e-4,
     "moa": 4e-4,
-    "moa_hidden_first_tokens": 4e-4,
     "eagle3": 2e-4,
-    "moa_n3_hidden_first_tokens": 4e-4,
     "moa_hidden": 4e-4,
-    "moa_hidden_without_staircase": 4e-4,
-    "moa_n3_hidden": 4e-4,
     "moa_n3": 4e-4,
 }
 
@@ -71,16 +66,6 @@ def trained(cell: DistillConfig, rate: float) -> DistillConfig:
 
 
 cells = dict(short.cells)
-cells["moa_n3_hidden_first_tokens"] = dataclasses.replace(
-    cells["moa_hidden_first_tokens"],
-    drafter=moa(213, hidden_in_memory=True, target_layer_inference=3),
-)
-cells["moa_n3_hidden"] = dataclasses.replace(
-    cells["moa_hidden"], drafter=moa(213, hidden_in_memory=True, target_layer_inference=3)
-)
-cells["moa_hidden_without_staircase"] = dataclasses.replace(
-    cells["moa_hidden"], masks=MaskConfig(staircase=False)
-)
 config = dataclasses.replace(
     short,
     cells=tuple((name, trained(cells[name], rate)) for name, rate in RATES.items()),

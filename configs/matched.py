@@ -31,7 +31,6 @@ from moa_jax.config import (
     EagleConfig,
     FeedbackConfig,
     GridConfig,
-    MaskConfig,
     MoaConfig,
     OptimConfig,
     RunConfig,
@@ -76,10 +75,6 @@ config = GridConfig(
         ),
         # The matrix of the target's state is paid for by the MLPs.
         ("moa_hidden", with_(drafter=moa(213, hidden_in_memory=True))),
-        (
-            "moa_hidden_first_tokens",
-            with_(drafter=moa(213, hidden_in_memory=True), masks=MaskConfig(first_tokens=True)),
-        ),
         ("moa_n1", with_(drafter=moa(target_layer_inference=1))),
         ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
         (

@@ -74,8 +74,12 @@ def train(
 
 
 def is_finished(each: GridRun) -> bool:
-    """Whether a run was trained, here or for a report of --done."""
-    return (each.folder / FINISHED).is_file()
+    """Whether a run was trained, here or for a report of --done.
+
+    The file of an early version has no tau: such a run goes on from its last checkpoint.
+    """
+    path = each.folder / FINISHED
+    return path.is_file() and "simulated_tau" in read_json(path)
 
 
 def finish(each: GridRun, **facts: Any) -> None:
@@ -162,14 +166,12 @@ def main(arguments: list[str] | None = None) -> None:
             prompts_of(grid, target)  # so does this
         if not train(mine, target.config, target_cache.flags_of(args)):
             return
-        keys = [
-            (r["cell"], r["seed"], r["learning_rate"]) for r in rows_of(grid) if not r["decoded"]
-        ]
-        if todo := [each for each in mine if each[:3] in keys]:
-            for each, shapes in decode(grid, todo):
-                left = read_json(each.folder / FINISHED)
-                decoded = {"decoding": decoding_of(grid), "decoded": shapes}
-                write_json(each.folder / FINISHED, left | decoded)
+        todo = [row for row in rows_of(grid) if not (row["decoded"] or row["report"])]
+        keys = [(row["cell"], row["seed"], row["learning_rate"]) for row in todo]
+        for each, shapes in decode(grid, [each for each in mine if each[:3] in keys]):
+            left = read_json(each.folder / FINISHED)
+            decoded = {"decoding": decoding_of(grid), "decoded": shapes}
+            write_json(each.folder / FINISHED, left | decoded)
     document = document_of(grid, rows_of(grid), target, sizes, args.config)
     text = render(document)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
@@ -180,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def numbers(text: str) -> list[float]:
     """Type of a flag that takes several numbers, with commas between them."""
-    return list(map(float, names(text)))
+    return [int(name) if name.isdecimal() else float(name) for name in names(text)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -214,6 +214,27 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     assert "finished.json is not valid JSON" in refusal(grids.rows_of, grid)
 
 
+def test_a_run_that_an_early_version_finished_goes_on(tmp_path):
+    grid = toy_grid(tmp_path)
+    run = grids.runs_of(grid)[0]
+    run.folder.mkdir(parents=True)
+    early = {"settings": {}, "files": {}, "trained_on": "TPU v9"}
+    (run.folder / "finished.json").write_text(json.dumps(early))
+    assert not grids.is_finished(run) and not grids.rows_of(grid)
+
+
+def test_a_row_of_another_report_without_counts_is_left_as_it_is(tmp_path, monkeypatch):
+    """Its drafter is not there; the other cell is decoded."""
+    grid, decoded = toy_grid(tmp_path, learning_rates=()), []
+    other, mine = grids.runs_of(grid)
+    finish(other, 1.5, report="report.json")
+    finish(mine, 1.5)
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
+    monkeypatch.setattr(grids, "decode", lambda grid, runs: decoded.extend(runs) or ())
+    grids.main(["--config", "given", "--seeds", "0"])
+    assert [run.cell for run in decoded] == ["eagle"]
+
+
 def test_counts_of_another_decoding_do_not_count(tmp_path):
     grid = toy_grid(tmp_path, learning_rates=())
     trees = [DraftShape.static(paths) for paths in ([[0], [1], [0, 0]], [[0], [0, 0], [0, 1]])]

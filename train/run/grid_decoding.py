@@ -20,6 +20,7 @@ from moa_jax.pretrained import Target
 from train.run.decoding import conversations, fitting_prompts
 from train.run.grid_runs import GridRun
 
+BATCH = 16  # prompts decoded side by side; tau is that of each alone
 PROMPTS = "distinct, first turns before later ones, none of them trained on"
 ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
 FIRST = 3  # drafted positions whose acceptance is counted one by one
@@ -29,6 +30,8 @@ Decoded = list[dict[str, DecodedCounts]]  # for each shape the counts by ending
 
 def decode(grid: GridConfig, runs: Sequence[GridRun]) -> Iterator[tuple[GridRun, Decoded]]:
     """Decodes the prompts with the drafters of these runs, one after the other."""
+    if not runs:
+        return
     target = open_target(grid.cells[0][1].target)
     prompts = prompts_of(grid, target)
     for run in runs:
@@ -83,7 +86,11 @@ def _counts(
     session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
 ) -> DecodedCounts:
     """Tokens after the first one and rounds of each prompt; acceptance of the first positions."""
-    found = session.generate(prompts, max_new_tokens, stops)
+    found = []
+    for start in range(0, len(prompts), BATCH):
+        part = prompts[start : start + BATCH]
+        filled = part + part[:1] * (BATCH - len(part))  # one program for all
+        found += session.generate(filled, max_new_tokens, stops)[: len(part)]
     whole = [length for result in found for length in result.accept_lengths[:-1]]
     at_least = [sum(length >= least for length in whole) for least in range(1, FIRST + 2)]
     tokens, rounds = [sum(each.accept_lengths) for each in found], [each.rounds for each in found]
