@@ -1,4 +1,4 @@
-"""How fast a training step is on this machine: random weights, random tokens, the real program.
+"""Times a training step on this machine: random weights, random tokens, the real program.
 
     python -m train.bench --config configs/tiny.py
     python -m train.bench --config configs/moa_llama3_8b.py --data.rows_per_batch 4 \\

@@ -1,6 +1,6 @@
-"""What the training programs share.
+"""Modules shared by the training programs.
 
-Of every run:
+Every run:
 
     settings.py    configs, dotted flags      loop.py          the training loop
     stop.py        signals that end it        watch.py         what a user sees of it
