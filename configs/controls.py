@@ -1,11 +1,10 @@
 """The controls of the matched comparison: today's target, ten times the updates, three seeds.
 
-    python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache
 
-The first grid says what other learning rates would give four cells; those below won in shorter
-grids. Cells and recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and
-the data are its own answers, natural ones and 128 tokens that go on past the answer's end:
+`configs/controls_best.py` tries other learning rates; those below won in shorter grids. Cells and
+recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and the data are its
+own answers, natural ones and 128 tokens that go on past the answer's end:
 
     R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"

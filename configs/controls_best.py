@@ -1,10 +1,10 @@
 """The best of each kind: MoA for tokens alone, EAGLE-2 and EAGLE-3 as their authors train them.
 
     python -m train.grid --config configs/controls_best.py --report \\
-        --done reports/controls_rates.json,reports/matched.json
+        --done reports/matched.json
 
-Without `--report`, and with `--cells`, `--seeds` and `--learning-rates`, it trains what those
-reports lack: `configs/controls.py` says how the data are made. As MoA gains by leaving out the
+Without `--report`, and with `--cells`, `--seeds` and `--learning-rates`, it trains what that report
+lacks: `configs/controls.py` says how the data are made. As MoA gains by leaving out the
 feature loss, there are two more of EAGLE-2: one weighs both losses alike, where its authors give
 that of tokens a tenth, and one is trained for tokens alone in four passes, each fed with the
 features of the last (HASS), as one pass for tokens alone teaches it no second token. And there are

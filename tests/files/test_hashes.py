@@ -28,7 +28,7 @@ def test_the_bundled_models_keep_their_hashes(name):
 
 
 def test_the_committed_report_names_the_bundled_target():
-    files = json.loads((ROOT / "reports" / "controls.json").read_text())["files"]
+    files = json.loads((ROOT / "reports" / "matched.json").read_text())["files"]
     prefix = "moa_jax/demo/target: "
     stored = {key: facts for key, facts in files.items() if key.startswith(prefix)}
     assert len(stored) == 5

@@ -131,7 +131,7 @@ def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "name",
-    ["matched", "ablations"] + ["controls", "controls_rates", "controls_tokens", "controls_best"],
+    ["matched", "ablations", "controls", "controls_tokens", "controls_best"],
 )
 def test_committed_grids_are_matched(name, monkeypatch):
     """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""

@@ -22,7 +22,7 @@ from train.run.grid_decoding import joined
 from train.run.grid_report import DRAWS, figures, render
 
 
-@pytest.mark.parametrize("name", ["matched", "controls_rates"])
+@pytest.mark.parametrize("name", ["matched"])
 def test_committed_reports_are_those_of_their_json(name):
     document = json.loads((ROOT / "reports" / f"{name}.json").read_text())
     assert (ROOT / "reports" / f"{name}.md").read_text() == render(document) + "\n"
