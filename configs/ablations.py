@@ -27,7 +27,7 @@ from moa_jax.config import (
 )
 
 controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
-moa = controls["moa"]
+moa = runpy.run_path(str(Path(__file__).with_name("matched.py")))["moa"]
 base: DistillConfig = dict(controls["config"].cells)["moa"]
 UPDATES = 1000
 small_llama = TargetConfig(  # a sixth of the target's layers at half its width

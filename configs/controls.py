@@ -1,11 +1,10 @@
 """The controls of the matched comparison: today's target, ten times the updates, three seeds.
 
-    python -m train.grid --config configs/controls_rates.py --target-cache runs/target_cache
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache
 
-The first grid says what other learning rates would give four cells; those below won in shorter
-grids. Cells and recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and
-the data are its own answers, natural ones and 128 tokens that go on past the answer's end:
+`configs/controls_best.py` tries other learning rates; those below won in shorter grids. Cells and
+recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and the data are its
+own answers, natural ones and 128 tokens that go on past the answer's end:
 
     R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
@@ -23,10 +22,9 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from moa_jax.config import DataConfig, DistillConfig, EagleConfig, GridConfig, MaskConfig
+from moa_jax.config import DataConfig, DistillConfig, GridConfig
 
 matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
-moa = matched["moa"]
 short: GridConfig = matched["config"]
 
 UPDATES = 3000
@@ -41,14 +39,9 @@ DATA = DataConfig(
 RATES = {
     "eagle2": 4e-4,
     "moa": 4e-4,
-    "moa_hidden_first_tokens": 4e-4,
     "eagle3": 2e-4,
-    "moa_n3_hidden_first_tokens": 4e-4,
     "moa_hidden": 4e-4,
-    "moa_hidden_without_staircase": 4e-4,
-    "moa_n3_hidden": 4e-4,
     "moa_n3": 4e-4,
-    "eagle2_shifted_mask": 4e-4,
 }
 
 
@@ -72,19 +65,6 @@ def trained(cell: DistillConfig, rate: float) -> DistillConfig:
 
 
 cells = dict(short.cells)
-cells["moa_n3_hidden_first_tokens"] = dataclasses.replace(
-    cells["moa_hidden_first_tokens"],
-    drafter=moa(213, hidden_in_memory=True, target_layer_inference=3),
-)
-cells["moa_n3_hidden"] = dataclasses.replace(
-    cells["moa_hidden"], drafter=moa(213, hidden_in_memory=True, target_layer_inference=3)
-)
-cells["moa_hidden_without_staircase"] = dataclasses.replace(
-    cells["moa_hidden"], masks=MaskConfig(staircase=False)
-)
-cells["eagle2_shifted_mask"] = dataclasses.replace(
-    cells["eagle2"], drafter=EagleConfig(1, 684, shifted_mask=True)
-)
 config = dataclasses.replace(
     short,
     cells=tuple((name, trained(cells[name], rate)) for name, rate in RATES.items()),

@@ -1,10 +1,9 @@
 """The controls without the feature loss: what drafters learn from the target's laws alone.
 
-    python -m train.grid --config configs/controls_tokens.py --target-cache runs/target_cache \\
-        --done reports/controls.json
+    python -m train.grid --config configs/controls_tokens.py --target-cache runs/target_cache
 
-All else is as in `configs/controls.py`, which says how the data are made; rows of its report count
-for the cells with both losses. In `configs/ablations.py` MoA gains by this.
+All else is as in `configs/controls.py`, which says how the data are made. In
+`configs/ablations.py` MoA gains by this.
 """
 
 import dataclasses

@@ -5,9 +5,10 @@
 Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
 and gets the same number of updates; the learning rate of each is chosen from three. EAGLE-3 spends
 a sixth of its parameters on a head for the commonest quarter of the vocabulary, which is what its
-official files do; `eagle3_large` has head and layer of full size, beside the match. The committed
-reports are of the target that was bundled until commit aaed1bd; those of `configs/controls.py` are
-of today's. The data, which for that target the reports name by their hashes:
+official files do; `eagle3_large` has head and layer of full size, beside the match.
+`configs/ablations.py` changes one thing of MoA at a time. Reports of this grid, of the target that
+was bundled until commit aaed1bd, are in the history of the repository; `configs/controls.py` is for
+today's. The data:
 
     R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
@@ -30,8 +31,6 @@ from moa_jax.config import (
     EagleConfig,
     FeedbackConfig,
     GridConfig,
-    LossConfig,
-    MaskConfig,
     MoaConfig,
     OptimConfig,
     RunConfig,
@@ -76,26 +75,8 @@ config = GridConfig(
         ),
         # The matrix of the target's state is paid for by the MLPs.
         ("moa_hidden", with_(drafter=moa(213, hidden_in_memory=True))),
-        ("moa_first_tokens", with_(masks=MaskConfig(first_tokens=True))),
-        (
-            "moa_hidden_first_tokens",
-            with_(drafter=moa(213, hidden_in_memory=True), masks=MaskConfig(first_tokens=True)),
-        ),
         ("moa_n1", with_(drafter=moa(target_layer_inference=1))),
         ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
-        ("moa_without_lsa", with_(drafter=moa(296, layer_mixing="mean"))),
-        ("moa_unbounded", with_(masks=MaskConfig(bounded=False))),
-        (
-            "moa_log_acceptance",  # acceptance-shaped loss, feature loss faded out
-            with_(loss=LossConfig(token="log_acceptance", token_weight=1.0, feature_fade=0.5)),
-        ),
-        (
-            "moa_n3_on_policy",
-            with_(
-                drafter=moa(target_layer_inference=3),
-                masks=MaskConfig(on_policy_reuse=True),
-            ),
-        ),
         (
             "eagle3_seven",  # all passes of its training-time test, as its authors weigh them
             with_(
@@ -104,8 +85,6 @@ config = GridConfig(
                 vocabulary="runs/vocabulary",
             ),
         ),
-        ("moa_last_layer", with_(drafter=moa(296, layer_mixing="last"))),
-        ("moa_without_sa", with_(drafter=moa(728, has_self_attention=False))),
         ("eagle3_large", with_(drafter=Eagle3Config(1, 684), feedback=test_time)),
     ),
     learning_rates=(1e-4, 2e-4, 4e-4),

@@ -1,4 +1,4 @@
-"""How fast a training step is on this machine: random weights, random tokens, the real program.
+"""Times a training step on this machine: random weights, random tokens, the real program.
 
     python -m train.bench --config configs/tiny.py
     python -m train.bench --config configs/moa_llama3_8b.py --data.rows_per_batch 4 \\
@@ -12,6 +12,7 @@ is computed twice. Settings of the config file are overridden by dotted flags. N
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from infer.program import positive, run
 from moa_jax.aot.planning import plain
@@ -31,7 +33,7 @@ from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV
 from moa_jax.model.precision import matmul_precision
-from moa_jax.training.distillation import TrainStep, abstract_frozen, make_train_step
+from moa_jax.training.distillation import abstract_frozen, make_train_step
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.metrics import peak_flops
 from train.plan import with_shapes
@@ -50,10 +52,10 @@ class Runner(NamedTuple):
 def main(arguments: list[str] | None = None) -> None:
     config, args = parse_config(_parser(), DistillConfig, arguments)
     config, target_cfg = with_shapes(config)
-    runners = [_runner("distill", config, target_cfg, jax.devices())]
+    mesh = sharding.make_mesh(config.mesh, jax.devices())
+    runners = [_runner("distill", config, target_cfg, mesh)]
     if not args.no_plain:
-        alone = plain(config)
-        runners.append(_runner("plain", alone, target_cfg, jax.devices()[:1], with_mesh=False))
+        runners.append(_runner("plain", plain(config), target_cfg, None))
     seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
     for turn in in_turns(len(runners), 1, repeats=args.steps):
         spent = runners[turn.way].step()
@@ -64,42 +66,29 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _runner(
-    name: str,
-    config: DistillConfig,
-    target_cfg: TargetConfig,
-    devices: list[Any],
-    with_mesh: bool = True,
+    name: str, config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh | None
 ) -> Runner:
-    mesh = sharding.make_mesh(config.mesh if with_mesh else MeshConfig(), devices)
+    """Compiles the step on a mesh, or on the first device alone."""
+    alone = mesh is None
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1]) if alone else mesh
     program = make_train_step(config, target_cfg, mesh)
-    if with_mesh:
-        with jax.set_mesh(mesh):
-            return _compiled(name, config, target_cfg, program, program.state_sharding)
-    return _compiled(name, config, target_cfg, program, None)
-
-
-def _compiled(
-    name: str, config: DistillConfig, target_cfg: TargetConfig, program: TrainStep, places: Any
-) -> Runner:
-    on_mesh = places is not None
-    frozen_at = program.frozen_sharding if on_mesh else None
-    frozen = jax.jit(lambda: _random(target_cfg, config.run.dtype), out_shardings=frozen_at)()
-    state = jax.jit(program.init, out_shardings=places)(jax.random.key(0))
+    frozen_at, places, out = None, None, None
+    if not alone:
+        frozen_at, places = program.frozen_sharding, program.state_sharding
+        out = (places, None)
     batch = _batch(config, target_cfg)
-    if on_mesh:
-        rows = (config.data.rows_per_batch,)
-        batch = sharding.place_rows(
-            lambda part: Batch(*(array[part] for array in batch)), program.rows_sharding, rows
-        )
-    out = (places, None) if on_mesh else None
-    begin = time.perf_counter()
-    with matmul_precision(config.run.dtype):
-        lowered = jax.jit(program.update, donate_argnums=0, out_shardings=out).lower(
-            state, frozen, batch
-        )
-    update = lowered.compile()
-    compile_s = time.perf_counter() - begin
-    held = [state]
+    with contextlib.nullcontext() if alone else jax.set_mesh(mesh):
+        frozen = jax.jit(lambda: _random(target_cfg, config.run.dtype), out_shardings=frozen_at)()
+        held = [jax.jit(program.init, out_shardings=places)(jax.random.key(0))]
+        if not alone:
+            part_of = lambda rows: Batch(*(array[rows] for array in batch))
+            size = (config.data.rows_per_batch,)
+            batch = sharding.place_rows(part_of, program.rows_sharding, size)
+        begin = time.perf_counter()
+        with matmul_precision(config.run.dtype):
+            update = jax.jit(program.update, donate_argnums=0, out_shardings=out)
+            update = update.lower(held[0], frozen, batch).compile()
+        compile_s = time.perf_counter() - begin
 
     def step() -> float:
         begin = time.perf_counter()

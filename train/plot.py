@@ -42,10 +42,7 @@ PANELS = (
             Curve("decode", "tau", DECODED, "decoded"),
         ),
     ),
-    (
-        "tokens/s",  # which first versions wrote to metrics.jsonl
-        (Curve("speed", "tokens_per_s", MARKED, ""), Curve("train", "tokens_per_s", MARKED, "")),
-    ),
+    ("tokens/s", (Curve("speed", "tokens_per_s", MARKED, ""),)),
 )
 
 

@@ -146,7 +146,6 @@ class FeedbackConfig:
 
     steps: int = 1
     noise: float = 0.0
-    noisy_target: bool = False  # the features to be learnt have the noise too (authors' code)
     decay: float = 1.0  # the weight of each pass, relative to the one before it
 
     def __post_init__(self) -> None:
@@ -286,7 +285,6 @@ class GridConfig:
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
     prompts: int = 64  # of the validation data, not trained on; all finished drafters answer them
     max_new_tokens: int = 128
-    notes: tuple[str, ...] = ()  # what the report shows and what not, by those who have read it
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.cells]

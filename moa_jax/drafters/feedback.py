@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import BlockConfig, FeedbackConfig, Objective
+from moa_jax.config import BlockConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
 from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps, target_head
@@ -242,7 +242,6 @@ class FedInputs(NamedTuple):
 
 def fed_inputs(
     layer: Layer,
-    cfg: FeedbackConfig,
     params: Params,
     shared: Shared,
     batch: Batch,
@@ -252,12 +251,9 @@ def fed_inputs(
     """The inputs that a batch gives; noise, if there is any, is added to both of them."""
     feature_BTD = layer.fuse(params, tapped)
     embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
-    goal_BTD = tapped.hidden_BTD
     if noise_2BTD is not None:
         feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
-        if cfg.noisy_target:
-            goal_BTD = goal_BTD + noise_2BTD[0]
-    return FedInputs(embedding_BTD, feature_BTD, goal_BTD)
+    return FedInputs(embedding_BTD, feature_BTD, tapped.hidden_BTD)
 
 
 def passes(
@@ -298,7 +294,7 @@ def make_loss(layer: Layer, objective: Objective) -> DrafterLoss:
             shape = (2, *tapped.hidden_BTD.shape)
             draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
             noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
-        inputs = fed_inputs(layer, objective.feedback, params, shared, batch, tapped, noise_2BTD)
+        inputs = fed_inputs(layer, params, shared, batch, tapped, noise_2BTD)
         return loss_of(layer, objective, params, shared, batch, inputs, progress)
 
     return loss
@@ -342,7 +338,7 @@ def teacher_forced(
     horizon: int,
 ) -> Array:
     """The features of unknown tokens, as in decoding from the last known one before them."""
-    inputs = fed_inputs(layer, FeedbackConfig(), params, shared, batch, tapped)
+    inputs = fed_inputs(layer, params, shared, batch, tapped)
     found = passes(layer, params, inputs, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     distance_BT = jnp.arange(start_BT.shape[1]) - start_BT

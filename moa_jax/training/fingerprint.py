@@ -29,6 +29,8 @@ FREE = (
 DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
 OF_A_HOST = ("data.cache", "data.workers")  # what processes of one run may set apart
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
+# Settings of earlier versions, with the value that has the meaning of every run of today.
+REMOVED = {"feedback.noisy_target": False}
 KIND = "drafter.kind"  # of two kinds the settings may be alike; older files do not say it
 MOST_SHOWN = 6
 LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands of ids
@@ -47,6 +49,7 @@ def common(config: PretrainConfig | DistillConfig) -> Settings:
 def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> list[str]:
     """One text for each decisive setting that differs, as `optim.b1: 0.9 -> 0.8`."""
     saved = {FORMER.get(name, name): value for name, value in _flat(saved).items()}
+    saved = {name: value for name, value in saved.items() if REMOVED.get(name, ...) != value}
     unsaid = _defaults(config) | _kind_of(config)
     old, new = _decisive(unsaid | saved), fingerprint(config)
     names = [*new, *(name for name in old if name not in new)]

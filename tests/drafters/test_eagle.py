@@ -91,7 +91,7 @@ def test_draft_loss_and_gradients(folder, noise):
     target, drafter, arrays, batch = recorded_training(folder)
     layer = eagle.layer(drafter.config, target.config)
     functions = make(target, drafter)
-    objective = Objective(feedback=FeedbackConfig(noisy_target=True))
+    objective = Objective()
     noise_2BTD = None
     if noise == "noise1":
         draws = (arrays[f"noise1/rand_{what}"] - 0.5 for what in ("hidden", "embed"))
@@ -103,7 +103,9 @@ def test_draft_loss_and_gradients(folder, noise):
             tapped = tap(target.config, functions, target.params, batch, jnp.float32)
             shared = functions.borrow(target.params)
             given = (params, shared, batch)
-            inputs = feedback.fed_inputs(layer, objective.feedback, *given, tapped, noise_2BTD)
+            inputs = feedback.fed_inputs(layer, *given, tapped, noise_2BTD)
+            if noise_2BTD is not None:
+                inputs = inputs._replace(goal_BTD=inputs.goal_BTD + noise_2BTD[0])
             return feedback.loss_of(layer, objective, *given, inputs, jnp.float32(0))
 
         return jax.grad(loss, has_aux=True)(params)

@@ -6,7 +6,7 @@ import pytest
 
 from infer.info import ROOT
 from moa_jax.files import folders, parts
-from train.run import grid_files
+from train.run import grid_runs
 
 DEMO = ROOT / "moa_jax" / "demo"
 STORED = {  # of the bundled models: of all their bytes (answer folders), of samples (the wire)
@@ -28,12 +28,12 @@ def test_the_bundled_models_keep_their_hashes(name):
 
 
 def test_the_committed_report_names_the_bundled_target():
-    files = json.loads((ROOT / "reports" / "controls.json").read_text())["files"]
+    files = json.loads((ROOT / "reports" / "matched.json").read_text())["files"]
     prefix = "moa_jax/demo/target: "
     stored = {key: facts for key, facts in files.items() if key.startswith(prefix)}
     assert len(stored) == 5
     for key, facts in stored.items():
-        assert grid_files.facts(DEMO / "target" / key.removeprefix(prefix)) == facts
+        assert grid_runs.facts(DEMO / "target" / key.removeprefix(prefix)) == facts
 
 
 def test_the_order_of_keys_is_no_part_of_a_hash():

@@ -12,12 +12,10 @@ import pytest
 from infer.flags.config_file import read_config
 from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
-from moa_jax.config import Eagle3Config, GridConfig
+from moa_jax.config import DraftShape, Eagle3Config, GridConfig
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
-from moa_jax.files.folders import write_json
-from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
 from tests.train.toy_grids import (
@@ -34,10 +32,7 @@ from tests.train.toy_grids import (
 )
 from train import grid as grids
 from train.run import grid_decoding
-from train.run.earlier import read_earlier
-from train.run.grid_report import (
-    ENDINGS,
-)
+from train.run.grid_runs import check_matched
 from train.run.target_cache import CacheFlags, shared
 
 
@@ -57,7 +52,7 @@ def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
     assert "--seeds: the grid has no 7, but 0, 1" in refusal(grids.chosen_runs, runs, [], [], [7])
 
 
-def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
+def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch, capsys):
     grid, trained = toy_grid(tmp_path), []
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
     monkeypatch.setattr(grids, "train", lambda runs, *rest: trained.extend(runs))
@@ -70,7 +65,11 @@ def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch):
             ("eagle", 1e-4),
         ]
     assert "grid has no 0.0002, but 0.0001, 0.001" in refusal(asked, "2e-4")
-    assert "--learning-rates 1e-4,fast: " in refusal(asked, "1e-4,fast")
+    with pytest.raises(SystemExit):
+        asked("1e-4,fast")
+    assert (
+        "argument --learning-rates: invalid numbers value: '1e-4,fast'" in capsys.readouterr().err
+    )
 
 
 def test_a_grid_without_prompts_is_refused_before_it_is_trained(tmp_path, monkeypatch):
@@ -91,16 +90,16 @@ def test_without_rates_each_cell_keeps_its_own(tmp_path):
     assert [run.config.optim.learning_rate for run in runs] == [5e-3, 1e-3]
     assert runs[0].config.run.directory.endswith("/moa-lr0.005-seed0")
     said = refusal(grids.chosen_runs, runs, ["moa"], [1e-3])
-    assert said.startswith("--cells moa --learning-rates 0.001: no run of the grid is of all these")
+    assert said.startswith("no run of the grid has all that the flags name")
 
 
 def test_sizes_must_match(tmp_path):
     grid = toy_grid(tmp_path)
-    sizes = grids.check_sizes(grid, TARGET)
+    sizes = check_matched(grid, TARGET)
     assert set(sizes) == {"moa", "eagle"}
     strict = dataclasses.replace(grid, tolerance=0.0)
-    assert "parameters" in refusal(grids.check_sizes, strict, TARGET)
-    grids.check_sizes(dataclasses.replace(strict, unmatched=("moa",)), TARGET)
+    assert "parameters" in refusal(check_matched, strict, TARGET)
+    check_matched(dataclasses.replace(strict, unmatched=("moa",)), TARGET)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +113,17 @@ def test_sizes_must_match(tmp_path):
 )
 def test_cells_are_trained_alike(tmp_path, changes, line):
     grid = toy_grid(tmp_path)
-    assert grids.check_alike(grid) == {}
+    check_matched(grid, TARGET)
     other = with_cell(grid, **changes)
-    said = refusal(grids.check_alike, other)
+    said = refusal(check_matched, other, TARGET)
     assert said.startswith("cell moa is not trained like eagle: ") and line in said
-    (different,) = grids.check_alike(dataclasses.replace(other, unmatched=("moa",)))["moa"]
-    assert line in different
+    check_matched(dataclasses.replace(other, unmatched=("moa",)), TARGET)
 
 
 def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch):
     grid = toy_grid(tmp_path, unmatched=("moa",))
-    assert "target: " in refusal(grids.check_alike, with_cell(grid, target="other"))
-    assert grids.check_alike(with_cell(grid, optim_peak=3.0, loss_token_weight=1.0))["moa"] == []
+    assert "target: " in refusal(check_matched, with_cell(grid, target="other"), TARGET)
+    check_matched(with_cell(grid, optim_peak=3.0, loss_token_weight=1.0), TARGET)
     other = with_cell(toy_grid(tmp_path), optim_total_steps=13)
     monkeypatch.setattr(grids, "read_config", lambda path, kind: other)
     assert "optim.total_steps" in refusal(grids.main, ["--config", "given"])
@@ -133,8 +131,7 @@ def test_no_cell_has_another_target_or_optimiser_for_free(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "name",
-    ["matched", "matched_longer", "matched_seeds", "ablations"]
-    + ["controls", "controls_rates", "controls_tokens", "controls_best"],
+    ["matched", "ablations", "controls", "controls_tokens", "controls_best"],
 )
 def test_committed_grids_are_matched(name, monkeypatch):
     """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""
@@ -146,44 +143,30 @@ def test_committed_grids_are_matched(name, monkeypatch):
             cells = dict(grid.cells) | {cell: changed(config, vocabulary=None, drafter=drafter)}
             grid = dataclasses.replace(grid, cells=tuple(cells.items()))
     assert grid.tolerance == 0.05
-    assert not any(grids.check_alike(grid).values())
-    assert len(grids.check_sizes(grid, TARGET)) == len(grid.cells)
+    wider = {"eagle3_large", "half_width", "double_width"} & dict(grid.cells).keys()
+    assert set(grid.unmatched) == wider
+    assert len(check_matched(grid, TARGET)) == len(grid.cells)
 
 
 # ---- what is finished ---------------------------------------------------------------------
 
 
 def test_the_best_rate_is_reported_and_what_is_missing(tmp_path):
-    grid = toy_grid(tmp_path)
+    """A run that diverged, whose last simulated tau is no number, is no candidate."""
+    grid = toy_grid(tmp_path, seeds=(0, 1))
     runs = grids.runs_of(grid)
-    for run, tau in zip(runs[:2], (1.5, 1.7), strict=True):
+    for run, tau in zip([*runs[:2], *runs[4:6]], (1.5, 1.7, None, 1.2), strict=True):
         finish(run, tau)
-    rows = grids.rows_of(grid, runs, TARGET)
-    assert [(row.best.learning_rate, row.simulated_tau) for row in rows] == [(1e-4, 1.7)]
+    rows = grids.rows_of(grid)
+    assert [(row["seed"], row["learning_rate"], row["simulated_tau"]) for row in rows] == [
+        (0, 1e-4, 1.7),
+        (1, 1e-4, 1.2),
+    ]
     text = grids.render(document_of(grid, rows, "given.py"))
-    size = f"{grids.check_sizes(grid, TARGET)['moa']:,}"
-    assert f"| moa | 0 | {size} | 0.0001 | 1.70 | 0.0001: 1.70, 0.001: 1.50 |" in text
-    assert "Not trained yet: eagle (seed 0)." in text
-
-
-def test_what_a_run_was_trained_on_is_told_and_kept(tmp_path):
-    """In the report, also where it comes from an earlier one; beside what people say of it."""
-    grid = toy_grid(tmp_path, learning_rates=(1e-3,), notes=("Little.", "And what not."))
-    run = grids.runs_of(grid)[0]
-    finish(run, 1.5)
-    left = {"settings": fingerprint(run.config), "trained_on": "TPU v9, jax 1.0"}
-    write_json(Path(run.config.run.directory) / "finished.json", left)
-    document = document_of(grid, grids.rows_of(grid, grids.runs_of(grid), TARGET), "given.py")
-    text = grids.render(document)
-    assert "Trained on TPU v9, jax 1.0: moa (0); not recorded: none." in text
-    assert "## What is shown, and what is not\n\n- Little.\n- And what not.\n" in text
-    key = (run.cell, run.seed, "0.001")
-    decoded = [{ending: {"tau": 1.0} for ending in ENDINGS}] * len(grid.shapes)
-    row = document["rows"][0] | {"decoded": decoded, "prompts": 2}
-    path = tmp_path / "report.json"
-    write_json(path, document | {"rows": [row]})
-    (earlier,) = read_earlier(str(path), {key: run.config}, {}, grid_decoding.decoding_of(grid))
-    assert earlier.trained_on == "TPU v9, jax 1.0"
+    size = f"{check_matched(grid, TARGET)['moa']:,}"
+    assert f"| moa | 0 | {size} | 0.0001 | 0.0001: 1.70, 0.001: 1.50 | TPU v9 |" in text
+    assert f"| moa | 1 | {size} | 0.0001 | 0.0001: 1.20, 0.001: - | TPU v9 |" in text
+    assert "Not trained yet: eagle (seed 0), eagle (seed 1)." in text
 
 
 WIDER = dataclasses.replace(MOA, self_attention_intermediate_size=32)
@@ -197,30 +180,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("changes", "line"), OTHERS)
-@pytest.mark.parametrize("kind", ["file", "checkpoint", "nothing"])
-def test_a_finished_run_of_other_settings_is_no_result(tmp_path, kind, changes, line):
-    """Told by its file, by its checkpoints where an early version wrote none, else not."""
+def test_a_finished_run_of_other_settings_is_no_result(tmp_path, changes, line):
     grid = toy_grid(tmp_path)
     run = grids.runs_of(grid)[0]
     finish(run, 1.5)
-    settings, folder = fingerprint(run.config), Path(run.config.run.directory)
-    if kind == "file":
-        write_json(folder / "finished.json", {"settings": settings})
-    if kind == "checkpoint":
-        for step, saved in ((4, {"target": "before"}), (12, settings)):
-            meta = folder / "checkpoints" / str(step) / "meta"
-            meta.mkdir(parents=True)
-            write_json(meta / "metadata", {"config": saved})
-    assert grids.is_finished(run, TARGET)
-    other = grids.runs_of(with_cell(grid, **changes))
-    if kind == "nothing":
-        assert grids.is_finished(other[0], TARGET)
-        return
-    for said in (
-        refusal(grids.train, other[:1], TARGET),
-        refusal(grids.rows_of, grid, other, TARGET),
-    ):
-        assert said.startswith("cell moa: ") and str(folder) in said and line in said
+    assert [row["cell"] for row in grids.rows_of(grid)] == ["moa"]
+    said = refusal(grids.rows_of, with_cell(grid, **changes))
+    assert said.startswith("cell moa: ") and str(run.folder) in said and line in said
 
 
 @pytest.mark.slow
@@ -229,44 +195,56 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
     shutil.copy(CONVERSATIONS, data)
     grid = with_cell(toy_grid(tmp_path), data_train=(str(data),))
     run = grids.runs_of(grid)[0]
-    finished = lambda config, flags: finish(run, 1.5) or True
-    monkeypatch.setattr(grids, "distill", finished)
-    assert grids.train([run], TARGET) and grids.is_finished(run, TARGET)
+
+    def distilled(config, flags):
+        run.folder.mkdir(parents=True)
+        (run.folder / "metrics.jsonl").write_text('{"step": 2, "simulated_tau": 1.5}\n')
+        return True
+
+    monkeypatch.setattr(grids, "distill", distilled)
+    assert grids.train([run], TARGET.config) and grids.is_finished(run)
+    (row,) = grids.rows_of(grid)
+    assert row["simulated_tau"] == 1.5 and ", jax " in row["trained_on"]
     assert grids.files_of(run.config)[str(data)]["bytes"] == data.stat().st_size
     data.write_text(data.read_text() + "\n")
-    assert f"{data}: other content" in refusal(grids.is_finished, run, TARGET)
+    assert f"{data}: other content" in refusal(grids.rows_of, grid)
     data.unlink()  # a report needs no data
-    assert grids.is_finished(run, TARGET)
-    (Path(run.config.run.directory) / "finished.json").write_text('{"settings')
-    assert "finished.json is not valid JSON" in refusal(grids.is_finished, run, TARGET)
+    assert len(grids.rows_of(grid)) == 1
+    (run.folder / "finished.json").write_text('{"settings')
+    assert "finished.json is not valid JSON" in refusal(grids.rows_of, grid)
 
 
-def test_damaged_files_of_a_run(tmp_path):
+def test_a_run_that_an_early_version_finished_goes_on(tmp_path):
     grid = toy_grid(tmp_path)
     run = grids.runs_of(grid)[0]
-    finish(run, 1.5)
-    path = Path(run.config.run.directory) / "decoded.json"
-    good = decoded_by(grid, run, [2, 4])
-    for text in (
-        json.dumps(good)[:-30],
-        "{}",
-        "[]",
-        json.dumps(good | {"shapes": good["shapes"][:1]}),
-        json.dumps(good | {"shapes": [{"tau": 1.0}] * 2}),
-        json.dumps(good | {"prompts": None}),
-        json.dumps(good | {"settings": {"run": "none"}}),
-    ):
-        path.write_text(text)
-        assert grids.rows_of(grid, [run], TARGET)[0].decoded is None, text
-    path.write_text(json.dumps(good))
-    assert grids.rows_of(grid, [run], TARGET)[0].decoded.taus[0]["tau"].value == pytest.approx(
-        8 / 3
-    )
-    log = path.with_name("metrics.jsonl")
-    for text in ("", '{"step": 2, "loss": 1.0}\n', '{"step": 2, "simulated_tau": null}\n'):
-        log.write_text(text)
-        said = refusal(grids.rows_of, grid, [run], TARGET)
-        assert said.startswith(f"{log.parent}: metrics.jsonl holds no simulated tau")
+    run.folder.mkdir(parents=True)
+    early = {"settings": {}, "files": {}, "trained_on": "TPU v9"}
+    (run.folder / "finished.json").write_text(json.dumps(early))
+    assert not grids.is_finished(run) and not grids.rows_of(grid)
+
+
+def test_a_row_of_another_report_without_counts_is_left_as_it_is(tmp_path, monkeypatch):
+    """Its drafter is not there; the other cell is decoded."""
+    grid, decoded = toy_grid(tmp_path, learning_rates=()), []
+    other, mine = grids.runs_of(grid)
+    finish(other, 1.5, report="report.json")
+    finish(mine, 1.5)
+    monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
+    monkeypatch.setattr(grids, "decode", lambda grid, runs: decoded.extend(runs) or ())
+    grids.main(["--config", "given", "--seeds", "0"])
+    assert [run.cell for run in decoded] == ["eagle"]
+
+
+def test_counts_of_another_decoding_do_not_count(tmp_path):
+    grid = toy_grid(tmp_path, learning_rates=())
+    trees = [DraftShape.static(paths) for paths in ([[0], [1], [0, 0]], [[0], [0, 0], [0, 1]])]
+    one, other = (dataclasses.replace(grid, shapes=(tree,)) for tree in trees)
+    names = (grid_decoding.decoding_of(each)["shapes"] for each in (one, other))
+    assert len({*map(tuple, names)}) == 1  # but the trees differ
+    finish(grids.runs_of(one)[0], 1.5, **decoded_by(one, [2, 4]))
+    assert grids.rows_of(one)[0]["decoded"]
+    for changed_grid in (other, dataclasses.replace(one, max_new_tokens=9)):
+        assert grids.rows_of(changed_grid)[0]["decoded"] is None
 
 
 # ---- one cache for all --------------------------------------------------------------------
@@ -326,11 +304,6 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     assert second["of_reference"] == pytest.approx(ratio)
     assert re.search(rf"\n\| eagle3 .*\| {ratio:.2f} \(", text)
 
-    decoded = Path(runs[0].config.run.directory, "decoded.json")
-    whole = decoded.read_bytes()
-    decoded.write_bytes(whole[:-40])
-    grids.main(["--config", "given"])
-    assert decoded.read_bytes() == whole and capsys.readouterr().out == text
     monkeypatch.setattr(grids, "distill", None)
     monkeypatch.setattr(grid_decoding, "open_target", None)
     grids.main(["--config", "given"])
@@ -340,13 +313,10 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     here, grid = grid, dataclasses.replace(grid, directory=str(tmp_path / "elsewhere"))
     grids.main(["--config", "given", "--done", str(tmp_path / "grid" / "report.json")])
     grown = capsys.readouterr().out
-    assert "earlier, for" in grown and "Not trained" not in grown
-    assert all(line in grown for line in text.splitlines() if line.startswith(("| moa", "| eagle")))
+    said = f"{tmp_path / 'grid' / 'report.json'} |"
+    assert grown.replace(said, " |") == text and grown.count(said) == 2
     grid = here
 
-    for run in runs:  # as early versions left it: Orbax's own file tells
-        Path(run.config.run.directory, "finished.json").unlink()
-    grids.main(["--config", "given"])
     longer = tuple((name, changed(config, optim_total_steps=13)) for name, config in grid.cells)
     grid = dataclasses.replace(grid, cells=longer)
     assert "optim.total_steps: 12 -> 13" in refusal(grids.main, ["--config", "given"])

@@ -400,6 +400,10 @@ def test_another_program_and_settings_that_are_gone_differ():
     saved = fingerprint(config)
     assert changes(saved, config) == []
     assert changes(saved | {"masks.width": 3}, config) == ["masks.width: 3 -> none"]
+    gone = {"feedback.noisy_target": False}
+    assert changes(saved | gone, config) == []
+    gone = {"feedback.noisy_target": True}
+    assert changes(saved | gone, config) == ["feedback.noisy_target: true -> none"]
     found = changes(fingerprint(toy_config("runs")), config)
     assert 'target: none -> "target"' in found
     assert listed([f"a{i}: 0 -> 1" for i in range(9)]).endswith("a5: 0 -> 1, 3 more")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from infer.info import ROOT
 from moa_jax.config import DraftShape, EagleConfig, GridConfig, MoaConfig
-from moa_jax.files.folders import write_json
 from moa_jax.pretrained import describe_target
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
-from train.run import grid_decoding, grid_document
+from train.run import grid_decoding, grid_report, grid_runs
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -47,18 +46,13 @@ def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
 
 
 def document_of(grid: GridConfig, rows: list, config_file: str) -> dict:
-    return grid_document.document_of(
-        grid, rows, TARGET, grids.check_sizes(grid, TARGET), config_file
-    )
+    sizes = grid_runs.check_matched(grid, TARGET)
+    return grid_report.document_of(grid, rows, TARGET, sizes, config_file)
 
 
-def finish(run: grids.GridRun, tau: float) -> None:
-    """What a finished run of an early version leaves, as far as the report reads it."""
-    folder = Path(run.config.run.directory)
-    Path(run.config.output).mkdir(parents=True)
-    write_json(Path(run.config.output) / "config.json", {})
-    record = {"step": 2, "kind": "eval", "simulated_tau": tau}
-    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+def finish(run: grids.GridRun, tau: float, **facts) -> None:
+    """What a finished run leaves, as far as the report reads it."""
+    grids.finish(run, **{"simulated_tau": tau, "files": {}, "trained_on": "TPU v9"} | facts)
 
 
 def changed(config, **changes):
@@ -76,11 +70,9 @@ def with_cell(grid: GridConfig, **changes) -> GridConfig:
     return dataclasses.replace(grid, cells=((name, changed(config, **changes)), *others))
 
 
-def decoded_by(grid: GridConfig, run: grids.GridRun, rounds: list[int] | None) -> dict:
-    """What decoded.json holds where the prompts got 8 tokens each in so many rounds."""
-    tau = 8 * len(rounds) / sum(rounds) if rounds else 2.0
-    counts = {"tokens": [8] * len(rounds), "rounds": rounds} if rounds else {}
-    shape = {"tau": tau, "tau_past_end": tau}
-    stored = {"counts": {key: counts for key in shape}} if rounds else {}
-    settings = json.loads(json.dumps(grid_decoding.settings_of(grid, run)))
-    return {"prompts": 2, "settings": settings, "shapes": [shape | stored] * len(grid.shapes)}
+def decoded_by(grid: GridConfig, rounds: list[int], positions: str = "") -> dict:
+    """What finished.json holds where the prompts got 8 tokens each in so many rounds."""
+    pairs = " ".join(f"8/{each}" for each in rounds)
+    counts = {"tokens/rounds_by_prompt": pairs, "accepted/reached_by_position": positions}
+    shapes = [dict.fromkeys(grid_decoding.ENDINGS, counts)] * len(grid.shapes)
+    return {"decoding": grid_decoding.decoding_of(grid), "decoded": shapes}

@@ -1,6 +1,6 @@
-"""What the training programs share.
+"""Modules shared by the training programs.
 
-Of every run:
+Every run:
 
     settings.py    configs, dotted flags      loop.py          the training loop
     stop.py        signals that end it        watch.py         what a user sees of it
@@ -16,7 +16,6 @@ Answers of the target, for train.regenerate:
 
 Grids, for train.grid:
 
-    grid_runs.py      which runs there are    grid_decoding.py  their real tau
-    grid_files.py     what they come from     grid_document.py  what was found, as JSON
-    earlier.py        rows of other reports   grid_report.py    and as Markdown
+    grid_runs.py      runs, matched cells     grid_decoding.py  their real tau
+    grid_report.py    JSON and Markdown
 """

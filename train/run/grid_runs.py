@@ -1,27 +1,46 @@
-"""The runs of a grid, which of them are asked for, and what all of them must share."""
+"""The runs of a grid, checks that its cells are matched, and the files that they read."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
 
 from moa_jax.config import DistillConfig, GridConfig
+from moa_jax.data import corpora
+from moa_jax.decode.vocabulary import FILE as VOCABULARY
+from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
+from moa_jax.files.folders import file_hash, json_hash
+from moa_jax.files.places import size_and_time
+from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
+from train.distill import with_vocabulary
 
-# What matched cells share; the starts of dotted names.
+# Settings of matched cells that must be equal; the starts of dotted names.
 ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "run.dtype")
+HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
 
 
 class GridRun(NamedTuple):
     """One training run of the grid."""
 
     cell: str
-    learning_rate: float
     seed: int
+    learning_rate: float
     config: DistillConfig
+
+    @property
+    def folder(self) -> Path:
+        """Where the run keeps its files."""
+        return Path(self.config.run.directory)
 
 
 def runs_of(grid: GridConfig) -> list[GridRun]:
@@ -29,73 +48,103 @@ def runs_of(grid: GridConfig) -> list[GridRun]:
     runs = []
     for seed, (cell, config) in itertools.product(grid.seeds, grid.cells):
         for rate in grid.learning_rates or (config.optim.learning_rate,):
-            folder = f"{grid.directory}/{cell}-lr{rate_name(rate)}-seed{seed}"
-            changed = dataclasses.replace(
-                config,
-                optim=dataclasses.replace(config.optim, learning_rate=rate),
-                run=dataclasses.replace(config.run, directory=folder, seed=seed),
-                output=f"{folder}/drafter",
-            )
-            runs.append(GridRun(cell, rate, seed, changed))
+            folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
+            optim = dataclasses.replace(config.optim, learning_rate=rate)
+            run = dataclasses.replace(config.run, directory=folder, seed=seed)
+            output = f"{folder}/drafter"
+            changed = dataclasses.replace(config, optim=optim, run=run, output=output)
+            runs.append(GridRun(cell, seed, rate, changed))
     return runs
-
-
-def rate_name(rate: float) -> str:
-    """A learning rate as in the names of folders: 2e-4 is 0.0002."""
-    return f"{rate:g}"
 
 
 def chosen_runs(
     runs: Sequence[GridRun],
-    cells: Sequence[str],
-    rates: Sequence[float],
+    cells: Sequence[str] = (),
+    rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> list[GridRun]:
-    """The runs of the named cells, rates and seeds, in the order of the cells; no names mean all.
+    """The runs of these cells, rates and seeds; an empty list stands for all.
 
     Raises InputError for a cell, rate or seed that no run has, and where no run has all of them.
     """
-    asked = {
-        "cells": list(cells),
-        "learning-rates": list(map(rate_name, rates)),
-        "seeds": list(map(str, seeds)),
-    }
-    kept = list(runs)
-    for flag, wanted in asked.items():
-        known = {_named(each)[flag] for each in runs}
-        if unknown := sorted(set(wanted) - known):
-            raise InputError(
-                f"--{flag}: the grid has no {', '.join(unknown)}, but {', '.join(sorted(known))}"
-            )
-        kept = [each for each in kept if not wanted or _named(each)[flag] in wanted]
+    chosen = {"cell": cells, "learning_rate": rates, "seed": seeds}
+    for field, values in chosen.items():
+        known = {getattr(run, field) for run in runs}
+        if unknown := set(values) - known:
+            names, others = (", ".join(map(str, sorted(each))) for each in (unknown, known))
+            flag = f"--{field}s".replace("_", "-")
+            raise InputError(f"{flag}: the grid has no {names}, but {others}")
+    is_chosen = lambda run: all(getattr(run, f) in v for f, v in chosen.items() if v)
+    kept = list(filter(is_chosen, runs))
     if not kept:
-        given = " ".join(f"--{flag} {','.join(wanted)}" for flag, wanted in asked.items() if wanted)
-        raise InputError(f"{given}: no run of the grid is of all these: leave one of them out")
-    place = {name: index for index, name in enumerate(cells)}
-    return sorted(kept, key=lambda each: place.get(each.cell, 0))
+        raise InputError("no run of the grid has all that the flags name: leave one of them out")
+    return kept
 
 
-def _named(each: GridRun) -> dict[str, str]:
-    """What the flags that choose runs call this one."""
-    rate = rate_name(each.learning_rate)
-    return {"cells": each.cell, "learning-rates": rate, "seeds": str(each.seed)}
+def check_matched(grid: GridConfig, target: Target) -> dict[str, int]:
+    """Trainable parameters of each cell.
 
-
-def check_alike(grid: GridConfig) -> dict[str, list[str]]:
-    """How cells that need not match differ from the reference in target, data and updates.
-
-    Raises InputError for such a difference of a matched cell, and for another target of any.
+    Raises InputError for a cell outside `unmatched` that differs from the reference in data,
+    updates or size, and for another target of any cell.
     """
-    reference = fingerprint(dict(grid.cells)[grid.reference])
-    found = {}
+    reference, sizes = fingerprint(dict(grid.cells)[grid.reference]), {}
     for name, config in grid.cells:
-        different = [each for each in changes(reference, config) if each.startswith(ALIKE)]
-        free = name in grid.unmatched and not any(each.startswith("target") for each in different)
+        different = [line for line in changes(reference, config) if line.startswith(ALIKE)]
+        free = name in grid.unmatched and not any(line.startswith("target") for line in different)
         if different and not free:
             raise InputError(
                 f"cell {name} is not trained like {grid.reference}: {listed(different)}: set them "
-                "alike or name it in `unmatched` (the target is that of all)"
+                "alike or name it in `unmatched` (all cells have the same target)"
             )
-        if name in grid.unmatched:
-            found[name] = different
+        drafter = with_vocabulary(config, target).drafter
+        functions = DRAFTERS[method_of(drafter)].make(drafter, target.config)
+        leaves = jax.tree.leaves(jax.eval_shape(functions.init, jax.random.key(0)))
+        sizes[name] = sum(math.prod(leaf.shape) for leaf in leaves)
+    wanted = sizes[grid.reference]
+    for name in sizes.keys() - grid.unmatched:
+        if abs(sizes[name] / wanted - 1) > grid.tolerance:
+            raise InputError(
+                f"cell {name} trains {sizes[name]} parameters and {grid.reference} {wanted}, more "
+                f"than {grid.tolerance:.0%} apart: change its sizes or name it in `unmatched`"
+            )
+    return sizes
+
+
+def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
+    """Facts of the target's files and of the data files of all cells, by name."""
+    name, found = grid.cells[0][1].target, {}
+    for pattern in ("*.json", "*.safetensors", "*.gguf"):
+        found |= {f"{name}: {file.name}": facts(file) for file in target.folder.glob(pattern)}
+    return functools.reduce(dict.__or__, (files_of(config) for _, config in grid.cells), found)
+
+
+def files_of(config: DistillConfig) -> dict[str, Any]:
+    """Facts of the local data files that a run reads; missing files are left out."""
+    found = {}
+    for path in (*config.data.train, *config.data.validation):
+        with contextlib.suppress(InputError):  # a report needs no data
+            if files := corpora.files_of(path):
+                found[path] = facts(*files)
+    if config.vocabulary:
+        files = Path(config.vocabulary), Path(config.vocabulary, VOCABULARY)
+        found |= {str(file): facts(file) for file in files if file.is_file()}
     return found
+
+
+def facts(*files: Path) -> dict[str, Any]:
+    """Bytes and shortened hash of a file; of several the sum, and the hash of their hashes."""
+    stats = [size_and_time(file) for file in files]
+    hashes = [_hash(file, *stat) for file, stat in zip(files, stats, strict=True)]
+    short = (hashes[0] if len(hashes) == 1 else json_hash(hashes))[:HASH_LENGTH]
+    return {"bytes": sum(size for size, _ in stats), "sha256": short}
+
+
+def other_files(known: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each file of `now` that has other content in `known`."""
+    return [f"{name}: other content" for name in now if known.get(name, now[name]) != now[name]]
+
+
+@functools.cache
+def _hash(file: Path, size: int, changed: float) -> str:
+    """The hash of a file, read again only after a change, since every run of the grid asks."""
+    return file_hash(file)

@@ -20,7 +20,7 @@ from moa_jax.data.batches import Batches, Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
-from moa_jax.files.folders import WEIGHTS_AND_CONFIG, find_folder, folder_hash, read_json
+from moa_jax.files.folders import WEIGHTS_AND_CONFIG, find_folder, folder_hash
 from moa_jax.model import attention, sharding
 from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
@@ -28,7 +28,6 @@ from moa_jax.training.distillation import abstract_frozen, make_keep
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.flops import abstract_batch
 from moa_jax.training.target_cache import (
-    MANIFEST,
     Parts,
     TargetCache,
     part_names,
@@ -109,7 +108,8 @@ def opened(
         raise InputError("--target-cache needs one process: leave it out")
     row_length = config.data.row_length
     made_from = {
-        "target": _target_hash(find_folder(config.target), flags.folder / MANIFEST),
+        # Without the tokenizer, since the hash of the rows has its tokens.
+        "target": folder_hash(find_folder(config.target), WEIGHTS_AND_CONFIG),
         "data": rows_hash(source),
         "rows": source.num_rows,
         "row_length": row_length,
@@ -122,18 +122,6 @@ def opened(
     print(cache.described(), file=sys.stderr)
     cache.check_room(flags.most_gb)
     return cache
-
-
-def _target_hash(folder: Path, manifest: Path) -> str:
-    """The hash of a target without its tokenizer, since the hash of the rows has its tokens.
-
-    A cache of an earlier version states the hash of all files.
-    """
-    found = folder_hash(folder, WEIGHTS_AND_CONFIG)
-    stated = read_json(manifest).get("target") if manifest.is_file() else None
-    if stated in (None, found):
-        return found
-    return stated if stated == folder_hash(folder) else found
 
 
 def filled(
