@@ -22,11 +22,10 @@ import websockets
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
+from infer.bench.network import PROFILES, Profile, Proxy, in_thread
 from infer.split.client.answering import SplitClient
 from infer.split.client.state import AnswerEvent, ClientOptions, Counts
 from infer.split.link import ServerAddress
-from infer.split.network.profiles import PROFILES, Profile
-from infer.split.network.proxy import Proxy, in_thread
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
@@ -83,6 +82,9 @@ class ToyHalf:
 
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
         self.rows: list[tuple[str, int]] = []  # where from, and the token
+
+    def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
+        """Nothing is compiled."""
 
     def _put(self, start: int, source: str, tokens: Sequence[int]) -> None:
         assert start <= len(self.rows), "a gap in the caches"

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from infer import client, program
+from infer.bench.network import Proxy, in_thread
 from infer.split.client.state import AnswerEvent
-from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
 from moa_jax.decode.text import Writer

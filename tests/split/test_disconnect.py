@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from infer.bench.network import Proxy
 from infer.split.client.state import ClientOptions
 from infer.split.link import Busy, Lost
-from infer.split.network.proxy import Proxy
 from infer.split.server.app import ConnectionLimits
 from moa_jax.config import Sampling
 from moa_jax.split import wire

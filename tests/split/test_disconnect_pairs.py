@@ -19,11 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from infer.bench.network import PROFILES, Proxy
 from infer.flags.pair import DEMO
 from infer.split.client.state import ClientOptions
 from infer.split.link import ServerAddress
-from infer.split.network.profiles import PROFILES
-from infer.split.network.proxy import Proxy
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.data import chat
