@@ -15,7 +15,7 @@ from infer.bench.network import Proxy, in_thread
 from infer.split.client.state import AnswerEvent
 from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
-from moa_jax.decode.text import Writer
+from moa_jax.decode.text import Detokenizer, Writer
 from moa_jax.split import wire
 from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
@@ -23,7 +23,9 @@ from moa_jax.split.slots import Slots
 from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
-from tests.split.split_client import relayed, serving
+from tests.split.split_client import CHAIN, relayed, run_client, server_at, serving
+from tests.split.split_client import PROMPT as TOY_PROMPT
+from tests.split.split_server import ToySlots, plain, running
 
 PROMPT, NEW = [5, 9, 4, 17, 23], 12
 
@@ -101,6 +103,10 @@ def ask(folder, server, files, capsys, monkeypatch):
     return run
 
 
+OUTPUT = {
+    "json": lambda writer, stops, document: client._JsonOutput(writer, stops, document),
+    "text": lambda writer, stops, document: client._TextOutput(writer, stops),
+}
 IDS = ["--prompt-ids", ",".join(map(str, PROMPT)), "--stop-ids", ""]
 
 
@@ -359,7 +365,7 @@ def test_split_client_shows_nothing_of_a_stop_text_that_is_completed_later(rest,
     for verified in (len(text), len(text + rest)):
         output.take(AnswerEvent(verified), answering)
         found.append(capsys.readouterr().out)
-    output.end(FIGURES | {"token_ids": answering.text.answer}, None)
+    output.end(FIGURES | {"token_ids": answering.text.answer})
     assert [*found, capsys.readouterr().out] == shown
 
 
@@ -368,8 +374,36 @@ def test_split_client_shows_the_beginning_of_a_stop_text_that_does_not_come(caps
     answering = SimpleNamespace(text=SimpleNamespace(answer=list(b"Than")))
     output.start()
     output.take(AnswerEvent(4), answering)
-    output.end(FIGURES | {"token_ids": answering.text.answer}, None)
+    output.end(FIGURES | {"token_ids": answering.text.answer})
     assert capsys.readouterr().out == "Than\n"
+
+
+@pytest.mark.parametrize("stops", [[], ["never there"]])
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_split_client_decodes_each_token_of_a_long_answer_once(kind, stops, monkeypatch, capsys):
+    sizes, growing, new = [], Detokenizer.growing, 300
+
+    def counted(self: Detokenizer, tokens: list[int]) -> tuple[str, int]:
+        sizes.append(len(tokens))
+        return growing(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "growing", counted)
+    writer = Writer(Letters())
+    args = SimpleNamespace(max_new_tokens=new, stop=stops)
+    job = client.ClientJob(args, writer, [TOY_PROMPT], [], Sampling())
+    found = []
+    document = SimpleNamespace(rest={}, add=found.append)
+    show = OUTPUT[kind](writer, stops, document)
+
+    async def work(answering):
+        show.start()
+        show.end(await client._answer(answering, job, 0, TOY_PROMPT, show))
+
+    with running(ToySlots(1)) as server:
+        run_client(server_at(server.port), CHAIN, work)
+    text = bytes(plain(TOY_PROMPT, new)).decode()
+    assert (found[0]["text"] if found else capsys.readouterr().out.removesuffix("\n")) == text
+    assert max(sizes) < 50 and len(sizes) < 1.5 * new
 
 
 @pytest.mark.slow
