@@ -104,16 +104,13 @@ class Proxy:
     """
 
     def __init__(
-        self,
-        target_host: str,
-        target_port: int,
-        profile: Profile = PROFILES["loopback"],
-        seed: int = 0,
+        self, host: str, port: int, profile: Profile = PROFILES["loopback"], seed: int = 0
     ) -> None:
+        """`host` and `port` are those of the target."""
         self.host, self.port = "127.0.0.1", 0  # the port is known once the proxy has started
         self.carried: dict[Direction, int] = {"up": 0, "down": 0}  # bytes delivered
         self.accepted = 0
-        self._target = target_host, target_port
+        self._target = host, port
         self._lanes = {way: Lane(profile, seed, way) for way in self.carried}
         self._until_reset: dict[Direction, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -142,7 +139,7 @@ class Proxy:
         """Resets one connection, at both ends, after `n_bytes` in one direction; happens once.
 
         Bytes of all connections count, and the connection that carries the last byte is reset.
-        With 0 it is the connection of the next byte, which does not pass.
+        With 0 the connection of the next byte is reset, and that byte does not pass.
         """
         self._in_loop(lambda: self._until_reset.update({direction: n_bytes}))
 

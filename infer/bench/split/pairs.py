@@ -43,17 +43,13 @@ class Way(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """The keys of a row that name the way; stream and plain are the same with any drafter."""
-        name, drafter = (
-            (self.pair.name, self.pair.drafter) if self.mode in DRAFTING else (None,) * 2
-        )
-        return {
-            "way": f"{name} {self.mode}" if drafter else self.mode,
-            "mode": self.mode,
-            "draft": name,
-            "method": drafter and drafter.method,
-            "target_layer_inference": drafter
-            and getattr(drafter.config, "target_layer_inference", None),
-        }
+        name, drafter = self.pair.name, self.pair.drafter
+        if self.mode not in DRAFTING:
+            none = dict.fromkeys(("draft", "method", "target_layer_inference"))
+            return {"way": self.mode, "mode": self.mode} | none
+        layers = getattr(drafter.config, "target_layer_inference", None)
+        facts = {"way": f"{name} {self.mode}", "mode": self.mode, "draft": name}
+        return facts | {"method": drafter.method, "target_layer_inference": layers}
 
 
 class SplitBench(NamedTuple):

@@ -171,7 +171,7 @@ def measure_network(
 async def take_turns(
     bench: SplitBench, ways: Sequence[Way], proxies: Mapping[str, Proxy], bar: Progress
 ) -> list[list[dict[str, Any]]]:
-    """The answers of each way to each prompt."""
+    """The answers of each way to each prompt; one client at a time answers."""
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
     async with contextlib.AsyncExitStack() as stack:
         clients = []
@@ -179,7 +179,8 @@ async def take_turns(
             client = client_of(bench, way.pair, way.options, proxies.get(way.pair.name))
             clients.append(await stack.enter_async_context(client))
             await clients[-1].warm(map(len, bench.prompts))
-            await _answer(clients[-1], bench.prompts[0], 8)  # connecting is not measured
+            # Connecting is not measured.
+            await _answer(clients[-1], bench.prompts[0], min(8, bench.args.max_new_tokens))
         for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
             client, prompt = clients[turn.way], bench.prompts[turn.question]
             found[turn.way].append(await _answer(client, prompt, bench.args.max_new_tokens))
