@@ -81,9 +81,9 @@ def main(arguments: list[str] | None = None) -> int | None:
         answering = SplitClient(half, server, options, worker)
         try:
             if not args.json:
-                return asyncio.run(_answer_all(answering, job, _TextOutput(writer, args.stop)))
+                return asyncio.run(_answer_all(answering, job, _Output(writer, args.stop)))
             with GrowingDocument(_settings(args), prompts) as document:
-                output = _JsonOutput(writer, args.stop, document)
+                output = _Output(writer, args.stop, document)
                 return asyncio.run(_answer_all(answering, job, output))
         except Lost as error:
             start = "" if isinstance(error, Busy) else "start infer.server there, or "
@@ -258,78 +258,50 @@ async def _answer(
 
 
 class _Output:
-    """The text of one answer after the other; each token is decoded once."""
+    """Shows one answer after the other, as text or in a JSON document; decodes each token once."""
 
-    def __init__(self, writer: Writer, stops: list[str]) -> None:
+    def __init__(
+        self, writer: Writer, stops: list[str], document: GrowingDocument | None = None
+    ) -> None:
         self._tokenizer, self._stops = writer.tokenizer, stops if writer.tokenizer else ()
+        self._document = document
 
     def start(self) -> None:
         """Begins an answer."""
         self._text = GrowingText(self._tokenizer, self._stops)
-        self._num_tokens = 0  # that the text holds
+        self._num_tokens, self._shown = 0, ""  # tokens that the text holds; the text so far
 
     def take(self, event: AnswerEvent, answering: SplitClient) -> int | None:
         """Shows new verified text, and the notice; returns the number of tokens up to a stop text.
 
         Verified text is never taken back.
         """
-        self.show(self._more(answering.text.answer[: event.verified]))
+        if self._document is not None:
+            up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
+            self._document.rest["traffic"] = {"bytes_up": up, "bytes_down": down}
+        self._show(answering.text.answer[: event.verified])
         if event.notice:
             print(f"[{event.notice}]", file=sys.stderr, flush=True)
         return None if self._text.stop is None else self._text.num_tokens
 
-    def rest(self, tokens: list[int]) -> str:
-        """The text of an answer that has ended, unverified tokens included, from the shown on."""
-        return self._more(tokens) + self._text.end()
-
-    def _more(self, tokens: list[int]) -> str:
-        """The text that the tokens of the answer so far add."""
-        begin, self._num_tokens = self._num_tokens, max(self._num_tokens, len(tokens))
-        return self._text.add(tokens[begin:])
-
-    def show(self, text: str) -> None:
-        """Shows more text."""
-        raise NotImplementedError
-
     def end(self, figures: dict[str, Any]) -> None:
-        """Ends an answer."""
-        raise NotImplementedError
+        """Shows the rest of an answer, unverified text included, and its figures."""
+        self._show(figures["token_ids"])
+        rest = self._text.end()
+        if self._document is None:
+            print(rest, flush=True)
+            print(_line(figures), file=sys.stderr)
+        else:
+            text = self._shown + rest if self._tokenizer else None
+            self._document.add(figures | {"text": text})
 
-
-class _JsonOutput(_Output):
-    """Writes whole answers to one JSON document."""
-
-    def __init__(self, writer: Writer, stops: list[str], document: GrowingDocument) -> None:
-        super().__init__(writer, stops)
-        self._document = document
-
-    def start(self) -> None:
-        super().start()
-        self._shown = ""
-
-    def take(self, event: AnswerEvent, answering: SplitClient) -> int | None:
-        up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
-        self._document.rest["traffic"] = {"bytes_up": up, "bytes_down": down}
-        return super().take(event, answering)
-
-    def show(self, text: str) -> None:
-        self._shown += text
-
-    def end(self, figures: dict[str, Any]) -> None:
-        text = self._shown + self.rest(figures["token_ids"])
-        self._document.add(figures | {"text": text if self._tokenizer else None})
-
-
-class _TextOutput(_Output):
-    """Writes an answer as it grows, then a line of figures."""
-
-    def show(self, text: str) -> None:
-        if text:
-            print(text, end="", flush=True)
-
-    def end(self, figures: dict[str, Any]) -> None:
-        print(self.rest(figures["token_ids"]), flush=True)
-        print(_line(figures), file=sys.stderr)
+    def _show(self, tokens: list[int]) -> None:
+        """Shows the text that the answer's tokens so far add to the text before."""
+        new = self._text.add(tokens[self._num_tokens :])
+        self._num_tokens = max(self._num_tokens, len(tokens))
+        self._shown += new
+        if new and self._document is None:
+            print(new, end="", flush=True)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -103,10 +103,6 @@ def ask(folder, server, files, capsys, monkeypatch):
     return run
 
 
-OUTPUT = {
-    "json": lambda writer, stops, document: client._JsonOutput(writer, stops, document),
-    "text": lambda writer, stops, document: client._TextOutput(writer, stops),
-}
 IDS = ["--prompt-ids", ",".join(map(str, PROMPT)), "--stop-ids", ""]
 
 
@@ -359,7 +355,7 @@ FIGURES |= dict.fromkeys(("bytes_down", "unverified", "rewritten", "drops"), 0)
     "rest, shown", [(b"k you!", ["Hi. ", "", "\n"]), (b"s", ["Hi. ", "Thans", "\n"])]
 )
 def test_split_client_shows_nothing_of_a_stop_text_that_is_completed_later(rest, shown, capsys):
-    output, text, found = client._TextOutput(Writer(Letters()), ["Thank you"]), b"Hi. Than", []
+    output, text, found = client._Output(Writer(Letters()), ["Thank you"]), b"Hi. Than", []
     answering = SimpleNamespace(text=SimpleNamespace(answer=list(text + rest)))
     output.start()
     for verified in (len(text), len(text + rest)):
@@ -370,7 +366,7 @@ def test_split_client_shows_nothing_of_a_stop_text_that_is_completed_later(rest,
 
 
 def test_split_client_shows_the_beginning_of_a_stop_text_that_does_not_come(capsys):
-    output = client._TextOutput(Writer(Letters()), ["Thank you"])
+    output = client._Output(Writer(Letters()), ["Thank you"])
     answering = SimpleNamespace(text=SimpleNamespace(answer=list(b"Than")))
     output.start()
     output.take(AnswerEvent(4), answering)
@@ -393,7 +389,7 @@ def test_split_client_decodes_each_token_of_a_long_answer_once(kind, stops, monk
     job = client.ClientJob(args, writer, [TOY_PROMPT], [], Sampling())
     found = []
     document = SimpleNamespace(rest={}, add=found.append)
-    show = OUTPUT[kind](writer, stops, document)
+    show = client._Output(writer, stops, document if kind == "json" else None)
 
     async def work(answering):
         show.start()
