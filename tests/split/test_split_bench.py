@@ -125,9 +125,9 @@ def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(serv
     async def cut(proxy: Proxy, after: int) -> list[int]:
         with ThreadPoolExecutor(1) as worker:
             answering = SplitClient(ToyHalf(), server_at(proxy.port), ways, worker)
-            found = await alone_texts.cut_after(answering, proxy, PROMPTS[0], after, 3 + NEW)
+            found = await run.answer(answering, PROMPTS[0], NEW, proxy, after)
             await answering.close()
-            return found
+            return found["token_ids"]
 
     with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
         for after in (0, 4, 9):

@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from infer.bench.network import Proxy
-from infer.split.client.answering import SplitClient
-from moa_jax.config import Sampling
 from moa_jax.measure.fidelity import logits_of
 from moa_jax.pretrained import Target
 
@@ -39,21 +36,6 @@ def judge(loaded: Target, text: Sequence[int], tokens: Sequence[int]) -> Judgeme
     log_p_T = np.asarray(jax.nn.log_softmax(logits_TV))[np.arange(len(tokens)), tokens]
     chosen_T = np.asarray(logits_TV.argmax(axis=1)) == np.array(tokens)
     return Judgement(float(log_p_T.mean()), float(chosen_T.mean()))
-
-
-async def cut_after(
-    client: SplitClient, proxy: Proxy, prompt: Sequence[int], after: int, total: int
-) -> list[int]:
-    """The answer of a client that asks token by token until its link is cut for good."""
-    is_cut = False
-    try:
-        async for event in client.answer(prompt, total, [], Sampling()):
-            if not is_cut and event.verified >= after:
-                proxy.refuse()
-                is_cut = True
-    finally:
-        proxy.heal()
-    return client.text.answer
 
 
 def compare(

@@ -44,7 +44,7 @@ class Way(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """The keys of a row that name the way; stream and plain are the same with any drafter."""
         name, drafter = self.pair.name, self.pair.drafter
-        if self.mode not in DRAFTING:
+        if self.mode in ("stream", "plain"):
             none = dict.fromkeys(("draft", "method", "target_layer_inference"))
             return {"way": self.mode, "mode": self.mode} | none
         layers = getattr(drafter.config, "target_layer_inference", None)
@@ -118,6 +118,12 @@ def options_of(args: argparse.Namespace, mode: str) -> ClientOptions:
         slowdown=args.client_slowdown,
         stream=mode == "stream",
     )
+
+
+def outage_options(args: argparse.Namespace) -> ClientOptions:
+    """The options of a client that asks token by token, and never waits for a lost link."""
+    slowdown = args.client_slowdown
+    return ClientOptions(lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=slowdown)
 
 
 def _server_flags(

@@ -31,7 +31,7 @@ import jax
 from infer.bench.network import PROFILES, Profile, Proxy, in_thread
 from infer.bench.split import alone, table
 from infer.bench.split.flags import check, parser_of
-from infer.bench.split.pairs import NO_STOP, SplitBench, SplitPair, Way, load
+from infer.bench.split.pairs import NO_STOP, SplitBench, SplitPair, Way, load, outage_options
 from infer.documents import CODES, until_cut
 from infer.listening.child import Child
 from infer.program import Progress, progress
@@ -70,16 +70,20 @@ def measure(bench: SplitBench) -> dict[str, Any]:
     args, differences = bench.args, []
     ways = [way for way in bench.ways if way.mode != "offline"]
     offline = [way for way in bench.ways if way.mode == "offline"]
+    outages = [Way("outage", pair, outage_options(args)) for pair in bench.pairs]
     networks = args.profiles if ways else []
     found: dict[str, list[Any]] = {"profiles": [], "offline": [], "outages": []}
     flags = {pair.name: pair.flags for pair in bench.pairs if ways or args.outages}
-    count = len(bench.prompts) * (len(networks) * len(ways) + len(offline))
-    with until_cut() as cut, servers(flags) as ports, progress(count, "answers") as bar:
+    count = len(networks) * len(ways) + len(offline) + len(args.outages) * len(outages)
+    total = count * len(bench.prompts)
+    with until_cut() as cut, servers(flags) as ports, progress(total, "answers") as bar:
         for name in networks:
             found["profiles"].append(measure_network(bench, name, ports, ways, differences, bar))
             bar.line(f"{name}: done")
-        found["offline"] = measure_offline(bench, offline, bar)
-        found["outages"] = measure_outages(bench, ports)
+        found["offline"] = measure_alone(bench, offline, {}, 0, bar)
+        for after in args.outages:
+            with proxied(ports, PROFILES["loopback"]) as proxies:
+                found["outages"] += measure_alone(bench, outages, proxies, after, bar)
     mark = cut.mark(len(found["profiles"]), len(args.profiles), " networks")
     if mark and not any(found.values()):
         sys.exit(cut.code)
@@ -169,29 +173,49 @@ def measure_network(
 
 
 async def take_turns(
-    bench: SplitBench, ways: Sequence[Way], proxies: Mapping[str, Proxy], bar: Progress
+    bench: SplitBench,
+    ways: Sequence[Way],
+    proxies: Mapping[str, Proxy],
+    bar: Progress,
+    after: int | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """The answers of each way to each prompt; one client at a time answers."""
+    """The answers of each way to each prompt; one client at a time answers.
+
+    Links are cut `after` tokens of each answer, if that is a number.
+    """
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
+    new = bench.args.max_new_tokens
     async with contextlib.AsyncExitStack() as stack:
         clients = []
         for way in ways:
             client = client_of(bench, way.pair, way.options, proxies.get(way.pair.name))
             clients.append(await stack.enter_async_context(client))
             await clients[-1].warm(map(len, bench.prompts))
-            # Connecting is not measured.
-            await _answer(clients[-1], bench.prompts[0], min(8, bench.args.max_new_tokens))
+            await answer(clients[-1], bench.prompts[0], min(8, new))  # connecting is not measured
         for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
-            client, prompt = clients[turn.way], bench.prompts[turn.question]
-            found[turn.way].append(await _answer(client, prompt, bench.args.max_new_tokens))
+            prompt, proxy = bench.prompts[turn.question], proxies.get(ways[turn.way].pair.name)
+            one = answer(clients[turn.way], prompt, new + (after or 0), proxy, after)
+            found[turn.way].append(await one)
             bar.step()
     return found
 
 
-async def _answer(client: SplitClient, prompt: list[int], new: int) -> dict[str, Any]:
-    """The figures of one answer."""
+async def answer(
+    client: SplitClient,
+    prompt: list[int],
+    new: int,
+    proxy: Proxy | None = None,
+    after: int | None = None,
+) -> dict[str, Any]:
+    """The figures of one answer, whose link is cut for good `after` tokens, if given."""
     events = client.answer(prompt, len(prompt) + new, NO_STOP, Sampling())
-    found = figures_of(client, prompt, await timed(client, events))
+    is_due = lambda event: proxy and after is not None and event.verified >= after
+    try:
+        times = await timed(client, events, lambda event: proxy.refuse() if is_due(event) else None)
+    finally:
+        if proxy:
+            proxy.heal()
+    found = figures_of(client, prompt, times)
     tokens, calls = len(found["token_ids"]), found["server_calls"]
     if client.options.stream:
         return found | {"server_calls": calls + 1, "target_passes": calls + tokens - 1, "tau": 1.0}
@@ -229,37 +253,15 @@ def ratios(ours: AnswerRows, theirs: AnswerRows) -> list[float]:
 # ---- drafters alone -----------------------------------------------------------------------
 
 
-def measure_offline(bench: SplitBench, ways: Sequence[Way], bar: Progress) -> list[dict[str, Any]]:
-    """Drafters that never have a link: their speed, and the target's view of their text."""
+def measure_alone(
+    bench: SplitBench, ways: Sequence[Way], proxies: Mapping[str, Proxy], after: int, bar: Progress
+) -> list[dict[str, Any]]:
+    """Drafters whose links are cut for good `after` tokens, or that have none: speed, quality."""
+    found = asyncio.run(take_turns(bench, ways, proxies, bar, after))
+    came = max(after, 1) if proxies else 0  # the first token comes with the prompt's reply
     rows = []
-    for way, answers in zip(ways, asyncio.run(take_turns(bench, ways, {}, bar)), strict=True):
+    for way, answers in zip(ways, found, strict=True):
         tokens = [one["token_ids"] for one in answers]
-        quality = alone.compare_all(bench.target, bench.prompts, bench.own, tokens, 0)
-        rows.append(way.facts | summary(answers) | quality)
-    return rows
-
-
-def measure_outages(bench: SplitBench, ports: Ports) -> list[dict[str, Any]]:
-    """Text that each drafter writes alone after its link was cut, for each of several places."""
-    args, rows = bench.args, []
-    options = ClientOptions(
-        lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=args.client_slowdown
-    )
-
-    async def cut_all(pair: SplitPair, proxy: Proxy, after: int) -> list[list[int]]:
-        found = []
-        for prompt in bench.prompts:
-            total = len(prompt) + after + args.max_new_tokens
-            async with client_of(bench, pair, options, proxy) as client:
-                found.append(await alone.cut_after(client, proxy, prompt, after, total))
-        return found
-
-    with proxied(ports, PROFILES["loopback"]) as proxies:
-        for pair in bench.pairs:
-            for after in args.outages:
-                found = asyncio.run(cut_all(pair, proxies[pair.name], after))
-                row = {"draft": pair.name, "method": pair.drafter.method, "after": after}
-                came = max(after, 1)  # the first token comes with the prompt's reply
-                quality = alone.compare_all(bench.target, bench.prompts, bench.own, found, came)
-                rows.append(row | quality)
+        quality = alone.compare_all(bench.target, bench.prompts, bench.own, tokens, came)
+        rows.append(way.facts | {"after": after} | summary(answers) | quality)
     return rows

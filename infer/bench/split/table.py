@@ -26,7 +26,7 @@ def render(document: dict[str, Any]) -> str:
     """The table of networks, the table of text written alone, and the settings behind them."""
     settings, machine = document["settings"], document["machine"]
     profiles, count = document["profiles"], len(document["differences"])
-    alone = [{"after": "never linked", **row} for row in document["offline"]] + document["outages"]
+    alone = [row | {"after": "never linked"} for row in document["offline"]] + document["outages"]
     parts = [
         cut_line(document, "networks"),
         f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
