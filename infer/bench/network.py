@@ -1,4 +1,4 @@
-"""An emulated network: a TCP proxy that delays, paces, hangs, refuses and resets; needs no rights.
+"""An emulated network: a TCP proxy that delays, paces, hangs and refuses; it needs no rights.
 
 Profile    the delay, jitter, loss and rate of a named network
 Lane       when the segments of one direction are due
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import random
 import socket
 import struct
-import sys
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,10 +106,8 @@ class Proxy:
         """`host` and `port` are those of the target."""
         self.host, self.port = "127.0.0.1", 0  # the port is known once the proxy has started
         self.carried: dict[Direction, int] = {"up": 0, "down": 0}  # bytes delivered
-        self.accepted = 0
         self._target = host, port
         self._lanes = {way: Lane(profile, seed, way) for way in self.carried}
-        self._until_reset: dict[Direction, int] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
@@ -134,14 +129,6 @@ class Proxy:
     def refuse(self) -> None:
         """Closes all connections and refuses new ones, like a machine without a server."""
         self._in_loop(self._refuse)
-
-    def reset_after(self, n_bytes: int, direction: Direction) -> None:
-        """Resets one connection, at both ends, after `n_bytes` in one direction; happens once.
-
-        Bytes of all connections count, and the connection that carries the last byte is reset.
-        With 0 the connection of the next byte is reset, and that byte does not pass.
-        """
-        self._in_loop(lambda: self._until_reset.update({direction: n_bytes}))
 
     def heal(self) -> None:
         """Ends all faults: delivers what a cut held back, and accepts new connections."""
@@ -166,7 +153,6 @@ class Proxy:
             connection.cancel()
 
     def _heal(self) -> None:
-        self._until_reset.clear()
         self._whole.set()
         if self._listener is None:
             self._listener = socket.create_server((self.host, self.port))
@@ -179,7 +165,6 @@ class Proxy:
             client, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # the client has given up
             return
-        self.accepted += 1
         connection = self._loop.create_task(self._connect(client))
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)
@@ -223,25 +208,12 @@ class Proxy:
                 raise ConnectionResetError
             if not data:
                 return sink.shutdown(socket.SHUT_WR)
-            left = self._until_reset.pop(way, None)
-            if left is not None and left > len(data):
-                self._until_reset[way] = left - len(data)
-                left = None
-            await self._loop.sock_sendall(sink, data[:left])
-            self.carried[way] += len(data[:left])
-            if left is not None:
-                await _taken(sink)
-                raise ConnectionResetError
+            await self.send(way, sink, data)
 
-
-async def _taken(sink: socket.socket) -> None:
-    """Waits until the peer's kernel has all data, because a reset discards the rest."""
-    queued = bytearray(4)
-    while True:
-        fcntl.ioctl(sink, termios.TIOCOUTQ, queued)
-        if not int.from_bytes(queued, sys.byteorder):
-            return
-        await asyncio.sleep(0.001)
+    async def send(self, way: Direction, sink: socket.socket, data: bytes) -> None:
+        """Hands a segment that is due to the receiver; a ConnectionResetError resets both ends."""
+        await self._loop.sock_sendall(sink, data)
+        self.carried[way] += len(data)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from infer import client, program
-from infer.bench.network import Proxy, in_thread
+from infer.bench.network import in_thread
 from infer.split.client.state import AnswerEvent
 from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
@@ -23,6 +23,7 @@ from moa_jax.split.slots import Slots
 from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
+from tests.split.resets import ResettingProxy
 from tests.split.split_client import CHAIN, relayed, run_client, server_at, serving
 from tests.split.split_client import PROMPT as TOY_PROMPT
 from tests.split.split_server import ToySlots, plain, running
@@ -425,7 +426,7 @@ def test_split_client_needs_no_file_of_the_targets_but_what_it_borrows(ask, fold
 def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and comes back."""
     monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with in_thread(ResettingProxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
         url = f"ws://127.0.0.1:{proxy.port}/v1/split"
         code, out, err = ask(*IDS, "--json", "--policy", policy, "--max-new-tokens", 30, url=url)
