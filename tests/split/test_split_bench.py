@@ -125,7 +125,7 @@ def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(serv
     async def cut(proxy: Proxy, after: int) -> list[int]:
         with ThreadPoolExecutor(1) as worker:
             answering = SplitClient(ToyHalf(), server_at(proxy.port), ways, worker)
-            found = await run.answer(answering, PROMPTS[0], NEW, proxy, after)
+            found = await run.answer(answering, PROMPTS[0], NEW - after, proxy, after)
             await answering.close()
             return found["token_ids"]
 

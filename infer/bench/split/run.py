@@ -179,23 +179,19 @@ async def take_turns(
     bar: Progress,
     after: int | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """The answers of each way to each prompt; one client at a time answers.
-
-    Links are cut `after` tokens of each answer, if that is a number.
-    """
+    """The answers of each way to each prompt, one at a time; `after` is that of `answer`."""
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
-    new = bench.args.max_new_tokens
+    most = bench.args.max_new_tokens
     async with contextlib.AsyncExitStack() as stack:
         clients = []
         for way in ways:
             client = client_of(bench, way.pair, way.options, proxies.get(way.pair.name))
             clients.append(await stack.enter_async_context(client))
             await clients[-1].warm(map(len, bench.prompts))
-            await answer(clients[-1], bench.prompts[0], min(8, new))  # connecting is not measured
+            await answer(clients[-1], bench.prompts[0], min(8, most))  # connecting is not measured
         for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
             prompt, proxy = bench.prompts[turn.question], proxies.get(ways[turn.way].pair.name)
-            one = answer(clients[turn.way], prompt, new + (after or 0), proxy, after)
-            found[turn.way].append(await one)
+            found[turn.way].append(await answer(clients[turn.way], prompt, most, proxy, after))
             bar.step()
     return found
 
@@ -207,14 +203,18 @@ async def answer(
     proxy: Proxy | None = None,
     after: int | None = None,
 ) -> dict[str, Any]:
-    """The figures of one answer, whose link is cut for good `after` tokens, if given."""
-    events = client.answer(prompt, len(prompt) + new, NO_STOP, Sampling())
-    is_due = lambda event: proxy and after is not None and event.verified >= after
-    try:
-        times = await timed(client, events, lambda event: proxy.refuse() if is_due(event) else None)
-    finally:
-        if proxy:
-            proxy.heal()
+    """The figures of an answer of `new` tokens.
+
+    With a proxy and `after`, the link is cut for good after that number of tokens, and `new`
+    tokens follow.
+    """
+    is_cut = proxy is not None and after is not None
+    total = len(prompt) + new + (after if is_cut else 0)
+    events = client.answer(prompt, total, NO_STOP, Sampling())
+    cut = lambda event: proxy.refuse() if is_cut and event.verified >= after else None
+    times = await timed(client, events, cut)
+    if is_cut:
+        proxy.heal()
     found = figures_of(client, prompt, times)
     tokens, calls = len(found["token_ids"]), found["server_calls"]
     if client.options.stream:
@@ -256,7 +256,7 @@ def ratios(ours: AnswerRows, theirs: AnswerRows) -> list[float]:
 def measure_alone(
     bench: SplitBench, ways: Sequence[Way], proxies: Mapping[str, Proxy], after: int, bar: Progress
 ) -> list[dict[str, Any]]:
-    """Drafters whose links are cut for good `after` tokens, or that have none: speed, quality."""
+    """Speed and quality of drafters whose links are cut `after` tokens, or that have no link."""
     found = asyncio.run(take_turns(bench, ways, proxies, bar, after))
     came = max(after, 1) if proxies else 0  # the first token comes with the prompt's reply
     rows = []
