@@ -5,15 +5,14 @@ python -m infer.client --connect wss://HOST:8765/v1/split --token-file TOKEN --t
 python -m infer.client --offline --prompt "Hello"      the drafter alone, without a server
 python -m infer.client ... --policy keep               keeps what was written without a link
 
-Of the target only those weights are loaded that the drafter borrows. On a terminal unverified text
-is dim. News of the link goes to stderr.
+Of the target only those weights are loaded that the drafter borrows. Text is printed once it is
+verified, and unverified text when the answer ends. Notices about the link go to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ssl
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +28,13 @@ from infer.program import Parser, above_zero, positive, run
 from infer.split.client.answering import SplitClient
 from infer.split.client.figures import figures_of, timed
 from infer.split.client.flags import add_pace_flags, add_row_flags
-from infer.split.client.screen import Screen
 from infer.split.client.state import AnswerEvent, ClientOptions, Policy
 from infer.split.link import Busy, Lost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.room import Room, prompt_ids_of
 from moa_jax.decode.session import row_of
-from moa_jax.decode.text import GrowingText, Writer, before_stop
+from moa_jax.decode.text import GrowingText, Writer
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.split.half import DraftHalf
@@ -83,9 +81,10 @@ def main(arguments: list[str] | None = None) -> int | None:
         answering = SplitClient(half, server, options, worker)
         try:
             if not args.json:
-                return asyncio.run(_answer_all(answering, job, _TextOutput(writer, args.stop)))
+                return asyncio.run(_answer_all(answering, job, _Output(writer, args.stop)))
             with GrowingDocument(_settings(args), prompts) as document:
-                return asyncio.run(_answer_all(answering, job, _JsonOutput(document)))
+                output = _Output(writer, args.stop, document)
+                return asyncio.run(_answer_all(answering, job, output))
         except Lost as error:
             start = "" if isinstance(error, Busy) else "start infer.server there, or "
             raise InputError(
@@ -218,18 +217,15 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-async def _answer_all(
-    answering: SplitClient, job: ClientJob, show: _JsonOutput | _TextOutput
-) -> None:
+async def _answer_all(answering: SplitClient, job: ClientJob, output: _Output) -> None:
     try:
         await answering.connect()  # before programs are compiled, which takes a while
         if answering.welcome is not None:
             _check_lengths(job, answering.welcome)
         await answering.warm(map(len, job.prompts))
         for index, prompt in enumerate(job.prompts):
-            show.start()
-            figures = await _answer(answering, job, index, prompt, show)
-            show.end(figures, job)
+            output.start()
+            output.end(await _answer(answering, job, index, prompt, output))
     finally:
         await answering.close()
 
@@ -252,44 +248,60 @@ def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
 
 
 async def _answer(
-    answering: SplitClient,
-    job: ClientJob,
-    index: int,
-    prompt: list[int],
-    show: _JsonOutput | _TextOutput,
+    answering: SplitClient, job: ClientJob, index: int, prompt: list[int], output: _Output
 ) -> dict[str, Any]:
     """Answers one prompt, up to the end or the first stop text; returns its figures."""
-    stop_when = stopper(job.writer.tokenizer, job.args.stop)
     total = len(prompt) + job.args.max_new_tokens
-
-    def see(event: AnswerEvent) -> int | None:
-        show.take(event, answering)
-        whole = len(answering.text.answer) if answering.done else event.verified
-        return stop_when(answering.text.answer[:whole]) if stop_when else None
-
     events = answering.answer(prompt, total, job.stop_ids, row_of(job.sampling, index))
+    see = lambda event: output.take(event, answering)
     return figures_of(answering, prompt, await timed(answering, events, see))
 
 
-class _JsonOutput:
-    """Writes whole answers to one JSON document."""
+class _Output:
+    """Shows one answer after the other, as text or in a JSON document; decodes each token once."""
 
-    def __init__(self, document: GrowingDocument) -> None:
+    def __init__(
+        self, writer: Writer, stops: list[str], document: GrowingDocument | None = None
+    ) -> None:
+        self._tokenizer, self._stops = writer.tokenizer, stops if writer.tokenizer else ()
         self._document = document
 
     def start(self) -> None:
-        """Shows nothing: an answer is shown as a whole."""
+        """Begins an answer."""
+        self._text = GrowingText(self._tokenizer, self._stops)
+        self._num_tokens, self._shown = 0, ""  # tokens that the text holds; the text so far
 
-    def take(self, event: AnswerEvent, answering: SplitClient) -> None:
-        """Shows only news of the link."""
-        up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
-        self._document.rest["traffic"] = {"bytes_up": up, "bytes_down": down}
-        _notice(event)
+    def take(self, event: AnswerEvent, answering: SplitClient) -> int | None:
+        """Shows new verified text, and the notice; returns the number of tokens up to a stop text.
 
-    def end(self, figures: dict[str, Any], job: ClientJob) -> None:
-        """Adds a whole answer."""
-        text = before_stop(job.writer.text(figures["token_ids"]), job.args.stop)
-        self._document.add(figures | {"text": text})
+        Verified text is never taken back.
+        """
+        if self._document is not None:
+            up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
+            self._document.rest["traffic"] = {"bytes_up": up, "bytes_down": down}
+        self._show(answering.text.answer[: event.verified])
+        if event.notice:
+            print(f"[{event.notice}]", file=sys.stderr, flush=True)
+        return None if self._text.stop is None else self._text.num_tokens
+
+    def end(self, figures: dict[str, Any]) -> None:
+        """Shows the rest of an answer, unverified text included, and its figures."""
+        self._show(figures["token_ids"])
+        rest = self._text.end()
+        if self._document is None:
+            print(rest, flush=True)
+            print(_line(figures), file=sys.stderr)
+        else:
+            text = self._shown + rest if self._tokenizer else None
+            self._document.add(figures | {"text": text})
+
+    def _show(self, tokens: list[int]) -> None:
+        """Shows the text that the answer's tokens so far add to the text before."""
+        new = self._text.add(tokens[self._num_tokens :])
+        self._num_tokens = max(self._num_tokens, len(tokens))
+        self._shown += new
+        if new and self._document is None:
+            print(new, end="", flush=True)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -302,52 +314,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "codec": args.codec,
         "offline": args.offline,
     }
-
-
-class _TextOutput:
-    """Writes an answer as it grows; on a terminal, text is dim until it is verified."""
-
-    def __init__(self, writer: Writer, stops: list[str]) -> None:
-        self._writer, self._stops = writer, stops
-        self._screen = Screen(sys.stdout) if sys.stdout.isatty() else None
-
-    def start(self) -> None:
-        """Begins an answer."""
-        stops = self._stops if self._writer.tokenizer else ()
-        self._text = GrowingText(self._writer.tokenizer, stops)  # of the verified tokens
-        self._num_tokens = 0  # of these
-        self._verified = ""  # of which nothing may be the beginning of a stop text
-        if self._screen is not None:
-            self._screen.begin()
-
-    def take(self, event: AnswerEvent, answering: SplitClient) -> None:
-        """Shows what is new; without a terminal only verified text, which is never taken back."""
-        answer, begin = answering.text.answer, self._num_tokens
-        self._num_tokens = max(begin, event.verified)
-        new = self._text.add(answer[begin : event.verified])
-        self._verified += new
-        if self._screen is not None:
-            self._screen.show(self._verified, self._text.ahead(answer[self._num_tokens :]))
-            with self._screen.aside() if event.notice else contextlib.nullcontext():
-                _notice(event)
-            return
-        if new:
-            print(new, end="", flush=True)
-        _notice(event)
-
-    def end(self, figures: dict[str, Any], job: ClientJob) -> None:
-        """Shows the rest of the text, even if unverified, and a line of figures."""
-        rest = self._text.ahead(figures["token_ids"][self._num_tokens :])
-        if self._screen is not None:
-            self._screen.end(self._verified + rest)
-        else:
-            print(rest, flush=True)
-        print(_line(figures), file=sys.stderr)
-
-
-def _notice(event: AnswerEvent) -> None:
-    if event.notice:
-        print(f"[{event.notice}]", file=sys.stderr, flush=True)
 
 
 def _line(figures: dict[str, Any]) -> str:

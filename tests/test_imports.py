@@ -76,6 +76,8 @@ TABLE: dict[str, set[str]] = {
     | {"infer.program", "infer.flags.mesh"},
     "infer.listening.credentials": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
+    "infer.bench": LIBRARY - {"training"} | SHARED | {"configs", "infer"},
+    "infer.split.network": {"infer.program", "infer.bench"},
     "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
@@ -187,8 +189,9 @@ def test_faults_are_found():
     assert one_fault("train/distill.py", "from infer.generate import main")
     assert one_fault("infer/generate.py", "from moa_jax.training import checkpoint")
     assert one_fault("infer/flags/config_file.py", "from moa_jax.config import DistillConfig")
-    assert one_fault("infer/bench.py", "from infer.peers import transformers_generate")
-    assert one_fault("infer/bench.py", "import torch")
+    assert one_fault("infer/bench/decode.py", "from infer.peers import transformers_generate")
+    assert one_fault("infer/bench/decode.py", "import torch")
+    assert one_fault("infer/split/link.py", "from infer.bench.network import Proxy")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
     assert one_fault("infer/peers/transformers_generate.py", "from moa_jax import Session")
     assert one_fault("infer/peers/locustfile.py", "from moa_jax import Session")

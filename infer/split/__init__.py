@@ -3,8 +3,8 @@
     client/         one answer, from a prompt to its text, over a link that may die
     link.py         one connection of a client
     server/         WebSocket, sessions, and what the target does next
-    network/        emulated links for tests and benchmarks
-    bench/          infer.bench --split
+    network.py      a program: a slow or lossy link to a server, which can be cut
 
-Messages and arrays are in moa_jax/split; README.md tells how the parts play together.
+`infer.bench --split` is in infer/bench/split, and messages and arrays are in moa_jax/split.
+README.md shows how the parts work together.
 """

@@ -11,7 +11,6 @@ back until the next tokens decide.
 from __future__ import annotations
 
 import codecs
-import copy
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -144,11 +143,6 @@ class GrowingText:
         if self.stop is not None:
             return ""
         return before_stop(self._waits + self._last[self._sure :], self._stops) or ""
-
-    def ahead(self, tokens: Sequence[int]) -> str:
-        """The text that `add` and `end` would return for these last tokens of the answer."""
-        other = copy.copy(self)
-        return other.add(tokens) + other.end()
 
     def _take(self, tokens: Sequence[int]) -> None:
         """Decodes more tokens."""

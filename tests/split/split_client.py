@@ -22,16 +22,16 @@ import websockets
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
+from infer.bench.network import PROFILES, Profile, in_thread
 from infer.split.client.answering import SplitClient
 from infer.split.client.state import AnswerEvent, ClientOptions, Counts
 from infer.split.link import ServerAddress
-from infer.split.network.profiles import PROFILES, Profile
-from infer.split.network.proxy import Proxy, in_thread
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import wire
 from moa_jax.split.half import EXACT, DraftHalf
+from tests.split.resets import ResettingProxy
 from tests.split.split_server import (
     PAIRING,
     PATIENCE,
@@ -84,6 +84,9 @@ class ToyHalf:
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
         self.rows: list[tuple[str, int]] = []  # where from, and the token
 
+    def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
+        """Nothing is compiled."""
+
     def _put(self, start: int, source: str, tokens: Sequence[int]) -> None:
         assert start <= len(self.rows), "a gap in the caches"
         self.rows[start : start + len(tokens)] = [(source, token) for token in tokens]
@@ -119,9 +122,9 @@ class ToyHalf:
 
 
 @contextlib.contextmanager
-def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[Proxy]:
+def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[ResettingProxy]:
     """A proxy before a server; timers that will heal it are waited for."""
-    with in_thread(Proxy("127.0.0.1", port, profile)) as proxy:
+    with in_thread(ResettingProxy("127.0.0.1", port, profile)) as proxy:
         try:
             yield proxy
         finally:

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from infer import client, program
+from infer.bench.network import in_thread
 from infer.split.client.state import AnswerEvent
-from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
-from moa_jax.decode.text import Writer
+from moa_jax.decode.text import Detokenizer, Writer
 from moa_jax.split import wire
 from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
@@ -23,7 +23,10 @@ from moa_jax.split.slots import Slots
 from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
-from tests.split.split_client import relayed, serving
+from tests.split.resets import ResettingProxy
+from tests.split.split_client import CHAIN, relayed, run_client, server_at, serving
+from tests.split.split_client import PROMPT as TOY_PROMPT
+from tests.split.split_server import ToySlots, plain, running
 
 PROMPT, NEW = [5, 9, 4, 17, 23], 12
 
@@ -353,23 +356,51 @@ FIGURES |= dict.fromkeys(("bytes_down", "unverified", "rewritten", "drops"), 0)
     "rest, shown", [(b"k you!", ["Hi. ", "", "\n"]), (b"s", ["Hi. ", "Thans", "\n"])]
 )
 def test_split_client_shows_nothing_of_a_stop_text_that_is_completed_later(rest, shown, capsys):
-    output, text, found = client._TextOutput(Writer(Letters()), ["Thank you"]), b"Hi. Than", []
+    output, text, found = client._Output(Writer(Letters()), ["Thank you"]), b"Hi. Than", []
     answering = SimpleNamespace(text=SimpleNamespace(answer=list(text + rest)))
     output.start()
     for verified in (len(text), len(text + rest)):
         output.take(AnswerEvent(verified), answering)
         found.append(capsys.readouterr().out)
-    output.end(FIGURES | {"token_ids": answering.text.answer}, None)
+    output.end(FIGURES | {"token_ids": answering.text.answer})
     assert [*found, capsys.readouterr().out] == shown
 
 
 def test_split_client_shows_the_beginning_of_a_stop_text_that_does_not_come(capsys):
-    output = client._TextOutput(Writer(Letters()), ["Thank you"])
+    output = client._Output(Writer(Letters()), ["Thank you"])
     answering = SimpleNamespace(text=SimpleNamespace(answer=list(b"Than")))
     output.start()
     output.take(AnswerEvent(4), answering)
-    output.end(FIGURES | {"token_ids": answering.text.answer}, None)
+    output.end(FIGURES | {"token_ids": answering.text.answer})
     assert capsys.readouterr().out == "Than\n"
+
+
+@pytest.mark.parametrize("stops", [[], ["never there"]])
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_split_client_decodes_each_token_of_a_long_answer_once(kind, stops, monkeypatch, capsys):
+    sizes, growing, new = [], Detokenizer.growing, 300
+
+    def counted(self: Detokenizer, tokens: list[int]) -> tuple[str, int]:
+        sizes.append(len(tokens))
+        return growing(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "growing", counted)
+    writer = Writer(Letters())
+    args = SimpleNamespace(max_new_tokens=new, stop=stops)
+    job = client.ClientJob(args, writer, [TOY_PROMPT], [], Sampling())
+    found = []
+    document = SimpleNamespace(rest={}, add=found.append)
+    show = client._Output(writer, stops, document if kind == "json" else None)
+
+    async def work(answering):
+        show.start()
+        show.end(await client._answer(answering, job, 0, TOY_PROMPT, show))
+
+    with running(ToySlots(1)) as server:
+        run_client(server_at(server.port), CHAIN, work)
+    text = bytes(plain(TOY_PROMPT, new)).decode()
+    assert (found[0]["text"] if found else capsys.readouterr().out.removesuffix("\n")) == text
+    assert max(sizes) < 50 and len(sizes) < 1.5 * new
 
 
 @pytest.mark.slow
@@ -395,7 +426,7 @@ def test_split_client_needs_no_file_of_the_targets_but_what_it_borrows(ask, fold
 def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and comes back."""
     monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
-    with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
+    with in_thread(ResettingProxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
         url = f"ws://127.0.0.1:{proxy.port}/v1/split"
         code, out, err = ask(*IDS, "--json", "--policy", policy, "--max-new-tokens", 30, url=url)

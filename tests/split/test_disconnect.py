@@ -14,10 +14,10 @@ import pytest
 
 from infer.split.client.state import ClientOptions
 from infer.split.link import Busy, Lost
-from infer.split.network.proxy import Proxy
 from infer.split.server.app import ConnectionLimits
 from moa_jax.config import Sampling
 from moa_jax.split import wire
+from tests.split.resets import ResettingProxy
 from tests.split.split_client import (
     CHAIN,
     NEW,
@@ -75,7 +75,7 @@ def test_disconnect_offline_is_the_drafter_alone():
 # Links through a proxy that fails as a schedule says
 
 
-def fault(proxy: Proxy, chance: random.Random) -> None:
+def fault(proxy: ResettingProxy, chance: random.Random) -> None:
     """Something goes wrong with the link, and is well again soon."""
     kind = chance.choice(["cut", "refuse", "up", "down", "down", "down"])
     if kind in ("cut", "refuse"):

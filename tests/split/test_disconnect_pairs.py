@@ -19,11 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from infer.bench.network import PROFILES
 from infer.flags.pair import DEMO
 from infer.split.client.state import ClientOptions
 from infer.split.link import ServerAddress
-from infer.split.network.profiles import PROFILES
-from infer.split.network.proxy import Proxy
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.data import chat
@@ -33,6 +32,7 @@ from moa_jax.split.half import DraftHalf
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import Slots
 from tests.pairs import NO_STOP, random_pair_of
+from tests.split.resets import ResettingProxy
 from tests.split.split_client import answered, linked, relayed, run_client, serving, spoiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def at(port: int, facts: dict, timeout: float = 5.0) -> ServerAddress:
     return ServerAddress(f"ws://127.0.0.1:{port}/v1/split", facts, codec="int8", timeout=timeout)
 
 
-def failing(proxy: Proxy, seed: int, share: float):
+def failing(proxy: ResettingProxy, seed: int, share: float):
     """For `answered`: a reset or a blink of the link after a share of the events."""
     chance = random.Random(seed)
 

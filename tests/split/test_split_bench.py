@@ -1,4 +1,4 @@
-"""infer.bench --split: flags, what is counted over toy servers, crowds, outages, its tables."""
+"""infer.bench --split: flags, what is counted over toy servers, outages, its tables."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 
 from infer import bench, program
+from infer.bench.network import Proxy, in_thread
+from infer.bench.split import alone as alone_texts
+from infer.bench.split import run, table
+from infer.bench.split.flags import parser_of
+from infer.bench.split.pairs import SplitBench, SplitPair, Way, options_of
 from infer.program import Progress
-from infer.split.bench import outage, run, tables
-from infer.split.bench.flags import parser_of
-from infer.split.bench.pairs import SplitBench, SplitPair, Way, options_of
-from infer.split.bench.stage import Stage, kind_of, staged
 from infer.split.client.answering import SplitClient
 from infer.split.client.drafter import PIECE
 from infer.split.client.figures import figures_of, timed
 from infer.split.client.state import AnswerEvent, ClientOptions
-from infer.split.network.profiles import PROFILES
-from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from tests.pairs import NO_STOP, random_pair_of
@@ -37,13 +36,11 @@ REFUSED = {  # flags, and what the one line says
     "--profiles 6g": "choose from loopback, wired, 5g, 4g, far",
     "--tree 1,2,3": "--tree takes depth (2 or more)",
     "--client-slowdown 0.5": "choose 1 or more",
-    "--rate 0": "choose a number above 0",
     "--target absent": "--target without --draft",
     "--draft a/x --draft b/x": "two drafters have one name",
-    "--output absent/file.json": "no file can be written there: choose another path",
-    "--plot absent/file.png": "--plot",
-    "--clients 0": "at least 1",
-    "--outages 3,x": "at least 1",
+    "--clients 8 --rate 2": "unrecognized arguments: --clients 8 --rate 2",
+    "--plot file.png": "unrecognized arguments: --plot file.png",
+    "--outages 3,x": "at least 0",
     "--draft x=./absent": "absent is not a folder",
     "--draft lookup": "--draft lookup cannot write token by token, as chain, offline asks",
     "--sweep-depth 2": "unrecognized arguments: --sweep-depth 2",
@@ -75,23 +72,19 @@ def toy_bench(*modes: str, **flags) -> SplitBench:
     pair = SplitPair("toy", drafter, ToyHalf(), PAIRING, [])
     ways = [Way(mode, pair, options_of(args, mode)) for mode in modes]
     own = [plain(prompt, NEW) for prompt in PROMPTS]
-    return SplitBench(args, None, [pair], ways, PROMPTS, NO_STOP, own, [1.0])
+    target = SimpleNamespace(params={"embed": np.zeros(1, np.float32)})
+    return SplitBench(args, target, [pair], ways, PROMPTS, own, [1.0])
 
 
 @pytest.fixture
-def at(server, monkeypatch):
-    """Stages that lead to the toy server."""
-
-    @contextlib.contextmanager
-    def toy_stage(profile, servers, seed=0):
-        yield Stage("direct", {name: server_at(server.port).url for name in servers})
-
-    monkeypatch.setattr(run, "staged", toy_stage)
+def at(server):
+    """The port of the toy pair's server."""
+    return {"toy": server.port}
 
 
 def test_split_bench_counts_what_each_way_costs(at):
     found, differences = toy_bench("stream", "plain", "chain", "tree"), []
-    profile = run._profile(found, "loopback", found.ways, differences, Progress())
+    profile = run.measure_network(found, "loopback", at, found.ways, differences, Progress())
     assert not differences
     stream, one_by_one, chain, tree = profile["ways"]
     assert [row["way"] for row in profile["ways"]] == ["stream", "plain", "toy chain", "toy tree"]
@@ -113,31 +106,17 @@ def test_split_bench_counts_what_each_way_costs(at):
 
 def test_split_bench_speedups_are_ratios_of_the_same_prompt():
     rates = lambda *values: [{"tokens_per_s": value} for value in values]
-    found = run._ratios(rates(6.0, 9.0, None, 1.0), rates(2.0, 1.0, 5.0, 0.0))
+    found = run.ratios(rates(6.0, 9.0, None, 1.0), rates(2.0, 1.0, 5.0, 0.0))
     assert found == [3.0, 9.0]
 
 
 def test_split_bench_tells_answers_that_differ(at):
     found, differences = toy_bench("chain"), []
     found.own[2][5] += 1
-    profile = run._profile(found, "loopback", found.ways, differences, Progress())
+    profile = run.measure_network(found, "loopback", at, found.ways, differences, Progress())
     assert differences == [{"profile": "loopback", "way": "toy chain", "prompt": 2}]
     assert profile["ways"][0]["same_as_plain"] == 3
     assert profile["ways"][0]["speedup_over_stream"] is None  # which was not asked for
-
-
-def test_split_bench_crowds_get_the_targets_text(at):
-    found, differences = toy_bench("stream", "chain", clients=(1, 12), rate=500.0), []
-    found.pairs[0].half.twin = ToyHalf
-    rows = run._crowds(found, differences)
-    assert not differences
-    assert [(row["clients"], row["mode"]) for row in rows] == [
-        (count, mode) for count in (1, 12) for mode in ("stream", "chain")
-    ]
-    assert [(row["answers"], row["failed"]) for row in rows] == [(2, 0), (2, 0), (24, 0), (24, 0)]
-    for row in rows:
-        assert 0 < row["first_token_s"]["p50"] <= row["answer_s"]["p50"] <= row["answer_s"]["p95"]
-        assert row["tokens_per_s"] == pytest.approx(row["answers"] * NEW / row["seconds"])
 
 
 def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(server):
@@ -146,9 +125,9 @@ def test_disconnect_for_good_leaves_just_the_tokens_before_it_to_the_target(serv
     async def cut(proxy: Proxy, after: int) -> list[int]:
         with ThreadPoolExecutor(1) as worker:
             answering = SplitClient(ToyHalf(), server_at(proxy.port), ways, worker)
-            found = await outage.cut_after(answering, proxy, PROMPTS[0], after, 3 + NEW)
+            found = await run.answer(answering, PROMPTS[0], NEW - after, proxy, after)
             await answering.close()
-            return found
+            return found["token_ids"]
 
     with in_thread(Proxy("127.0.0.1", server.port)) as proxy:
         for after in (0, 4, 9):
@@ -163,87 +142,48 @@ def test_disconnect_quality_is_what_the_target_thinks(tmp_path):
     prompt = [5, 9, 4, 17, 23]
     (own,) = pair.plain.generate([prompt], 12, NO_STOP)
     own = own.token_ids
-    view = outage.judge(pair.target, prompt, own)
+    view = alone_texts.judge(pair.target, prompt, own)
     assert view.chosen == 1.0
     other = [*own[:4], (own[4] + 1) % 90, *own[5:]]
-    assert outage.judge(pair.target, prompt, other).log_likelihood < view.log_likelihood
-    one = outage.judge(pair.target, [*prompt, *own[:3]], own[3:5])
-    two = [outage.judge(pair.target, [*prompt, *own[:i]], own[i : i + 1]) for i in (3, 4)]
+    assert alone_texts.judge(pair.target, prompt, other).log_likelihood < view.log_likelihood
+    one = alone_texts.judge(pair.target, [*prompt, *own[:3]], own[3:5])
+    two = [alone_texts.judge(pair.target, [*prompt, *own[:i]], own[i : i + 1]) for i in (3, 4)]
     mean = np.mean([each.log_likelihood for each in two])
     np.testing.assert_allclose(one.log_likelihood, mean, rtol=1e-5)
-    found = outage.compare(pair.target, prompt, own, other, 2)
+    found = alone_texts.compare(pair.target, prompt, own, other, 2)
     assert (found["tokens"], found["first_disagreement"]) == (10, 2)
     assert found["agreement"] == 0.9
     assert found["own_log_likelihood"] > found["log_likelihood"]
-    whole = outage.compare(pair.target, prompt, own, own, 2)
+    whole = alone_texts.compare(pair.target, prompt, own, own, 2)
     assert (whole["agreement"], whole["first_disagreement"]) == (1.0, 10)
-    assert outage.compare(pair.target, prompt, own, own[:2], 2) == {"tokens": 0}
-
-
-def test_split_bench_names_the_best_n():
-    row = lambda layers, rate: {
-        "method": "moa",
-        "target_layer_inference": layers,
-        "tokens_per_s": rate,
-    }
-    other = row(9, 99.0) | {"method": "eagle"}
-    profiles = [
-        {"profile": "4g", "ways": [row(0, 5.0), row(3, 7.0), row(1, None), other]},
-        {"profile": "far", "ways": [row(0, 5.0), row(0, 7.0)]},
-    ]
-    assert run._best_n(profiles) == {"4g": 3}
-
-
-def test_stage_plays_in_a_thread_and_hands_on_what_went_wrong():
-    async def fine() -> str:
-        return "found"
-
-    async def wrong() -> None:
-        raise InputError("not this way")
-
-    stage = Stage("direct", {})
-    assert stage.play(fine) == "found"
-    with pytest.raises(InputError, match="not this way"):
-        stage.play(wrong)
-    assert kind_of(PROFILES["loopback"]) == "direct"
-    assert {kind_of(PROFILES[name]) for name in ("wired", "far")} <= {"namespaces", "proxy"}
+    assert alone_texts.compare(pair.target, prompt, own, own[:2], 2) == {"tokens": 0}
 
 
 @pytest.mark.slow
-def test_stage_says_why_a_server_does_not_start():
+def test_split_bench_says_why_a_server_does_not_start():
     flags = ["--target", "./absent", "--draft", "./absent"]
     with (
         pytest.raises(InputError, match="did not start: infer.server: .*absent is not a folder"),
-        staged(PROFILES["loopback"], {"one": flags}),
+        run.servers({"one": flags}),
     ):
         pass
 
 
-def document(at) -> dict:
-    """A whole document over toys, but for what needs a target."""
-    found, differences = toy_bench("stream", "chain", clients=(2,), rate=500.0), []
-    found.pairs[0].half.twin = ToyHalf
-    names = ("loopback", "4g")
-    quality = {"tokens": 9, "agreement": 0.5, "first_disagreement": 2.5, "answers": 4}
-    quality |= {"log_likelihood": -1.5, "own_log_likelihood": -0.5}
-    made = {
-        "profiles": [
-            run._profile(found, name, found.ways, differences, Progress()) for name in names
-        ],
-        "offline": [
-            found.ways[1].facts
-            | quality
-            | {"tokens_per_s": 5.0, "tokens_per_s_quartiles": None, "chosen_by_target": 0.25}
-        ],
-        "best_n": {"4g": 3},
-        "crowd": run._crowds(found, differences),
-        "outages": [quality | {"draft": "toy", "after": after} for after in (0, 16)],
-        "local_plain_tokens_per_s": 123.4,
-        "differences": differences,
-        "machine": {"device_kind": "cpu", "cores": 2},
-        "settings": {"prompts": 4, "suite": "demo", "max_new_tokens": NEW, "stop": "never"}
-        | {"dtype": "float32", "codec": "bfloat16", "client_slowdown": 3.0, "asks": 2, "slots": 8},
-    }
+def document(at, monkeypatch) -> dict:
+    """A whole document over toys, whose texts no target judges."""
+    quality = {"tokens": 9, "agreement": 0.5, "first_disagreement": 2.5, "chosen_by_target": 0.25}
+    quality |= {"log_likelihood": -1.5, "own_log_likelihood": -0.5, "answers": 4}
+    monkeypatch.setattr(alone_texts, "compare_all", lambda *_: quality)
+    monkeypatch.setattr(run, "servers", lambda flags: contextlib.nullcontext(at))
+    found = toy_bench(
+        "stream",
+        "chain",
+        "offline",
+        profiles=["loopback", "4g"],
+        outages=(0, 16),
+        max_new_tokens=16,
+    )
+    made = run.measure(found._replace(own=[plain(prompt, 24) for prompt in PROMPTS]))
     return json.loads(json.dumps(made))
 
 
@@ -268,51 +208,36 @@ async def no_events() -> AsyncIterator[AnswerEvent]:
     yield AnswerEvent(0)
 
 
-def test_split_bench_tables_and_picture_show_all(at, tmp_path):
-    made = document(at)
-    shown = tables.render(made)
+def test_split_bench_tables_show_all(at, monkeypatch):
+    made = document(at, monkeypatch)
+    assert not made["differences"] and made["settings"]["modes"] == ["stream", "chain", "offline"]
+    assert [row["after"] for row in made["outages"]] == [0, 16]
+    assert made["offline"][0]["tokens_per_s"] > 0 and made["offline"][0]["way"] == "toy offline"
+    shown = table.render(made)
     lines = shown.splitlines()
     rows = [line for line in lines if line.startswith("|")]
-    assert sum(line.startswith("| ---") for line in rows) == 4
+    assert sum(line.startswith("| ---") for line in rows) == 2
     heads = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("| ---")]
     widths = [head.count("|") for head in heads]
     assert {line.count("|") for line in rows} == set(widths)
-    for said in ("toy chain", "4/4", "The best N: 4g: 3.", "| 16 | toy | 9 | 50 % | 2.5 |", "25 %"):
+    for said in (
+        "toy chain",
+        "4/4",
+        "| 16 | toy | 9 | 50 % | 2.5 |",
+        "| never linked | toy |",
+        "25 %",
+    ):
         assert said in shown
     assert "DIFFER" not in shown
     made["differences"] = [{"profile": "4g", "way": "toy chain", "prompt": 0}]
-    assert "1 answers DIFFER" in tables.render(made)
-    pytest.importorskip("matplotlib")
-    tables.plot(made, tmp_path / "one.png")
-    made["outages"] = []
-    tables.plot(made, tmp_path / "two.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("one.png", "two.png"))
-
-
-def test_split_bench_shows_what_it_measured_where_no_picture_can_be_drawn(
-    at, tmp_path, capsys, monkeypatch
-):
-    def fails(*_: object) -> None:
-        raise RuntimeError("no picture")
-
-    made, path = document(at), tmp_path / "found.json"
-    monkeypatch.setattr(run, "load", lambda args: None)
-    monkeypatch.setattr(run, "measure", lambda bench: made)
-    monkeypatch.setattr(run, "check", lambda args: None)  # matplotlib may be missing
-    monkeypatch.setattr(tables, "plot", fails)
-    with pytest.raises(RuntimeError, match="no picture"):
-        run.main(["--json", "--output", str(path), "--plot", "found.png"])
-    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text()) == made
+    assert "1 answers DIFFER" in table.render(made)
 
 
 @pytest.mark.slow
-def test_split_bench_end_to_end_on_the_bundled_pair(tmp_path, capsys):
-    path = tmp_path / "found.json"
+def test_split_bench_end_to_end_on_the_bundled_pair(capsys):
     flags = "--profiles loopback,wired --prompts 1 --max-new-tokens 12 --lengths 2,3 --json"
-    line = f"--split {flags} --outages 0,4 --output {path}"
-    assert bench.main(line.split()) == 0
+    assert bench.main(f"--split {flags} --outages 0,4".split()) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made == json.loads(path.read_text())
     for profile in made["profiles"]:
         assert [row["way"] for row in profile["ways"]] == ["stream", "plain", "bundled chain"]
         assert all(row["same_as_plain"] == 1 for row in profile["ways"])

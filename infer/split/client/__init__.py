@@ -16,5 +16,4 @@ Beside them:
     pace.py        how many tokens to draft, from what was measured
     figures.py     what infer.client and infer.bench report about an answer
     flags.py       what the command lines of infer.client and infer.bench share
-    screen.py      verified text and a dim tail on a terminal
 """

@@ -56,7 +56,8 @@ class ClientDrafter:
     async def warm(self, prompts: Iterable[int]) -> None:
         """Compiles the programs that answers to prompts of these lengths need."""
         replies = range(1, 2 + max(self._options.levels, default=0))
-        counts = [*replies, *(min(length, CHUNK) for length in prompts)]
+        parts = ((min(length, CHUNK), length % CHUNK) for length in prompts)
+        counts = [*replies, *(count for pair in parts for count in pair)]
         await self._on_half(self._half.warm, counts, self._options.shapes)
 
     async def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:

@@ -57,20 +57,15 @@ class CheckedReply(NamedTuple):
     parts: Sequence[TokenRows] = ()  # for the drafter's caches
 
 
-class RowUnpacker(NamedTuple):
-    """Decodes the rows that one server sends."""
-
-    leaves: Sequence[LeafSpec]
-    server: ServerAddress | None  # None: no rows will come
-
-    def unpack(self, part: wire.Committed, text: Sequence[int]) -> TokenRows:
-        """The rows of a part, and their tokens taken from `text`; raises Lost."""
-        codec, compress = self.server.codec, self.server.compress
-        try:
-            rows = unpack(part.rows, part.count, self.leaves, codec, compress)
-        except wire.BadMessage as error:
-            raise Lost(f"the server sent {error}") from error
-        return TokenRows(part.start, list(text[part.start : part.start + part.count]), rows)
+def unpacked(
+    leaves: Sequence[LeafSpec], server: ServerAddress, part: wire.Committed, text: Sequence[int]
+) -> TokenRows:
+    """The rows that a server sent in a part, and their tokens taken from `text`; raises Lost."""
+    try:
+        rows = unpack(part.rows, part.count, leaves, server.codec, server.compress)
+    except wire.BadMessage as error:
+        raise Lost(f"the server sent {error}") from error
+    return TokenRows(part.start, list(text[part.start : part.start + part.count]), rows)
 
 
 def known_after(part: wire.Committed, seq: int, known: int, total: int) -> int:

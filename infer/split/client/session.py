@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ from typing import Any
 
 from infer.split.client.replies import (
     CheckedReply,
-    RowUnpacker,
     SessionRequest,
     TokenRows,
     check,
     given_text,
     known_after,
     stream_part,
+    unpacked,
 )
 from infer.split.client.state import AnswerText, ClientOptions, Counts
 from infer.split.link import Denied, Gone, Link, LinkTraffic, Lost, ServerAddress
@@ -86,7 +87,7 @@ class RemoteSession:
         self.backoff = Backoff(options.reconnect_seconds)
         self.was_served = False  # a server has opened a session for this or an earlier answer
         self._server, self._vocab_size, self._options = server, vocab_size, options
-        self._unpack = RowUnpacker(leaves, server).unpack
+        self._unpack = functools.partial(unpacked, leaves, server)
 
     def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
         """Starts another answer; the link may be there from the one before."""

@@ -1,0 +1,78 @@
+"""The flags of `infer.bench --split`, and which of them contradict each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from infer.bench.network import PROFILES
+from infer.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
+from infer.program import Parser, names, positive, whole
+from infer.split.client.flags import add_pace_flags, add_row_flags
+from moa_jax.errors import InputError
+
+MODES = ("stream", "plain", "chain", "tree", "offline")
+DRAFTING = ("chain", "tree", "offline")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Grouped flags with their defaults."""
+    parser = Parser("infer.bench --split", description)
+    group = parser.add_argument_group("models")
+    add = group.add_argument
+    add_pair_flag(parser, group)
+    add("--target", metavar=MODEL, help="default: the bundled target")
+    drafts = {"action": "append", "metavar": "NAME=DIR_OR_HUB_ID"}
+    add("--draft", **drafts, help="repeat for several; default: the bundled drafter")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
+    add_weights_flag(group)
+    add = parser.add_argument_group("prompts and answers").add_argument
+    add("--suite", default="demo", help="question sets, as of infer.evaluate")
+    add("--prompts", type=positive, default=8, metavar="K", help="number of prompts")
+    add("--max-new-tokens", type=positive, default=64, help="tokens of each answer")
+    group = parser.add_argument_group("ways of answering")
+    about = f"of {', '.join(MODES)}; {', '.join(DRAFTING)} with each drafter"
+    group.add_argument("--modes", type=names, default="stream,plain,chain,offline", help=about)
+    tree = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
+    about = "depth, breadth, total tokens"
+    group.add_argument("--tree", type=positives, default=tree, metavar="D,B,T", help=about)
+    add_pace_flags(group, slowdown=3.0)  # the paper's client is 3 times slower
+    add_row_flags(group)
+    add = parser.add_argument_group("networks").add_argument
+    add("--profiles", type=names, default=",".join(PROFILES), help=f"of {', '.join(PROFILES)}")
+    add("--seed", type=int, default=0, help="of losses and delays")
+    about = "cut the link for good after these numbers of tokens; the drafter then writes "
+    about += "--max-new-tokens more alone; default: none"
+    add("--outages", type=wholes, default=(), metavar="0,16,64", help=about)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON document on stdout")
+    return parser
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Type of a flag that takes whole numbers of at least 1."""
+    return tuple(map(positive, names(text)))
+
+
+def wholes(text: str) -> tuple[int, ...]:
+    """Type of a flag that takes whole numbers of at least 0."""
+    return tuple(map(whole, names(text)))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises InputError for contradicting values, before anything is loaded."""
+    for flag, given, known in (("modes", args.modes, MODES), ("profiles", args.profiles, PROFILES)):
+        if not given or set(given) - set(known):
+            raise InputError(f"--{flag} {','.join(given)}: choose from {', '.join(known)}")
+    if len(args.tree) != 3 or args.tree[0] < 2:
+        raise InputError("--tree takes depth (2 or more), breadth and total tokens: 7,8,62")
+    if args.target is not None and args.draft is None:
+        raise InputError("--target without --draft: name its drafters")
+    if len(dict(named(args))) < len(named(args)):
+        raise InputError("--draft: two drafters have one name: give each as NAME=DIR")
+
+
+def named(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Name and place of each drafter."""
+    parts = [text.rpartition("=") for text in args.draft or [f"bundled={DEMO / 'draft'}"]]
+    return [(name or Path(path).name, path) for name, _, path in parts]

@@ -1,0 +1,65 @@
+"""The results of `infer.bench --split` in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moa_jax.measure.report import precision
+from moa_jax.measure.tables import cut_line, percent, short, table_of
+
+COLUMNS = {  # head -> key of a way's row
+    "tokens/s": "tokens_per_s",
+    "over API": "speedup_over_stream",
+    "over round trips": "speedup_over_plain",
+    "first token ms": "first_token_ms",
+    "tau": "tau",
+    "target passes": "target_passes",
+    "bytes a token up": "bytes_up_per_token",
+    "down": "bytes_down_per_token",
+    "reply ms": "reply_ms",
+    "drafting s": "drafting_s",
+    "waiting s": "waiting_s",
+}
+
+
+def render(document: dict[str, Any]) -> str:
+    """The table of networks, the table of text written alone, and the settings behind them."""
+    settings, machine = document["settings"], document["machine"]
+    profiles, count = document["profiles"], len(document["differences"])
+    alone = [row | {"after": "never linked"} for row in document["offline"]] + document["outages"]
+    parts = [
+        cut_line(document, "networks"),
+        f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
+        f"{settings['max_new_tokens']} tokens, {precision(settings)}, rows in {settings['codec']}; "
+        f"drafting slowed down {settings['client_slowdown']:g} times; {machine['device_kind']}, "
+        f"{machine['cores']} cores for client and server together; medians (quartiles) and means. "
+        f"Local plain decoding: {short(document['local_plain_tokens_per_s'])} tokens/s.",
+        table_of([_way(profile, row) for profile in profiles for row in profile["ways"]]),
+        table_of([_alone(row) for row in alone]),
+        f"{count} answers DIFFER from local plain decoding." if count else "",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _way(profile: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+    cells = {head: short(row[key]) for head, key in COLUMNS.items()}
+    if row["tokens_per_s_quartiles"]:
+        cells["tokens/s"] += f" ({' to '.join(map(short, row['tokens_per_s_quartiles']))})"
+    drops = f", {row['drops']} drops" if row["drops"] else ""
+    same = f"{row['same_as_plain']}/{row['answers']}{drops}"
+    network = f"{profile['profile']}: {profile['delay_ms']:g} +- {profile['jitter_ms']:g} ms, "
+    network += f"{100 * profile['loss']:g} % loss, {profile['rate_mbit'] or 'any'} Mbit/s"
+    return {"network, one way": network, "way": row["way"], **cells, "same text": same}
+
+
+def _alone(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "link cut after": row["after"],
+        "drafter": row["draft"],
+        "tokens alone": short(row["tokens"]),
+        "as the target's text": percent(row["agreement"]),
+        "first other token": short(row["first_disagreement"]),
+        "the target would choose": percent(row["chosen_by_target"]),
+        "log-likelihood": short(row["log_likelihood"]),
+        "target's own": short(row["own_log_likelihood"]),
+    }
