@@ -76,12 +76,12 @@ TABLE: dict[str, set[str]] = {
     | {"infer.program", "infer.flags.mesh"},
     "infer.listening.credentials": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
+    "infer.bench": LIBRARY - {"training"} | SHARED | {"configs", "infer"},
     "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},
     "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
     "infer.peers.transformers_logits": set(),
-    "infer.peers.locustfile": set(),
 }
 
 
@@ -187,11 +187,10 @@ def test_faults_are_found():
     assert one_fault("train/distill.py", "from infer.generate import main")
     assert one_fault("infer/generate.py", "from moa_jax.training import checkpoint")
     assert one_fault("infer/flags/config_file.py", "from moa_jax.config import DistillConfig")
-    assert one_fault("infer/bench.py", "from infer.peers import transformers_generate")
-    assert one_fault("infer/bench.py", "import torch")
+    assert one_fault("infer/bench/decode.py", "from infer.peers import transformers_generate")
+    assert one_fault("infer/bench/decode.py", "import torch")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
     assert one_fault("infer/peers/transformers_generate.py", "from moa_jax import Session")
-    assert one_fault("infer/peers/locustfile.py", "from moa_jax import Session")
     assert one_fault("configs/tiny.py", "from moa_jax.training.optim import optimizer")
     assert one_fault("moa_jax/unheard_of.py", "")
 

@@ -31,7 +31,7 @@ from infer.flags.bench import Mode, check, modes_of, parser_of
 from infer.flags.pair import AUTO, kind_of, load_pair
 from infer.flags.vocabulary import source_of, vocabulary_of
 from infer.peers import run_peer
-from infer.program import progress, run
+from infer.program import progress
 from moa_jax import InputError, Session, load_target
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.files.json_text import to_json
@@ -47,7 +47,6 @@ from moa_jax.pretrained import LoadedDrafter, Target
 
 NO_STOP: list[int] = []
 COST_LIMIT = 100  # conversations of --weights-cost
-SPLIT, SERVE = "--split", "--serve"  # lead to other benchmarks, with flags of their own
 
 
 class Bench(NamedTuple):
@@ -61,17 +60,6 @@ class Bench(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> int | None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if SPLIT in arguments and SERVE in arguments:
-        raise InputError("--split and --serve are two benchmarks: choose one of them")
-    if SPLIT in arguments:
-        from infer.split.bench import run as split  # which needs the extra `serve`
-
-        return split.main([text for text in arguments if text != SPLIT])
-    if SERVE in arguments:
-        from infer.serving.bench import run as serve  # which needs the extra, too
-
-        return serve.main([text for text in arguments if text != SERVE])
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
     args.mode = "plain" if args.modes == ["plain"] else None  # then no drafter is loaded
@@ -284,7 +272,3 @@ def _machine(bandwidth: float) -> dict[str, Any]:
         "bandwidth_bytes_per_s": bandwidth,
         "peak_bytes_of_process": (device.memory_stats() or {}).get("peak_bytes_in_use"),
     }
-
-
-if __name__ == "__main__":
-    run(main)

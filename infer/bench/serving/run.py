@@ -1,0 +1,240 @@
+"""Measures infer.serve under load: plain decoding and drafting, at several rates of requests.
+
+    python -m infer.bench --serve                                   the bundled pair
+    python -m infer.bench --serve --rates 1c,0.5,1,2 --modes plain,auto --json
+    python -m infer.bench --serve --target DIR --draft moa=A --draft eagle=B --plot serve.png
+
+Every mode with a drafter has a server process of its own, on the same pair and the same machine.
+All servers receive the same requests, by Poisson arrivals (--rates 2, or 0.5x for a share of plain
+decoding's capacity) or from a closed loop of clients (2c). One server is loaded at a time; servers
+take turns per rate and repeat. A cell in which a server compiled is measured again. The exit code
+is 1 if texts of the same request differ in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from infer.bench.serving import clients, results
+from infer.bench.serving.clients import RequestOutcome, Requests
+from infer.bench.serving.flags import REQUESTS_PER_CLIENT, check, parser_of, variants_of
+from infer.bench.serving.servers import PROGRAMS, Server, counters_of, serving, summarise_counters
+from infer.documents import CODES, until_cut
+from infer.evaluation.contenders import PLAIN
+from infer.listening.child import ROOT
+from infer.program import progress
+from moa_jax.errors import InputError
+from moa_jax.files.json_text import to_json
+from moa_jax.measure.arrivals import arrivals, arrivals_within
+from moa_jax.measure.turns import rotated
+
+WARMING = 1_000_000  # index of the first request that is not measured
+LEAST_WARMING, MOST_WARMINGS, QUIET_WARMINGS = 8, 24, 2  # requests; passes; without a compile
+ATTEMPTS = 3  # at a cell in which a server compiles
+
+
+class LoadPoint(NamedTuple):
+    """Requests per second, or clients in a closed loop."""
+
+    rate: float | None
+    of_capacity: float | None
+    clients: int | None
+
+
+class Played(NamedTuple):
+    """Outcomes of requests to one server, and the growth of the server's counters."""
+
+    outcomes: list[RequestOutcome]
+    grown: Counter[str]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parser_of(__doc__).parse_args(arguments)
+    check(args)
+    machine, document = _machine(), {}
+    with until_cut() as cut, serving(variants_of(args), args.servers) as teams:
+        asyncio.run(measure(args, machine, teams, document))
+    if not document:
+        sys.exit(cut.code)
+    document |= cut.mark(len(document["rates"]), len(args.rates), " rates")
+    if args.plot:
+        results.plot(document, Path(args.plot))
+    print(to_json(document) if args.json else results.render(document))
+    if "cut" in document:
+        return CODES[document["cut"]["by"]]
+    differs = any(row["different"] for rate in document["rates"] for row in rate["ways"])
+    return int(differs and document["settings"]["dtype"] == "float32")
+
+
+async def measure(
+    args: argparse.Namespace,
+    machine: dict[str, Any],
+    teams: Sequence[Sequence[Server]],
+    document: dict[str, Any],
+) -> None:
+    """Fills the document; if cancelled, with the rates that were played."""
+    async with clients.client_of(teams[0][0].url) as client:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+    requests = Requests(args, card["max_model_len"])
+    found = [[await _warm_up(server, requests, args.slots) for server in team] for team in teams]
+    servers = [_server_row(*row) for row in zip(teams[0], zip(*found, strict=True), strict=True)]
+    loads = _loads(
+        args.rates, next((s["requests_per_s"] for s in servers if s["mode"] == PLAIN), 0)
+    )
+    cells: list[list[list[Played]]] = [[] for _ in loads]  # by load, repeat and variant
+    try:
+        await _play_all(args, teams, requests, loads, cells)
+    finally:
+        if rates := [_row(*each, servers) for each in zip(loads, cells, strict=True) if each[1]]:
+            dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
+            about = {"model": card["id"], "dtype": dtype, "suite": requests.suite}
+            about |= {"questions": requests.count, "left_out": requests.left_out}
+            document |= {"servers": servers, "settings": vars(args) | about, "machine": machine}
+            document["rates"] = rates
+
+
+async def _warm_up(server: Server, requests: Requests, slots: int) -> list[float]:
+    """Loads a server from 1, 2, 4 .. clients, each until two passes compile nothing.
+
+    Returns requests/s and tokens/s of the last pass, while all slots are full.
+    """
+    print(f"{server.variant.label}: warming up", file=sys.stderr)
+    begin = WARMING
+    for count in sorted({slots, *(1 << power for power in range(slots.bit_length()))}):
+        quiet, size = 0, max((4 if count == slots else 2) * count, LEAST_WARMING)
+        for _ in range(MOST_WARMINGS):
+            batch = list(itertools.islice(requests.from_(begin), size))
+            played = await _play(server, batch, None, count)
+            if errors := [each.error for each in played.outcomes if each.error]:
+                label = server.variant.label
+                raise InputError(f"the server of {label} does not answer: {errors[0]}")
+            begin, quiet = begin + size, 0 if played.grown[PROGRAMS] else quiet + 1
+            if quiet == QUIET_WARMINGS:
+                break
+    return results.capacity_of(played.outcomes)
+
+
+def _loads(rates: Sequence[str], capacity: float) -> list[LoadPoint]:
+    """Closed loops by clients, then open loops by rate; `capacity` is plain decoding's."""
+    loops = sorted(int(each[:-1]) for each in rates if each.endswith("c"))
+    open_loops = sorted(
+        float(each.removesuffix("x")) * (capacity if each.endswith("x") else 1)
+        for each in rates
+        if not each.endswith("c")
+    )
+    return [LoadPoint(None, None, count) for count in loops] + [
+        LoadPoint(rate, rate / capacity if capacity else None, None) for rate in open_loops
+    ]
+
+
+def times_of(args: argparse.Namespace, load: LoadPoint, begin: int) -> list[float] | None:
+    """Arrival times in seconds, which depend on the index of the first request; None in a loop."""
+    if load.clients:
+        return None
+    if args.requests:
+        return arrivals(args.requests, load.rate, args.seed + begin)
+    return arrivals_within(args.seconds, load.rate, args.seed + begin)
+
+
+async def _play_all(
+    args: argparse.Namespace,
+    teams: Sequence[Sequence[Server]],
+    requests: Requests,
+    loads: Sequence[LoadPoint],
+    cells: Sequence[list[list[Played]]],
+) -> None:
+    """Plays all loads with one team, the lightest first, then with the next, --repeats times."""
+    begin = 0
+    with progress(args.repeats * len(loads) * len(teams[0]), "cells") as bar:
+        for repeat, (index, load) in itertools.product(range(args.repeats), enumerate(loads)):
+            team = teams[repeat % len(teams)]
+            order = rotated(range(len(team)), repeat + repeat // len(teams) + index)
+            for _ in range(ATTEMPTS):
+                times = times_of(args, load, begin)
+                size = args.requests or REQUESTS_PER_CLIENT * (load.clients or 0)
+                size = size if times is None else len(times)
+                batch = list(itertools.islice(requests.from_(begin), size))
+                begin += size
+                played = {i: await _play(team[i], batch, times, load.clients) for i in order}
+                if not any(each.grown[PROGRAMS] for each in played.values()):
+                    break
+                bar.line(f"a server compiled at {results.name_of_rate(load._asdict())}")
+            bar.step(len(team))
+            cells[index].append([played[i] for i in range(len(team))])
+
+
+async def _play(
+    server: Server, batch: Sequence[Any], times: list[float] | None, num_clients: int | None
+) -> Played:
+    """Sends requests at their times or from a closed loop; InputError if the server ends."""
+    try:
+        async with clients.client_of(server.url) as client:
+            before = await counters_of(client)
+            if times is None:
+                outcomes = await clients.closed_loop(client, batch, num_clients)
+            else:
+                outcomes = await clients.open_loop(client, batch, times)
+            server.settle()
+            grown = await counters_of(client)
+    except httpx.HTTPError as error:
+        server.check()
+        raise InputError(f"{server.variant.label}: no /metrics: {type(error).__name__}") from error
+    server.check()
+    grown.subtract(before)
+    return Played(outcomes, grown)
+
+
+# ---- the document -------------------------------------------------------------------------
+
+
+def _server_row(server: Server, capacities: Sequence[list[float]]) -> dict[str, Any]:
+    requests, tokens = zip(*capacities, strict=True)
+    return {
+        "way": server.variant.label,
+        "mode": server.variant.mode,
+        "draft": server.variant.draft,
+        "requests_per_s": sum(requests) / len(requests),
+        "tokens_per_s": sum(tokens) / len(tokens),
+        "each_tokens_per_s": list(tokens),
+    }
+
+
+def _row(
+    load: LoadPoint, cells: list[list[Played]], servers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """All variants at one rate; texts are compared with plain decoding's, else the first's."""
+    modes = [server["mode"] for server in servers]
+    first = [cell[modes.index(PLAIN) if PLAIN in modes else 0].outcomes for cell in cells]
+    rows = []
+    for index, server in enumerate(servers):
+        runs = [cell[index].outcomes for cell in cells]
+        grown = sum((cell[index].grown for cell in cells), Counter())
+        ratios = results.compare(runs, first)
+        row = load._asdict() | {key: server[key] for key in ("way", "mode", "draft")}
+        row |= results.summarise(runs) | summarise_counters(grown)
+        row |= ratios if PLAIN in modes else dict.fromkeys(ratios)
+        rows.append(row | results.differences(runs, first))
+    return load._asdict() | {"requests": rows[0]["requests"], "ways": rows}
+
+
+def _machine() -> dict[str, Any]:
+    """The device, as another process sees it: this process must not take a GPU."""
+    command = [sys.executable, "-m", "infer.info", "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    report = json.loads(done.stdout)
+    if not report["devices"]:
+        raise InputError(f"no device: {report['device_error']}: see infer.info")
+    kind, name = (report["devices"][0][key] for key in ("kind", "name"))
+    machine = {"device_kind": kind, "platform": name.partition(":")[0]}
+    return machine | {"devices": len(report["devices"]), "cores": report["host"]["cores"]}
