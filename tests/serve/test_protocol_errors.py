@@ -261,6 +261,16 @@ def test_a_body_that_is_not_wanted_need_not_come(monkeypatch):
                 pass
 
 
+def test_health_says_whether_the_engine_works():
+    with running() as server:
+        server.engine.healthy = False
+        for path in ("/health", "/ping"):
+            response = server.get(path)
+            assert (response.status_code, response.json()) == (503, {"status": "failing"})
+        server.engine.healthy = True
+        assert server.get("/health").status_code == 200
+
+
 # ---- the end --------------------------------------------------------------------------------
 
 

@@ -73,6 +73,7 @@ class ToyEngine:
         self.told: set[int] = set()  # requests whose prompt's log-probabilities were told
         self.step = 3  # tokens of one piece of news
         self.error = ""
+        self.healthy = True
         self.go = threading.Event()  # cleared: nobody hears anything
         self.go.set()
         self._tasks: dict[int, tuple[Request, Callable[[News], None], list[int]]] = {}
