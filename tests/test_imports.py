@@ -34,7 +34,7 @@ SHARED = PAIR | {
     "infer.flags.cluster",
     "infer.flags.mesh",
     "infer.flags.sampling",
-    "infer.listening.credentials",
+    "infer.http.auth",
 }
 
 TABLE: dict[str, set[str]] = {
@@ -74,7 +74,7 @@ TABLE: dict[str, set[str]] = {
     "infer.flags.pair": LIBRARY - {"training", "split"}
     | PAIR
     | {"infer.program", "infer.flags.mesh"},
-    "infer.listening.credentials": {"errors"},
+    "infer.http.auth": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
     "infer.bench": LIBRARY - {"training"} | SHARED | {"configs", "infer"},
     "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from infer.listening.credentials import is_bearer
-from infer.listening.events import Log, place_of
+from infer.http.auth import is_bearer
+from infer.http.log import Log, place_of
 from infer.serving.answering import Answering, Part
 from infer.serving.errors import (
     BAD_METHOD,

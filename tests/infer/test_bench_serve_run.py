@@ -16,7 +16,7 @@ from infer.bench.serving import clients, results, run, servers
 from infer.bench.serving.clients import RequestOutcome, SampleRequest
 from infer.bench.serving.flags import variants_of
 from infer.bench.serving.servers import Server
-from infer.listening.child import Child, ended_by_sigterm
+from infer.server_process import Child, ended_by_sigterm
 from infer.serving.metrics import ServingMetrics
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError

@@ -17,8 +17,8 @@ import httpx
 import uvicorn
 
 from infer.flags.pair import DEMO
-from infer.listening.address import bind
-from infer.listening.patience import PatientHttp
+from infer.http.address import bind
+from infer.http.timeouts import TimedHttp
 from infer.serving.app import OpenAIServer, ServingLimits
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
@@ -177,7 +177,7 @@ class Running:
         self.loop = asyncio.get_running_loop()
         config = uvicorn.Config(
             self.server.app,
-            http=PatientHttp,
+            http=TimedHttp,
             ws="none",
             log_config=None,
             timeout_graceful_shutdown=1,

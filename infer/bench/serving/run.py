@@ -32,8 +32,8 @@ from infer.bench.serving.flags import REQUESTS_PER_CLIENT, check, parser_of, var
 from infer.bench.serving.servers import PROGRAMS, Server, counters_of, serving, summarise_counters
 from infer.documents import CODES, until_cut
 from infer.evaluation.contenders import PLAIN
-from infer.listening.child import ROOT
 from infer.program import progress
+from infer.server_process import ROOT
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.arrivals import arrivals, arrivals_within

@@ -15,7 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.bench.serving.flags import Variant
-from infer.listening.child import Child
+from infer.server_process import Child
 from moa_jax.errors import InputError
 
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, which all servers share

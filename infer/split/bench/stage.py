@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infer.listening.child import Child
+from infer.server_process import Child
 from infer.split.network.namespaces import can_emulate, emulate
 from infer.split.network.profiles import Profile
 from infer.split.network.proxy import Proxy, in_thread

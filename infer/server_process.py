@@ -1,4 +1,4 @@
-"""A server of ours in a process of its own: started, waited for, watched and ended."""
+"""Server processes for benchmarks and tests, and SIGTERM as an exception."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from moa_jax.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 READY_SECONDS = 600.0  # for models to load and compile
 STOP_SECONDS = 15.0
 SIGTERM_CODE = 128 + signal.SIGTERM  # as shells count
 
 
 class Child:
-    """A server's process, which lives as long as this context."""
+    """A server process that ends with this context manager."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class Child:
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Runs `program` (infer.serve ...) on any free port.
+        """Runs `program`, for example infer.serve, on a free port.
 
-        Its log and its ready file begin with the path `place`. The words of `prefix` stand before
-        the command, and `env` is added to this process's environment.
+        The paths of the log and the ready file begin with `place`. `prefix` precedes the command,
+        and `env` is added to the environment of this process.
         """
         self.program, self._ready = program, place.with_suffix(".json")
         self._log = place.with_suffix(".log")
@@ -62,7 +62,7 @@ class Child:
             self._process.wait()
 
     def ready(self) -> dict[str, Any]:
-        """The URL and the port, once the server takes clients.
+        """Waits for the server; returns its URL and port.
 
         Raises InputError with the last line of a server that does not start.
         """
@@ -79,12 +79,12 @@ class Child:
             raise InputError(f"{self.program} ended with code {code}: {self.last_line()}")
 
     def last_line(self) -> str:
-        """What the server said last."""
+        """The last line of the log."""
         said = self._log.read_text(errors="replace").strip().splitlines()
         return said[-1] if said else "nothing"
 
     def cpu_seconds(self) -> float | None:
-        """What all its threads have computed; None where the system does not say."""
+        """CPU time of all threads; None if the system does not report it."""
         try:
             text = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
@@ -95,8 +95,10 @@ class Child:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what is inside as an exception does, so that children are ended, too."""
-    if threading.current_thread() is not threading.main_thread():  # only that one hears signals
+    """Raises SystemExit on SIGTERM within the block, so that child processes are ended too."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only the main thread handles signals
         yield
         return
 
