@@ -33,13 +33,17 @@ class Child:
         *,
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        of: str = "",
     ) -> None:
         """Runs `program`, for example infer.serve, on a free port.
 
         The paths of the log and the ready file begin with `place`. `prefix` precedes the command,
-        and `env` is added to the environment of this process.
+        and `env` is added to the environment of this process. Errors name `of`.
         """
-        self.program, self._ready = program, place.with_suffix(".json")
+        self.name, self._ready = (
+            f"the server of {of}" if of else program,
+            place.with_suffix(".json"),
+        )
         self._log = place.with_suffix(".log")
         own = ["--port", "0", "--ready-file", str(self._ready)]
         # With -P no file in the current folder is run in its place.
@@ -69,14 +73,14 @@ class Child:
         end = time.monotonic() + READY_SECONDS
         while not self._ready.exists():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise InputError(f"the server did not start: {self.last_line()}")
+                raise InputError(f"{self.name} did not start: {self.last_line()}")
             time.sleep(0.05)
         return json.loads(self._ready.read_text())
 
     def check(self) -> None:
         """Raises InputError with the last line of a server that has ended."""
         if (code := self._process.poll()) is not None:
-            raise InputError(f"{self.program} ended with code {code}: {self.last_line()}")
+            raise InputError(f"{self.name} ended with code {code}: {self.last_line()}")
 
     def last_line(self) -> str:
         """The last line of the log."""
@@ -96,9 +100,7 @@ class Child:
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Raises SystemExit on SIGTERM within the block, so that child processes are ended too."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only the main thread handles signals
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
         yield
         return
 

@@ -139,12 +139,10 @@ async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) ->
                     first = time.perf_counter()
         if finish is None or not tokens:
             error = "the stream ended before the answer"
-    except (httpx.HTTPError, httpx.StreamError) as fault:
-        error = type(fault).__name__
     except InputError as refused:
         error = str(refused)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        error = "an event is not as OpenAI has it"
+    except (httpx.HTTPError, httpx.StreamError, ValueError, LookupError, TypeError) as fault:
+        error = type(fault).__name__
     end = time.perf_counter()
     return RequestOutcome(request, due, sent, first, end, tokens, "".join(texts), error)
 

@@ -7,8 +7,7 @@
 Every mode with a drafter has a server process of its own, on the same pair and the same machine.
 All servers receive the same requests, by Poisson arrivals (--rates 2, or 0.5x for a share of plain
 decoding's capacity) or from a closed loop of clients (2c). One server is loaded at a time; servers
-take turns per rate and repeat. A cell in which a server compiled is measured again. The exit code
-is 1 if texts of the same request differ in float32.
+take turns per rate and repeat. The exit code is 1 if texts of the same request differ in float32.
 """
 
 from __future__ import annotations
@@ -26,8 +25,15 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from infer.bench.serving import clients, results
-from infer.bench.serving.clients import RequestOutcome, Requests
+from infer.bench.serving import results
+from infer.bench.serving.clients import (
+    RequestOutcome,
+    Requests,
+    SampleRequest,
+    client_of,
+    closed_loop,
+    open_loop,
+)
 from infer.bench.serving.flags import REQUESTS_PER_CLIENT, check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, counters_of, serving, summarise_counters
 from infer.documents import CODES, until_cut
@@ -41,7 +47,6 @@ from moa_jax.measure.turns import rotated
 
 WARMING = 1_000_000  # index of the first request that is not measured
 LEAST_WARMING, MOST_WARMINGS, QUIET_WARMINGS = 8, 24, 2  # requests; passes; without a compile
-ATTEMPTS = 3  # at a cell in which a server compiles
 
 
 class LoadPoint(NamedTuple):
@@ -84,14 +89,14 @@ async def measure(
     document: dict[str, Any],
 ) -> None:
     """Fills the document; if cancelled, with the rates that were played."""
-    async with clients.client_of(teams[0][0].url) as client:
+    async with client_of(teams[0][0].url) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
     requests = Requests(args, card["max_model_len"])
     found = [[await _warm_up(server, requests, args.slots) for server in team] for team in teams]
     servers = [_server_row(*row) for row in zip(teams[0], zip(*found, strict=True), strict=True)]
-    loads = _loads(
-        args.rates, next((s["requests_per_s"] for s in servers if s["mode"] == PLAIN), 0)
-    )
+    capacity = next((row["requests_per_s"] for row in servers if row["mode"] == PLAIN), 0)
+    loads = [load_of(text, capacity) for text in args.rates]
+    loads.sort(key=lambda load: (load.rate or 0, load.clients))  # closed loops first
     cells: list[list[list[Played]]] = [[] for _ in loads]  # by load, repeat and variant
     try:
         await _play_all(args, teams, requests, loads, cells)
@@ -115,33 +120,27 @@ async def _warm_up(server: Server, requests: Requests, slots: int) -> list[float
         quiet, size = 0, max((4 if count == slots else 2) * count, LEAST_WARMING)
         for _ in range(MOST_WARMINGS):
             batch = list(itertools.islice(requests.from_(begin), size))
-            played = await _play(server, batch, None, count)
+            played = await _play(server, batch, [], count)
             if errors := [each.error for each in played.outcomes if each.error]:
-                label = server.variant.label
-                raise InputError(f"the server of {label} does not answer: {errors[0]}")
+                raise InputError(f"{server.child.name} does not answer: {errors[0]}")
             begin, quiet = begin + size, 0 if played.grown[PROGRAMS] else quiet + 1
             if quiet == QUIET_WARMINGS:
                 break
     return results.capacity_of(played.outcomes)
 
 
-def _loads(rates: Sequence[str], capacity: float) -> list[LoadPoint]:
-    """Closed loops by clients, then open loops by rate; `capacity` is plain decoding's."""
-    loops = sorted(int(each[:-1]) for each in rates if each.endswith("c"))
-    open_loops = sorted(
-        float(each.removesuffix("x")) * (capacity if each.endswith("x") else 1)
-        for each in rates
-        if not each.endswith("c")
-    )
-    return [LoadPoint(None, None, count) for count in loops] + [
-        LoadPoint(rate, rate / capacity if capacity else None, None) for rate in open_loops
-    ]
+def load_of(text: str, capacity: float) -> LoadPoint:
+    """A text of --rates; `capacity` is plain decoding's in requests/s, 0 if it is not measured."""
+    if text.endswith("c"):
+        return LoadPoint(None, None, int(text[:-1]))
+    rate = float(text.removesuffix("x")) * (capacity if text.endswith("x") else 1)
+    return LoadPoint(rate, rate / capacity if capacity else None, None)
 
 
-def times_of(args: argparse.Namespace, load: LoadPoint, begin: int) -> list[float] | None:
-    """Arrival times in seconds, which depend on the index of the first request; None in a loop."""
+def times_of(args: argparse.Namespace, load: LoadPoint, begin: int) -> list[float]:
+    """Arrival times in seconds, which depend on the index of the first request; zeros in a loop."""
     if load.clients:
-        return None
+        return [0.0] * (args.requests or REQUESTS_PER_CLIENT * load.clients)
     if args.requests:
         return arrivals(args.requests, load.rate, args.seed + begin)
     return arrivals_within(args.seconds, load.rate, args.seed + begin)
@@ -160,37 +159,30 @@ async def _play_all(
         for repeat, (index, load) in itertools.product(range(args.repeats), enumerate(loads)):
             team = teams[repeat % len(teams)]
             order = rotated(range(len(team)), repeat + repeat // len(teams) + index)
-            for _ in range(ATTEMPTS):
-                times = times_of(args, load, begin)
-                size = args.requests or REQUESTS_PER_CLIENT * (load.clients or 0)
-                size = size if times is None else len(times)
-                batch = list(itertools.islice(requests.from_(begin), size))
-                begin += size
-                played = {i: await _play(team[i], batch, times, load.clients) for i in order}
-                if not any(each.grown[PROGRAMS] for each in played.values()):
-                    break
-                bar.line(f"a server compiled at {results.name_of_rate(load._asdict())}")
+            times = times_of(args, load, begin)
+            batch = list(itertools.islice(requests.from_(begin), len(times)))
+            begin += len(batch)
+            played = {i: await _play(team[i], batch, times, load.clients) for i in order}
             bar.step(len(team))
             cells[index].append([played[i] for i in range(len(team))])
 
 
 async def _play(
-    server: Server, batch: Sequence[Any], times: list[float] | None, num_clients: int | None
+    server: Server, batch: Sequence[SampleRequest], times: Sequence[float], clients: int | None
 ) -> Played:
-    """Sends requests at their times or from a closed loop; InputError if the server ends."""
+    """Sends requests from a closed loop of clients, else at their times."""
     try:
-        async with clients.client_of(server.url) as client:
+        async with client_of(server.url) as client:
             before = await counters_of(client)
-            if times is None:
-                outcomes = await clients.closed_loop(client, batch, num_clients)
+            if clients:
+                outcomes = await closed_loop(client, batch, clients)
             else:
-                outcomes = await clients.open_loop(client, batch, times)
+                outcomes = await open_loop(client, batch, times)
             server.settle()
             grown = await counters_of(client)
     except httpx.HTTPError as error:
-        server.check()
-        raise InputError(f"{server.variant.label}: no /metrics: {type(error).__name__}") from error
-    server.check()
+        server.child.check()
+        raise InputError(f"{server.child.name}: no /metrics: {type(error).__name__}") from error
     grown.subtract(before)
     return Played(outcomes, grown)
 

@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infer.bench.serving.flags import Variant
 from infer.server_process import Child
-from moa_jax.errors import InputError
 
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, which all servers share
 IDLE_CPU, SAMPLE_SECONDS = 0.05, 0.5  # share of one core, over this long
@@ -31,20 +30,13 @@ class Server(NamedTuple):
     url: str  # scheme, host and port
     child: Child
 
-    def check(self) -> None:
-        """Raises InputError with the last line of a server that has ended."""
-        try:
-            self.child.check()
-        except InputError as error:
-            raise InputError(f"the server of {self.variant.label}: {error}") from error
-
     def settle(self) -> None:
         """Waits until the process is idle, so that its compiles do not slow the next server."""
         end, share = time.monotonic() + SETTLE_SECONDS, 1.0
         while share > IDLE_CPU and time.monotonic() < end:
             before, began = self.child.cpu_seconds(), time.monotonic()
             time.sleep(SAMPLE_SECONDS)
-            self.check()
+            self.child.check()
             if before is None:  # the system does not count it
                 return
             share = (self.child.cpu_seconds() - before) / (time.monotonic() - began)
@@ -64,16 +56,12 @@ def serving(variants: Sequence[Variant], count: int = 1) -> Iterator[list[list[S
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-serving-")))
         children = [
             stack.enter_context(
-                Child("infer.serve", [*each.flags, *more], folder / str(i), env=env)
+                Child("infer.serve", [*each.flags, *more], folder / str(i), env=env, of=each.label)
             )
             for i, each in enumerate([*variants] * count)
         ]
-        servers = []
-        for variant, child in zip([*variants] * count, children, strict=True):
-            try:
-                servers.append(Server(variant, child.ready()["url"].removesuffix("/v1"), child))
-            except InputError as error:
-                raise InputError(f"{variant.label}: {error}") from error
+        urls = [child.ready()["url"].removesuffix("/v1") for child in children]
+        servers = list(map(Server, [*variants] * count, urls, children))
         size = len(variants)
         yield [servers[begin : begin + size] for begin in range(0, len(servers), size)]
 
