@@ -6,9 +6,9 @@ import json
 import logging
 import queue
 import threading
-import time
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -36,10 +36,7 @@ class EventLog:
         with self._lock:
             lost, self._lost = self._lost, 0
         facts["lost_events"] = lost or None
-        now = time.time()
-        stamp = (
-            time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-        )
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         known = {name: fact for name, fact in facts.items() if fact is not None}
         line = json.dumps({"time": stamp, "event": event} | known) + "\n"
         try:

@@ -36,10 +36,11 @@ class Server(NamedTuple):
         while share > IDLE_CPU and time.monotonic() < end:
             before, began = self.child.cpu_seconds(), time.monotonic()
             time.sleep(SAMPLE_SECONDS)
+            after = self.child.cpu_seconds()
             self.child.check()
-            if before is None:  # the system does not count it
+            if before is None or after is None:  # the system does not count it
                 return
-            share = (self.child.cpu_seconds() - before) / (time.monotonic() - began)
+            share = (after - before) / (time.monotonic() - began)
 
 
 @contextlib.contextmanager
