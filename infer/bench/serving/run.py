@@ -25,15 +25,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from infer.bench.serving import results
-from infer.bench.serving.clients import (
-    RequestOutcome,
-    Requests,
-    SampleRequest,
-    client_of,
-    closed_loop,
-    open_loop,
-)
+from infer.bench.serving import clients, results
+from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
 from infer.bench.serving.flags import REQUESTS_PER_CLIENT, check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, counters_of, serving, summarise_counters
 from infer.documents import CODES, until_cut
@@ -89,7 +82,7 @@ async def measure(
     document: dict[str, Any],
 ) -> None:
     """Fills the document; if cancelled, with the rates that were played."""
-    async with client_of(teams[0][0].url) as client:
+    async with clients.client_of(teams[0][0].url) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
     requests = Requests(args, card["max_model_len"])
     found = [[await _warm_up(server, requests, args.slots) for server in team] for team in teams]
@@ -168,16 +161,16 @@ async def _play_all(
 
 
 async def _play(
-    server: Server, batch: Sequence[SampleRequest], times: Sequence[float], clients: int | None
+    server: Server, batch: Sequence[SampleRequest], times: Sequence[float], num_clients: int | None
 ) -> Played:
     """Sends requests from a closed loop of clients, else at their times."""
     try:
-        async with client_of(server.url) as client:
+        async with clients.client_of(server.url) as client:
             before = await counters_of(client)
-            if clients:
-                outcomes = await closed_loop(client, batch, clients)
+            if num_clients:
+                outcomes = await clients.closed_loop(client, batch, num_clients)
             else:
-                outcomes = await open_loop(client, batch, times)
+                outcomes = await clients.open_loop(client, batch, times)
             server.settle()
             grown = await counters_of(client)
     except httpx.HTTPError as error:
