@@ -23,7 +23,7 @@ from infer.documents import GrowingDocument
 from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
 from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
-from infer.listening.credentials import read_token
+from infer.http.auth import read_token
 from infer.program import Parser, above_zero, positive, run
 from infer.split.client.answering import SplitClient
 from infer.split.client.figures import figures_of, timed

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from infer.listening.child import SIGTERM_CODE, ended_by_sigterm
 from infer.program import INTERRUPTED
+from infer.server_process import SIGTERM_CODE, ended_by_sigterm
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.json_text import to_json
 from moa_jax.files.places import lock

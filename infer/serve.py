@@ -35,16 +35,16 @@ from infer.flags.pair import (
 )
 from infer.flags.prompts import tokenizer_of
 from infer.flags.vocabulary import vocabulary_of
-from infer.listening.address import (
+from infer.http.address import (
     DRAIN_SECONDS,
     add_address_flags,
     add_limits,
     bind,
     check_address,
 )
-from infer.listening.credentials import read_keys
-from infer.listening.events import EventLog, Log, WarningsTo
-from infer.listening.until import serve_until_signal
+from infer.http.auth import read_keys
+from infer.http.log import EventLog, Log, WarningHandler
+from infer.http.run import serve_until_signal
 from infer.program import Parser, positive, run, utf8, whole
 from infer.serving.app import OpenAIServer, ServingLimits
 from infer.serving.metrics import ServingMetrics
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         group = group_of(ending.fail) if processes.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
         listener = bind(args.host, args.port, args.ready_file)
-        with listener, EventLog() as log, WarningsTo(log):
+        with listener, EventLog() as log, WarningHandler(log):
             engine, target = _load(args, group)
             server = _server_of(args, engine, target, keys, log)
             ending.last_words = functools.partial(_abandon, engine, server)

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 from infer.flags.pair import add_pair_flags, load_pair
-from infer.listening.address import (
+from infer.http.address import (
     DRAIN_SECONDS,
     PING_SECONDS,
     add_address_flags,
@@ -26,9 +26,9 @@ from infer.listening.address import (
     bind,
     check_address,
 )
-from infer.listening.credentials import read_token
-from infer.listening.events import EventLog, Log, WarningsTo, place_of
-from infer.listening.until import serve_until_signal
+from infer.http.auth import read_token
+from infer.http.log import EventLog, Log, WarningHandler, place_of
+from infer.http.run import serve_until_signal
 from infer.program import Parser, names, positive, run
 from infer.split.link import LARGEST_CHUNK
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_address(args, SECRET, has_secret=token is not None)
     # The port is bound before the models are loaded, which takes a while.
     listener = bind(args.host, args.port, args.ready_file)
-    with listener, EventLog() as log, WarningsTo(log):
+    with listener, EventLog() as log, WarningHandler(log):
         server, compiling = _load(args, limits, token, log)
         return asyncio.run(_serve(args, server, listener, compiling))
 

@@ -34,7 +34,7 @@ SHARED = PAIR | {
     "infer.flags.cluster",
     "infer.flags.mesh",
     "infer.flags.sampling",
-    "infer.listening.credentials",
+    "infer.http.auth",
 }
 
 TABLE: dict[str, set[str]] = {
@@ -74,7 +74,7 @@ TABLE: dict[str, set[str]] = {
     "infer.flags.pair": LIBRARY - {"training", "split"}
     | PAIR
     | {"infer.program", "infer.flags.mesh"},
-    "infer.listening.credentials": {"errors"},
+    "infer.http.auth": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
     "infer.bench": LIBRARY - {"training"} | SHARED | {"configs", "infer"},
     "infer.split.network": {"infer.program", "infer.bench"},
@@ -83,7 +83,6 @@ TABLE: dict[str, set[str]] = {
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
     "infer.peers.transformers_logits": set(),
-    "infer.peers.locustfile": set(),
 }
 
 
@@ -194,7 +193,6 @@ def test_faults_are_found():
     assert one_fault("infer/split/link.py", "from infer.bench.network import Proxy")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
     assert one_fault("infer/peers/transformers_generate.py", "from moa_jax import Session")
-    assert one_fault("infer/peers/locustfile.py", "from moa_jax import Session")
     assert one_fault("configs/tiny.py", "from moa_jax.training.optim import optimizer")
     assert one_fault("moa_jax/unheard_of.py", "")
 

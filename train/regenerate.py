@@ -49,7 +49,7 @@ from infer.flags.pair import (
 )
 from infer.flags.sampling import add_law_flags, seed
 from infer.flags.vocabulary import default_of
-from infer.listening.credentials import read_keys
+from infer.http.auth import read_keys
 from infer.program import Parser, above_zero, local_path, names, positive, progress, run
 from moa_jax.config import Sampling
 from moa_jax.data import corpora

@@ -1,10 +1,9 @@
 """Benchmarks: the programs of `infer.bench`, which programs and tests alone import.
 
-    decode.py     plain, chain, tree and automatic decoding side by side
-    split/        --split: client and server over several networks
-    network.py    a TCP proxy that plays a slow, jittery, lossy link and fails on demand
-
-`--serve` measures infer.serve under load: infer/serving/bench.
+decode.py     plain, chain, tree and automatic decoding side by side
+serving/      --serve: infer.serve under load
+split/        --split: client and server over several networks
+network.py    a TCP proxy that plays a slow, jittery, lossy link and fails on demand
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 
         return split.main([text for text in arguments if text != SPLIT])
     if SERVE in arguments:
-        from infer.serving.bench import run as serve  # which needs the extra, too
+        from infer.bench.serving import run as serve  # which needs the extra, too
 
         return serve.main([text for text in arguments if text != SERVE])
     from infer.bench import decode

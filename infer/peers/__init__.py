@@ -6,7 +6,6 @@ writes one to stdout, and may use what the project itself does without.
 transformers_generate.py  greedy decoding by transformers, plain and with prompt lookup
 transformers_logits.py    logits of transformers, with which infer.check compares
 unpickle.py               rewrites pickled weights as safetensors; a command of its own
-locustfile.py             for Locust, which asks a running `infer.serve`
 """
 
 from __future__ import annotations

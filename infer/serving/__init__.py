@@ -14,5 +14,4 @@ Beside them:
     tokens.py      single tokens as text and bytes
     errors.py      OpenAI's shape of errors
     metrics.py     what /metrics says
-    bench/         infer.bench --serve
 """

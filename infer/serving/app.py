@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from infer.listening.credentials import is_bearer
-from infer.listening.events import Log, place_of
+from infer.http.auth import is_bearer
+from infer.http.log import Log, place_of
 from infer.serving.answering import Answering, Part
 from infer.serving.errors import (
     BAD_METHOD,
@@ -169,10 +169,9 @@ class OpenAIServer:
         return reply({"version": __version__})
 
     async def _health(self, request: Request) -> Response:
-        """Status 200 while the server takes requests, 503 while it drains."""
-        if self.draining:
-            return reply({"status": "draining"}, UNAVAILABLE)
-        return reply({"status": "ok"})
+        """Status 200 while the server takes requests; 503 while it drains or its engine fails."""
+        state = "draining" if self.draining else "ok" if self.engine.healthy else "failing"
+        return reply({"status": state}, 200 if state == "ok" else UNAVAILABLE)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -208,6 +208,34 @@ def test_a_pass_that_fails_ends_those_in_it_alone(what, most, monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
+@pytest.mark.parametrize(("what", "tokens"), [("call", 9), ("first", 1)])
+def test_three_failed_passes_in_a_row_show_in_health_until_one_works(what, tokens, monkeypatch):
+    engine, request = serving("moa-1"), Request((5, 6), tokens, NO_STOP)
+    run, breaks = engine.shelf.run, [False]
+
+    def broken(name, *arrays):
+        if name[0] == what and breaks[0]:
+            raise RuntimeError("the device is on fire")
+        return run(name, *arrays)
+
+    monkeypatch.setattr(engine.shelf, "run", broken)
+    healthy = []
+    for breaks[0] in (True, True, False, True, True, True, False):
+        assert (answers(engine, [request])[0].all[-1].finish == "error") == breaks[0]
+        healthy.append(engine.healthy)
+    assert healthy == [True, True, True, True, True, False, True]
+
+
+def test_an_engine_without_its_thread_is_not_healthy():
+    engine = serving("moa-1")
+    assert engine.healthy
+    engine._thread, running = None, engine._thread
+    assert not engine.healthy
+    engine._thread = threading.Thread()  # one that has ended, or does not run yet
+    assert not engine.healthy
+    engine._thread = running
+
+
 @pytest.mark.parametrize("what", ["copy", "keep"])
 def test_a_text_that_cannot_be_kept_is_not_lost(what, monkeypatch, caplog):
     """Neither is anybody else: what is kept for later prompts is not needed now."""

@@ -7,20 +7,16 @@ import os
 import signal
 import threading
 import time
-import types
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
 from infer import bench
-from infer.listening.child import Child, ended_by_sigterm
-from infer.serving.bench import clients, counts, figures, picture, run, stage, tables
-from infer.serving.bench.clients import RequestOutcome
-from infer.serving.bench.figures import Capacity
-from infer.serving.bench.flags import ways_of
-from infer.serving.bench.questions import Asked
-from infer.serving.bench.stage import Server
+from infer.bench.serving import clients, results, run, servers
+from infer.bench.serving.clients import RequestOutcome, SampleRequest
+from infer.bench.serving.flags import variants_of
+from infer.bench.serving.servers import Server
+from infer.server_process import Child, ended_by_sigterm
 from infer.serving.metrics import ServingMetrics
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError
@@ -143,8 +139,8 @@ def listening(toy: ToyServer):
         loop.close()
 
 
-def asked(index: int) -> Asked:
-    return Asked(index, "qa", {"messages": [{"content": f"text {index}"}], "seed": index})
+def asked(index: int) -> SampleRequest:
+    return SampleRequest(index, "qa", {"messages": [{"content": f"text {index}"}], "seed": index})
 
 
 def test_clients_come_at_their_times_and_tell_what_failed():
@@ -153,7 +149,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
 
     async def play(url: str) -> list[RequestOutcome]:
         async with clients.client_of(url) as client:
-            return await clients.come(client, [asked(i) for i in range(6)], times)
+            return await clients.open_loop(client, [asked(i) for i in range(6)], times)
 
     with listening(toy) as url:
         found = asyncio.run(play(url))
@@ -162,7 +158,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
         "429 full",
         "the stream ended before the answer",
         "a pass failed",
-        "an event is not as OpenAI has it",
+        "JSONDecodeError",
         "",
     ]
     began = found[0].due
@@ -179,11 +175,11 @@ def test_clients_that_keep_asking_leave_no_slot_empty():
 
     async def play(url: str) -> list[RequestOutcome]:
         async with clients.client_of(url) as client:
-            return await clients.keep_asking(client, map(asked, range(20)), 3)
+            return await clients.closed_loop(client, map(asked, range(20)), 3)
 
     with listening(toy) as url:
         found = asyncio.run(play(url))
-    assert sorted(one.asked.index for one in found) == list(range(20))
+    assert sorted(one.request.index for one in found) == list(range(20))
     assert toy.most == 3 and not any(one.error for one in found)
 
 
@@ -193,7 +189,7 @@ def test_a_server_that_is_gone_is_an_error_of_each_request():
 
     async def play() -> RequestOutcome:
         async with clients.client_of(url) as client:
-            return await clients.ask(client, asked(0), 0.0)
+            return await clients.send(client, asked(0), 0.0)
 
     found = asyncio.run(play())
     assert found.error == "ConnectError" and (found.tokens, found.first) == (0, None)
@@ -202,12 +198,14 @@ def test_a_server_that_is_gone_is_an_error_of_each_request():
 class ToyChild:
     """A process that has not ended."""
 
+    name = "the server of plain"
+
     def __init__(self, last: str = "") -> None:
         self.last = last
 
     def check(self) -> None:
         if self.last:
-            raise InputError(f"infer.serve ended with code 1: {self.last}")
+            raise InputError(f"{self.name} ended with code 1: {self.last}")
 
     def cpu_seconds(self) -> float:
         return 1.0
@@ -215,21 +213,19 @@ class ToyChild:
 
 def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
     """The document over toy servers, one for each way, and again as often as --servers says."""
-    monkeypatch.setattr(run, "CAPACITY_SECONDS", 0.1)
-    monkeypatch.setattr(run, "FILLING_SECONDS", 0.01)
-    monkeypatch.setattr("infer.serving.bench.stage.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(counts, "SAMPLE_SECONDS", 0.02)
+    monkeypatch.setattr(servers, "SAMPLE_SECONDS", 0.01)
     machine = {"device_kind": "toy", "platform": "cpu", "cores": 2}
     args = args_of(line)
     with contextlib.ExitStack() as stack:
-        servers = [
-            Server(way, stack.enter_context(listening(toy)), ToyChild())
-            for way, toy in zip(ways_of(args) * args.servers, toys, strict=True)
+        started = [
+            Server(variant, stack.enter_context(listening(toy)), ToyChild())
+            for variant, toy in zip(variants_of(args) * args.servers, toys, strict=True)
         ]
-        teams = stage.teams_of(servers, len(toys) // args.servers)
+        size = len(toys) // args.servers
+        teams = [started[begin : begin + size] for begin in range(0, len(started), size)]
         found: dict = {}
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(run._measure(args, machine, teams, found))
+            asyncio.run(run.measure(args, machine, teams, found))
         return json.loads(json.dumps(found))
 
 
@@ -245,7 +241,7 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     assert by_seed[0][0]["stream_options"] == {"include_usage": True}
     plain, auto = document["servers"]
     assert (plain["way"], plain["draft"], auto["draft"]) == ("plain", None, "bundled")
-    assert 0 < plain["requests_per_s"] < 2 / 0.02 and plain["idle_cpu"] == 0
+    assert 0 < plain["requests_per_s"] < 2 / 0.02
     rates = document["rates"]
     assert [rate["requests"] for rate in rates] == [5, 5]
     half = next(rate for rate in rates if rate["rate"] != 60)
@@ -254,17 +250,15 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     first, second = (rate["ways"] for rate in rates)
     assert [row["failed"] for row in (*first, *second)] == [0, 0, 0, 1]
     assert second[1]["failures"] == {"429 full": 1}
-    assert [(row["compared"], row["different"]) for row in second] == [(5, 0), (4, 1)]
-    assert [(one["way"], one["request"]) for one in document["differences"]] == [("auto", 5)]
+    assert [(row["compared"], row["different"]) for row in second] == [(5, []), (4, [5])]
     assert first[0]["speedup"] == 1 and first[1]["speedup"] > 0
-    assert first[0]["slots_in_use"] is not None
-    assert document["beside_plain"][0]["way"] == "auto"
+    assert first[0]["in_flight"] > 0
     assert document["settings"]["dtype"] == "float32" and document["settings"]["questions"] == 12
-    shown = tables.render(document)
+    shown = results.render(document)
     rows = [line for line in shown.splitlines() if line.startswith("|")]
-    assert sum(line.startswith("| ---") for line in rows) == 3 and len(rows) == 3 * 2 + 2 + 4 + 4
+    assert sum(line.startswith("| ---") for line in rows) == 2 and len(rows) == 2 * 2 + 2 + 4
     assert "1 answers DIFFER" in shown and "3/4, 1 FAILED" in shown
-    picture.plot(document, tmp_path / "figure.svg")
+    results.plot(document, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
     assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
 
@@ -272,27 +266,27 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
 def test_a_cut_run_has_the_rates_so_far(monkeypatch):
     play, left = run._play, iter(range(3))
 
-    async def cut(*arguments):
-        if next(left, None) is None:
+    async def cut(server, batch, *arguments):
+        if batch[0].index < run.WARMING and next(left, None) is None:
             raise asyncio.CancelledError
-        return await play(*arguments)
+        return await play(server, batch, *arguments)
 
     monkeypatch.setattr(run, "_play", cut)
     toys = [ToyServer(), ToyServer()]
     document = measured(toys, f"{LINE} --rates 50,60 --requests 3 --repeats 1", monkeypatch)
     assert [rate["rate"] for rate in document["rates"]] == [50.0]
     mark = {"by": "SIGINT", "done": 1, "of": 2}
-    assert "CUT by SIGINT after 1 of 2 rates." in tables.render(document | {"cut": mark})
+    assert "CUT by SIGINT after 1 of 2 rates." in results.render(document | {"cut": mark})
 
 
 def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):
     """Teams take turns repeat by repeat; rates are shares of the mean of plain's servers."""
     toys, known = [ToyServer(seconds=0.01) for _ in range(4)], iter((40.0, 50.0, 60.0, 70.0))
 
-    async def capacity(*_):
-        return Capacity(each := next(known), 100 * each)
+    async def warm_up(*_):
+        return [each := next(known), 100 * each]
 
-    monkeypatch.setattr(run, "_capacity", capacity)
+    monkeypatch.setattr(run, "_warm_up", warm_up)
     line = f"{LINE} --rates 60,0.5x --requests 3 --repeats 4 --servers 2"
     document = measured(toys, line, monkeypatch)
     told = [{body["seed"] for body in toy.bodies if body["seed"] < run.WARMING} for toy in toys]
@@ -302,53 +296,44 @@ def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):
     assert (plain["requests_per_s"], auto["requests_per_s"]) == (50, 60)
     assert (plain["each_tokens_per_s"], auto["each_tokens_per_s"]) == ([4000, 6000], [5000, 7000])
     half, _ = document["rates"]
-    assert half["rate"] == 25 and [len(row["runs"]) for row in half["ways"]] == [4, 4]
-    shown = tables.render(document)
-    assert "; 2 servers of each way" in shown and "| 5000 (4000, 6000) |" in shown
+    assert half["rate"] == 25 and [row["requests"] for row in half["ways"]] == [12, 12]
+    assert "| 5000 | 4000, 6000 |" in results.render(document)
 
 
 def test_each_team_has_a_server_of_every_way(monkeypatch):
     class Starting(contextlib.nullcontext, ToyChild):
-        def __init__(self, program, flags, folder, env):
+        def __init__(self, program, flags, folder, env, of):
             self.env, self.url = env, f"http://{folder.name}/v1"
             self.enter_result, self.last = self, ""
 
         def ready(self):
             return {"url": self.url}
 
-    monkeypatch.setattr(stage, "Child", Starting)
-    monkeypatch.delenv(stage.MEMORY_SHARE, raising=False)
-    with stage.serving(ways_of(args_of("--modes plain,auto")), 2) as teams:
-        assert [[each.way.label for each in team] for team in teams] == [["plain", "auto"]] * 2
-        servers = list(chain(*teams))
-        assert [each.url for each in servers] == ["http://0", "http://1", "http://2", "http://3"]
-        assert {each.child.env[stage.MEMORY_SHARE] for each in servers} == {"0.225"}
+    monkeypatch.setattr(servers, "Child", Starting)
+    monkeypatch.delenv(servers.MEMORY_FRACTION, raising=False)
+    with servers.serving(variants_of(args_of("--modes plain,auto")), 2) as teams:
+        assert [[each.variant.label for each in team] for team in teams] == [["plain", "auto"]] * 2
+        started = list(chain(*teams))
+        assert [each.url for each in started] == ["http://0", "http://1", "http://2", "http://3"]
+        assert {each.child.env[servers.MEMORY_FRACTION] for each in started} == {"0.225"}
 
 
-def test_the_busiest_server_of_a_way_tells_how_idle_it_is():
-    assert figures.busiest([0.01, 0.03, 0.02]) == 0.03
-    assert figures.busiest([0.01, None]) is None
-
-
-def test_what_was_measured_beside_a_compiler_is_measured_again(monkeypatch, capfd):
-    """With other questions, which no server has seen."""
+def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
     toys = [ToyServer(), ToyServer()]
-    toys[1].compiling = {run.WARMING + 1, 2}
+    toys[1].compiling = {run.WARMING + 1}
     document = measured(toys, f"{LINE} --rates 60 --requests 4", monkeypatch)
     for toy in toys:
         warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"]]
         seeds = [body["seed"] for body in toy.bodies if body["seed"] < run.WARMING]
-        assert sorted(seeds) == list(range(12))  # two repeats, one of them twice
+        assert sorted(seeds) == list(range(8))  # two repeats
         assert min(warming) == run.WARMING
-    assert "auto compiled at 60 (" in capfd.readouterr().err
     (rate,) = document["rates"]
     assert [(row["requests"], row["compiled"]) for row in rate["ways"]] == [(8, 0), (8, 0)]
-    assert [len(row["runs"]) for row in rate["ways"]] == [2, 2]
-    assert "WERE COMPILED" not in tables.render(document)
+    assert "WERE COMPILED" not in results.render(document)
     toys = [ToyServer(), ToyServer()]
-    toys[0].compiling = set(range(run.ATTEMPTS))
+    toys[0].compiling = {0}
     line = f"{LINE} --rates 60 --requests 1 --repeats 1"
-    assert "1 programs WERE COMPILED" in tables.render(measured(toys, line, monkeypatch))
+    assert "1 programs WERE COMPILED" in results.render(measured(toys, line, monkeypatch))
 
 
 def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
@@ -359,34 +344,6 @@ def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
     warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"] < 2 * run.WARMING]
     passes = 3 + 2 * run.QUIET_WARMINGS  # with a program, none, a program; then none, twice
     assert sorted(warming) == [run.WARMING + i for i in range(passes * asks)]
-
-
-def test_capacity_beside_a_compiler_is_measured_again(monkeypatch):
-    toy = ToyServer(seconds=0.01)
-    toy.compiling = {2 * run.WARMING}
-    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
-    assert 3 * run.WARMING in {body["seed"] for body in toy.bodies}
-
-
-@pytest.mark.parametrize("stalls", [1, run.ATTEMPTS])
-def test_a_capacity_of_nothing_is_measured_again(stalls, monkeypatch):
-    """Rates are shares of it, and a machine may stand still while it is measured."""
-    keep_asking, stalled = clients.keep_asking, []
-
-    async def late(client, asks, count):
-        if isinstance(asks, types.GeneratorType) and len(stalled) < stalls:  # until a time
-            stalled.append(await asyncio.sleep(0.2))
-        return await keep_asking(client, asks, count)
-
-    monkeypatch.setattr(clients, "keep_asking", late)
-    line = "--suite demo --modes plain --rates 0.5x --requests 2 --repeats 1"
-    ask = lambda: measured([ToyServer()], line, monkeypatch)
-    if stalls < run.ATTEMPTS:
-        assert ask()["servers"][0]["requests_per_s"] > 0
-    else:
-        with pytest.raises(InputError, match="the server of plain answers nothing in"):
-            ask()
-    assert len(stalled) == stalls
 
 
 def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):
@@ -400,15 +357,13 @@ def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):
     assert at_once(0, 1, 2, 3, 12, 13, 14, 15) == {1}
     assert at_once(4, 5, 6, 7, 16, 17, 18, 19) == {1, 2}
     assert alone["compared"] == two["compared"] == 8
-    assert document["beside_plain"][0]["speedup_at_lowest_rate"]["rate"] == 60
     told = [body["seed"] for body in toys[1].bodies if body["seed"] < run.WARMING]
     assert sorted(told) == list(range(24))
-    shown = tables.render(document)
+    shown = results.render(document)
     assert "| 1 client | plain" in shown and "| 2 clients | plain" in shown
-    picture.plot(document, tmp_path / "figure.svg")
+    results.plot(document, tmp_path / "figure.svg")
     document = measured(toys, f"{LINE} --rates 2c --repeats 1", monkeypatch)
     assert document["rates"][0]["requests"] == 24  # twelve each
-    assert document["beside_plain"][0]["speedup_at_lowest_rate"]["clients"] == 2
 
 
 def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):
@@ -416,10 +371,9 @@ def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):
     document = measured([ToyServer(), ToyServer({1: "other"})], line, monkeypatch)
     rows = document["rates"][0]["ways"]
     assert [row["speedup"] for row in rows] == [None, None]
-    assert [(row["compared"], row["different"]) for row in rows] == [(3, 0), (3, 1)]
-    assert document["beside_plain"] == [] and document["rates"][0]["of_capacity"] is None
-    assert "of its throughput" not in tables.render(document)
-    picture.plot(document, tmp_path / "figure.png")
+    assert [(row["compared"], row["different"]) for row in rows] == [(3, []), (3, [1])]
+    assert document["rates"][0]["of_capacity"] is None
+    results.plot(document, tmp_path / "figure.png")
 
 
 def test_a_way_that_does_not_answer_is_told_before_measuring(monkeypatch):
@@ -434,11 +388,10 @@ def test_a_way_that_does_not_answer_is_told_before_measuring(monkeypatch):
 def test_a_server_that_ends_is_named_with_its_last_line():
     with listening(ToyServer()) as url:
         pass
-    (way, _) = ways_of(args_of(LINE))
-    server = Server(way, url, ToyChild("killed by nobody"))
-    cell = run.Cell(5.0, [asked(0)], [0.0])
-    with pytest.raises(InputError, match="server of plain: .*code 1: killed by nobody"):
-        asyncio.run(run._play(server, cell))
+    (plain, _) = variants_of(args_of(LINE))
+    server = Server(plain, url, ToyChild("killed by nobody"))
+    with pytest.raises(InputError, match="server of plain ended with code 1: killed by nobody"):
+        asyncio.run(run._play(server, [asked(0)], [0.0], None))
 
 
 # ---- processes ----------------------------------------------------------------------------
@@ -489,19 +442,16 @@ def test_sigterm_unwinds():
 
 @pytest.mark.slow
 def test_a_run_with_the_bundled_pair(tmp_path, capfd):
-    output, plot = tmp_path / "found.json", tmp_path / "figure.png"
+    plot = tmp_path / "figure.png"
     line = "--serve --suite demo --modes plain,chain --slots 1 --max-tokens 128 "
     line += "--max-new-tokens 16 --rates 0.5x,2x --requests 6 --repeats 1 "
-    line += f"--output {output} --plot {plot}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "CAPACITY_SECONDS", 2.0)
-        assert bench.main(line.split()) == 0
-    assert "| chain |" in capfd.readouterr().out and plot.stat().st_size > 10_000
-    document = json.loads(Path(output).read_text())
+    assert bench.main([*line.split(), "--json", "--plot", str(plot)]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert "| chain |" in results.render(document) and plot.stat().st_size > 10_000
     for rate in document["rates"]:
         for row in rate["ways"]:
-            assert (row["requests"], row["failed"], row["different"]) == (6, 0, 0)
-            assert row["compared"] == 6 and row["tokens_per_s"] > 0 and row["failed_passes"] == 0
+            assert (row["requests"], row["failed"], row["different"]) == (6, 0, [])
+            assert row["compared"] == 6 and row["tokens_per_s"] > 0
             assert row["tau"] == 1 if row["way"] == "plain" else row["tau"] > 1.3
     assert document["machine"]["platform"] == "cpu"
 
@@ -509,4 +459,4 @@ def test_a_run_with_the_bundled_pair(tmp_path, capfd):
 @pytest.mark.slow
 def test_a_target_that_is_not_there_is_one_line(capfd):
     said = refused("--target ./absent --modes plain", capfd)
-    assert "plain: the server did not start: infer.serve: ./absent is not a folder" in said
+    assert "the server of plain did not start: infer.serve: ./absent is not a folder" in said

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from infer import serve
-from infer.listening.address import bind
-from infer.listening.credentials import is_bearer, read_keys
-from infer.listening.until import serve_until_signal
+from infer.http.address import bind
+from infer.http.auth import is_bearer, read_keys
+from infer.http.run import serve_until_signal
 from infer.program import run
 from moa_jax.errors import InputError
 

@@ -227,14 +227,14 @@ def test_a_reader_who_stops_reading_is_given_up():
 
 
 def test_connections_without_a_request_are_closed(monkeypatch):
-    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr("infer.http.timeouts.REQUEST_SECONDS", 0.1)
     with running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as idle:
         assert idle.recv(10) == b""
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /hea", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n"])
 def test_connections_that_do_not_get_on_are_closed(monkeypatch, begun):
-    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("infer.http.timeouts.REQUEST_SECONDS", 0.5)
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
         slow.sendall(whole)
@@ -250,7 +250,7 @@ def test_connections_that_do_not_get_on_are_closed(monkeypatch, begun):
 
 
 def test_a_body_that_is_not_wanted_need_not_come(monkeypatch):
-    monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("infer.http.timeouts.REQUEST_SECONDS", 0.5)
     head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     with running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
         slow.sendall(head)
@@ -259,6 +259,16 @@ def test_a_body_that_is_not_wanted_need_not_come(monkeypatch):
         with contextlib.suppress(ConnectionResetError):
             while slow.recv(1000):
                 pass
+
+
+def test_health_says_whether_the_engine_works():
+    with running() as server:
+        server.engine.healthy = False
+        for path in ("/health", "/ping"):
+            response = server.get(path)
+            assert (response.status_code, response.json()) == (503, {"status": "failing"})
+        server.engine.healthy = True
+        assert server.get("/health").status_code == 200
 
 
 # ---- the end --------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import httpx
 import uvicorn
 
 from infer.flags.pair import DEMO
-from infer.listening.address import bind
-from infer.listening.patience import PatientHttp
+from infer.http.address import bind
+from infer.http.timeouts import TimedHttp
 from infer.serving.app import OpenAIServer, ServingLimits
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
@@ -73,6 +73,7 @@ class ToyEngine:
         self.told: set[int] = set()  # requests whose prompt's log-probabilities were told
         self.step = 3  # tokens of one piece of news
         self.error = ""
+        self.healthy = True
         self.go = threading.Event()  # cleared: nobody hears anything
         self.go.set()
         self._tasks: dict[int, tuple[Request, Callable[[News], None], list[int]]] = {}
@@ -176,7 +177,7 @@ class Running:
         self.loop = asyncio.get_running_loop()
         config = uvicorn.Config(
             self.server.app,
-            http=PatientHttp,
+            http=TimedHttp,
             ws="none",
             log_config=None,
             timeout_graceful_shutdown=1,

@@ -15,7 +15,7 @@ import numpy as np
 import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
-from infer.listening.patience import PatientHttp
+from infer.http.timeouts import TimedHttp
 from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.metrics import ServerMetrics
 from infer.split.server.service import Service
@@ -167,7 +167,7 @@ class RunningSplit:
         config = uvicorn.Config(
             self.server.app,
             port=0,
-            http=PatientHttp,
+            http=TimedHttp,
             ws="websockets-sansio",
             ws_max_size=self.server.limits.max_message_bytes,
             ws_per_message_deflate=False,

@@ -23,8 +23,8 @@ import pytest
 from websockets.sync.client import connect
 
 from infer import server
-from infer.listening.address import bind, check_address, is_loopback
-from infer.listening.events import EventLog, WarningsTo
+from infer.http.address import bind, check_address, is_loopback
+from infer.http.log import EventLog, WarningHandler
 from infer.program import INTERRUPTED, run
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import Sampling
@@ -202,7 +202,7 @@ def test_a_log_counts_the_events_that_its_stream_refuses():
 
 def test_warnings_of_libraries_become_events_without_their_text():
     events = []
-    with WarningsTo(lambda event, **facts: events.append(facts)):
+    with WarningHandler(lambda event, **facts: events.append(facts)):
         logger = logging.getLogger("uvicorn.error")
         logger.warning("first line\nsecond")
         for name in ("uvicorn.error", "moa_jax.decode.engine.engine"):

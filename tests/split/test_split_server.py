@@ -590,7 +590,7 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
 
 def test_split_connections_that_ask_for_nothing_are_given_up(monkeypatch):
     with running() as server, Client(server) as client:
-        monkeypatch.setattr("infer.listening.patience.REQUEST_SECONDS", 0.2)
+        monkeypatch.setattr("infer.http.timeouts.REQUEST_SECONDS", 0.2)
         for sent in (b"", b"GET /v1/split HTTP/1.1\r\nHost: x\r\n"):
             with socket.create_connection(("127.0.0.1", server.port)) as silent:
                 silent.settimeout(PATIENCE)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from infer.flags.pair import DEMO
-from infer.listening.child import Child
+from infer.server_process import Child
 from moa_jax import InputError
 from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import load_tokenizer

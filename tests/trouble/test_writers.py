@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from infer.flags.pair import DEMO
-from infer.listening.address import bind
+from infer.http.address import bind
 from moa_jax.files import folders
 from tests.trouble.conftest import ROOT
 

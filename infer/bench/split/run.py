@@ -33,8 +33,8 @@ from infer.bench.split import alone, table
 from infer.bench.split.flags import check, parser_of
 from infer.bench.split.pairs import NO_STOP, SplitBench, SplitPair, Way, load, outage_options
 from infer.documents import CODES, until_cut
-from infer.listening.child import Child
 from infer.program import Progress, progress
+from infer.server_process import Child
 from infer.split.client.answering import SplitClient
 from infer.split.client.figures import figures_of, timed
 from infer.split.client.state import ClientOptions

@@ -7,6 +7,6 @@ One request passes through these files from top to bottom, and its reply comes b
     sessions.py    SplitSession and ReplyBuffer: one client's text; SlotQueue: who has a slot
     slots.py       in moa_jax/split: the target and the caches of all sessions
 
-Beside them metrics.py has what /metrics says, and infer/listening what all servers share: the
+Beside them metrics.py has what /metrics says, and infer/http what all servers share: the
 address, HTTP connections, signals, the log.
 """

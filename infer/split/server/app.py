@@ -25,8 +25,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from infer.listening.credentials import is_bearer
-from infer.listening.events import Log, place_of
+from infer.http.auth import is_bearer
+from infer.http.log import Log, place_of
 from infer.split.server.metrics import CONTENT_TYPE
 from infer.split.server.service import Service
 from infer.split.server.sessions import Encoding, Refused, ReplyBuffer, SplitSession

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from infer.listening.events import Log, place_of
+from infer.http.log import Log, place_of
 from infer.split.server.metrics import ServerMetrics
 from infer.split.server.sessions import (
     Encoding,

@@ -71,6 +71,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import LoadedDrafter, Target
 
+MOST_FAILURES = 3  # in a row, after which the engine is not healthy
 MOST_REHEARSALS = 6  # of a call, which has a sure figure after fewer
 QUIET_S = 0.25  # without orders, before calls are timed: who comes then waits for one of them
 MOST_READINGS = 4  # prompts that have been read in part, each in a row of its own
@@ -131,6 +132,7 @@ class Engine:
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the next two
         self._num_waiting, self._closed = 0, False
+        self._failures_in_a_row = 0
         self._tasks: dict[int, Task] = {}  # all that have not ended
         self._waiting: deque[Task] = deque()
         self._maker = Maker(self.shelf, self.session.background, self._orders.put)
@@ -229,6 +231,12 @@ class Engine:
         for task in list(self._tasks.values()):
             if self._tasks.pop(task.id, None) is not None:
                 self._tell(task, News([], finish="error", error=line))
+
+    @property
+    def healthy(self) -> bool:
+        """False without the engine's thread, and after three failed passes in a row."""
+        runs = self._thread is not None and self._thread.is_alive()
+        return runs and self._failures_in_a_row < MOST_FAILURES
 
     def load(self) -> Load:
         """A snapshot for people and metrics."""
@@ -339,6 +347,7 @@ class Engine:
     def _lose(self, lost: Sequence[Task], error: Exception) -> None:
         """Ends those who are lost with what has failed."""
         logging.getLogger(__name__).error("a pass failed", exc_info=error)
+        self._failures_in_a_row += 1
         self._totals.counts["failures"] += 1
         self._readings.prefixes.clear()  # the fault may be in what was copied
         for task in lost:
@@ -462,6 +471,7 @@ class Engine:
     def _hear(self, flight: Flight) -> None:
         """Tells what a call has brought, as soon as it is there."""
         heard, turned = self._seats.hear(flight)
+        self._failures_in_a_row = 0
         now = time.perf_counter()
         seconds, self._heard_at = now - max(self._heard_at, flight.sent), now
         at_rest = flight.at_rest and not self._maker.is_busy
@@ -534,7 +544,7 @@ class Engine:
 
     def _finish(self, task: Task, news: News) -> None:
         """The end of an answer that was not cut short; its text is kept for prompts like it."""
-        text = task.text
+        text, self._failures_in_a_row = task.text, 0  # answers of one token have no call
         stopped = text.tokens[-1] in task.request.stop_ids
         if task.request.takes_seat:
             copy = functools.partial(self._seats.copy, text)

@@ -1,4 +1,4 @@
-"""The server's log: one JSON object a line on stderr, without users' texts, tokens or secrets."""
+"""The log of a server: one JSON object per line on stderr, without texts, tokens or secrets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import logging
 import queue
 import threading
-import time
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -18,10 +18,11 @@ Log = Callable[..., None]  # log("open", session="...", tokens=12)
 
 
 class EventLog:
-    """Writes events from a thread of its own, so that a full pipe blocks nothing.
+    """Writes events from its own thread, so a full pipe does not block the server.
 
-    It is a context, and writes the last events at its end. At most `most` events wait; others are
-    lost, as are those that a full device or a closed pipe refuses. Their number is logged.
+    The context manager writes the remaining events on exit. An event is dropped if `most` events
+    are queued already, or if the stream refuses the write; the next event that is written has the
+    number of dropped events as `lost_events`.
     """
 
     def __init__(self, stream: TextIO | None = None, most: int = 10_000) -> None:
@@ -31,14 +32,11 @@ class EventLog:
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Logs one event with its time; facts that are None are left out."""
+        """Logs one event with its time, without facts that are None."""
         with self._lock:
             lost, self._lost = self._lost, 0
         facts["lost_events"] = lost or None
-        now = time.time()
-        stamp = (
-            time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-        )
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         known = {name: fact for name, fact in facts.items() if fact is not None}
         line = json.dumps({"time": stamp, "event": event} | known) + "\n"
         try:
@@ -72,16 +70,16 @@ class EventLog:
 
 
 def place_of(error: BaseException) -> str:
-    """An exception's type and the lines it passed; its text could hold what users wrote."""
+    """Returns the type of an exception and its last lines; its text may contain user text."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
     return f"{type(error).__name__} at {' < '.join(reversed(lines))}"
 
 
-class WarningsTo(logging.Handler):
-    """Turns warnings of uvicorn and of our own into events of a log, without their tracebacks.
+class WarningHandler(logging.Handler):
+    """Turns warnings of uvicorn and moa_jax into events of a log, without their tracebacks.
 
-    It is a context, in which neither writes anywhere else.
+    Within the context manager these warnings are written to the log alone.
     """
 
     def __init__(self, log: Log) -> None:

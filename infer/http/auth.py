@@ -1,4 +1,4 @@
-"""The tokens or keys that clients present to a server; both sides read them from files."""
+"""Tokens and API keys of clients; servers and clients read them from files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moa_jax.errors import InputError
 
 
 def read_token(path: str) -> str:
-    """The token in a file, one word.
+    """Returns the token in a file, one word.
 
     Raises InputError if it cannot be sent in a header, and OSError if the file cannot be read.
     """
@@ -18,7 +18,7 @@ def read_token(path: str) -> str:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """The keys in a file, one a line; empty lines and lines that begin with # do not count.
+    """Returns the keys in a file, one per line; skips empty lines and comments (#).
 
     Raises as `read_token`, and InputError for a file without keys.
     """
@@ -30,7 +30,7 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 
 def is_bearer(header: str, tokens: Iterable[str]) -> bool:
-    """Whether an Authorization header names one of these tokens; it takes as long for any."""
+    """True if an Authorization header has one of these tokens; compares in constant time."""
     scheme, _, shown = header.partition(" ")
     same = [hmac.compare_digest(shown.encode(), token.encode()) for token in tokens]
     return scheme.lower() == "bearer" and any(same)

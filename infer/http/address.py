@@ -1,4 +1,4 @@
-"""Where a server listens: flags, a bound port, certificates, the ready file."""
+"""Address of a server: flags, a bound port, certificates, the ready file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAIN_SECONDS = 30.0
 
 
 def add_address_flags(parser: argparse.ArgumentParser, port: int, secret: str, help: str) -> None:
-    """Add the flags of an address; `secret` is the flag with the file of what clients present."""
+    """Adds the flags of an address; `secret` is the flag of the file with tokens or keys."""
     group = parser.add_argument_group("address")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=_port, default=port, help="0 takes any free port")
@@ -40,7 +40,7 @@ def add_address_flags(parser: argparse.ArgumentParser, port: int, secret: str, h
 def add_limits(
     group: Any, whole: list[tuple[str, int, str]], seconds: list[tuple[str, float, str]]
 ) -> None:
-    """Add flags (name, default, help) for whole numbers, and for numbers that need not be whole."""
+    """Adds flags (name, default, help) for whole numbers and for seconds."""
     for flag, default, text in whole:
         group.add_argument(flag, type=positive, default=default, metavar="N", help=text)
     for flag, default, text in seconds:
@@ -48,7 +48,7 @@ def add_limits(
 
 
 def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> None:
-    """Raises InputError for files of the flags that are bad, and for a public host without secret.
+    """Raises InputError for unusable files, and for a public host without a secret.
 
     A path that cannot be read raises OSError.
     """
@@ -66,9 +66,9 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
 
 
 def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
-    """A socket that is bound to an address but does not listen yet; InputError if that fails.
+    """Binds a socket that does not listen yet; raises InputError if the system refuses.
 
-    The ready file of an earlier server would announce this one before it is ready: it is removed.
+    Removes the ready file of an earlier server, which would announce this one too early.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -77,10 +77,10 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
             f"--host {host}: {error.strerror}: give an address of this machine"
         ) from error
     family, kind, protocol, _, address = found
-    # With its protocol: asyncio sends small answers at once (TCP_NODELAY) only if it knows that.
+    # asyncio sets TCP_NODELAY only for a socket with a protocol number.
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: give up on data that a dead link does not take
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: closes a dead connection
         timeout = int(2000 * PING_SECONDS)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
     try:
@@ -94,7 +94,7 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
 
 
 def unusable(host: str, port: int, error: OSError) -> InputError:
-    """What to say of an address that the system refuses."""
+    """The error for an address that the system refuses."""
     if error.errno == errno.EADDRINUSE:
         return InputError(f"port {port} of {host} is in use: choose another --port, or 0 for any")
     return InputError(f"port {port} of {host}: {error.strerror}: choose another --host or --port")
@@ -111,13 +111,13 @@ def announce(args: argparse.Namespace, listener: socket.socket, scheme: str, pat
 
 
 def _is_ready_file(path: Path) -> bool:
-    """Whether a server wrote a file, or left it empty."""
+    """True for a file that a server wrote, or an empty one."""
     with path.open("rb") as file:
         return file.read(16).startswith((b'{"url": ', b"{}")) or not path.stat().st_size
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach a host."""
+    """True if only programs on this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

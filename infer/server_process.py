@@ -1,4 +1,4 @@
-"""A server of ours in a process of its own: started, waited for, watched and ended."""
+"""Server processes for benchmarks and tests, and SIGTERM as an exception."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from moa_jax.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 READY_SECONDS = 600.0  # for models to load and compile
 STOP_SECONDS = 15.0
 SIGTERM_CODE = 128 + signal.SIGTERM  # as shells count
 
 
 class Child:
-    """A server's process, which lives as long as this context."""
+    """A server process that ends with this context manager."""
 
     def __init__(
         self,
@@ -31,19 +31,22 @@ class Child:
         flags: Sequence[str],
         place: Path,
         *,
-        prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        of: str = "",
     ) -> None:
-        """Runs `program` (infer.serve ...) on any free port.
+        """Runs `program`, for example infer.serve, on a free port.
 
-        Its log and its ready file begin with the path `place`. The words of `prefix` stand before
-        the command, and `env` is added to this process's environment.
+        The paths of the log and the ready file begin with `place`. `env` is added to the
+        environment of this process. Errors name `of`.
         """
-        self.program, self._ready = program, place.with_suffix(".json")
+        self.name, self._ready = (
+            f"the server of {of}" if of else program,
+            place.with_suffix(".json"),
+        )
         self._log = place.with_suffix(".log")
         own = ["--port", "0", "--ready-file", str(self._ready)]
         # With -P no file in the current folder is run in its place.
-        self._command = [*prefix, sys.executable, "-P", "-m", program, *own, *flags]
+        self._command = [sys.executable, "-P", "-m", program, *own, *flags]
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
         self._env.pop("MOA_PAIR", None)  # the flags name the models, or mean the bundled ones
@@ -62,29 +65,29 @@ class Child:
             self._process.wait()
 
     def ready(self) -> dict[str, Any]:
-        """The URL and the port, once the server takes clients.
+        """Waits for the server; returns its URL and port.
 
         Raises InputError with the last line of a server that does not start.
         """
         end = time.monotonic() + READY_SECONDS
         while not self._ready.exists():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise InputError(f"the server did not start: {self.last_line()}")
+                raise InputError(f"{self.name} did not start: {self.last_line()}")
             time.sleep(0.05)
         return json.loads(self._ready.read_text())
 
     def check(self) -> None:
         """Raises InputError with the last line of a server that has ended."""
         if (code := self._process.poll()) is not None:
-            raise InputError(f"{self.program} ended with code {code}: {self.last_line()}")
+            raise InputError(f"{self.name} ended with code {code}: {self.last_line()}")
 
     def last_line(self) -> str:
-        """What the server said last."""
+        """The last line of the log."""
         said = self._log.read_text(errors="replace").strip().splitlines()
         return said[-1] if said else "nothing"
 
     def cpu_seconds(self) -> float | None:
-        """What all its threads have computed; None where the system does not say."""
+        """CPU time of all threads; None if the system does not report it."""
         try:
             text = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
@@ -95,8 +98,8 @@ class Child:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what is inside as an exception does, so that children are ended, too."""
-    if threading.current_thread() is not threading.main_thread():  # only that one hears signals
+    """Raises SystemExit on SIGTERM within the block, so that child processes are ended too."""
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
         yield
         return
 

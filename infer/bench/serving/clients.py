@@ -1,0 +1,165 @@
+"""Requests from question sets, and the two loads: open loops and closed loops."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from infer.evaluation.suites import FILE, PAPER, load_suite
+from infer.flags.pair import DEMO
+from infer.flags.prompts import asking, tokenizer_of
+from moa_jax.data.corpora import locate
+from moa_jax.errors import InputError
+from moa_jax.files.folders import find_folder
+
+TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; a request may wait for a slot
+NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+class SampleRequest(NamedTuple):
+    """One request, the same for every server."""
+
+    index: int  # of all requests; the seed follows from the index
+    set: str
+    body: dict[str, Any]
+
+
+class RequestOutcome(NamedTuple):
+    """The result of one request; times are seconds of `time.perf_counter`."""
+
+    request: SampleRequest
+    due: float  # scheduled arrival; latency counts from here, so a late client hides no wait
+    sent: float
+    first: float | None  # arrival of the first token
+    end: float
+    tokens: int
+    text: str
+    error: str  # "" for a complete answer
+
+
+class Requests:
+    """An endless sequence of requests; the order of the questions follows from --seed."""
+
+    def __init__(self, args: argparse.Namespace, max_tokens: int) -> None:
+        """Leaves out questions whose prompt and longest answer exceed `max_tokens`.
+
+        Raises InputError for a suite that cannot be read, or in which no question fits.
+        """
+        self._args, self.suite = args, args.suite or default_suite()
+        tokenizer = tokenizer_of(find_folder(args.target or DEMO / "target", weights=False))
+        found = [(each.set, each.turns[0]) for each in load_suite(self.suite)]
+        longest = max_tokens - args.max_new_tokens
+        self._questions = [each for each in found if len(asking(each[1], tokenizer)) <= longest]
+        self.count = len(self._questions)
+        self.left_out = len(found) - self.count
+        if not self.count:
+            raise InputError(
+                f"--max-new-tokens {args.max_new_tokens}: no question of {self.suite} leaves room "
+                f"for such an answer in {max_tokens} tokens: lower it"
+            )
+        random.Random(args.seed).shuffle(self._questions)
+
+    def from_(self, begin: int) -> Iterator[SampleRequest]:
+        """All requests from index `begin` on."""
+        return map(self._request, itertools.count(begin))
+
+    def _request(self, index: int) -> SampleRequest:
+        name, text = self._questions[index % self.count]
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self._args.max_new_tokens,
+            "temperature": self._args.temperature,
+            "seed": self._args.seed + index,
+            "ignore_eos": self._args.ignore_stop,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return SampleRequest(index, name, body)
+
+
+def default_suite() -> str:
+    """The paper's six sets if the data folder has them, else the bundled questions."""
+    try:
+        found = all((locate("data:") / "specbench" / name / FILE).exists() for name in PAPER)
+    except InputError:
+        found = False
+    return "paper" if found else "demo"
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client without a limit of connections, which ignores proxies of the environment."""
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUTS, limits=NO_LIMITS, trust_env=False)
+
+
+async def open_loop(
+    client: httpx.AsyncClient, requests: Sequence[SampleRequest], times: Sequence[float]
+) -> list[RequestOutcome]:
+    """Sends each request at its time, in seconds from now, whatever the server does."""
+    began = time.perf_counter()
+
+    async def one(request: SampleRequest, after: float) -> RequestOutcome:
+        await asyncio.sleep(began + after - time.perf_counter())
+        return await send(client, request, began + after)
+
+    return await asyncio.gather(*map(one, requests, times))
+
+
+async def closed_loop(
+    client: httpx.AsyncClient, requests: Iterable[SampleRequest], num_clients: int
+) -> list[RequestOutcome]:
+    """Keeps `num_clients` requests running: each client sends its next one after its answer."""
+    shared, found = iter(requests), []
+
+    async def one() -> None:
+        for request in shared:
+            found.append(await send(client, request, time.perf_counter()))
+
+    await asyncio.gather(*(one() for _ in range(num_clients)))
+    return found
+
+
+async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) -> RequestOutcome:
+    """Sends one request and reads its stream; a server's fault becomes `error`."""
+    sent, first, tokens, texts, error, finish = time.perf_counter(), None, 0, [], "", None
+    try:
+        async for event in _events(client, request.body):
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in event["choices"]:
+                finish = choice["finish_reason"] or finish
+                texts.append(text := choice["delta"].get("content") or "")
+                if first is None and (text or finish):
+                    first = time.perf_counter()
+        if finish is None or not tokens:
+            error = "the stream ended before the answer"
+    except InputError as refused:
+        error = str(refused)
+    except (httpx.HTTPError, httpx.StreamError, ValueError, LookupError, TypeError) as fault:
+        error = type(fault).__name__
+    end = time.perf_counter()
+    return RequestOutcome(request, due, sent, first, end, tokens, "".join(texts), error)
+
+
+async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Events of a stream; raises InputError with the server's message for an error."""
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            text = (await response.aread()).decode(errors="replace")
+            try:
+                text = json.loads(text)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                text = text[:100]
+            raise InputError(f"{response.status_code} {text}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise InputError(event["error"]["message"])
+                yield event
