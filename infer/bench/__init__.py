@@ -11,10 +11,11 @@ Programs alone import this package.
     suites.py           questions, from files, the hub, tfds, the package
     conversations.py    questions from chat records, by source
     candidates.py       plain decoding, and each drafter in each mode
-    question_runner.py  a question put to all of them, turn by turn, timed
-    answers.py          their answers on disk, in Spec-Bench's format, resumable
-    report.py           the report of infer.evaluate    paper.py    the paper's figures
-    plots.py            its pictures                    drawing.py  what all pictures share
+    question_runner.py  a question put to all candidates, turn by turn, timed
+    answers.py          answers on disk, in Spec-Bench's format, resumable
+    report.py           the report of infer.evaluate
+    paper.py            the paper's figures
+    plots.py            pictures; drawing.py has what all pictures share
 
     fidelity.py   distance of a target's distributions from a reference's
     golden.py     golden files of infer.check    thresholds.py  its limits

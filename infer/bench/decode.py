@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import jax
 
 from infer.bench import decode_tables, inputs, phases
-from infer.bench.drawing import plot_speedups
 from infer.bench.fidelity import fidelity
 from infer.bench.flags import Mode, check, modes_of, parser_of
+from infer.bench.plots import plot_speedups
 from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.traffic import copy_bandwidth

@@ -1,101 +1,118 @@
-"""Pictures of an evaluation: tau and speedup by set, and how far down drafts are accepted."""
+"""Pictures: tau and speedup by set, acceptance by position, speedup by size of the draft."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from infer.bench import paper
 from infer.bench.candidates import PLAIN
-from infer.bench.drawing import colour, tidy
-from infer.bench.report import ALL
+from infer.bench.drawing import colour, save_figure, tidy
+from infer.bench.paper import ALL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER_STYLE = {"marker": "D", "color": "white", "markeredgecolor": "0.2", "linestyle": "none"}
-PAPERS = f"paper, {paper.MAIN} (Llama-3-8B)"
-MOST_SETS = 12  # names of sets side by side that have room; more are written upright
-MOST_LEVEL = 3  # bars side by side whose figures have room; more are written upright
+POSITIONS = {
+    "acceptance_unconditional": "of rounds that drafted it",
+    "acceptance_conditional": "given the position before",
+}
+SIZES = (
+    ("chain", "depth", "depth of a chain"),
+    ("tree", "total_tokens", "drafted nodes of a tree"),
+)
 
 
 def speed_figure(document: Mapping[str, Any]) -> Figure:
-    """Speedup with its quartiles above, tau below: a group of bars a set, a colour a decoder."""
+    """Speedup with its quartiles above, tau below: a group of bars a set, a colour a candidate.
+
+    The paper's figures are open diamonds, where they can be trusted.
+    """
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if row["model"] != PLAIN]
     sets = list(dict.fromkeys(row["set"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
-    crowded = len(sets) > MOST_SETS
-    inches = max(7.0, (0.6 if crowded else 1.4) * len(sets) + 2)
-    figure = Figure(figsize=(inches, 6), layout="constrained")
+    figure = Figure(figsize=(max(7.0, len(sets) + 2), 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
     width = 0.8 / len(models)
     for index, model in enumerate(models):
         own = [row for row in rows if row["model"] == model and row["tau"] is not None]
         x = [sets.index(row["set"]) + (index - (len(models) - 1) / 2) * width for row in own]
         look = {"width": 0.92 * width, "color": colour(index), "label": model}
-        speedups = [row["speedup"] for row in own]
-        spread = [
-            [row["speedup"] - row["speedup_quartiles"][0] for row in own],
-            [row["speedup_quartiles"][1] - row["speedup"] for row in own],
-        ]
-        whiskers = {"ecolor": "0.25", "elinewidth": 1, "capsize": 2}
-        top.bar(x, speedups, yerr=spread, error_kw=whiskers, **look)
+        speedups = np.array([row["speedup"] for row in own])
+        spread_2R = np.abs(np.array([row["speedup_quartiles"] for row in own]).T - speedups)
+        top.bar(x, speedups, yerr=spread_2R, capsize=2, **look)
         bars = bottom.bar(x, [row["tau"] for row in own], **look)
-        upright = 90 if len(models) > MOST_LEVEL else 0
-        bottom.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=upright)
-    _mark_paper(top, bottom, sets)
-    for panel, label in ((top, "speedup over plain decoding"), (bottom, "tau")):
+        bottom.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=90)
+    known = {s: f for s, f in paper.PAPER[paper.MAIN].items() if s not in paper.DOUBTFUL}
+    x = [place for place, name in enumerate(sets) if name in known]
+    for panel, key, label in (
+        (top, "speedup", "speedup over plain decoding"),
+        (bottom, "tau", "tau"),
+    ):
+        if x:
+            y = [getattr(known[sets[place]], key) for place in x]
+            panel.plot(x, y, label=f"paper, {paper.MAIN} (Llama-3-8B)", **PAPER_STYLE)
         panel.axhline(1, color="0.35", linewidth=1)
         panel.set_ylabel(label)
         tidy(panel, "y")
-    bottom.set_xticks(range(len(sets)), sets, rotation=90 if crowded else 0)
+    bottom.set_xticks(range(len(sets)), sets, rotation=90)
     _legend(figure, bottom)
     return figure
 
 
 def acceptance_figure(document: Mapping[str, Any]) -> Figure:
-    """Share of drafts accepted at each position, of rounds that drafted it or that came there."""
+    """Share of drafts accepted at each position, of rounds that drafted or that reached it."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     rows = [row for row in document["rows"] if row["model"] != PLAIN and row["set"] == ALL]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    kinds = (
-        ("acceptance_unconditional", "of rounds that drafted it"),
-        ("acceptance_conditional", "given the position before"),
-    )
-    for panel, (key, title) in zip(panels, kinds, strict=True):
+    for panel, (key, title) in zip(panels, POSITIONS.items(), strict=True):
         for index, row in enumerate(rows):
-            found = [(i, value) for i, value in enumerate(row[key], 1) if value is not None]
-            if found:
-                look = {"color": colour(index), "marker": "o", "markersize": 5}
-                panel.plot(*zip(*found, strict=True), label=row["model"], **look)
-        panel.set_title(title, fontsize=10)
-        panel.set_xlabel("position in the draft")
+            known = [(i, value) for i, value in enumerate(row[key], 1) if value is not None]
+            if known:
+                x, y = zip(*known, strict=True)
+                panel.plot(x, y, color=colour(index), marker="o", label=row["model"])
+        panel.set(title=title, xlabel="position in the draft", ylim=(0, 1))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.set_ylim(0, 1)
         tidy(panel, "y")
     panels[0].set_ylabel("share accepted")
     _legend(figure, panels[0])
     return figure
 
 
-def _mark_paper(top: Any, bottom: Any, sets: list[str]) -> None:
-    """The paper's figures as open diamonds, those that can be trusted."""
-    known = paper.PAPER[paper.MAIN]
-    names = [name for name in sets if name in known and name not in paper.DOUBTFUL]
-    if names:
-        x = [sets.index(name) for name in names]
-        top.plot(x, [known[name].speedup for name in names], **PAPER_STYLE)
-        bottom.plot(x, [known[name].tau for name in names], **PAPER_STYLE, label=PAPERS)
+def plot_speedups(modes: Sequence[Mapping[str, Any]], device: str, path: Path) -> None:
+    """Medians with their quartiles, and tau beside them; the line at 1 is plain decoding."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, (mode, key, label) in zip(panels, SIZES, strict=True):
+        rows = [row for row in modes if row["mode"] == mode and row["speedup"] is not None]
+        rows.sort(key=lambda row: row[key])
+        x, y = [row[key] for row in rows], [row["speedup"] for row in rows]
+        panel.plot(x, y, marker="o")
+        if rows:
+            panel.fill_between(
+                x, *np.array([row["speedup_quartiles"] for row in rows]).T, alpha=0.2
+            )
+        for row in rows:
+            panel.annotate(f"tau {row['tau']:.2f}", (row[key], row["speedup"]), fontsize=8)
+        panel.axhline(1.0, color="gray", linewidth=1)
+        panel.set_xlabel(label)
+    panels[0].set_ylabel("speedup over plain decoding")
+    figure.suptitle(device)
+    save_figure(figure, path)
 
 
 def _legend(figure: Any, panel: Any) -> None:
-    """The names of one panel above all of them, the paper's last."""
-    found = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    labels = sorted(found, key=lambda label: label == PAPERS)
-    handles = [found[label] for label in labels]
-    figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    """The names of one panel above all of them."""
+    found = panel.get_legend_handles_labels()
+    figure.legend(*found, loc="outside upper center", ncols=5, frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""What a run's answers say: figures by set and decoder, and the tables that show them.
+"""The report of infer.evaluate: figures by set and candidate, and the tables that show them.
 
 A question's rate is all its new tokens over all its seconds, those of prefill included, as in
 Spec-Bench.
@@ -16,15 +16,15 @@ Spec-Bench.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from infer.bench import paper
 from infer.bench.answers import Answer
 from infer.bench.candidates import PLAIN
-from infer.bench.decode_tables import precision
+from infer.bench.paper import ALL
 from infer.bench.statistics import (
     DRAWS,
     SHARE,
@@ -33,14 +33,14 @@ from infer.bench.statistics import (
     interval_of,
     median,
     quartiles,
+    ratio,
 )
 from infer.bench.suites import PAPER, Question
-from infer.bench.tables import cut_line, number, numbers, table_of, with_interval
+from infer.bench.tables import cut_line, number, numbers, precision, table_of, with_interval
 from moa_jax.decode.exactness import Difference
 
-Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
+Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by candidate
 Row = dict[str, Any]
-ALL = paper.ALL  # the set of the last rows
 NGRAM = 8
 MOST_COLUMNS = 12  # sets that a line has room for; all have a line of their own below
 TOO_LONG = "too long for the target"
@@ -51,75 +51,85 @@ CAUTION = (
 )
 
 
+class QuestionTotals(NamedTuple):
+    """Sums over the turns of each question, (Q,); committed tokens leave out each first one."""
+
+    tokens_Q: np.ndarray
+    wall_Q: np.ndarray
+    committed_Q: np.ndarray
+    rounds_Q: np.ndarray
+    decode_Q: np.ndarray
+
+    @property
+    def tau(self) -> float | None:
+        return ratio(float(self.committed_Q.sum()), int(self.rounds_Q.sum()))
+
+
 def document_of(
     answers: Answered, left_out: Mapping[Question, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The whole report: `rows`, one for each set and decoder, and what stands beside them.
+    """The whole report: `rows`, one for each set and candidate, and what stands beside them.
 
-    `left_out` says why a question was not asked at all.
+    `left_out` has the questions that were not asked, each with the reason.
     """
     groups: dict[str, list[Question]] = {}
     for question in answers:
         groups.setdefault(question.group, []).append(question)
     groups[ALL] = list(answers)
     rows = [
-        _row(name, model, [answers[q] for q in questions], settings)
+        _row(name, model, [answers[question] for question in questions], settings)
         for name, questions in groups.items()
         for model in settings["models"]
     ]
+    _add_intervals(rows, answers, settings)
     cut = [(question, found[PLAIN].too_long, TOO_LONG) for question, found in answers.items()]
-    skipped = [
-        {"set": question.set, "question_id": question.id, "turn": turn, "why": why}
-        for question, turn, why in [*((q, 1, why) for q, why in left_out.items()), *cut]
-        if turn is not None
-    ]
-    differences = [
-        {"set": question.set, "question_id": question.id, "model": model, **answer.difference}
-        for question, found in answers.items()
-        for model, answer in found.items()
-        if answer.difference
-    ]
-    _compare(rows, answers, settings)
     papers = {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
     return {
         "rows": rows,
-        "skipped": skipped,
-        "differences": differences,
+        "skipped": [
+            {"set": question.set, "question_id": question.id, "turn": turn, "why": why}
+            for question, turn, why in [*((q, 1, why) for q, why in left_out.items()), *cut]
+            if turn is not None
+        ],
+        "differences": [
+            {"set": question.set, "question_id": question.id, "model": model, **answer.difference}
+            for question, found in answers.items()
+            for model, answer in found.items()
+            if answer.difference
+        ],
         "paper": papers if _is_papers(rows) else {},
         "settings": dict(settings),
     }
 
 
 def _row(
-    group: str, model: str, found: list[Mapping[str, Answer]], settings: Mapping[str, Any]
+    group: str, model: str, found: Sequence[Mapping[str, Answer]], settings: Mapping[str, Any]
 ) -> Row:
-    ours, plain = [each[model] for each in found], [each[PLAIN] for each in found]
-    results = [result for answer in ours for result in answer.results]
-    rounds = sum(answer.rounds for answer in ours)
-    speedups = [_rate(a) / _rate(b) for a, b in zip(ours, plain, strict=True)]
-    of_rounds = [
-        _rate_of_rounds(a) / _rate_of_rounds(b)
-        for a, b in zip(ours, plain, strict=True)
-        if a.rounds and b.rounds
-    ]
-    own = [sum(answer.accept_lengths) / answer.rounds for answer in ours if answer.rounds]
-    grams = [repeats(result.token_ids) for result in results]
-    same = [answer.same_as_plain for answer in ours]  # None where they need not be the same
+    answers = [each[model] for each in found]
+    ours, plain = _totals(answers), _totals([each[PLAIN] for each in found])
+    results = [result for answer in answers for result in answer.results]
+    rate_Q = ours.tokens_Q / ours.wall_Q
+    speedup_Q = rate_Q * plain.wall_Q / plain.tokens_Q
+    own_Q, both_Q = ours.rounds_Q > 0, (ours.rounds_Q > 0) & (plain.rounds_Q > 0)
+    rates = [(each.committed_Q[both_Q] / each.decode_Q[both_Q]) for each in (ours, plain)]
+    taus = ours.committed_Q[own_Q] / ours.rounds_Q[own_Q]
+    rounds, grams = int(ours.rounds_Q.sum()), [repeats(each.token_ids) for each in results]
+    same = [answer.same_as_plain for answer in answers]  # None where they need not be the same
     shape = settings["models"][model]
     return {
         "set": group,
         "model": model,
         "mode": shape["mode"],
-        "questions": len(ours),
+        "questions": len(answers),
         "turns": len(results),
-        "tokens": sum(answer.tokens for answer in ours),
-        "tau": sum(sum(a.accept_lengths) for a in ours) / rounds if rounds else None,
-        "tau_of_questions": float(np.mean(own)) if own else None,
-        "tokens_per_s": median([_rate(answer) for answer in ours]),
-        "speedup": median(speedups),
-        "speedup_quartiles": quartiles(speedups),
-        "speedup_of_totals": sum(a.wall_s for a in plain) / sum(a.wall_s for a in ours),
-        "speedup_of_rounds": median(of_rounds),
+        "tokens": int(ours.tokens_Q.sum()),
+        "tau": ours.tau,
+        "tau_of_questions": float(taus.mean()) if len(taus) else None,
+        "tokens_per_s": median(rate_Q),
+        "speedup": median(speedup_Q),
+        "speedup_quartiles": quartiles(speedup_Q),
+        "speedup_of_totals": float(plain.wall_Q.sum() / ours.wall_Q.sum()),
+        "speedup_of_rounds": median(rates[0] / rates[1]),
         **acceptance(results, shape["levels"]),
         "rounds": rounds,
         "target_calls": rounds + len(results),
@@ -129,42 +139,41 @@ def _row(
     }
 
 
-def _compare(rows: list[Row], answers: Answered, settings: Mapping[str, Any]) -> None:
-    """Adds to the last rows how sure their tau is, also as a share of the first one's."""
+def _totals(answers: Sequence[Answer]) -> QuestionTotals:
+    def total(of: Any) -> np.ndarray:
+        return np.array([sum(map(of, answer.results)) for answer in answers])
+
+    return QuestionTotals(
+        total(lambda result: len(result.token_ids)),
+        np.array([answer.wall_s for answer in answers]),
+        total(lambda result: sum(result.accept_lengths)),
+        total(lambda result: result.rounds),
+        total(lambda result: result.decode_s),
+    )
+
+
+def _add_intervals(rows: list[Row], answers: Answered, settings: Mapping[str, Any]) -> None:
+    """Adds to the last rows the interval of their tau, also as a share of the first one's."""
     modes = {model: shape["mode"] for model, shape in settings["models"].items()}
+    totals = {model: _totals([each[model] for each in answers.values()]) for model in modes}
+    counts = {model: TauCounts(each.committed_Q, each.rounds_Q) for model, each in totals.items()}
     for row in rows:
         if row["set"] == ALL and row["mode"] != PLAIN and row["rounds"]:
-            first = next(model for model, mode in modes.items() if mode == row["mode"])
-            ours, theirs = (_counts(answers, model) for model in (row["model"], first))
-            row["tau_interval"] = interval_of([ours])
-            if first != row["model"] and theirs.rounds_P.any():
+            model, first = row["model"], next(m for m, mode in modes.items() if mode == row["mode"])
+            row["tau_interval"] = interval_of([counts[model]])
+            if first != model and totals[first].tau is not None:
                 row["tau_over"] = first
-                row["tau_over_first"] = _tau(ours) / _tau(theirs)
-                row["tau_over_first_interval"] = interval_of([ours], [theirs])
-
-
-def _counts(answers: Answered, model: str) -> TauCounts:
-    found = [each[model] for each in answers.values()]
-    tokens_P = np.array([sum(answer.accept_lengths) for answer in found])
-    return TauCounts(tokens_P, np.array([answer.rounds for answer in found]))
-
-
-def _tau(counts: TauCounts) -> float:
-    return float(counts.tokens_P.sum() / counts.rounds_P.sum())
+                row["tau_over_first"] = row["tau"] / totals[first].tau
+                row["tau_over_first_interval"] = interval_of([counts[model]], [counts[first]])
 
 
 def repeats(tokens: list[int]) -> tuple[int, int]:
-    """How many 8-grams of an answer it has had before, and how many it has."""
+    """The number of 8-grams that an answer has had before, and the number of all."""
     grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
     return len(grams) - len(set(grams)), len(grams)
 
 
-def _rate(answer: Answer) -> float:
-    return answer.tokens / answer.wall_s
-
-
-def _rate_of_rounds(answer: Answer) -> float:
-    return sum(answer.accept_lengths) / sum(result.decode_s for result in answer.results)
+# ---- tables -------------------------------------------------------------------------------
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -172,14 +181,6 @@ def render(document: Mapping[str, Any]) -> str:
     settings, rows = document["settings"], document["rows"]
     drafted = [row for row in rows if row["model"] != PLAIN]
     last = [row for row in drafted if row["set"] == ALL]
-    positions = [
-        {
-            "decoder": row["model"],
-            "of rounds that drafted it": numbers(row["acceptance_unconditional"]),
-            "given the one before": numbers(row["acceptance_conditional"]),
-        }
-        for row in last
-    ]
     answers = settings["answers"]
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
     parts = [
@@ -193,7 +194,7 @@ def render(document: Mapping[str, Any]) -> str:
         f"Tau over all sets, with what {SHARE:.0%} of {DRAWS:,} draws of the questions hold:",
         table_of([_comparison(row) for row in last]),
         "Accepted drafts by position, over all sets:",
-        table_of(positions),
+        table_of([_positions(row) for row in last]),
         _skips(document["skipped"]),
         _sameness(document["differences"], last),
     ]
@@ -201,44 +202,39 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _overview(rows: list[Row]) -> list[dict[str, str]]:
-    """A line a decoder and a column a set, as the paper has it, and its own lines below.
+    """A line a candidate and a column a set, as in the paper, and the paper's own lines below.
 
-    Of very many sets, as sources of conversations are, only the column of all.
+    With more sets than a line has room for, such as sources of conversations, only all of them.
     """
     sets = list(dict.fromkeys(row["set"] for row in rows))
     sets = sets if len(sets) <= MOST_COLUMNS else [ALL]
-    found = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model and row["set"] in sets]
-        found.append({"decoder": model, **{row["set"]: _cell(row) for row in own}})
-    if _is_papers(rows):
-        for method in paper.PAPER:
-            cells = {name: _papers_cell(method, name, rows) for name in sets}
-            if set(cells.values()) != {"-"}:
-                found.append({"decoder": f"paper: {method}", **cells})
-    return found
-
-
-def _cell(row: Row) -> str:
-    if row["model"] == PLAIN:
-        return f"{number(row['tokens_per_s'], 1)} tokens/s"
-    return f"{number(row['speedup'])}x / {number(row['tau'])}"
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        line = found.setdefault(row["model"], {"decoder": row["model"]})
+        cell = f"{number(row['speedup'])}x / {number(row['tau'])}"
+        plain = f"{number(row['tokens_per_s'], 1)} tokens/s"
+        if row["set"] in sets:
+            line[row["set"]] = plain if row["model"] == PLAIN else cell
+    papers = []
+    for method in paper.PAPER if _is_papers(rows) else ():
+        cells = {name: _papers_cell(method, name, rows) for name in sets}
+        if {*cells.values()} != {"-"}:
+            papers.append({"decoder": f"paper: {method}", **cells})
+    return [*found.values(), *papers]
 
 
 def _papers_cell(method: str, name: str, rows: list[Row]) -> str:
-    """Their mean is over six sets: it is no reference for some of them."""
-    if name == ALL and not {row["set"] for row in rows} >= set(PAPER):
-        return "-"
-    return paper.cell(method, name)
+    """The paper's figures; their mean is over six sets, and no reference for some of them."""
+    has_all = {row["set"] for row in rows} >= {*PAPER}
+    return paper.cell(method, name) if name != ALL or has_all else "-"
 
 
 def _is_papers(rows: list[Row]) -> bool:
-    """Whether there is a set of theirs."""
+    """Whether there is a set of the paper."""
     return any(row["set"] in PAPER for row in rows)
 
 
 def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
-    low, high = row["speedup_quartiles"]
     same = row["same_as_plain"]
     cells = {
         "set": row["set"],
@@ -246,7 +242,7 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
         "questions": str(row["questions"]),
         "tau": number(row["tau"]),
         "tau a question": number(row["tau_of_questions"]),
-        "speedup (quartiles)": f"{number(row['speedup'])} ({number(low)} to {number(high)})",
+        "speedup (quartiles)": with_interval(row["speedup"], row["speedup_quartiles"]),
         "of totals": number(row["speedup_of_totals"]),
         "of rounds": number(row["speedup_of_rounds"]),
         "accepted of drafted": number(row["acceptance_rate"]),
@@ -262,25 +258,33 @@ def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _comparison(row: Row) -> dict[str, str]:
-    share = "-"
-    if first := row.get("tau_over"):
-        found = with_interval(row["tau_over_first"], row["tau_over_first_interval"])
-        share = f"{found} of {first}"
-    tau = with_interval(row["tau"], row.get("tau_interval"))
-    return {"decoder": row["model"], "tau": tau, "share": share}
+    share = with_interval(row.get("tau_over_first"), row.get("tau_over_first_interval"))
+    return {
+        "decoder": row["model"],
+        "tau": with_interval(row["tau"], row.get("tau_interval")),
+        "share": f"{share} of {row['tau_over']}" if "tau_over" in row else "-",
+    }
+
+
+def _positions(row: Row) -> dict[str, str]:
+    return {
+        "decoder": row["model"],
+        "of rounds that drafted it": numbers(row["acceptance_unconditional"]),
+        "given the one before": numbers(row["acceptance_conditional"]),
+    }
 
 
 def _skips(skipped: list[dict[str, Any]]) -> str:
     """A line a reason, with the questions of each set."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for each in skipped:
+        turn = f" (turn {each['turn']})" if each["turn"] > 1 else ""
+        sets = reasons.setdefault(each["why"], {})
+        sets.setdefault(each["set"], []).append(f"{each['question_id']}{turn}")
     lines = []
-    for why in dict.fromkeys(each["why"] for each in skipped):
-        ids: dict[str, list[str]] = {}
-        for each in skipped:
-            if each["why"] == why:
-                turn = f" (turn {each['turn']})" if each["turn"] > 1 else ""
-                ids.setdefault(each["set"], []).append(f"{each['question_id']}{turn}")
-        places = "; ".join(f"{name} {', '.join(found)}" for name, found in ids.items())
-        lines.append(f"Skipped, {why}: {sum(map(len, ids.values()))} ({places}).")
+    for why, sets in reasons.items():
+        places = "; ".join(f"{name} {', '.join(ids)}" for name, ids in sets.items())
+        lines.append(f"Skipped, {why}: {sum(map(len, sets.values()))} ({places}).")
     return "\n".join(lines)
 
 
@@ -292,7 +296,7 @@ def _sameness(differences: list[dict[str, Any]], last: list[Row]) -> str:
         return f"Each of the {answers} drafted answers is the same as plain decoding's."
     lines = [f"{len(differences)} answers DIFFER from plain decoding's:"]
     for each in differences:
-        where = f"{each['set']} {each['question_id']} turn {each['turn']}"
         difference = Difference(*(each[name] for name in Difference._fields))
+        where = f"{each['set']} {each['question_id']} turn {each['turn']}"
         lines.append(f"- {each['model']}, {where}: {difference}")
     return "\n".join(lines)
