@@ -9,12 +9,19 @@ from typing import Any
 
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.suites import choose, load_suite
-from infer.bench.tables import number, table_of, with_quartiles
+from infer.bench.tables import Cell, number, quartiled, table_of
 from infer.flags.prompts import asking
 from moa_jax import Session
 from moa_jax.measure.turns import rotated
 
 SECONDS = 10.0
+CELLS: dict[str, Cell] = {
+    "mode": "mode",
+    "tokens/s": quartiled("tokens_per_s", 1),
+    "speedup": quartiled("speedup"),
+    "tau": "tau",
+    "same tokens": lambda row: f"{row['same_as_plain']}/{row['answers']}",
+}
 # (index of a prompt) -> `stop_ids`, `sampling` and `stop_when` of its answers
 Settings = Callable[[int], dict[str, Any]]
 
@@ -53,16 +60,6 @@ def compare_in_turns(
 def _table(runs: dict[str, list[Run]], prompts: int, repeats: int) -> str:
     plain, *_ = runs
     rows = {name: summarise(own, 1) | beside(own, runs[plain]) for name, own in runs.items()}
-    cells = [
-        {
-            "mode": name,
-            "tokens/s": with_quartiles(row, "tokens_per_s", 1),
-            "speedup": with_quartiles(row, "speedup", 2),
-            "tau": number(row["tau"]),
-            "same tokens": f"{row['same_as_plain']}/{row['answers']}",
-        }
-        for name, row in rows.items()
-    ]
     verdicts = [
         f"{name} writes {'the same' if row['same_as_plain'] == row['answers'] else 'DIFFERENT'} "
         f"tokens, {number(row['speedup'])} x as fast as {plain} decoding"
@@ -71,4 +68,5 @@ def _table(runs: dict[str, list[Run]], prompts: int, repeats: int) -> str:
     ]
     times = "once" if repeats == 1 else f"{repeats} times"
     about = f"{prompts} prompt{'s' if prompts > 1 else ''}, {times} each, in turns"
-    return "\n".join([table_of(cells), f"{'; '.join(verdicts)} ({about}; medians and quartiles)"])
+    shown = table_of([{"mode": name, **row} for name, row in rows.items()], CELLS)
+    return f"{shown}\n{'; '.join(verdicts)} ({about}; medians and quartiles)"

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,6 @@ import jax
 from infer.bench import decode_tables, inputs, phases
 from infer.bench.fidelity import fidelity
 from infer.bench.flags import Mode, check, modes_of, parser_of
-from infer.bench.plots import plot_speedups
 from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.traffic import copy_bandwidth
@@ -68,8 +66,6 @@ def main(arguments: list[str] | None = None) -> int | None:
     cost = {"weights_cost": weights_cost(target, args)} if args.weights_cost else {}
     document = measure(bench, args) | cost
     print(to_json(document) if args.json else decode_tables.render(document))
-    if args.plot:  # last, for a picture may fail
-        plot_speedups(document["modes"], document["machine"]["device_kind"], Path(args.plot))
     return CODES[document["cut"]["by"]] if "cut" in document else None
 
 

@@ -68,12 +68,6 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise InputError where random weights would need a tokenizer."""
-    if args.random_weights and args.conversations:
-        raise InputError("--random-weights has no tokenizer: use --prompt-length or prompt_ids")
-
-
 def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]]:
     """The prompts in batches of equal size; what is left over and fills no batch is dropped.
 

@@ -1,16 +1,15 @@
-"""Pictures: tau and speedup by set, acceptance by position, speedup by size of the draft."""
+"""Pictures of an evaluation: tau and speedup by set, acceptance by position."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from infer.bench import paper
 from infer.bench.candidates import PLAIN
-from infer.bench.drawing import colour, save_figure, tidy
+from infer.bench.drawing import colour, tidy
 from infer.bench.paper import ALL
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ POSITIONS = {
     "acceptance_unconditional": "of rounds that drafted it",
     "acceptance_conditional": "given the position before",
 }
-SIZES = (
-    ("chain", "depth", "depth of a chain"),
-    ("tree", "total_tokens", "drafted nodes of a tree"),
-)
 
 
 def speed_figure(document: Mapping[str, Any]) -> Figure:
@@ -86,30 +81,6 @@ def acceptance_figure(document: Mapping[str, Any]) -> Figure:
     panels[0].set_ylabel("share accepted")
     _legend(figure, panels[0])
     return figure
-
-
-def plot_speedups(modes: Sequence[Mapping[str, Any]], device: str, path: Path) -> None:
-    """Medians with their quartiles, and tau beside them; the line at 1 is plain decoding."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, (mode, key, label) in zip(panels, SIZES, strict=True):
-        rows = [row for row in modes if row["mode"] == mode and row["speedup"] is not None]
-        rows.sort(key=lambda row: row[key])
-        x, y = [row[key] for row in rows], [row["speedup"] for row in rows]
-        panel.plot(x, y, marker="o")
-        if rows:
-            panel.fill_between(
-                x, *np.array([row["speedup_quartiles"] for row in rows]).T, alpha=0.2
-            )
-        for row in rows:
-            panel.annotate(f"tau {row['tau']:.2f}", (row[key], row["speedup"]), fontsize=8)
-        panel.axhline(1.0, color="gray", linewidth=1)
-        panel.set_xlabel(label)
-    panels[0].set_ylabel("speedup over plain decoding")
-    figure.suptitle(device)
-    save_figure(figure, path)
 
 
 def _legend(figure: Any, panel: Any) -> None:

@@ -16,7 +16,7 @@ Spec-Bench.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from infer.bench.statistics import (
     ratio,
 )
 from infer.bench.suites import PAPER, Question
-from infer.bench.tables import cut_line, number, numbers, precision, table_of, with_interval
+from infer.bench.tables import Cell, cut_line, number, precision, quartiled, table_of, with_interval
 from moa_jax.decode.exactness import Difference
 
 Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by candidate
@@ -97,7 +97,7 @@ def document_of(
             for model, answer in found.items()
             if answer.difference
         ],
-        "paper": papers if _is_papers(rows) else {},
+        "paper": papers if any(row["set"] in PAPER for row in rows) else {},
         "settings": dict(settings),
     }
 
@@ -176,11 +176,40 @@ def repeats(tokens: list[int]) -> tuple[int, int]:
 # ---- tables -------------------------------------------------------------------------------
 
 
+DETAILS: dict[str, Cell] = {
+    "set": "set",
+    "decoder": "model",
+    "questions": "questions",
+    "tau": "tau",
+    "tau a question": "tau_of_questions",
+    "speedup (quartiles)": quartiled("speedup"),
+    "of totals": "speedup_of_totals",
+    "of rounds": "speedup_of_rounds",
+    "accepted of drafted": "acceptance_rate",
+    "rounds": "rounds",
+    "target calls": "target_calls",
+    "repeated": "repeated",
+    "stopped": "stopped",
+    "same as plain": lambda row: _same(row),
+}
+COMPARISON: dict[str, Cell] = {
+    "decoder": "model",
+    "tau": lambda row: with_interval(row["tau"], row.get("tau_interval")),
+    "share": lambda row: _share(row),
+    "accepted by position, of rounds that drafted it": "acceptance_unconditional",
+    "given the one before": "acceptance_conditional",
+}
+
+
 def render(document: Mapping[str, Any]) -> str:
     """The report in Markdown."""
     settings, rows = document["settings"], document["rows"]
     drafted = [row for row in rows if row["model"] != PLAIN]
     last = [row for row in drafted if row["set"] == ALL]
+    is_papers = any(row["set"] in PAPER for row in rows)
+    papers: dict[str, Cell] = {
+        f"paper, {paper.MAIN}": lambda row: _papers_cell(paper.MAIN, row["set"], rows)
+    }
     answers = settings["answers"]
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
     parts = [
@@ -188,90 +217,52 @@ def render(document: Mapping[str, Any]) -> str:
         f"{settings['target']['name']}, {precision(settings)}, {settings['device']}, {how}, up to "
         f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
         "own plain decoding / tau:",
-        table_of(_overview(rows)),
-        CAUTION if _is_papers(rows) else "",
-        table_of([_detail(row, rows) for row in drafted]),
+        table_of(_overview(rows, paper.PAPER if is_papers else ())),
+        CAUTION if is_papers else "",
+        table_of(drafted, DETAILS | (papers if is_papers else {})),
         f"Tau over all sets, with what {SHARE:.0%} of {DRAWS:,} draws of the questions hold:",
-        table_of([_comparison(row) for row in last]),
-        "Accepted drafts by position, over all sets:",
-        table_of([_positions(row) for row in last]),
+        table_of(last, COMPARISON),
         _skips(document["skipped"]),
         _sameness(document["differences"], last),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _overview(rows: list[Row]) -> list[dict[str, str]]:
+def _overview(rows: Sequence[Row], methods: Iterable[str]) -> list[Row]:
     """A line a candidate and a column a set, as in the paper, and the paper's own lines below.
 
     With more sets than a line has room for, such as sources of conversations, only all of them.
     """
     sets = list(dict.fromkeys(row["set"] for row in rows))
     sets = sets if len(sets) <= MOST_COLUMNS else [ALL]
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, Row] = {}
     for row in rows:
-        line = found.setdefault(row["model"], {"decoder": row["model"]})
         cell = f"{number(row['speedup'])}x / {number(row['tau'])}"
-        plain = f"{number(row['tokens_per_s'], 1)} tokens/s"
+        if row["model"] == PLAIN:
+            cell = f"{number(row['tokens_per_s'], 1)} tokens/s"
         if row["set"] in sets:
-            line[row["set"]] = plain if row["model"] == PLAIN else cell
-    papers = []
-    for method in paper.PAPER if _is_papers(rows) else ():
+            found.setdefault(row["model"], {"decoder": row["model"]})[row["set"]] = cell
+    for method in methods:
         cells = {name: _papers_cell(method, name, rows) for name in sets}
         if {*cells.values()} != {"-"}:
-            papers.append({"decoder": f"paper: {method}", **cells})
-    return [*found.values(), *papers]
+            found[method] = {"decoder": f"paper: {method}", **cells}
+    return list(found.values())
 
 
-def _papers_cell(method: str, name: str, rows: list[Row]) -> str:
+def _papers_cell(method: str, name: str, rows: Sequence[Row]) -> str:
     """The paper's figures; their mean is over six sets, and no reference for some of them."""
     has_all = {row["set"] for row in rows} >= {*PAPER}
     return paper.cell(method, name) if name != ALL or has_all else "-"
 
 
-def _is_papers(rows: list[Row]) -> bool:
-    """Whether there is a set of the paper."""
-    return any(row["set"] in PAPER for row in rows)
-
-
-def _detail(row: Row, rows: list[Row]) -> dict[str, str]:
+def _same(row: Row) -> str:
     same = row["same_as_plain"]
-    cells = {
-        "set": row["set"],
-        "decoder": row["model"],
-        "questions": str(row["questions"]),
-        "tau": number(row["tau"]),
-        "tau a question": number(row["tau_of_questions"]),
-        "speedup (quartiles)": with_interval(row["speedup"], row["speedup_quartiles"]),
-        "of totals": number(row["speedup_of_totals"]),
-        "of rounds": number(row["speedup_of_rounds"]),
-        "accepted of drafted": number(row["acceptance_rate"]),
-        "rounds": str(row["rounds"]),
-        "target calls": str(row["target_calls"]),
-        "repeated": number(row["repeated"]),
-        "stopped": number(row["stopped"]),
-        "same as plain": "-" if same is None else f"{same}/{row['questions']}",
-    }
-    if _is_papers(rows):
-        cells[f"paper, {paper.MAIN}"] = _papers_cell(paper.MAIN, row["set"], rows)
-    return cells
+    return "-" if same is None else f"{same}/{row['questions']}"
 
 
-def _comparison(row: Row) -> dict[str, str]:
+def _share(row: Row) -> str:
     share = with_interval(row.get("tau_over_first"), row.get("tau_over_first_interval"))
-    return {
-        "decoder": row["model"],
-        "tau": with_interval(row["tau"], row.get("tau_interval")),
-        "share": f"{share} of {row['tau_over']}" if "tau_over" in row else "-",
-    }
-
-
-def _positions(row: Row) -> dict[str, str]:
-    return {
-        "decoder": row["model"],
-        "of rounds that drafted it": numbers(row["acceptance_unconditional"]),
-        "given the one before": numbers(row["acceptance_conditional"]),
-    }
+    return f"{share} of {row['tau_over']}" if "tau_over" in row else "-"
 
 
 def _skips(skipped: list[dict[str, Any]]) -> str:

@@ -5,19 +5,33 @@ A dash stands for what is not known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+Row = Mapping[str, Any]
+# The key of a figure with two digits, a key with its digits, or a function of the row.
+Cell = str | tuple[str, int] | Callable[[Row], Any]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table with these column heads; cells are written as `str` writes them."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    """A table with these column heads."""
+    lines = [columns, ["---"] * len(columns), *(map(number, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of rows that name their own columns, all alike; nothing for no rows."""
-    return table([*rows[0]], [[*row.values()] for row in rows]) if rows else ""
+def table_of(rows: Sequence[Row], cells: Mapping[str, Cell] | None = None) -> str:
+    """A table of rows by the cells of its columns, else by the rows' own keys; "" for no rows."""
+    if not rows:
+        return ""
+    cells = cells or {key: key for key in rows[0]}
+    return table([*cells], [[cell_of(row, cell) for cell in cells.values()] for row in rows])
+
+
+def cell_of(row: Row, cell: Cell) -> str:
+    """The text of a cell."""
+    if callable(cell):
+        return number(cell(row))
+    return number(row.get(cell)) if isinstance(cell, str) else number(row.get(cell[0]), cell[1])
 
 
 def columns(lines: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
@@ -29,35 +43,41 @@ def columns(lines: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def cut_line(document: Mapping[str, Any], things: str) -> str:
+def cut_line(document: Row, things: str) -> str:
     """The line above the tables of a run that a signal cut; nothing for a whole one."""
     cut = document.get("cut")
     return f"CUT by {cut['by']} after {cut['done']} of {cut['of']} {things}." if cut else ""
 
 
-def precision(settings: Mapping[str, Any]) -> str:
+def precision(settings: Row) -> str:
     """`float32`, `bfloat16 with int8 weights`."""
     weights = settings.get("weights")
     return settings["dtype"] + (f" with {weights} weights" if weights else "")
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits behind the point."""
-    return "-" if value is None else f"{value:.{digits}f}"
+def number(value: Any, digits: int = 2) -> str:
+    """A float or a list of them with these digits after the point; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return numbers(value, digits)
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    return "-" if value is None else str(value)
 
 
-def with_interval(value: float | None, bounds: tuple[float, float] | None, digits: int = 2) -> str:
-    """A number, and in brackets its interval where it has one, with so many digits."""
-    if bounds is None:
-        return number(value)
-    return f"{number(value)} ({numbers(bounds, digits, ' to ')})"
+def with_interval(value: float | None, bounds: Sequence[float] | None, digits: int = 2) -> str:
+    """A number, and in brackets its interval, where it has one, with these digits."""
+    return number(value) + ("" if bounds is None else f" ({numbers(bounds, digits, ' to ')})")
 
 
-def with_quartiles(row: Mapping[str, Any], key: str, digits: int) -> str:
-    """`1.52 (1.44 to 1.61)`: a median, and its quartiles where they are known."""
-    low_high = row.get(f"{key}_quartiles")
-    shown = number(row[key], digits)
-    return shown if low_high is None else f"{shown} ({numbers(low_high, digits, ' to ')})"
+def quartiled(key: str, digits: int = 2) -> Callable[[Row], str]:
+    """The cell of a median and its quartiles: `1.52 (1.44 to 1.61)`."""
+
+    def cell(row: Row) -> str:
+        bounds = row.get(f"{key}_quartiles")
+        shown = number(row[key], digits)
+        return shown if bounds is None else f"{shown} ({numbers(bounds, digits, ' to ')})"
+
+    return cell
 
 
 def short(value: float | None) -> str:

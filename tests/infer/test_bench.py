@@ -343,10 +343,8 @@ def test_modes_of_flags():
 
     chain = ("chain", 5, 1, None)
     assert shapes() == [("plain", 1, 1, None), chain, ("tree", *TREE), ("auto", *chain[1:])]
-    chains = shapes("--modes", "chain", "--sweep-depth", "2,3", "--chain-depth", "3")
-    assert [depth for _, depth, *_ in chains] == [3, 2]
-    trees = shapes("--modes", "tree", "--tree", "4,4,9", "--sweep-total", "4,9")
-    assert [total for *_, total in trees] == [9, 4]
+    assert shapes("--modes", "chain", "--chain-depth", "3") == [("chain", 3, 1, None)]
+    assert shapes("--modes", "tree", "--tree", "4,4,9") == [("tree", 4, 4, 9)]
 
 
 def test_commands_of_the_gpu_script_parse():
@@ -444,7 +442,6 @@ def test_answers_of_conversations_are_marked():
         ("--random-weights configs/tiny.py --weights fp8", "this device is cpu: choose int8"),
         ("--weights int8 --weights-cost /nowhere.jsonl", "/nowhere.jsonl"),
         ("--compare transformers", "torch is missing"),
-        ("--plot x.png", "matplotlib is missing"),
         ("--draft d", "name both"),
         ("--tree 4,9999,9", "breadth 9999 is more than"),
         ("--batch 100", "6 prompts fill no batch of 100"),
@@ -458,13 +455,6 @@ def test_refused_flags(flags, fault, monkeypatch):
     if "missing" in fault:
         monkeypatch.setitem(sys.modules, fault.split()[0], None)
     assert fault in refusal(bench.main, flags.split())
-
-
-def test_a_picture_needs_a_place_before_anything_is_measured(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "folder.png").mkdir()
-    said = refusal(bench.main, ["--plot", str(tmp_path / "folder.png")])
-    assert "no picture can be written there: choose another path" in said
 
 
 @pytest.mark.parametrize("flags", ["--simulate-acceptance 1.5", "--tree a,b", "--repeats 0"])
