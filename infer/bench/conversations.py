@@ -59,8 +59,6 @@ def prompts_of(
 ) -> Iterator[tuple[str, list[int]]]:
     """Source and prompt of each conversation whose prompt has at most `longest` tokens."""
     for question in questions_of(args.conversations, names(args.sources)):
-        said = [*question.history, ("user", *question.turns)]
-        messages = [{"role": role, "content": text} for role, text in said]
-        prompt = chat.prompt_ids(tokenizer, messages)
+        prompt = chat.prompt_ids(tokenizer, question.messages())
         if len(prompt) <= longest:
             yield question.group, prompt

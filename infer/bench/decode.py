@@ -174,7 +174,7 @@ def _row(
 def _phases(
     bench: Bench, session: Session, runs: Sequence[Run], row: dict[str, Any], bandwidth: float
 ) -> dict[str, Any]:
-    """Phases, memory and transfers of one mode, on the batch that decoded longest."""
+    """Phases of one mode, on the batch that decoded longest."""
     longest = max(runs, key=lambda run: run.rounds)
     if session.chooser is not None or longest.rounds < 2:
         return {}

@@ -42,15 +42,12 @@ PHASES: dict[str, Cell] = {
     "MB read": lambda row: f"{row['bytes'] / 1e6:.1f}",
     "of bandwidth": lambda row: percent(row["share_of_bandwidth"]),
 }
-MEMORY: dict[str, Cell] = {
+SUMS: dict[str, Cell] = {
     "mode": name_of,
     "sum of phases, ms": ("sum_of_phases_ms", 3),
     "ms/round": ("ms_per_round", 3),
     "host ms a generation": ("host_ms_per_generation", 3),
-    "host transfers": "host_transfers_in_generation",
     "programs": "num_compiled",
-    "program MB": lambda row: f"{row['program_bytes'] / 1e6:.1f}",
-    "over weights + caches": "memory_over_weights_and_caches",
 }
 COSTS: dict[str, Cell] = {
     "a round of": name_of,
@@ -92,7 +89,7 @@ def render(document: dict[str, Any]) -> str:
             ],
             PHASES,
         ),
-        table_of(phased, MEMORY),
+        table_of(phased, SUMS),
         table_of([each for row in modes for each in row.get("costs", ())], COSTS),
         table_of(document["peers"], PEERS),
     ]

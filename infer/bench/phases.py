@@ -15,7 +15,6 @@ of a round of whole generations stands beside their sum.
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,7 +35,6 @@ from moa_jax.model.precision import matmul_precision
 
 Array = jax.Array
 SECONDS_A_LOOP, MOST_TURNS, LOOPS = 0.2, 500, 5
-TO_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback")
 
 
 def measure(
@@ -48,11 +46,10 @@ def measure(
     prefill_ms: float,
     bandwidth: float,
 ) -> dict[str, Any]:
-    """Phases, memory and transfers of a mode, by their keys in the JSON document.
+    """The phases of a mode and the host's share, by their keys in the JSON document.
 
     `rounds` is the number of rounds of the batch, and `bandwidth` is in bytes/s. The loop runs
-    under a guard against transfers. The runtime reads a loop's condition, on some devices a byte a
-    round; these bytes are not counted.
+    under a guard: a transfer between host and device is an error.
     """
     state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -62,18 +59,12 @@ def measure(
     jax.block_until_ready(state)
     with jax.transfer_guard("disallow_explicit"):
         state = jax.block_until_ready(decode(session.weights, state, half_way, law))
-    arrays = (session.weights, state.now.target_caches, state.now.draft_cache)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-    del arrays  # the caches are donated below
     state, measured = _phases(session, state, limits, law)
     done = state._replace(now=state.now._replace(done_B=jnp.ones_like(state.now.done_B)))
     host_s = []
     for _ in range(20):
         seconds, done = _clocked(decode, session.weights, done, limits, law)
         host_s.append(seconds)
-    memory = decode.memory_analysis()
-    needs = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    needs -= memory.alias_size_in_bytes  # what is updated in place counts once
     return {
         "phases": {
             name: {
@@ -85,10 +76,6 @@ def measure(
         },
         "sum_of_phases_ms": sum(1e3 * seconds for seconds, _ in measured.values()),
         "host_ms_per_generation": 1e3 * float(np.median(host_s[5:])),
-        "host_transfers_in_generation": len(TO_HOST.findall(decode.as_text() or "")),
-        "program_bytes": needs,
-        "weights_and_caches_bytes": held,
-        "memory_over_weights_and_caches": needs / held,
     }
 
 

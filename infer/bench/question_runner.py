@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from typing import Any, NamedTuple
 
 from infer.bench.answers import Answer
@@ -13,7 +12,6 @@ from infer.flags.sampling import check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
-from moa_jax.data.records import Message
 from moa_jax.decode.exactness import compare
 from moa_jax.decode.room import Room
 from moa_jax.decode.session import StopWhen, row_of
@@ -39,7 +37,7 @@ class QuestionRunner(NamedTuple):
     comparable: bool  # drafts may change no text, not even a sampled one
 
     def ask(self, question: Question, index: int) -> dict[str, Answer]:
-        """Answers by candidate; another candidate begins at each index (measure/turns.py).
+        """Answers by candidate; another candidate begins at each index (moa_jax/measure/turns.py).
 
         An answer that differs from plain decoding's has the place and the margin. Drawn candidates
         change a sampled answer but not its distribution, so these are not compared.
@@ -66,13 +64,11 @@ class QuestionRunner(NamedTuple):
 
     def first_prompt(self, question: Question) -> list[int]:
         """The prompt of the first turn, after the history."""
-        messages = [*_history(question), _message("user", question.turns[0])]
-        return chat.prompt_ids(self.tokenizer, messages)
+        return chat.prompt_ids(self.tokenizer, question.messages())
 
     def _talk(self, session: Session, question: Question, sampling: Sampling) -> Answer:
-        messages, answer = _history(question), Answer([], [])
-        for number, text in enumerate(question.turns, start=1):
-            messages.append(_message("user", text))
+        messages, answer = question.messages(), Answer([], [])
+        for number in range(1, len(question.turns) + 1):
             prompt = chat.prompt_ids(self.tokenizer, messages)
             room = self.room(prompt)
             if not room:
@@ -80,7 +76,8 @@ class QuestionRunner(NamedTuple):
             answer.results.append(self._decode(session, prompt, room, sampling))
             whole = detokenizer_of(self.tokenizer).decode(answer.results[-1].token_ids)
             answer.texts.append(before_stop(whole, self.stop).strip())
-            messages.append(_message("assistant", answer.texts[-1]))
+            messages.append({"role": "assistant", "content": answer.texts[-1]})
+            messages += [{"role": "user", "content": text} for text in question.turns[number:][:1]]
         return answer
 
     def _decode(self, session: Session, prompt: list[int], room: int, sampling: Sampling) -> Result:
@@ -119,11 +116,3 @@ def runner_of(
         candidates[0].session.cache_rows,
         comparable=args.temperature == 0 or not args.sampled_drafts,
     )
-
-
-def _message(role: str, text: str) -> Message:
-    return {"role": role, "content": text}
-
-
-def _history(question: Question) -> list[Message]:
-    return list(itertools.starmap(_message, question.history))

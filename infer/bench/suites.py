@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import moa_jax
 from infer.program import names
 from moa_jax.data import corpora
+from moa_jax.data.records import Message
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash
 
@@ -47,7 +48,12 @@ class Question(NamedTuple):
     category: str
     group: str
     turns: tuple[str, ...]
-    history: tuple[tuple[str, str], ...] = ()  # role and text of what was said before
+    history: tuple[tuple[str, str], ...] = ()  # role and text of each earlier message
+
+    def messages(self) -> list[Message]:
+        """The history and the first turn."""
+        pairs = (*self.history, ("user", self.turns[0]))
+        return [{"role": role, "content": text} for role, text in pairs]
 
 
 def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
