@@ -36,7 +36,7 @@ from infer.bench import fidelity, golden
 from infer.bench.compare import bundled_questions
 from infer.bench.fidelity import Closeness, Fidelity, TopLogits
 from infer.bench.golden import Golden, GoldenPrompt
-from infer.bench.tables import Cell, percent, precision, short, table_of
+from infer.bench.tables import TableColumn, percent, precision, short, table_of
 from infer.bench.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
 from infer.flags.auto import TREE, TREE_ELSEWHERE
 from infer.flags.pair import add_pair_flags, load_pair
@@ -57,7 +57,7 @@ from moa_jax.version import __version__
 FAILED = 1  # exit code
 TRANSFORMERS = "transformers"
 DRAFTED = ("chain", "tree")
-CELLS: dict[str, Cell] = {
+COLUMNS: dict[str, TableColumn] = {
     "prompt": "prompt",
     "tokens": "tokens",
     "mean KL": lambda row: short(row.get("mean_kl")),
@@ -301,7 +301,7 @@ def _render(document: dict[str, Any]) -> str:
     if document["all"]:
         rows.append({"prompt": "all", **document["all"]})
     lines = [f"{settings['target']}, {precision(settings)}, against {against}", ""]
-    lines += [table_of(rows, CELLS), ""]
+    lines += [table_of(rows, COLUMNS), ""]
     if settings["kl"] != "whole":
         lines.append(
             "KL is a lower bound: over the reference's most likely tokens, with all others as one. "

@@ -114,6 +114,7 @@ def test_the_tree_names_what_is_there():
     }
     for top in ("train", "infer"):
         programs = {p.stem for p in (ROOT / top).glob("*.py") if "__main__" in p.read_text()}
+        programs |= {path.parent.name for path in (ROOT / top).glob("*/__main__.py")}
         listed = re.search(rf"^    {top}/ +programs: (.+(?:\n {{20,}}.+)*)", tree, re.MULTILINE)
         assert programs == set(re.findall(r"\w+", listed[1].partition(";")[0]))
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.suites import choose, load_suite
-from infer.bench.tables import Cell, number, quartiled, table_of
+from infer.bench.tables import TableColumn, number, quartiled, table_of
 from infer.flags.prompts import asking
 from moa_jax import Session
 from moa_jax.measure.turns import rotated
 
 SECONDS = 10.0
-CELLS: dict[str, Cell] = {
+COLUMNS: dict[str, TableColumn] = {
     "mode": "mode",
     "tokens/s": quartiled("tokens_per_s", 1),
     "speedup": quartiled("speedup"),
@@ -68,5 +68,5 @@ def _table(runs: dict[str, list[Run]], prompts: int, repeats: int) -> str:
     ]
     times = "once" if repeats == 1 else f"{repeats} times"
     about = f"{prompts} prompt{'s' if prompts > 1 else ''}, {times} each, in turns"
-    shown = table_of([{"mode": name, **row} for name, row in rows.items()], CELLS)
+    shown = table_of([{"mode": name, **row} for name, row in rows.items()], COLUMNS)
     return f"{shown}\n{'; '.join(verdicts)} ({about}; medians and quartiles)"

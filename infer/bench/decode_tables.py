@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.bench.tables import Cell, Row, cut_line, percent, precision, quartiled, table_of
+from infer.bench.tables import Row, TableColumn, cut_line, percent, precision, quartiled, table_of
 
 
 def name_of(row: Row) -> str:
@@ -19,7 +19,7 @@ def _same(row: Row) -> str:
     return f"{row['same_as_plain']}/{row['answers']}" if compared else "-"
 
 
-SPEED: dict[str, Cell] = {
+SPEED: dict[str, TableColumn] = {
     "mode": name_of,
     "tokens/s": quartiled("tokens_per_s", 1),
     "speedup": quartiled("speedup"),
@@ -29,32 +29,32 @@ SPEED: dict[str, Cell] = {
     "ms/round": ("ms_per_round", 3),
     "same as plain": _same,
 }
-ACCEPTANCE: dict[str, Cell] = {
+ACCEPTANCE: dict[str, TableColumn] = {
     "mode": name_of,
     "accepted of drafted": "acceptance_rate",
     "by position, of rounds that drafted it": "acceptance_unconditional",
     "given the one before": "acceptance_conditional",
 }
-PHASES: dict[str, Cell] = {
+PHASES: dict[str, TableColumn] = {
     "mode": "mode",
     "phase": "phase",
     "ms": ("ms", 3),
     "MB read": lambda row: f"{row['bytes'] / 1e6:.1f}",
     "of bandwidth": lambda row: percent(row["share_of_bandwidth"]),
 }
-SUMS: dict[str, Cell] = {
+SUMS: dict[str, TableColumn] = {
     "mode": name_of,
     "sum of phases, ms": ("sum_of_phases_ms", 3),
     "ms/round": ("ms_per_round", 3),
     "host ms a generation": ("host_ms_per_generation", 3),
     "programs": "num_compiled",
 }
-COSTS: dict[str, Cell] = {
+COSTS: dict[str, TableColumn] = {
     "a round of": name_of,
     "batch": "batch",
     "ms, as auto knows it": ("ms", 3),
 }
-PEERS: dict[str, Cell] = {
+PEERS: dict[str, TableColumn] = {
     "peer": "peer",
     "tokens/s": quartiled("tokens_per_s", 1),
     "tau": "tau",

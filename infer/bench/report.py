@@ -36,7 +36,15 @@ from infer.bench.statistics import (
     ratio,
 )
 from infer.bench.suites import PAPER, Question
-from infer.bench.tables import Cell, cut_line, number, precision, quartiled, table_of, with_interval
+from infer.bench.tables import (
+    TableColumn,
+    cut_line,
+    number,
+    precision,
+    quartiled,
+    table_of,
+    with_interval,
+)
 from moa_jax.decode.exactness import Difference
 
 Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by candidate
@@ -176,7 +184,7 @@ def repeats(tokens: list[int]) -> tuple[int, int]:
 # ---- tables -------------------------------------------------------------------------------
 
 
-DETAILS: dict[str, Cell] = {
+DETAILS: dict[str, TableColumn] = {
     "set": "set",
     "decoder": "model",
     "questions": "questions",
@@ -192,7 +200,7 @@ DETAILS: dict[str, Cell] = {
     "stopped": "stopped",
     "same as plain": lambda row: _same(row),
 }
-COMPARISON: dict[str, Cell] = {
+COMPARISON: dict[str, TableColumn] = {
     "decoder": "model",
     "tau": lambda row: with_interval(row["tau"], row.get("tau_interval")),
     "share": lambda row: _share(row),
@@ -207,7 +215,7 @@ def render(document: Mapping[str, Any]) -> str:
     drafted = [row for row in rows if row["model"] != PLAIN]
     last = [row for row in drafted if row["set"] == ALL]
     is_papers = any(row["set"] in PAPER for row in rows)
-    papers: dict[str, Cell] = {
+    papers: dict[str, TableColumn] = {
         f"paper, {paper.MAIN}": lambda row: _papers_cell(paper.MAIN, row["set"], rows)
     }
     answers = settings["answers"]

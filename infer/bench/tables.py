@@ -10,7 +10,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 # The key of a figure with two digits, a key with its digits, or a function of the row.
-Cell = str | tuple[str, int] | Callable[[Row], Any]
+TableColumn = str | tuple[str, int] | Callable[[Row], Any]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -19,19 +19,19 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table_of(rows: Sequence[Row], cells: Mapping[str, Cell] | None = None) -> str:
-    """A table of rows by the cells of its columns, else by the rows' own keys; "" for no rows."""
+def table_of(rows: Sequence[Row], columns: Mapping[str, TableColumn] | None = None) -> str:
+    """A table of rows in these columns, else in those of the rows' own keys; "" for no rows."""
     if not rows:
         return ""
-    cells = cells or {key: key for key in rows[0]}
-    return table([*cells], [[cell_of(row, cell) for cell in cells.values()] for row in rows])
+    columns = columns or {key: key for key in rows[0]}
+    return table([*columns], [[_cell(row, column) for column in columns.values()] for row in rows])
 
 
-def cell_of(row: Row, cell: Cell) -> str:
-    """The text of a cell."""
-    if callable(cell):
-        return number(cell(row))
-    return number(row.get(cell)) if isinstance(cell, str) else number(row.get(cell[0]), cell[1])
+def _cell(row: Row, column: TableColumn) -> str:
+    if callable(column):
+        return number(column(row))
+    key, digits = (column, 2) if isinstance(column, str) else column
+    return number(row.get(key), digits)
 
 
 def columns(lines: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
@@ -70,7 +70,7 @@ def with_interval(value: float | None, bounds: Sequence[float] | None, digits: i
 
 
 def quartiled(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """The cell of a median and its quartiles: `1.52 (1.44 to 1.61)`."""
+    """The column of a median and its quartiles: `1.52 (1.44 to 1.61)`."""
 
     def cell(row: Row) -> str:
         bounds = row.get(f"{key}_quartiles")
