@@ -6,7 +6,7 @@
     python -m infer.evaluate --suite hub:cnn_dailymail:3.0.0/test
     python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
 
-Drafters whose files do not say what they are take options behind the folder, each its own:
+Drafters whose files do not say what they are take options after the folder, each its own:
 `--draft small=DIR,method=independent --draft moa=DIR,n=3`.
 
 Every question goes through all candidates before the next one, another candidate first each time;
@@ -180,7 +180,7 @@ def ask_all(
 def _settings(
     args: argparse.Namespace, runner: QuestionRunner, questions: Sequence[Question]
 ) -> dict[str, Any]:
-    """What two runs must share to be one run, ready for JSON."""
+    """Settings that two runs must share to be one run, ready for JSON."""
     sets: dict[str, list[Question]] = {}
     for question in questions:
         sets.setdefault(question.set, []).append(question)

@@ -102,10 +102,8 @@ class AnswerFolder:
         finished = set.intersection(*map(set, files.values()))
         for model, lines in files.items():
             kept = {key: line for key, line in lines.items() if key in finished}
-            content, path = (
-                "".join(to_json(x) + "\n" for x in kept.values()),
-                self._path(name, model),
-            )
+            path = self._path(name, model)
+            content = "".join(to_json(line) + "\n" for line in kept.values())
             if path.exists() and path.read_bytes() != content.encode():
                 write_whole(path, content)
             self._lines[name, model] = kept

@@ -97,7 +97,7 @@ def modes_of(args: argparse.Namespace) -> list[str]:
 def describe(
     args: argparse.Namespace, target: Target, candidates: list[Candidate]
 ) -> dict[str, Any]:
-    """What decides the answers and their times, apart from the questions, ready for JSON."""
+    """Models and settings that decide the answers and their times, ready for JSON."""
     narrowed = {c.name: c.session.vocabulary.file for c in candidates if c.session.vocabulary}
     folders_of = {c.drafter.folder for c in candidates if c.drafter}
     hashes = {folder: folders.folder_hash(folder) for folder in folders_of}

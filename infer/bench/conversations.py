@@ -1,6 +1,6 @@
 """Conversations as questions: `--conversations` asks one turn of each record, by source.
 
-The question is one of a record's user turns, another turn for each record, behind the history
+The question is one of a record's user turns, another turn for each record, after the history
 that the record has up to there; its group is the record's source.
 """
 
@@ -41,7 +41,7 @@ def questions_of(path: str, sources: Sequence[str], limit: int | None = None) ->
 
 
 def _question(record: dict[str, Any], number: int) -> Question:
-    """One user turn of a record, behind its history; InputError where it has none."""
+    """One user turn of a record, after its history; InputError where it has none."""
     messages = messages_of(record)
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:

@@ -1,4 +1,4 @@
-"""What all pictures share: checks, files, colours, grids."""
+"""Checks, files, colours and grids of all pictures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def colour(index: int) -> Any:
 
 
 def tidy(panel: Any, axis: str = "both") -> None:
-    """A pale grid behind the figures, and no frame above and to the right."""
+    """A pale grid under the figures, and no frame above and to the right."""
     panel.grid(axis=axis, color="0.9", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)

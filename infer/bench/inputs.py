@@ -1,4 +1,4 @@
-"""What infer.bench decodes: batches of prompts, and pairs with random weights."""
+"""Inputs of infer.bench: batches of prompts, and pairs with random weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--limit",
         type=positive,
-        help=f"at most so many prompts; default: {CONVERSATIONS} conversations, one random batch",
+        help=f"the largest number of prompts; default: {CONVERSATIONS} conversations, one random batch",
     )
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
 

@@ -46,7 +46,7 @@ PAPER = {
 
 
 def cell(method: str, row: str) -> str:
-    """Speedup and tau as a table shows them, a question mark behind what is doubtful."""
+    """Speedup and tau as a table shows them, a question mark after doubtful figures."""
     figures = PAPER[method].get(row)
     if figures is None:
         return "-"

@@ -35,13 +35,13 @@ KNOWN = (
     "tfds:NAME/SPLIT"
 )
 PUBLIC = ("hub:", "tfds:")
-PUBLIC_ROWS = 80  # as many as each of the paper's sets has
+PUBLIC_ROWS = 80  # the size of each of the paper's sets
 # Spec-Bench tells the categories of its multi-turn questions and calls them one subtask.
 TALKS = "writing roleplay reasoning math coding extraction stem humanities".split()
 
 
 class Question(NamedTuple):
-    """What is asked, turn by turn; `group` is the row of a table that it counts for."""
+    """The turns of a user; `group` is the row of a table that the question counts for."""
 
     set: str
     id: int | str
