@@ -63,7 +63,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--limit",
         type=positive,
-        help=f"the largest number of prompts; default: {CONVERSATIONS} conversations, one random batch",
+        help=f"most prompts; default: {CONVERSATIONS} conversations, one random batch",
     )
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
 
