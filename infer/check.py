@@ -32,13 +32,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from infer.evaluation import golden
-from infer.evaluation.comparison import bundled_questions
-from infer.evaluation.golden import Golden, GoldenPrompt
+from infer.bench import fidelity, golden
+from infer.bench.compare import bundled_questions
+from infer.bench.fidelity import Closeness, Fidelity, TopLogits
+from infer.bench.golden import Golden, GoldenPrompt
+from infer.bench.tables import TableColumn, percent, precision, short, table_of
+from infer.bench.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
 from infer.flags.auto import TREE, TREE_ELSEWHERE
 from infer.flags.pair import add_pair_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
-from infer.flags.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
 from infer.peers import check_peer, run_peer
 from infer.program import Parser, local_path, positive, progress, run
 from moa_jax import Session
@@ -49,15 +51,22 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import GGUF_LINK
 from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_file
-from moa_jax.measure import fidelity
-from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits
-from moa_jax.measure.tables import percent, short, table_of
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__
 
 FAILED = 1  # exit code
 TRANSFORMERS = "transformers"
 DRAFTED = ("chain", "tree")
+COLUMNS: dict[str, TableColumn] = {
+    "prompt": "prompt",
+    "tokens": "tokens",
+    "mean KL": lambda row: short(row.get("mean_kl")),
+    "worst KL": lambda row: short(row.get("worst_kl")),
+    "top-1": lambda row: percent(row.get("agreement"), 1),
+    "top-5": lambda row: percent(row.get("top5_agreement"), 1),
+    "logit difference": lambda row: short(row.get("logit_difference")),
+    **{kind: kind for kind in DRAFTED},
+}
 EXACT = "float32"  # in other dtypes passes over one and over several tokens round differently
 
 
@@ -81,26 +90,33 @@ class Reference(NamedTuple):
     logits: Iterable[np.ndarray | TopLogits]  # (T, V), or of the most likely tokens alone
 
 
-class CheckedPrompt(NamedTuple):
-    """The figures of one prompt."""
-
-    answered: DecodedPrompt
-    closeness: Closeness | None  # None without a reference
-    kept: GoldenPrompt | None  # None without --write-golden
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     _check(args)
     target, drafter = load_pair(args)
     known = golden.read(Path(args.reference), target) if _is_golden(args) else None
     answers = _answers(args, target, drafter, known)
+    prompts, compared, kept = [], [], []
+    limits = thresholds_of(args, args.weights or str(target.params["embed"].dtype))
     with _reference(args, target, answers, known) as reference:
-        rows = list(_compared(args, target, answers, reference))
-    if args.write_golden is not None:
+        for answered, logits in zip(answers, reference.logits, strict=True):
+            if args.reference is not None:
+                ours_TV = fidelity.logits_of(target, answered.sequence)
+                compared.append(fidelity.closeness(logits, ours_TV))
+            if args.write_golden is not None:
+                top = fidelity.top_logits(logits, min(golden.TOP, target.config.vocab_size - 1))
+                kept.append(GoldenPrompt(answered.prompt_ids, answered.token_ids, top))
+            prompts.append(_prompt_of(answered, compared[-1:], limits, target))
+    if kept:
         about = {"made_by": reference.made_by, "dtype": EXACT, **golden.model_of(target)}
-        golden.write(args.write_golden, about, [row.kept for row in rows])
-    document = _document(args, target, drafter, rows, reference.made_by)
+        golden.write(args.write_golden, about, kept)
+    document = {
+        "passed": not any(prompt["faults"] for prompt in prompts),
+        "prompts": prompts,
+        "all": _figures(fidelity.summary(compared)) if compared else None,
+        "thresholds": limits._asdict(),
+        "settings": _settings(args, target, drafter, reference.made_by),
+    }
     print(to_json(document) if args.json else _render(document))
     return 0 if document["passed"] else FAILED
 
@@ -227,61 +243,16 @@ def _reference(
             yield Reference(made_by, map(np.load, paths))
 
 
-def _compared(
-    args: argparse.Namespace, target: Target, answers: Sequence[DecodedPrompt], reference: Reference
-) -> Iterator[CheckedPrompt]:
-    """The figures of each prompt, and what a golden file keeps of it."""
-    for each, logits in zip(answers, reference.logits, strict=True):
-        closeness = kept = None
-        if args.reference is not None:
-            closeness = fidelity.closeness(logits, fidelity.logits_of(target, each.sequence))
-        if args.write_golden is not None:
-            top = fidelity.top_logits(logits, min(golden.TOP, target.config.vocab_size - 1))
-            kept = GoldenPrompt(each.prompt_ids, each.token_ids, top)
-        yield CheckedPrompt(each, closeness, kept)
-
-
-def _document(
-    args: argparse.Namespace,
-    target: Target,
-    drafter: LoadedDrafter,
-    rows: Sequence[CheckedPrompt],
-    made_by: str,
+def _prompt_of(
+    answered: DecodedPrompt, compared: Sequence[Closeness], limits: Thresholds, target: Target
 ) -> dict[str, Any]:
-    """The document that --json prints."""
-    dtype = str(target.params["embed"].dtype)
-    limits = thresholds_of(args, args.weights or dtype)
-    prompts = [_as_dict(row, limits, dtype) for row in rows]
-    compared = [row.closeness for row in rows if row.closeness is not None]
-    return {
-        "passed": not any(prompt["faults"] for prompt in prompts),
-        "prompts": prompts,
-        "all": _figures(fidelity.summary(compared)) if compared else None,
-        "thresholds": limits._asdict(),
-        "settings": {
-            "target": str(args.target or "bundled"),
-            "draft": str(args.draft or "bundled"),
-            "method": drafter.method,
-            "dtype": dtype,
-            "weights": args.weights,
-            "mesh": args.mesh or None,
-            "reference": args.reference,
-            "made_by": made_by,
-            "kl": "top and rest" if _is_golden(args) else "whole",
-            "max_new_tokens": args.max_new_tokens,
-            "golden": args.write_golden and str(args.write_golden),
-        },
-    }
-
-
-def _as_dict(row: CheckedPrompt, limits: Thresholds, dtype: str) -> dict[str, Any]:
-    """The figures of a prompt, and its faults as sentences."""
-    answered, figures, faults = row.answered, None, []
-    if row.closeness is not None:
-        found = fidelity.summary([row.closeness])
+    """The figures of a prompt, if it was compared, and its faults as sentences."""
+    figures, faults = None, []
+    if compared:
+        found = fidelity.summary(compared)
         figures, faults = _figures(found), faults_of(found, limits)
     differences = answered.differences
-    if dtype == EXACT:
+    if target.params["embed"].dtype == EXACT:
         faults += [f"{kind}: {each}" for kind, each in differences.items() if each is not None]
     return {
         "prompt_ids": answered.prompt_ids,
@@ -289,6 +260,24 @@ def _as_dict(row: CheckedPrompt, limits: Thresholds, dtype: str) -> dict[str, An
         "figures": figures,
         "differences": {kind: each and each._asdict() for kind, each in differences.items()},
         "faults": faults,
+    }
+
+
+def _settings(
+    args: argparse.Namespace, target: Target, drafter: LoadedDrafter, made_by: str
+) -> dict[str, Any]:
+    return {
+        "target": str(args.target or "bundled"),
+        "draft": str(args.draft or "bundled"),
+        "method": drafter.method,
+        "dtype": str(target.params["embed"].dtype),
+        "weights": args.weights,
+        "mesh": args.mesh or None,
+        "reference": args.reference,
+        "made_by": made_by,
+        "kl": "top and rest" if _is_golden(args) else "whole",
+        "max_new_tokens": args.max_new_tokens,
+        "golden": args.write_golden and str(args.write_golden),
     }
 
 
@@ -300,13 +289,19 @@ def _figures(found: Fidelity) -> dict[str, float | None]:
 def _render(document: dict[str, Any]) -> str:
     """A table with a row for each prompt, and sentences on what differs."""
     settings, prompts = document["settings"], document["prompts"]
-    weights = f" with {settings['weights']} weights" if settings["weights"] else ""
     against = settings["made_by"] if settings["reference"] else "no reference"
-    rows = [_cells(f"{n}", prompt, prompt["figures"]) for n, prompt in enumerate(prompts, 1)]
+    rows = [
+        {
+            "prompt": number,
+            **(prompt["figures"] or {}),
+            **{kind: "differs" if each else "same" for kind, each in prompt["differences"].items()},
+        }
+        for number, prompt in enumerate(prompts, 1)
+    ]
     if document["all"]:
-        rows.append(_cells("all", None, document["all"]))
-    lines = [f"{settings['target']}, {settings['dtype']}{weights}, against {against}", ""]
-    lines += [table_of(rows), ""]
+        rows.append({"prompt": "all", **document["all"]})
+    lines = [f"{settings['target']}, {precision(settings)}, against {against}", ""]
+    lines += [table_of(rows, COLUMNS), ""]
     if settings["kl"] != "whole":
         lines.append(
             "KL is a lower bound: over the reference's most likely tokens, with all others as one. "
@@ -315,35 +310,16 @@ def _render(document: dict[str, Any]) -> str:
     for number, prompt in enumerate(prompts, 1):
         lines += [f"prompt {number}: {fault}" for fault in prompt["faults"]]
         if settings["dtype"] != EXACT:
-            found = {kind: each for kind, each in prompt["differences"].items() if each}
             lines += [
                 f"prompt {number}, {kind}: {Difference(**each)} (no fault in {settings['dtype']})"
-                for kind, each in found.items()
+                for kind, each in prompt["differences"].items()
+                if each
             ]
     if settings["golden"]:
         lines.append(f"{settings['golden']} holds {len(prompts)} prompts of {settings['made_by']}")
     failed = sum(bool(prompt["faults"]) for prompt in prompts)
     lines.append(f"FAILED: {failed} of {len(prompts)} prompts" if failed else "PASSED")
     return "\n".join(lines)
-
-
-def _cells(name: str, prompt: dict[str, Any] | None, figures: dict[str, Any] | None) -> dict:
-    """A row of the table; `prompt` is None for the row of all prompts."""
-    found = figures or {}
-    cells = {
-        "prompt": name,
-        "tokens": str(found.get("tokens", "-")),
-        "mean KL": short(found.get("mean_kl")),
-        "worst KL": short(found.get("worst_kl")),
-        "top-1": percent(found.get("agreement"), 1),
-        "top-5": percent(found.get("top5_agreement"), 1),
-        "logit difference": short(found.get("logit_difference")),
-    }
-    differences = prompt["differences"] if prompt else {}
-    drafted = {
-        kind: "differs" if differences.get(kind) else "same" if prompt else "-" for kind in DRAFTED
-    }
-    return cells | drafted
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@
     python -m infer.evaluate --suite hub:cnn_dailymail:3.0.0/test
     python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
 
-Drafters whose files do not say what they are take options behind the folder, each its own:
+Drafters whose files do not say what they are take options after the folder, each its own:
 `--draft small=DIR,method=independent --draft moa=DIR,n=3`.
 
-Every question goes through all ways of decoding before the next one, another way first each
-time; a second turn follows our own answer to the first. Answers are stored as they come, in
-Spec-Bench's format, so the same command goes on where it was stopped. The report has tau, speedup
-over plain decoding with its spread, acceptance by position, calls of the target, and whether every
-answer is plain decoding's. It stands beside the paper's figures, as tables, JSON and pictures.
+Every question goes through all candidates before the next one, another candidate first each time;
+a second turn follows our own answer to the first. Answers are stored as they come, in Spec-Bench's
+format, so the same command goes on where it was stopped. The report has tau, speedup over plain
+decoding with its spread, acceptance by position, calls of the target, and whether every answer is
+plain decoding's. It stands beside the paper's figures, as tables, JSON and pictures.
 
 Answers have up to 512 tokens a turn. The demo suite and conversations have short answers and get
 128, since on a CPU a cache with many unused rows slows plain decoding down and flatters drafts.
@@ -23,19 +23,23 @@ Answers have up to 512 tokens a turn. The demo suite and conversations have shor
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from infer.bench import answers, conversations, plots, report, suites
+from infer.bench.candidates import describe, load_candidates
+from infer.bench.drawing import save_figure
+from infer.bench.question_runner import QuestionRunner, runner_of
+from infer.bench.suites import Question
 from infer.documents import until_cut
-from infer.evaluation import answers, conversations, plots, report, suites
-from infer.evaluation.contenders import describe, load_contenders
-from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.flags.sampling import add_sampling_flags
 from infer.program import Parser, local_path, names, positive, progress, run
@@ -45,7 +49,6 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_folder
-from moa_jax.measure.plot import save_figure
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers
@@ -63,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int | None:
         args.max_prompt = args.max_prompt or LONGEST_PROMPT
     elif args.sources:
         raise InputError("--sources chooses among --conversations: leave it out, or name them")
-    _check_output(args.output)
+    if args.output is not None:
+        _check_output(args.output)
     return _evaluate(args)
 
 
@@ -108,24 +112,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _evaluate(args: argparse.Namespace) -> int:
     questions = _questions(args)
-    target, contenders = load_contenders(args)
-    interview = interview_of(args, target, load_tokenizer(target.folder), contenders)
-    settings = _settings(args, interview, questions)
-    folder = _output(args, settings)
-    kept = answers.AnswerFolder(folder, settings, questions, [c.name for c in contenders])
-    why_not = functools.partial(_why_not, interview, args.max_prompt)
+    target, candidates = load_candidates(args)
+    runner = runner_of(args, target, load_tokenizer(target.folder), candidates)
+    settings = _settings(args, runner, questions)
+    folder = args.output or _default_output(args.suite, settings)
+    kept = answers.AnswerFolder(folder, settings, questions, [*settings["models"]])
+    why_not = functools.partial(_why_not, runner, args.max_prompt)
     asked, left_out = suites.choose(questions, args.limit, why_not)
     if not asked:
         reasons = "; ".join(dict.fromkeys(left_out.values()))
         what = args.conversations or f"--suite {args.suite}"
         raise InputError(f"{what}: no question is left ({reasons or 'of none'}): use others")
     with until_cut() as cut:
-        ask_all(interview, kept, asked)
+        ask_all(runner, kept, asked)
     answered = [question for question in asked if kept.has(question)]
     mark = cut.mark(len(answered), len(asked), " questions: the same command goes on")
     if not answered:
         return cut.code
-    found = {q: {c.name: kept.answer(q, c.name) for c in contenders} for q in answered}
+    found = {q: {name: kept.answer(q, name) for name in settings["models"]} for q in answered}
     document = report.document_of(found, left_out, settings) | mark
     try:
         print(to_json(document) if args.json else report.render(document))
@@ -137,7 +141,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     return DIFFERENT if document["differences"] and exact else 0
 
 
-def _questions(args: argparse.Namespace) -> list[suites.Question]:
+def _questions(args: argparse.Namespace) -> list[Question]:
     """All questions that could be asked; of public data, those in the first rows."""
     rows = args.limit or suites.PUBLIC_ROWS
     if args.conversations is None:
@@ -147,56 +151,56 @@ def _questions(args: argparse.Namespace) -> list[suites.Question]:
     return list(conversations.questions_of(args.conversations, sources, rows if public else None))
 
 
-def _why_not(interview: Interview, longest: int | None, question: suites.Question) -> str | None:
+def _why_not(runner: QuestionRunner, longest: int | None, question: Question) -> str | None:
     """The reason to leave a question out, if there is one."""
     try:
-        prompt = interview.first_prompt(question)
+        prompt = runner.first_prompt(question)
         rest = "\n".join(question.turns[1:])  # found now, and not after an hour
-        later = interview.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
-        chat.check_ids([*prompt, *later], interview.target.config.vocab_size)
+        later = runner.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+        chat.check_ids([*prompt, *later], runner.target.config.vocab_size)
     except InputError as error:
         return str(error)
     if longest is not None and len(prompt) > longest:
         return f"first prompt longer than {longest} tokens (--max-prompt)"
-    return None if interview.room(prompt) else report.TOO_LONG
+    return None if runner.room(prompt) else report.TOO_LONG
 
 
 def ask_all(
-    interview: Interview, kept: answers.AnswerFolder, questions: list[suites.Question]
+    runner: QuestionRunner, kept: answers.AnswerFolder, questions: Sequence[Question]
 ) -> None:
-    """Ask what has no answer yet; each answer is stored before the next question."""
+    """Asks what has no answer yet; each answer is stored before the next question."""
     done = sum(kept.has(question) for question in questions)
     with progress(len(questions), "questions", initial=done) as bar:
         for index, question in enumerate(questions):
             if not kept.has(question):
-                kept.add(question, interview.ask(question, index))
+                kept.add(question, runner.ask(question, index))
                 bar.step()
 
 
 def _settings(
-    args: argparse.Namespace, interview: Interview, questions: list[suites.Question]
+    args: argparse.Namespace, runner: QuestionRunner, questions: Sequence[Question]
 ) -> dict[str, Any]:
-    """What two runs must share to be one run, ready for JSON."""
-    sets: dict[str, list[suites.Question]] = {}
+    """Settings that two runs must share to be one run, ready for JSON."""
+    sets: dict[str, list[Question]] = {}
     for question in questions:
         sets.setdefault(question.set, []).append(question)
-    target, contenders = interview.target, interview.contenders
     settings = {
         "version": __version__,
         "device": jax.devices()[0].device_kind,
-        "dtype": str(target.params["embed"].dtype),
+        "dtype": str(runner.target.params["embed"].dtype),
         "weights": args.weights,
         "suite": {name: suites.digest(each) for name, each in sets.items()},
-        **describe(args, target, contenders),
-        "answers": law_of_answers(interview),
+        **describe(args, runner.target, runner.candidates),
+        "answers": {
+            **{key: getattr(runner, key) for key in ("max_new_tokens", "stop", "stop_ids")},
+            **dataclasses.asdict(runner.sampling),
+        },
     }
     return json.loads(json.dumps(settings))
 
 
-def _check_output(folder: Path | None) -> None:
+def _check_output(folder: Path) -> None:
     """Raises InputError for a folder that cannot be written or holds another report."""
-    if folder is None:
-        return
     check_folder(folder)
     for name in ("report.json", "report.md", SPEED, ACCEPTANCE):
         if (folder / name).exists() and not (folder / answers.SETTINGS).exists():
@@ -206,12 +210,10 @@ def _check_output(folder: Path | None) -> None:
             )
 
 
-def _output(args: argparse.Namespace, settings: dict[str, Any]) -> Path:
-    """The folder that --output names, else one that only runs of the same settings share."""
-    if args.output is not None:
-        return args.output
+def _default_output(suite: str, settings: dict[str, Any]) -> Path:
+    """A folder that only runs of the same settings share."""
     sets = [*settings["suite"]]
-    name = args.suite if args.suite in ("demo", "paper") else "suite"
+    name = suite if suite in ("demo", "paper") else "suite"
     name = sets[0] if len(sets) == 1 else name
     return Path("runs", "evaluate", f"{name}-{answers.run_id(settings)}")
 

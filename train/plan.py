@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infer.bench.tables import columns, gib
 from infer.flags.config_file import SHAPES, presets_of
 from infer.program import run
 from moa_jax.aot import planning
@@ -31,7 +32,6 @@ from moa_jax.aot.planning import Plan
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from train.distill import with_vocabulary
 from train.run.best import search

@@ -8,7 +8,7 @@ from infer import bench, program
 from infer.bench.serving import clients, results, run, servers
 from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
 from infer.bench.serving.flags import check, parser_of, variants_of
-from infer.evaluation.suites import DEMO, PAPER
+from infer.bench.suites import DEMO, PAPER
 from infer.serving.metrics import ServingMetrics
 from moa_jax.config import DraftShape
 from moa_jax.decode.engine import Load

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from infer import bench, convert, evaluate, generate
-from infer.evaluation.contenders import describe, load_contenders
+from infer.bench.candidates import describe, load_candidates
 from infer.flags import auto
 from infer.flags import pair as pair_flags
 from infer.flags import vocabulary as vocabulary_flags
@@ -243,7 +243,7 @@ def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
     found = {}
     for flag in ([], ["--draft-vocabulary", "none"]):
         args = evaluate._parser().parse_args([*where, *flag])
-        target, entered = load_contenders(args)
+        target, entered = load_candidates(args)
         narrowed = {c.name for c in entered if c.session.weights.vocabulary}
         found[bool(flag)] = narrowed, describe(args, target, entered)["draft_vocabulary"]
         assert capsys.readouterr().err.count("drafts from 150 of") == len(narrowed) // 2

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from infer import evaluate
-from infer.evaluation import contenders
-from infer.evaluation.contenders import Contender
-from infer.evaluation.interview import Interview
-from infer.evaluation.suites import PAPER, Question
+from infer.bench import candidates
+from infer.bench.candidates import Candidate
+from infer.bench.question_runner import QuestionRunner
+from infer.bench.suites import PAPER, Question
 from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.data import chat
@@ -231,12 +231,12 @@ def test_refused_flags(folder, tmp_path):
 def test_options_of_a_drafter_stand_behind_its_folder(text, parts, tmp_path, monkeypatch):
     (tmp_path / "kept,n=1").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert contenders.given_of(text) == parts
+    assert candidates.given_of(text) == parts
 
 
-def loaded(*flags: str) -> dict[str, Contender]:
-    _, found = contenders.load_contenders(evaluate._parser().parse_args(flags))
-    return {contender.name: contender for contender in found}
+def loaded(*flags: str) -> dict[str, Candidate]:
+    _, found = candidates.load_candidates(evaluate._parser().parse_args(flags))
+    return {candidate.name: candidate for candidate in found}
 
 
 def test_each_drafter_has_options_of_its_own(folder, tmp_path):
@@ -296,13 +296,13 @@ class ScriptedSession:
 
 
 @pytest.fixture
-def scripted(folder) -> tuple[Interview, list[str]]:
+def scripted(folder) -> tuple[QuestionRunner, list[str]]:
     """An interview of three, and the log of who answers."""
     log: list[str] = []
-    contenders = [Contender(name, None, ScriptedSession(log, name)) for name in ("plain", "b", "c")]
+    entered = [Candidate(name, None, ScriptedSession(log, name)) for name in ("plain", "b", "c")]
     target, tokenizer = load_target(folder / "target"), load_tokenizer(folder / "target")
     how = (Sampling(), 64, [], None, None, None, True)
-    return Interview(target, tokenizer, contenders, *how), log
+    return QuestionRunner(target, tokenizer, entered, *how), log
 
 
 def test_drawn_candidates_are_not_compared(scripted):

@@ -19,7 +19,7 @@ def commands() -> dict[str, EntryPoint]:
 def test_each_program_has_a_command():
     files = [*(ROOT / "infer").glob("*.py"), *(ROOT / "train").glob("*.py")]
     programs = {f"{f.parent.name}.{f.stem}" for f in files if "__main__" in f.read_text()}
-    programs |= {f"infer.{f.parent.name}" for f in (ROOT / "infer").glob("bench/__main__.py")}
+    programs |= {f"infer.{f.parent.name}" for f in (ROOT / "infer").glob("*/__main__.py")}
     found = {each.value.partition(":")[2] for each in commands().values()}
     assert found == programs and len(commands()) == len(programs)
 

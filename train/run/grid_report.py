@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from infer.bench.statistics import DRAWS, SHARE, TauCounts, interval_of
+from infer.bench.tables import number, table_of, with_interval
 from moa_jax.config import GridConfig
-from moa_jax.measure.bootstrap import DRAWS, SHARE, TauCounts, interval_of
-from moa_jax.measure.tables import number, table_of, with_interval
 from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import fingerprint
 from moa_jax.version import __version__

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from infer.evaluation.suites import FILE, PAPER, load_suite
+from infer.bench.suites import FILE, PAPER, load_suite
 from infer.flags.pair import DEMO
 from infer.flags.prompts import asking, tokenizer_of
 from moa_jax.data.corpora import locate

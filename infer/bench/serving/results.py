@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infer.bench.arrivals import percentiles
+from infer.bench.drawing import colour, save_figure, tidy
 from infer.bench.serving.clients import RequestOutcome
-from moa_jax.measure.arrivals import percentiles
-from moa_jax.measure.figures import median
-from moa_jax.measure.plot import colour, save_figure, tidy
-from moa_jax.measure.tables import cut_line, percent, short, table_of
+from infer.bench.statistics import median
+from infer.bench.tables import cut_line, percent, short, table_of
 
 Runs = Sequence[Sequence[RequestOutcome]]  # outcomes of one variant at one rate, by repeat
 Row = Mapping[str, Any]

@@ -25,17 +25,17 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from infer.bench.arrivals import arrivals, arrivals_within
+from infer.bench.candidates import PLAIN
 from infer.bench.serving import clients, results
 from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
 from infer.bench.serving.flags import REQUESTS_PER_CLIENT, check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, counters_of, serving, summarise_counters
 from infer.documents import CODES, until_cut
-from infer.evaluation.contenders import PLAIN
 from infer.program import progress
 from infer.server_process import ROOT
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.arrivals import arrivals, arrivals_within
 from moa_jax.measure.turns import rotated
 
 WARMING = 1_000_000  # index of the first request that is not measured

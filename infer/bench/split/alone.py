@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moa_jax.measure.fidelity import logits_of
+from infer.bench.fidelity import logits_of
 from moa_jax.pretrained import Target
 
 KEYS = ("tokens", "agreement", "first_disagreement", "chosen_by_target", "log_likelihood")

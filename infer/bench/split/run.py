@@ -32,6 +32,7 @@ from infer.bench.network import PROFILES, Profile, Proxy, in_thread
 from infer.bench.split import alone, table
 from infer.bench.split.flags import check, parser_of
 from infer.bench.split.pairs import NO_STOP, SplitBench, SplitPair, Way, load, outage_options
+from infer.bench.statistics import median, quartiles
 from infer.documents import CODES, until_cut
 from infer.program import Progress, progress
 from infer.server_process import Child
@@ -42,7 +43,6 @@ from infer.split.link import ServerAddress
 from infer.split.server.app import PATH
 from moa_jax.config import Sampling
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.figures import median, quartiles
 from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code, as of infer.evaluate

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moa_jax.measure.report import precision
-from moa_jax.measure.tables import cut_line, percent, short, table_of
+from infer.bench.tables import cut_line, percent, precision, short, table_of
 
 COLUMNS = {  # head -> key of a way's row
     "tokens/s": "tokens_per_s",

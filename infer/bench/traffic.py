@@ -1,9 +1,9 @@
 """Bytes that a phase must read, taken from the program itself, and how fast this device copies.
 
 Decoding is bound by memory: a round reads every weight it uses once and the rows of caches.
-Caches count whole, as they are allocated: how many rows a kernel, or a CPU with several long texts,
-leaves out depends on the texts. Arithmetic on the new tokens, and their rows
-that are written, are small beside that and not counted.
+Caches count whole, as they are allocated: the rows that a kernel or a CPU leaves out depend on the
+sequences. Arithmetic on the new tokens, and their rows that are written, are small beside that and
+not counted.
 
 Bandwidth is measured, by a copy, and not taken from a data sheet.
 """
@@ -43,50 +43,51 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name, bodies = eqn.primitive.name, _bodies(eqn)
-        if bodies:
-            costs = []
-            for body in bodies:
-                operands = eqn.invars[-len(body.invars) :] if body.invars else []
-                inside = _renamed(sizes, operands, body.invars)
-                if name == "scan":  # of the arrays it goes along, each turn gets a part
-                    pairs = zip(operands, body.invars, strict=True)
-                    parts = [each for array, each in pairs if array.aval.shape != each.aval.shape]
-                    parts = [each for each in parts if id(each) in inside]
-                    inside |= {id(part): _size(part.aval) for part in parts}
-                costs.append(_read(body, inside))
-                sizes |= _renamed(inside, body.outvars, eqn.outvars)
-            total += max(costs) * eqn.params.get("length", 1)  # of a scan
+        operands = sum(sizes.get(id(var), 0) for var in eqn.invars)
+        if bodies:  # of a conditional the costliest branch counts, of a scan each turn
+            costs = [_read_body(eqn, body, sizes) for body in bodies]
+            total += max(costs) * eqn.params.get("length", 1)
         elif name == "pallas_call":
-            total += sum(sizes.get(id(var), 0) for var in eqn.invars)
-            taken_over = eqn.params["input_output_aliases"]
-            old, new = ([pair[i] for pair in taken_over] for i in (0, 1))
-            pick = lambda variables, places: [variables[place] for place in places]
-            sizes |= _renamed(sizes, pick(eqn.invars, old), pick(eqn.outvars, new))
+            total += operands
+            for old, new in eqn.params["input_output_aliases"]:
+                _rename(sizes, sizes, [eqn.invars[old]], [eqn.outvars[new]])
         elif name in IN_PLACE + SEEN_THROUGH:
-            sizes |= _renamed(sizes, eqn.invars[:1], eqn.outvars)
+            _rename(sizes, sizes, eqn.invars[:1], eqn.outvars)
         elif name in PARTS:
             sizes |= {id(v): _size(v.aval) for v in eqn.outvars if id(eqn.invars[0]) in sizes}
         elif name not in ROWS_ONLY:
-            total += sum(sizes.get(id(var), 0) for var in eqn.invars)
+            total += operands
     return total
 
 
-def _bodies(eqn: Any) -> list[Any]:
-    """The programs inside an operation: branches of a conditional, the body of a call.
+def _read_body(eqn: Any, body: Any, sizes: dict[int, int]) -> int:
+    """Bytes that one turn of a program inside an operation reads."""
+    operands, inside = eqn.invars[len(eqn.invars) - len(body.invars) :], {}
+    _rename(sizes, inside, operands, body.invars)
+    for array, var in zip(operands, body.invars, strict=True):
+        if id(var) in inside and array.aval.shape != var.aval.shape:
+            inside[id(var)] = _size(var.aval)  # a scan goes along this array
+    cost = _read(body, inside)
+    _rename(inside, sizes, body.outvars, eqn.outvars)
+    return cost
 
-    What is inside a kernel is its own business.
+
+def _bodies(eqn: Any) -> list[Any]:
+    """The programs inside an operation: branches of a conditional, the body of a call or scan.
+
+    Those inside a kernel are not looked at.
     """
     if eqn.primitive.name == "pallas_call":
         return []
-    found = eqn.params.get("branches") or [
-        eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params
-    ]
-    return [getattr(body, "jaxpr", body) for body in found]
+    inside = [eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params]
+    return [getattr(body, "jaxpr", body) for body in eqn.params.get("branches") or inside]
 
 
-def _renamed(sizes: dict[int, int], old: Sequence[Any], new: Sequence[Any]) -> dict[int, int]:
+def _rename(
+    sizes: dict[int, int], into: dict[int, int], old: Sequence[Any], new: Sequence[Any]
+) -> None:
     pairs = zip(old, new, strict=True)
-    return {id(there): sizes[id(here)] for here, there in pairs if id(here) in sizes}
+    into |= {id(there): sizes[id(here)] for here, there in pairs if id(here) in sizes}
 
 
 def _size(array: Any) -> int:

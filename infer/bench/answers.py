@@ -1,4 +1,4 @@
-"""Answer files in Spec-Bench's format, one for each way of decoding: OUTPUT/SET/NAME.jsonl.
+"""Answer files in Spec-Bench's format, one for each candidate: OUTPUT/SET/NAME.jsonl.
 
     {"question_id", "category", "answer_id", "model_id", "choices": [{"index", "turns",
      "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}], "tstamp"}
@@ -9,12 +9,13 @@ has what the report needs: the run that wrote it, tokens, prefill times, drafted
 the answer first differs from plain decoding's. `same_as_plain` is null where candidates were
 drawn, since such an answer may differ.
 
-The lines of a question are written, and flushed to the disk, when all ways have answered it. After
-a crash, a question that some file lacks or has half a line of is asked again. All others are kept.
+The lines of a question are written, and flushed to the disk, when all candidates have answered it.
+After a crash, a question that some file lacks or has half a line of is asked again.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -22,25 +23,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.evaluation.suites import Question
+from infer.bench.suites import Question
 from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash, write_whole
 from moa_jax.files.json_text import to_json
 
 SETTINGS = "settings.json"
-AnswerLine = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """One question answered in one way: a result and a text for each of its turns."""
+    """A question answered by one candidate: a result and a text for each of its turns."""
 
     results: list[Result]
     texts: list[str]
     too_long: int | None = None  # the first turn, from 1, that the target had no room for
-    difference: dict[str, Any] | None = (
-        None  # the first one between this and plain decoding's answer
-    )
+    difference: dict[str, Any] | None = None  # the first one from plain decoding's answer
     comparable: bool = True  # with plain decoding's answer; not where candidates were drawn
 
     @property
@@ -50,14 +48,6 @@ class Answer(NamedTuple):
     @property
     def accept_lengths(self) -> list[int]:
         return [length for result in self.results for length in result.accept_lengths]
-
-    @property
-    def rounds(self) -> int:
-        return len(self.accept_lengths)
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(result.token_ids) for result in self.results)
 
     @property
     def wall_s(self) -> float:
@@ -74,27 +64,21 @@ class AnswerFolder:
         questions: Iterable[Question],
         models: Sequence[str],
     ) -> None:
-        """Open or make the folder; raises InputError if it holds answers of another run."""
-        self.folder, self._models = folder, models
-        self._run = run_id(settings)
-        self._check_settings(settings)
-        sets = dict.fromkeys(question.set for question in questions)
-        self._lines = {
-            (name, model): self._read(self._path(name, model), model)
-            for name in sets
-            for model in models
-        }
-        for name in sets:
-            self._drop_unfinished(name)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / SETTINGS, to_json(settings, indent=2) + "\n")
+        """Opens or makes the folder; raises InputError if it holds answers of another run."""
+        self.folder, self._models, self._run = folder, models, run_id(settings)
+        _check_settings(folder, settings)
+        self._lines: dict[tuple[str, str], dict[Any, dict[str, Any]]] = {}
+        for name in dict.fromkeys(question.set for question in questions):
+            self._open_set(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / SETTINGS, to_json(settings, indent=2) + "\n")
 
     def has(self, question: Question) -> bool:
-        """Whether every model has answered this question."""
+        """Whether every candidate has answered this question."""
         return all(question.id in self._lines[question.set, each] for each in self._models)
 
     def add(self, question: Question, answers: Mapping[str, Answer]) -> None:
-        """Store the answers of all models to a question; raises OSError for a full disk."""
+        """Stores the answers of all candidates to a question; raises OSError for a full disk."""
         for model, answer in answers.items():
             line = _line_of(question, model, answer) | {"run": self._run}
             path = self._path(question.set, model)
@@ -112,27 +96,22 @@ class AnswerFolder:
     def _path(self, name: str, model: str) -> Path:
         return self.folder / name / f"{model}.jsonl"
 
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        path = self.folder / SETTINGS
-        if not path.exists():
-            return
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            differing = sorted(k for k in {*known, *settings} if known.get(k) != settings.get(k))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{path} is no settings file of a run: choose another --output"
-            ) from error
-        if differing:
-            raise InputError(
-                f"{self.folder} holds the answers of another run, with other {', '.join(differing)}"
-                ": choose another --output"
-            )
+    def _open_set(self, name: str) -> None:
+        """Reads the files of a set, and drops questions that some candidate has not answered."""
+        files = {model: self._read(self._path(name, model), model) for model in self._models}
+        finished = set.intersection(*map(set, files.values()))
+        for model, lines in files.items():
+            kept = {key: line for key, line in lines.items() if key in finished}
+            path = self._path(name, model)
+            content = "".join(to_json(line) + "\n" for line in kept.values())
+            if path.exists() and path.read_bytes() != content.encode():
+                write_whole(path, content)
+            self._lines[name, model] = kept
 
-    def _read(self, path: Path, model: str) -> dict[Any, AnswerLine]:
+    def _read(self, path: Path, model: str) -> dict[Any, dict[str, Any]]:
         """The lines of a file by question, without a last line that a crash cut off."""
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        found: dict[Any, AnswerLine] = {}
+        found = {}
         for number, content in enumerate(text.split("\n")[:-1], start=1):
             try:
                 line = json.loads(content)
@@ -151,25 +130,29 @@ class AnswerFolder:
                 )
         return found
 
-    def _drop_unfinished(self, name: str) -> None:
-        """Drop questions that some model has not answered, in memory and on disk."""
-        files = {model: self._lines[name, model] for model in self._models}
-        finished = set.intersection(*(set(lines) for lines in files.values()))
-        for model, lines in files.items():
-            kept = {key: line for key, line in lines.items() if key in finished}
-            content = "".join(to_json(line) + "\n" for line in kept.values())
-            path = self._path(name, model)
-            if path.exists() and path.read_bytes() != content.encode():
-                write_whole(path, content)
-            self._lines[name, model] = kept
-
 
 def run_id(settings: Mapping[str, Any]) -> str:
     """A short name shared only by runs of the same settings."""
     return json_hash(settings)[:12]
 
 
-def _line_of(question: Question, model: str, answer: Answer) -> AnswerLine:
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    path = folder / SETTINGS
+    if not path.exists():
+        return
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(k for k in known | dict(settings) if known.get(k) != settings.get(k))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is no settings file of a run: choose another --output") from error
+    if differing:
+        raise InputError(
+            f"{folder} holds the answers of another run, with other {', '.join(differing)}: "
+            "choose another --output"
+        )
+
+
+def _line_of(question: Question, model: str, answer: Answer) -> dict[str, Any]:
     results = answer.results
     choice = {
         "index": 0,
@@ -197,24 +180,16 @@ def _line_of(question: Question, model: str, answer: Answer) -> AnswerLine:
     }
 
 
-def _answer_of(line: AnswerLine) -> Answer:
+def _answer_of(line: Mapping[str, Any]) -> Answer:
     """The answer of a line; its prompts are not kept."""
     (choice,) = line["choices"]
-    results, start = [], 0
-    for index, rounds in enumerate(choice["decoding_steps"]):
-        part = slice(start, start + rounds)
-        prefill_s = choice["prefill_time"][index]
-        results.append(
-            Result(
-                [],
-                choice["token_ids"][index],
-                choice["finish_reasons"][index],
-                choice["accept_lengths"][part],
-                prefill_s,
-                choice["wall_time"][index] - prefill_s,
-                choice["drafted"][part],
-            )
-        )
-        start += rounds
+    ends = [0, *itertools.accumulate(choice["decoding_steps"])]
+    of_turns = [slice(*pair) for pair in itertools.pairwise(ends)]
+    keys = ("token_ids", "finish_reasons", "prefill_time", "wall_time")
+    results = [
+        Result([], ids, why, choice["accept_lengths"][part], prefill, wall - prefill, drafted)
+        for ids, why, prefill, wall, part in zip(*map(choice.get, keys), of_turns, strict=True)
+        for drafted in [choice["drafted"][part]]
+    ]
     comparable = line["same_as_plain"] is not None
     return Answer(results, choice["turns"], line["too_long"], line["difference"], comparable)

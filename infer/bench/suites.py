@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import moa_jax
 from infer.program import names
 from moa_jax.data import corpora
+from moa_jax.data.records import Message
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash
 
@@ -34,20 +35,25 @@ KNOWN = (
     "tfds:NAME/SPLIT"
 )
 PUBLIC = ("hub:", "tfds:")
-PUBLIC_ROWS = 80  # as many as each of the paper's sets has
+PUBLIC_ROWS = 80  # the size of each of the paper's sets
 # Spec-Bench tells the categories of its multi-turn questions and calls them one subtask.
 TALKS = "writing roleplay reasoning math coding extraction stem humanities".split()
 
 
 class Question(NamedTuple):
-    """What is asked, turn by turn; `group` is the row of a table that it counts for."""
+    """The turns of a user; `group` is the row of a table that the question counts for."""
 
     set: str
     id: int | str
     category: str
     group: str
     turns: tuple[str, ...]
-    history: tuple[tuple[str, str], ...] = ()  # role and text of what was said before
+    history: tuple[tuple[str, str], ...] = ()  # role and text of each earlier message
+
+    def messages(self) -> list[Message]:
+        """The history and the first turn."""
+        pairs = (*self.history, ("user", self.turns[0]))
+        return [{"role": role, "content": text} for role, text in pairs]
 
 
 def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:

@@ -1,4 +1,4 @@
-"""What infer.bench decodes: batches of prompts, and pairs with random weights."""
+"""Inputs of infer.bench: batches of prompts, and pairs with random weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from infer.evaluation.conversations import prompts_of as conversation_prompts
+from infer.bench.conversations import prompts_of as conversation_prompts
+from infer.bench.random_pair import random_drafter, random_target
 from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import asked_mesh
 from infer.flags.pair import dtype_of, use_cores
@@ -22,7 +23,6 @@ from moa_jax.data.report import RecordTally
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.measure.random_pair import random_drafter, random_target
 from moa_jax.pretrained import (
     LoadedDrafter,
     Target,
@@ -63,15 +63,9 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--limit",
         type=positive,
-        help=f"at most so many prompts; default: {CONVERSATIONS} conversations, one random batch",
+        help=f"most prompts; default: {CONVERSATIONS} conversations, one random batch",
     )
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise InputError where random weights would need a tokenizer."""
-    if args.random_weights and args.conversations:
-        raise InputError("--random-weights has no tokenizer: use --prompt-length or prompt_ids")
 
 
 def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Pictures: what all of them share, and speedup against the size of drafts."""
+"""Checks, files, colours and grids of all pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 150
-AXES = (("chain", "depth", "depth of a chain"), ("tree", "total_tokens", "drafted nodes of a tree"))
 
 
 def check_plots(path: Path, flag: str = "--plot") -> None:
@@ -43,31 +42,7 @@ def colour(index: int) -> Any:
 
 
 def tidy(panel: Any, axis: str = "both") -> None:
-    """A pale grid behind the figures, and no frame above and to the right."""
+    """A pale grid under the figures, and no frame above and to the right."""
     panel.grid(axis=axis, color="0.9", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def plot_speedups(modes: list[dict[str, Any]], device: str, path: Path) -> None:
-    """Medians with their quartiles, and tau beside them; the line at 1 is plain decoding."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, (mode, key, label) in zip(panels, AXES, strict=True):
-        rows = [row for row in modes if row["mode"] == mode and row["speedup"] is not None]
-        rows.sort(key=lambda row: row[key])
-        x, y = [row[key] for row in rows], [row["speedup"] for row in rows]
-        low, high = (
-            zip(*(row["speedup_quartiles"] for row in rows), strict=True) if rows else ((), ())
-        )
-        panel.fill_between(x, low, high, alpha=0.2)
-        panel.plot(x, y, marker="o")
-        for row in rows:
-            panel.annotate(f"tau {row['tau']:.2f}", (row[key], row["speedup"]), fontsize=8)
-        panel.axhline(1.0, color="gray", linewidth=1)
-        panel.set_xlabel(label)
-    panels[0].set_ylabel("speedup over plain decoding")
-    figure.suptitle(device)
-    save_figure(figure, path)

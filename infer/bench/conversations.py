@@ -1,6 +1,6 @@
 """Conversations as questions: `--conversations` asks one turn of each record, by source.
 
-The question is one of a record's user turns, another turn for each record, behind the history
+The question is one of a record's user turns, another turn for each record, after the history
 that the record has up to there; its group is the record's source.
 """
 
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.evaluation.paper import ALL
-from infer.evaluation.suites import PAPER, Question
+from infer.bench.paper import ALL
+from infer.bench.suites import PAPER, Question
 from infer.program import names
 from moa_jax.data import chat, corpora
 from moa_jax.data.records import messages_of
@@ -41,7 +41,7 @@ def questions_of(path: str, sources: Sequence[str], limit: int | None = None) ->
 
 
 def _question(record: dict[str, Any], number: int) -> Question:
-    """One user turn of a record, behind its history; InputError where it has none."""
+    """One user turn of a record, after its history; InputError where it has none."""
     messages = messages_of(record)
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
@@ -59,8 +59,6 @@ def prompts_of(
 ) -> Iterator[tuple[str, list[int]]]:
     """Source and prompt of each conversation whose prompt has at most `longest` tokens."""
     for question in questions_of(args.conversations, names(args.sources)):
-        said = [*question.history, ("user", *question.turns)]
-        messages = [{"role": role, "content": text} for role, text in said]
-        prompt = chat.prompt_ids(tokenizer, messages)
+        prompt = chat.prompt_ids(tokenizer, question.messages())
         if len(prompt) <= longest:
             yield question.group, prompt

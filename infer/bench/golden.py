@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moa_jax.data import corpora
+from infer.bench.fidelity import TopLogits
+from moa_jax.data import chat, corpora
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash, write_whole
 from moa_jax.files.kinds import target_sizes
 from moa_jax.files.token_ids import read_token_ids
-from moa_jax.measure.fidelity import TopLogits
 from moa_jax.pretrained import Target
 
 FORMAT, VERSION = "moa-jax golden", 1
@@ -80,25 +80,17 @@ def read(path: Path, target: Target) -> Golden:
     """Reads a file; raises InputError if it is damaged, or was made with another target."""
     lines = list(corpora.read_numbered(str(path)))
     header = lines[0][1] if lines else {}
+    again, count = "write it again with --write-golden", header.get("prompts")
     if header.get("format") != FORMAT:
         raise InputError(f"{path} is not a golden file: write one with --write-golden")
-    if header.get("version") != VERSION:
-        raise InputError(
-            f"{path} has the format version {header.get('version')}, and this program reads "
-            f"{VERSION}: write it again with --write-golden"
-        )
-    if not (
-        isinstance(header.get("target"), dict)
-        and isinstance(header.get("vocabulary_sha256"), str | None)
-        and isinstance(header.get("made_by"), str)
-    ):
-        raise InputError(f"{path} has a damaged first line: write it again with --write-golden")
+    if (version := header.get("version")) != VERSION:
+        raise InputError(f"{path} has the format version {version}, not {VERSION}: {again}")
+    types = {"target": dict, "vocabulary_sha256": str | None, "made_by": str}
+    if not all(isinstance(header.get(key), kind) for key, kind in types.items()):
+        raise InputError(f"{path} has a damaged first line: {again}")
     _check_model(path, header, model_of(target))
-    if len(lines) < 2 or len(lines) - 1 != header.get("prompts"):
-        raise InputError(
-            f"{path} holds {len(lines) - 1} of {header.get('prompts')} prompts: write it again "
-            "with --write-golden"
-        )
+    if len(lines) < 2 or len(lines) - 1 != count:
+        raise InputError(f"{path} holds {len(lines) - 1} of {count} prompts: {again}")
     vocab_size = target.config.vocab_size
     return Golden(header, [_prompt(place, line, vocab_size) for place, line in lines[1:]])
 
@@ -108,14 +100,14 @@ def _check_model(path: Path, header: Mapping[str, Any], ours: Mapping[str, Any])
 
     The same vocabulary may have embeddings of different sizes.
     """
-    stated, known = dict(header.get("target") or {}), dict(ours["target"])
-    for each, source in ((stated, header), (known, ours)):
-        each["vocabulary"] = (source.get("vocabulary_sha256") or "")[:12] or None
-    if known["vocabulary"] is not None and stated["vocabulary"] == known["vocabulary"]:
-        del known["vocab_size"]
+    hashes = [each["vocabulary_sha256"] for each in (header, ours)]
+    stated, known = dict(header["target"]), dict(ours["target"])
+    if None not in hashes:
+        stated["vocabulary"], known["vocabulary"] = (each[:12] for each in hashes)
+        if hashes[0] == hashes[1]:
+            del known["vocab_size"]
     for key, value in known.items():
-        both_known = key != "vocabulary" or None not in (stated[key], value)
-        if both_known and stated.get(key) != value:
+        if stated.get(key) != value:
             raise InputError(
                 f"{path} was made with another target: {key} is {stated.get(key)} in the file and "
                 f"{value} in the target: choose the target's own golden file"
@@ -132,20 +124,14 @@ def _line(prompt: GoldenPrompt) -> dict[str, Any]:
 def _prompt(place: str, line: Mapping[str, Any], vocab_size: int) -> GoldenPrompt:
     """The prompt of a line; raises InputError that names the line."""
     try:
-        given = [np.array(line[key]) for key in ("prompt_ids", "token_ids", "ids")]
-        # An empty answer has no dtype of its own.
-        whole = all(each.dtype.kind == "i" for each in given if each.size)
-        prompt, answer, ids_TK = (each.astype(np.int32) for each in given)
-        logits_TN = np.array(line["logits"], np.float32)
+        ids_TK, logits_TN = np.array(line["ids"]), np.array(line["logits"], np.float32)
+        prompt, answer = line["prompt_ids"], line["token_ids"]
+        chat.check_ids([*prompt, *answer, *ids_TK.ravel().tolist()], vocab_size)
         T, K = ids_TK.shape
-        sound = whole and prompt.ndim == answer.ndim == 1 and len(prompt) > 0 and K > 0
-        sound &= len(prompt) + len(answer) == T and logits_TN.shape == (T, K + 1)
-        ids = np.concatenate([prompt, answer, ids_TK.ravel()])
-        sound &= bool(
-            (0 <= ids).all() and (ids < vocab_size).all() and np.isfinite(logits_TN).all()
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
+        sound = len(prompt) > 0 and len(prompt) + len(answer) == T and K > 0
+        sound &= logits_TN.shape == (T, K + 1) and bool(np.isfinite(logits_TN).all())
+    except (KeyError, TypeError, ValueError, OverflowError, InputError):
         sound = False
     if not sound:
         raise InputError(f"{place} is not a prompt of a golden file: write it again")
-    return GoldenPrompt(prompt.tolist(), answer.tolist(), TopLogits(ids_TK, logits_TN))
+    return GoldenPrompt(prompt, answer, TopLogits(ids_TK.astype(np.int32), logits_TN))

@@ -31,11 +31,10 @@ def random_target(
 
     Raises InputError for a mesh as `load_target` does.
     """
-    table, sharding = convert.target_table(config), None
     if mesh is not None:
         check_mesh(config, mesh)
-        sharding = cut_for_decoding(table, mesh, "target")
-    params = random_params(table, dtype, jax.random.key(seed), weights, sharding)
+    table = convert.target_table(config)
+    params = random_params(table, dtype, seed, weights, _sharding(table, mesh, "target"))
     return Target(config, params, folder, SpecialIds())
 
 
@@ -54,25 +53,28 @@ def random_drafter(
     kind = DRAFTERS[method]
     kind.make(config, target.config)
     table = kind.table(config, target.config)
-    mesh = mesh_of(target.params)
-    sharding = None if mesh is None else cut_for_decoding(table, mesh, "drafter")
-    params = random_params(table, dtype, jax.random.key(seed), weights, sharding)
+    sharding = _sharding(table, mesh_of(target.params), "drafter")
+    params = random_params(table, dtype, seed, weights, sharding)
     return LoadedDrafter(method, config, params, (), target.folder, None)
+
+
+def _sharding(table: convert.Table, mesh: Mesh | None, part: str) -> ShardingOf | None:
+    return None if mesh is None else cut_for_decoding(table, mesh, part)
 
 
 def random_params(
     table: convert.Table,
     dtype: Any,
-    key: jax.Array,
-    weights: Format | None = None,
-    sharding: ShardingOf | None = None,
+    seed: int,
+    weights: Format | None,
+    sharding: ShardingOf | None,
 ) -> Any:
     """N(0, 0.02), norm scales 1, biases 0: one array after the other, each born as it is stored."""
     leaf = functools.partial(_leaf, jnp.dtype(dtype), weights)
     leaves = {}
     for index, (path, packing) in enumerate(table.items()):
         where = sharding and sharding(path, packing.shape)
-        own_key = jax.random.fold_in(key, index)
+        own_key = jax.random.fold_in(jax.random.key(seed), index)
         leaves[path] = leaf(str(path[-1]), packing.shape, where, own_key)
     return convert.nest(leaves)
 

@@ -1,4 +1,4 @@
-"""Who is compared: plain decoding, and each drafter in each mode, as sessions with names."""
+"""The candidates of a run: plain decoding, and each drafter in each mode, as named sessions."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ from infer.flags.pair import (
 from infer.flags.vocabulary import vocabulary_of
 from infer.program import names
 from moa_jax import Session
-from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
 from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
-PLAIN = "plain"  # the name of the decoding that all others are measured beside
+PLAIN = "plain"  # the decoding that all others are measured beside
 OPTIONS = {"method": "method", "n": "target_layer_inference"}  # of one --draft: flag
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _OPTIONS = re.compile(r"(.*?)((?:,\w+=[^,/]*)*)", re.DOTALL)
 
 
 class DraftFlag(NamedTuple):
-    """What one --draft says."""
+    """One --draft; its options are named by flags."""
 
     label: str | None
     path: str
-    options: dict[str, Any]  # by the names of flags
+    options: dict[str, Any]
 
 
-class Contender(NamedTuple):
+class Candidate(NamedTuple):
     """A way of decoding; `name` also names its answer files."""
 
     name: str
@@ -49,44 +48,46 @@ class Contender(NamedTuple):
     session: Session
 
 
-def load_contenders(args: argparse.Namespace) -> tuple[Target, list[Contender]]:
-    """The target and all ways to decode it, the plain one first.
+def load_candidates(args: argparse.Namespace) -> tuple[Target, list[Candidate]]:
+    """The target and all candidates, the plain one first.
 
     Raises InputError for models that are missing or not made for each other, for flags that
-    describe no draft, and for two contenders of the same name.
+    describe no draft, and for two candidates of the same name.
     """
     modes = modes_of(args)
     given = [given_of(text) for text in args.draft or [BUNDLED]]
     target, drafters = _load(args, given)
-    labels = [g.label or _public(d.folder) for g, d in zip(given, drafters, strict=True)]
-    vocabularies = _vocabularies(args, target, labels, drafters)
-    found = [Contender(PLAIN, None, Session(target, cache_rows=args.cache_rows))]
-    for label, drafter, vocabulary in zip(labels, drafters, vocabularies, strict=True):
+    has_head = [functions_of(each, target.config).own_head for each in drafters]
+    found = [Candidate(PLAIN, None, Session(target, cache_rows=args.cache_rows))]
+    for flag, drafter, own_head in zip(given, drafters, has_head, strict=True):
+        label = flag.label or _public(drafter.folder)
+        vocabulary = vocabulary_of(args, target, drafter)
+        if vocabulary and own_head and not all(has_head):  # else opening the session refuses it
+            print(
+                f"{label} has a head of its own: --draft-vocabulary is not for it", file=sys.stderr
+            )
+            vocabulary = None
         for mode in modes:
             flags = _flags_of(args, mode, modes)
             rest = {"vocabulary": vocabulary, "cache_rows": args.cache_rows}
             session = open_session(flags, target, drafter, **rest)
             name = f"{label}-{mode_of(session)}"
-            if any(contender.name == name for contender in found):
+            if any(candidate.name == name for candidate in found):
                 raise InputError(f"two drafters are named {name}: give one as --draft NAME=DIR")
-            found.append(Contender(name, drafter, session))
+            found.append(Candidate(name, drafter, session))
     return target, found
 
 
 def modes_of(args: argparse.Namespace) -> list[str]:
-    """The modes of each drafter, by default a chain.
+    """The modes of each drafter, by default a chain; raises InputError for others.
 
     Mode auto is none of them: what it drafts depends on the machine and on its load.
     """
-    if args.modes is None:
-        chosen = [args.mode or "chain"]
-    elif args.mode is not None:
+    if args.modes is not None and args.mode is not None:
         raise InputError("--modes says all modes: leave out --mode")
-    else:
-        chosen = list(dict.fromkeys(names(args.modes)))
-    wrong = [mode for mode in chosen if mode not in EXPLICIT]
-    if wrong or not chosen:
-        shown = args.modes or args.mode
+    shown = args.modes if args.modes is not None else args.mode or "chain"
+    chosen = list(dict.fromkeys(names(shown)))
+    if not chosen or not set(chosen) <= {*EXPLICIT}:
         raise InputError(f"{shown} is no mode to evaluate drafts in: choose from chain, tree")
     if PLAIN in chosen:
         raise InputError("--mode plain: there is nothing to compare, use --mode chain")
@@ -94,27 +95,27 @@ def modes_of(args: argparse.Namespace) -> list[str]:
 
 
 def describe(
-    args: argparse.Namespace, target: Target, contenders: list[Contender]
+    args: argparse.Namespace, target: Target, candidates: list[Candidate]
 ) -> dict[str, Any]:
-    """What decides the answers and their times, apart from the questions, ready for JSON."""
-    drafters = {c.name: c.drafter for c in contenders if c.drafter is not None}
-    files = {c.name: c.session.vocabulary.file for c in contenders if c.session.vocabulary}
-    narrowed = {name: folders.file_hash(file) for name, file in files.items()}
-    hashes = {id(d): folders.folder_hash(d.folder) for d in drafters.values()}
+    """Models and settings that decide the answers and their times, ready for JSON."""
+    narrowed = {c.name: c.session.vocabulary.file for c in candidates if c.session.vocabulary}
+    folders_of = {c.drafter.folder for c in candidates if c.drafter}
+    hashes = {folder: folders.folder_hash(folder) for folder in folders_of}
     return {
         "target": {"name": _public(target.folder), "sha256": folders.folder_hash(target.folder)},
         "models": {
-            contender.name: {
-                "method": contender.drafter and contender.drafter.method,
-                "sha256": contender.drafter and hashes[id(contender.drafter)],
-                "mode": mode_of(contender.session),
-                "levels": contender.session.shape.levels,
-                **dataclasses.asdict(contender.session.shape),
+            name: {
+                "method": drafter and drafter.method,
+                "sha256": drafter and hashes[drafter.folder],
+                "mode": mode_of(session),
+                "levels": session.shape.levels,
+                **dataclasses.asdict(session.shape),
             }
-            for contender in contenders
+            for name, drafter, session in candidates
         },
-        "draft_vocabulary": narrowed or None,
-        "cache_rows": contenders[0].session.cache_rows,
+        "draft_vocabulary": {name: folders.file_hash(file) for name, file in narrowed.items()}
+        or None,
+        "cache_rows": candidates[0].session.cache_rows,
         "threads": args.threads,
         **({"mesh": args.mesh} if args.mesh else {}),  # absent in the files of older runs
     }
@@ -128,40 +129,16 @@ def _load(args: argparse.Namespace, given: list[DraftFlag]) -> tuple[Target, lis
         args.draft = own if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
     target, first = load_pair(args)
-    drafters = [first]
-    for _, path, options in given[1:]:
-        folder = None if path == BUNDLED else path
-        drafters.append(open_drafter(folder, target, **(common | options)))
-    return target, drafters
+    rest = [
+        open_drafter(None if path == BUNDLED else path, target, **(common | options))
+        for _, path, options in given[1:]
+    ]
+    return target, [first, *rest]
 
 
-def _vocabularies(
-    args: argparse.Namespace, target: Target, labels: list[str], drafters: list[LoadedDrafter]
-) -> list[DraftVocabulary | None]:
-    """What each drafter drafts from: --draft-vocabulary, else what its own folder brings.
-
-    Those with a head of their own are passed over where others can use the file of the flag.
-    Where none can, all get it, and opening their session refuses it.
-    """
-    found = [vocabulary_of(args, target, drafter) for drafter in drafters]
-    able = [not functions_of(drafter, target.config).own_head for drafter in drafters]
-    if not any(able):
-        return found
-    for index, label in enumerate(labels):
-        if found[index] and not able[index]:
-            print(
-                f"{label} has a head of its own: --draft-vocabulary is not for it", file=sys.stderr
-            )
-            found[index] = None
-    return found
-
-
-def _flags_of(
-    args: argparse.Namespace, mode: str | None, modes: list[str | None]
-) -> argparse.Namespace:
+def _flags_of(args: argparse.Namespace, mode: str, modes: list[str]) -> argparse.Namespace:
     """The flags for one of several modes, without those that describe only the others."""
-    flags = argparse.Namespace(**vars(args))
-    flags.mode = mode
+    flags = argparse.Namespace(**vars(args) | {"mode": mode})
     if mode == "chain" and "tree" in modes:
         flags.breadth = flags.total_tokens = flags.paths = None
     if mode == "tree" and "chain" in modes and flags.paths is not None:
@@ -170,7 +147,7 @@ def _flags_of(
 
 
 def given_of(text: str) -> DraftFlag:
-    """Split [NAME=]DIR[,method=KIND][,n=N]; the name becomes part of a file's name.
+    """Splits [NAME=]DIR[,method=KIND][,n=N]; the name becomes part of a file's name.
 
     A text that is a folder as it stands has neither name nor options.
     """
@@ -200,6 +177,5 @@ def _options(text: str, options: str) -> dict[str, Any]:
 
 
 def _public(folder: Path) -> str:
-    if folder.parent == DEMO:
-        return BUNDLED
-    return folders.public_name(folder).rpartition("/")[2]
+    """The name of a folder, ready for a report."""
+    return BUNDLED if folder.parent == DEMO else folders.public_name(folder).rpartition("/")[2]

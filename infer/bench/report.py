@@ -1,0 +1,301 @@
+"""The report of infer.evaluate: figures by set and candidate, and the tables that show them.
+
+A question's rate is all its new tokens over all its seconds, those of prefill included, as in
+Spec-Bench.
+
+    speedup         median over questions of (rate / that of plain decoding), with quartiles
+    ... of totals   plain decoding's seconds for all questions / those taken
+    ... of rounds   the median again, of tokens after each first one over seconds after prefill
+    tau             tokens after each first one / rounds, both summed over all questions
+    ... of another  over the tau of the first drafter that drafts in the same mode
+    ... a question  the mean over questions of their own tau
+    target calls    prefills and rounds
+    repeated        share of 8-grams that an answer has had before: loops flatter tau
+    stopped         share of answers that ended by themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infer.bench import paper
+from infer.bench.answers import Answer
+from infer.bench.candidates import PLAIN
+from infer.bench.paper import ALL
+from infer.bench.statistics import (
+    DRAWS,
+    SHARE,
+    TauCounts,
+    acceptance,
+    interval_of,
+    median,
+    quartiles,
+    ratio,
+)
+from infer.bench.suites import PAPER, Question
+from infer.bench.tables import (
+    TableColumn,
+    cut_line,
+    number,
+    precision,
+    quartiled,
+    table_of,
+    with_interval,
+)
+from moa_jax.decode.exactness import Difference
+
+Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by candidate
+Row = dict[str, Any]
+NGRAM = 8
+MOST_COLUMNS = 12  # sets that a line has room for; all have a line of their own below
+TOO_LONG = "too long for the target"
+CAUTION = (
+    "The rows of the paper are for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens, "
+    "their questions and machine. In their chart the MT-bench and GSM8K figures of all MoA rows "
+    "are the same numbers, so one of the two columns is wrong, and the means hold it (?)."
+)
+
+
+class QuestionTotals(NamedTuple):
+    """Sums over the turns of each question, (Q,); committed tokens leave out each first one."""
+
+    tokens_Q: np.ndarray
+    wall_Q: np.ndarray
+    committed_Q: np.ndarray
+    rounds_Q: np.ndarray
+    decode_Q: np.ndarray
+
+    @property
+    def tau(self) -> float | None:
+        return ratio(float(self.committed_Q.sum()), int(self.rounds_Q.sum()))
+
+
+def document_of(
+    answers: Answered, left_out: Mapping[Question, str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The whole report: `rows`, one for each set and candidate, and what stands beside them.
+
+    `left_out` has the questions that were not asked, each with the reason.
+    """
+    groups: dict[str, list[Question]] = {}
+    for question in answers:
+        groups.setdefault(question.group, []).append(question)
+    groups[ALL] = list(answers)
+    rows = [
+        _row(name, model, [answers[question] for question in questions], settings)
+        for name, questions in groups.items()
+        for model in settings["models"]
+    ]
+    _add_intervals(rows, answers, settings)
+    cut = [(question, found[PLAIN].too_long, TOO_LONG) for question, found in answers.items()]
+    papers = {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
+    return {
+        "rows": rows,
+        "skipped": [
+            {"set": question.set, "question_id": question.id, "turn": turn, "why": why}
+            for question, turn, why in [*((q, 1, why) for q, why in left_out.items()), *cut]
+            if turn is not None
+        ],
+        "differences": [
+            {"set": question.set, "question_id": question.id, "model": model, **answer.difference}
+            for question, found in answers.items()
+            for model, answer in found.items()
+            if answer.difference
+        ],
+        "paper": papers if any(row["set"] in PAPER for row in rows) else {},
+        "settings": dict(settings),
+    }
+
+
+def _row(
+    group: str, model: str, found: Sequence[Mapping[str, Answer]], settings: Mapping[str, Any]
+) -> Row:
+    answers = [each[model] for each in found]
+    ours, plain = _totals(answers), _totals([each[PLAIN] for each in found])
+    results = [result for answer in answers for result in answer.results]
+    rate_Q = ours.tokens_Q / ours.wall_Q
+    speedup_Q = rate_Q * plain.wall_Q / plain.tokens_Q
+    own_Q, both_Q = ours.rounds_Q > 0, (ours.rounds_Q > 0) & (plain.rounds_Q > 0)
+    rates = [(each.committed_Q[both_Q] / each.decode_Q[both_Q]) for each in (ours, plain)]
+    taus = ours.committed_Q[own_Q] / ours.rounds_Q[own_Q]
+    rounds, grams = int(ours.rounds_Q.sum()), [repeats(each.token_ids) for each in results]
+    same = [answer.same_as_plain for answer in answers]  # None where they need not be the same
+    shape = settings["models"][model]
+    return {
+        "set": group,
+        "model": model,
+        "mode": shape["mode"],
+        "questions": len(answers),
+        "turns": len(results),
+        "tokens": int(ours.tokens_Q.sum()),
+        "tau": ours.tau,
+        "tau_of_questions": float(taus.mean()) if len(taus) else None,
+        "tokens_per_s": median(rate_Q),
+        "speedup": median(speedup_Q),
+        "speedup_quartiles": quartiles(speedup_Q),
+        "speedup_of_totals": float(plain.wall_Q.sum() / ours.wall_Q.sum()),
+        "speedup_of_rounds": median(rates[0] / rates[1]),
+        **acceptance(results, shape["levels"]),
+        "rounds": rounds,
+        "target_calls": rounds + len(results),
+        "repeated": sum(seen for seen, _ in grams) / max(sum(count for _, count in grams), 1),
+        "stopped": sum(result.finish_reason == "stop" for result in results) / len(results),
+        "same_as_plain": None if None in same else sum(same),
+    }
+
+
+def _totals(answers: Sequence[Answer]) -> QuestionTotals:
+    def total(of: Any) -> np.ndarray:
+        return np.array([sum(map(of, answer.results)) for answer in answers])
+
+    return QuestionTotals(
+        total(lambda result: len(result.token_ids)),
+        np.array([answer.wall_s for answer in answers]),
+        total(lambda result: sum(result.accept_lengths)),
+        total(lambda result: result.rounds),
+        total(lambda result: result.decode_s),
+    )
+
+
+def _add_intervals(rows: list[Row], answers: Answered, settings: Mapping[str, Any]) -> None:
+    """Adds to the last rows the interval of their tau, also as a share of the first one's."""
+    modes = {model: shape["mode"] for model, shape in settings["models"].items()}
+    totals = {model: _totals([each[model] for each in answers.values()]) for model in modes}
+    counts = {model: TauCounts(each.committed_Q, each.rounds_Q) for model, each in totals.items()}
+    for row in rows:
+        if row["set"] == ALL and row["mode"] != PLAIN and row["rounds"]:
+            model, first = row["model"], next(m for m, mode in modes.items() if mode == row["mode"])
+            row["tau_interval"] = interval_of([counts[model]])
+            if first != model and totals[first].tau is not None:
+                row["tau_over"] = first
+                row["tau_over_first"] = row["tau"] / totals[first].tau
+                row["tau_over_first_interval"] = interval_of([counts[model]], [counts[first]])
+
+
+def repeats(tokens: list[int]) -> tuple[int, int]:
+    """The number of 8-grams that an answer has had before, and the number of all."""
+    grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
+    return len(grams) - len(set(grams)), len(grams)
+
+
+# ---- tables -------------------------------------------------------------------------------
+
+
+DETAILS: dict[str, TableColumn] = {
+    "set": "set",
+    "decoder": "model",
+    "questions": "questions",
+    "tau": "tau",
+    "tau a question": "tau_of_questions",
+    "speedup (quartiles)": quartiled("speedup"),
+    "of totals": "speedup_of_totals",
+    "of rounds": "speedup_of_rounds",
+    "accepted of drafted": "acceptance_rate",
+    "rounds": "rounds",
+    "target calls": "target_calls",
+    "repeated": "repeated",
+    "stopped": "stopped",
+    "same as plain": lambda row: _same(row),
+}
+COMPARISON: dict[str, TableColumn] = {
+    "decoder": "model",
+    "tau": lambda row: with_interval(row["tau"], row.get("tau_interval")),
+    "share": lambda row: _share(row),
+    "accepted by position, of rounds that drafted it": "acceptance_unconditional",
+    "given the one before": "acceptance_conditional",
+}
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The report in Markdown."""
+    settings, rows = document["settings"], document["rows"]
+    drafted = [row for row in rows if row["model"] != PLAIN]
+    last = [row for row in drafted if row["set"] == ALL]
+    is_papers = any(row["set"] in PAPER for row in rows)
+    papers: dict[str, TableColumn] = {
+        f"paper, {paper.MAIN}": lambda row: _papers_cell(paper.MAIN, row["set"], rows)
+    }
+    answers = settings["answers"]
+    how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']}"
+    parts = [
+        cut_line(document, "questions"),
+        f"{settings['target']['name']}, {precision(settings)}, {settings['device']}, {how}, up to "
+        f"{answers['max_new_tokens']} tokens a turn, one question at a time. Speedup over our "
+        "own plain decoding / tau:",
+        table_of(_overview(rows, paper.PAPER if is_papers else ())),
+        CAUTION if is_papers else "",
+        table_of(drafted, DETAILS | (papers if is_papers else {})),
+        f"Tau over all sets, with what {SHARE:.0%} of {DRAWS:,} draws of the questions hold:",
+        table_of(last, COMPARISON),
+        _skips(document["skipped"]),
+        _sameness(document["differences"], last),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _overview(rows: Sequence[Row], methods: Iterable[str]) -> list[Row]:
+    """A line a candidate and a column a set, as in the paper, and the paper's own lines below.
+
+    With more sets than a line has room for, such as sources of conversations, only all of them.
+    """
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    sets = sets if len(sets) <= MOST_COLUMNS else [ALL]
+    found: dict[str, Row] = {}
+    for row in rows:
+        cell = f"{number(row['speedup'])}x / {number(row['tau'])}"
+        if row["model"] == PLAIN:
+            cell = f"{number(row['tokens_per_s'], 1)} tokens/s"
+        if row["set"] in sets:
+            found.setdefault(row["model"], {"decoder": row["model"]})[row["set"]] = cell
+    for method in methods:
+        cells = {name: _papers_cell(method, name, rows) for name in sets}
+        if {*cells.values()} != {"-"}:
+            found[method] = {"decoder": f"paper: {method}", **cells}
+    return list(found.values())
+
+
+def _papers_cell(method: str, name: str, rows: Sequence[Row]) -> str:
+    """The paper's figures; their mean is over six sets, and no reference for some of them."""
+    has_all = {row["set"] for row in rows} >= {*PAPER}
+    return paper.cell(method, name) if name != ALL or has_all else "-"
+
+
+def _same(row: Row) -> str:
+    same = row["same_as_plain"]
+    return "-" if same is None else f"{same}/{row['questions']}"
+
+
+def _share(row: Row) -> str:
+    share = with_interval(row.get("tau_over_first"), row.get("tau_over_first_interval"))
+    return f"{share} of {row['tau_over']}" if "tau_over" in row else "-"
+
+
+def _skips(skipped: list[dict[str, Any]]) -> str:
+    """A line a reason, with the questions of each set."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for each in skipped:
+        turn = f" (turn {each['turn']})" if each["turn"] > 1 else ""
+        sets = reasons.setdefault(each["why"], {})
+        sets.setdefault(each["set"], []).append(f"{each['question_id']}{turn}")
+    lines = []
+    for why, sets in reasons.items():
+        places = "; ".join(f"{name} {', '.join(ids)}" for name, ids in sets.items())
+        lines.append(f"Skipped, {why}: {sum(map(len, sets.values()))} ({places}).")
+    return "\n".join(lines)
+
+
+def _sameness(differences: list[dict[str, Any]], last: list[Row]) -> str:
+    if any(row["same_as_plain"] is None for row in last):
+        return "Answers are not comparable with plain decoding's: candidates were drawn."
+    if not differences:
+        answers = sum(row["questions"] for row in last)
+        return f"Each of the {answers} drafted answers is the same as plain decoding's."
+    lines = [f"{len(differences)} answers DIFFER from plain decoding's:"]
+    for each in differences:
+        difference = Difference(*(each[name] for name in Difference._fields))
+        where = f"{each['set']} {each['question_id']} turn {each['turn']}"
+        lines.append(f"- {each['model']}, {where}: {difference}")
+    return "\n".join(lines)
