@@ -10,8 +10,8 @@ Every shape is fixed, and each row of a batch advances by its own count (state.p
 
 These drivers call the functions: the loop of rounds here, which sessions run to the end and an
 engine's calls for a few rounds; an engine's programs that read prompts; the split server's slots,
-whose passes have no draft cache, and its clients, which have no target; and `infer.bench.phases`, which
-times each function alone.
+whose passes have no draft cache, and its clients, which have no target; and `infer.bench.phases`,
+which times each function alone.
 
 Rounds of plain decoding between drafted ones leave out `extend`, and so may reading a prompt. The
 drafter's lag is `Behind`, and `catch_up` ends it. Until then drafts are worse; texts are the same.
