@@ -67,19 +67,22 @@ def size_and_time(file: Path) -> tuple[int, float]:
     return status.st_size, status.st_mtime_ns
 
 
-def lock(file: IO[Any], path: Path) -> None:
-    """Locks an open file until it is closed; raises InputError where another run holds the lock.
+def lock(file: IO[Any], refusal: str) -> None:
+    """Locks an open file until it is closed; raises InputError(refusal) where another run has it.
 
     A file system without locks gets a line on stderr.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(
-            f"{path}: another run writes it: wait for its end, or name another --output"
-        ) from error
+        raise InputError(refusal) from error
     except OSError as error:
-        print(f"{path}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+        print(f"{file.name}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+
+
+def lock_output(file: IO[Any], path: Path) -> None:
+    """Locks a file that one run writes; raises InputError where another run has it."""
+    lock(file, f"{path}: another run writes it: wait for its end, or name another --output")
 
 
 def is_stored(path: Path) -> bool:
