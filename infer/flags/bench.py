@@ -15,6 +15,7 @@ from moa_jax import InputError
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.measure.plot import check_plots
+from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter
 
 MODES = (*EXPLICIT, AUTO)
@@ -125,7 +126,10 @@ def modes_of(args: argparse.Namespace, drafter: LoadedDrafter | None) -> list[Mo
         "tree": [DraftShape(*sizes) for sizes in trees],
         AUTO: [DraftShape(depths[0])],
     }
-    return list(dict.fromkeys(Mode(name, shape) for name in args.modes for shape in each[name]))
+    asked_modes = args.modes
+    if asked_modes == list(MODES) and drafter and drafter.method == LOOKUP:  # drafts no trees
+        asked_modes = [name for name in MODES if name != "tree"]
+    return list(dict.fromkeys(Mode(name, shape) for name in asked_modes for shape in each[name]))
 
 
 def _sizes(text: str) -> list[int]:

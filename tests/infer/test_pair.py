@@ -77,7 +77,7 @@ def test_nothing_is_said_twice(config, flag):
 
 
 def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch, capsys):
-    for flags in ((), ("--mode", "auto"), ("--mode", "tree"), ("--method", "lookup")):
+    for flags in ((), ("--mode", "auto"), ("--mode", "chain"), ("--method", "lookup")):
         assert loading(monkeypatch, "--target", "x", *flags).draft == "lookup"
     notice = "no --draft: prompt lookup drafts for x (--mode plain turns it off)"
     assert capsys.readouterr().err.splitlines() == [notice] * 3  # none where it was asked for
