@@ -1,4 +1,4 @@
-"""Work that nobody waits for, such as compiling what may be wanted soon."""
+"""A thread for work beside decoding, such as compiling programs ahead of their use."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import NoReturn
 
 Work = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 LEAST_BETWEEN_RETURNS_S = 30.0
+MAX_TRIES = 3  # of a job that fails
 
 
 class Background:
-    """Does jobs one after the other in a thread, each of them once.
+    """Runs jobs one after the other in a thread, each of them once.
 
-    A process that ends waits for the job that was begun, since a compiler must not lose the ground
-    under its feet, and leaves out the others; one in a hurry may `leave`. A job that fails is
-    logged: what it would have made is simply not there.
+    A process that ends waits for the running job, since a compiler cannot be interrupted, and drops
+    the others; `leave` does not wait. A job that fails is logged with its traceback, and runs again
+    when it is submitted again, at most MAX_TRIES times.
     """
 
     def __init__(self) -> None:
-        self._jobs: deque[Work] = deque()
-        self._known: set[Hashable] = set()
+        self._jobs: deque[tuple[Hashable, Work]] = deque()
+        self._known: set[Hashable] = set()  # waiting, running, done, or failed for good
+        self._failures: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._returned_at = 0.0  # when freed memory was given back last
@@ -38,16 +40,16 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is done or waits."""
+        """Whether a job is running or waiting."""
         return self._thread is not None
 
     def submit(self, name: Hashable, job: Work) -> bool:
-        """Does a job behind all that wait; False if one of this name was ever given."""
+        """Runs a job after all waiting ones; False if one of its name waits, runs or succeeded."""
         with self._lock:
             if name in self._known:
                 return False
             self._known.add(name)
-            self._jobs.append(job)
+            self._jobs.append((name, job))
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="background", daemon=True)
                 thread.start()
@@ -79,11 +81,17 @@ class Background:
                 if not self._jobs:
                     self._thread = None
                     return
-                job = self._jobs.popleft()
+                name, job = self._jobs.popleft()
             try:
                 job()
-            except Exception as error:  # of any kind, since nobody waits for this thread
-                logging.getLogger(__name__).warning("work in the background failed: %s", error)
+            except Exception:
+                with self._lock:
+                    self._failures[name] += 1
+                    tries = self._failures[name]
+                    if tries < MAX_TRIES:
+                        self._known.discard(name)
+                line = "background job failed (try %d of %d)"
+                logging.getLogger(__name__).warning(line, tries, MAX_TRIES, exc_info=True)
             if time.monotonic() - self._returned_at > LEAST_BETWEEN_RETURNS_S:
                 self._returned_at = time.monotonic()
                 _give_back_memory()
