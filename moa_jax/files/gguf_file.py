@@ -32,7 +32,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from moa_jax.config import RopeScaling, TargetConfig
+from moa_jax.config import RopeScaling
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import folders
 from moa_jax.files.gguf_tokenizer import write_tokenizer
@@ -234,7 +234,8 @@ def _config_and_tensors(
         names.get_name(name, (".weight", ".bias")): name
         for name in convert.stored_shapes(convert.target_table(target))
     }
-    heads = _heads_to_reorder(metadata.architecture, target)
+    heads = {"q_proj": target.block.num_heads, "k_proj": target.block.num_kv_heads}
+    heads = heads if metadata.architecture == "llama" else {}  # llama.cpp reorders only these
     tensors: dict[str, Any] = {}
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
@@ -250,13 +251,6 @@ def _config_and_tensors(
     reader = GGUFReader(metadata.path, tensors)
     reader.check(convert.stored_shapes(convert.target_table(target)))
     return config, tensors
-
-
-def _heads_to_reorder(architecture: str, target: TargetConfig) -> dict[str, int]:
-    """Heads of the projections whose rows llama.cpp reorders: those of `llama` only."""
-    block = target.block
-    is_llama = architecture == "llama"
-    return {"q_proj": block.num_heads, "k_proj": block.num_kv_heads} if is_llama else {}
 
 
 def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dict[str, Any]:
