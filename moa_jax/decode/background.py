@@ -35,7 +35,7 @@ class Background:
         self._failures: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._returned_at = 0.0  # when freed memory was given back last
+        self._returned_at = 0.0  # of the last return of freed memory
         _ALL.add(self)
 
     @property
@@ -53,25 +53,22 @@ class Background:
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="background", daemon=True)
                 thread.start()
-                self._thread = thread  # one that has not started cannot be waited for
+                self._thread = thread  # `wait` cannot join a thread that has not started
         return True
 
     def wait(self) -> None:
-        """Returns when nothing is left to do."""
+        """Blocks until no job is running or waiting."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def drop(self) -> None:
-        """Leaves out what was not begun."""
+        """Drops the waiting jobs."""
         with self._lock:
             self._jobs.clear()
 
     def leave(self, code: int) -> None:
-        """Ends the process with this exit code if a job was begun, which may take a while.
-
-        No thread of it runs on, so nothing is lost but that job.
-        """
+        """Exits with this code at once if a job is running, which may take minutes."""
         if self.is_busy:
             leave(code)
 
@@ -98,10 +95,10 @@ class Background:
 
 
 def _give_back_memory() -> None:
-    """What a compiler has freed goes back to the system; glibc would keep it, 50 MB a program.
+    """Returns memory that a compiler has freed to the system; glibc would keep 50 MB per program.
 
-    Seldom: with it goes what others are about to use again, and new pages are slow. A server that
-    did so after every program took twice as long for an answer meanwhile.
+    Rarely: other threads reuse freed memory, and new pages are slow. A server that called this
+    after every program took twice as long per answer.
     """
     with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
         ctypes.CDLL(None).malloc_trim(0)
@@ -112,7 +109,7 @@ _ALL: weakref.WeakSet[Background] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Before the interpreter ends; whoever interrupts the wait ends the process at once."""
+    """Waits before the interpreter ends; Ctrl-C ends the process at once."""
     try:
         for background in list(_ALL):
             background.drop()
@@ -122,8 +119,8 @@ def _stop_all() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once, with what it has said."""
+    """Flushes the output and ends the process at once."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads, a closed file
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
             stream.flush()
     os._exit(code)

@@ -3,8 +3,8 @@
     runs/moa               a pathlib.Path
     gs://bucket/runs/moa   an epath.Path, which has the same methods
 
-A store has no locks, no free room that it tells, no appending and no renaming of folders: whoever
-writes there does without, and asks `is_stored`.
+A store has no locks, no limit of space, no appending and no renaming of folders: code that needs
+one of these checks `is_stored`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from moa_jax.errors import InputError
 
-STORE = "gs"  # Google's; of others nobody has tried what epath and Orbax make
-PACKAGES = ("gcsfs", "google.cloud.storage")  # by which they reach it
+STORE = "gs"  # Google's; epath and Orbax are not tested on others
+PACKAGES = ("gcsfs", "google.cloud.storage")  # epath and Orbax need them
 
 
 def place(path: str | os.PathLike[str]) -> Path:
