@@ -190,8 +190,7 @@ def extend(
     x_BTD = llama.embed(shared, tokens_BT)
     rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
     return GlideCache(
-        kv_cache.write(cache.own, rows, length_B),
-        kv_cache.write(cache.memory, memory, length_B),
+        kv_cache.write(cache.own, rows, length_B), kv_cache.write(cache.memory, memory, length_B)
     )
 
 
@@ -242,12 +241,7 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
     """
 
     def loss(
-        params: Params,
-        shared: Shared,
-        batch: Batch,
-        tapped: Tapped,
-        key: Array,
-        progress: Array,
+        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
     ) -> tuple[Array, dict[str, Array]]:
         seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
         found = trace(layer, params, shared, batch, tapped, seen)

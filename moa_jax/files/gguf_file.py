@@ -299,10 +299,7 @@ def _shortest(value: float) -> float:
 
 
 def _rope_scaling(
-    metadata: _Metadata,
-    stored: Mapping[str, gguf.ReaderTensor],
-    head_dim: int,
-    theta: float,
+    metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
     """RoPE scaling as config.json writes it; raises InputError for kinds that are not read."""
     # As in llama.cpp: the type defaults to linear, older files have another key, and 0 is 1.

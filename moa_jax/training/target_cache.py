@@ -102,10 +102,7 @@ class TargetCache:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        made_from: Mapping[str, Any],
-        kinds: Mapping[str, jax.ShapeDtypeStruct],
+        self, folder: Path, made_from: Mapping[str, Any], kinds: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
         self.folder, self._kinds = folder, kinds
         self._made_from = {"format": FORMAT} | dict(made_from)
