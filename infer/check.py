@@ -10,8 +10,9 @@ The target answers each prompt greedily. Target and reference then read the prom
 and their next-token distributions are compared after each token: KL(reference || target) in nats,
 the share of positions with the same most likely token (top-1), the share of the reference's five
 most likely tokens among the target's five (top-5), and the largest difference of logits. The
-prompts are decoded with drafts as well, in a chain and in a tree: in float32 any other token is a
-fault. The exit code is 0 if all prompts pass, 1 if one fails and 2 for bad input.
+prompts are decoded with drafts as well, in a chain and in a tree (prompt lookup: in a chain): in
+float32 any other token is a fault. The exit code is 0 if all prompts pass, 1 if one fails and 2 for
+bad input.
 
 The reference is transformers in float32, in a process of its own (pip install '.[test]'); of a GGUF
 file it is transformers' own reading. A golden file keeps its figures for machines without torch:
@@ -51,6 +52,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import GGUF_LINK
 from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_file
+from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__
 
@@ -197,7 +199,8 @@ def _answers(
     plain.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
     tree = TREE.get(jax.default_backend(), TREE_ELSEWHERE)
     shapes = DraftShape(drafter.depth or DEFAULT_DEPTH), tree
-    drafted = [Session(target, drafter, shape) for shape in shapes]
+    chains_only = drafter.method == LOOKUP
+    drafted = [Session(target, drafter, shape) for shape in shapes[: 1 if chains_only else 2]]
     found = []
     with progress(len(prompts), "prompts decoded") as bar:
         for index, prompt in enumerate(prompts):
@@ -207,7 +210,7 @@ def _answers(
             )
             differences = {
                 kind: compare(target, prompt, answer, other)
-                for kind, other in zip(DRAFTED, others, strict=True)
+                for kind, other in zip(DRAFTED, others, strict=False)
             }
             shown = answer if known is None else known.prompts[index].token_ids
             found.append(DecodedPrompt(prompt, shown, differences))

@@ -195,9 +195,7 @@ def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
         raise InputError("--mode stream needs the target, which --offline leaves out")
     if half.functions.go_on is None and (args.offline or args.mode == "chain"):
         flag = "--offline" if args.offline else "--mode chain"
-        raise InputError(
-            f"{flag}: this drafter cannot write token by token: use --connect and --mode tree"
-        )
+        raise InputError(f"{flag}: this drafter cannot write token by token: name another --draft")
 
 
 def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:

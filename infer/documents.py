@@ -20,7 +20,7 @@ from infer.program import INTERRUPTED
 from infer.server_process import SIGTERM_CODE, ended_by_sigterm
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.json_text import to_json
-from moa_jax.files.places import lock
+from moa_jax.files.places import lock_output
 
 BETWEEN = ", "
 CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
@@ -64,7 +64,7 @@ class GrowingDocument:
 
     def _go_on(self, prompts: Sequence[list[int]]) -> None:
         """Reads the results that the file has, and removes what follows them."""
-        lock(self._file, self._path)
+        lock_output(self._file, self._path)
         self._file.seek(0)
         text = self._file.read()
         if not text.startswith(self._head):

@@ -13,6 +13,7 @@ from infer.program import Parser, names, positive
 from moa_jax import InputError
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH
+from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter
 
 MODES = (*EXPLICIT, AUTO)
@@ -108,7 +109,10 @@ def modes_of(args: argparse.Namespace, drafter: LoadedDrafter | None) -> list[Mo
     depth = args.chain_depth or (asked and asked + 1) or (drafter and drafter.depth)
     chain = DraftShape(depth or DEFAULT_DEPTH)
     each = {"plain": DraftShape(1), "chain": chain, "tree": DraftShape(*args.tree), AUTO: chain}
-    return [Mode(name, each[name]) for name in dict.fromkeys(args.modes)]
+    modes = args.modes
+    if modes == list(MODES) and drafter and drafter.method == LOOKUP:  # drafts no trees
+        modes = [name for name in MODES if name != "tree"]
+    return [Mode(name, each[name]) for name in dict.fromkeys(modes)]
 
 
 def _sizes(text: str) -> list[int]:

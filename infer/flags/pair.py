@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +76,7 @@ def add_model_flags(parser: Parser, several: bool = False) -> Any:
     group.add_argument(
         "--threads",
         type=positive,
-        help="CPU cores to use; small models are fastest on one, since their products are short",
+        help="number of CPU cores (default: all); small models run fastest on 1",
     )
     return group
 
@@ -285,9 +288,30 @@ def dtype_of(args: argparse.Namespace) -> Any:
 
 
 def use_cores(count: int) -> None:
-    """Keep this process to its first `count` cores; jax counts them when it starts its threads."""
-    if hasattr(os, "sched_setaffinity"):  # Linux
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    """Pins this process to `count` of its cores, those with the fewest other pinned processes.
+
+    jax counts the cores when it starts its threads.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # Linux has it
+        return
+    with open(__file__, "rb") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # two programs that start together choose in turn
+        own = os.sched_getaffinity(0)
+        taken = _pinned_processes(own)
+        os.sched_setaffinity(0, sorted(own, key=lambda core: (taken[core], core))[:count])
+
+
+def _pinned_processes(own: set[int]) -> Counter[int]:
+    """By core, the number of other processes that are pinned to some of the cores `own`."""
+    found: Counter[int] = Counter()
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended
+                cores = os.sched_getaffinity(int(name))
+                if not cores >= own and Path("/proc", name, "cmdline").read_bytes():
+                    found.update(cores)  # threads of the kernel have no command line
+    return found
 
 
 def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:

@@ -1,4 +1,4 @@
-"""Work that nobody waits for, such as compiling what may be wanted soon."""
+"""A thread for work beside decoding, such as compiling programs ahead of their use."""
 
 from __future__ import annotations
 
@@ -11,65 +11,64 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import NoReturn
 
 Work = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 LEAST_BETWEEN_RETURNS_S = 30.0
+MAX_TRIES = 3  # of a job that fails
 
 
 class Background:
-    """Does jobs one after the other in a thread, each of them once.
+    """Runs jobs one after the other in a thread, each of them once.
 
-    A process that ends waits for the job that was begun, since a compiler must not lose the ground
-    under its feet, and leaves out the others; one in a hurry may `leave`. A job that fails is
-    logged: what it would have made is simply not there.
+    A process that ends waits for the running job, since a compiler cannot be interrupted, and drops
+    the others; `leave` does not wait. A job that fails is logged with its traceback, and runs again
+    when it is submitted again, at most MAX_TRIES times.
     """
 
     def __init__(self) -> None:
-        self._jobs: deque[Work] = deque()
-        self._known: set[Hashable] = set()
+        self._jobs: deque[tuple[Hashable, Work]] = deque()
+        self._known: set[Hashable] = set()  # waiting, running, done, or failed for good
+        self._failures: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._returned_at = 0.0  # when freed memory was given back last
+        self._returned_at = 0.0  # of the last return of freed memory
         _ALL.add(self)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is done or waits."""
+        """Whether a job is running or waiting."""
         return self._thread is not None
 
     def submit(self, name: Hashable, job: Work) -> bool:
-        """Does a job behind all that wait; False if one of this name was ever given."""
+        """Runs a job after all waiting ones; False if one of its name waits, runs or succeeded."""
         with self._lock:
             if name in self._known:
                 return False
             self._known.add(name)
-            self._jobs.append(job)
+            self._jobs.append((name, job))
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="background", daemon=True)
                 thread.start()
-                self._thread = thread  # one that has not started cannot be waited for
+                self._thread = thread  # `wait` cannot join a thread that has not started
         return True
 
     def wait(self) -> None:
-        """Returns when nothing is left to do."""
+        """Blocks until no job is running or waiting."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def drop(self) -> None:
-        """Leaves out what was not begun."""
+        """Drops the waiting jobs."""
         with self._lock:
             self._jobs.clear()
 
     def leave(self, code: int) -> None:
-        """Ends the process with this exit code if a job was begun, which may take a while.
-
-        No thread of it runs on, so nothing is lost but that job.
-        """
+        """Exits with this code at once if a job is running, which may take minutes."""
         if self.is_busy:
             leave(code)
 
@@ -79,21 +78,27 @@ class Background:
                 if not self._jobs:
                     self._thread = None
                     return
-                job = self._jobs.popleft()
+                name, job = self._jobs.popleft()
             try:
                 job()
-            except Exception as error:  # of any kind, since nobody waits for this thread
-                logging.getLogger(__name__).warning("work in the background failed: %s", error)
+            except Exception:
+                with self._lock:
+                    self._failures[name] += 1
+                    tries = self._failures[name]
+                    if tries < MAX_TRIES:
+                        self._known.discard(name)
+                line = "background job failed (try %d of %d)"
+                logging.getLogger(__name__).warning(line, tries, MAX_TRIES, exc_info=True)
             if time.monotonic() - self._returned_at > LEAST_BETWEEN_RETURNS_S:
                 self._returned_at = time.monotonic()
                 _give_back_memory()
 
 
 def _give_back_memory() -> None:
-    """What a compiler has freed goes back to the system; glibc would keep it, 50 MB a program.
+    """Returns memory that a compiler has freed to the system; glibc would keep 50 MB per program.
 
-    Seldom: with it goes what others are about to use again, and new pages are slow. A server that
-    did so after every program took twice as long for an answer meanwhile.
+    Rarely: other threads reuse freed memory, and new pages are slow. A server that called this
+    after every program took twice as long per answer.
     """
     with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
         ctypes.CDLL(None).malloc_trim(0)
@@ -104,7 +109,7 @@ _ALL: weakref.WeakSet[Background] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Before the interpreter ends; whoever interrupts the wait ends the process at once."""
+    """Waits before the interpreter ends; Ctrl-C ends the process at once."""
     try:
         for background in list(_ALL):
             background.drop()
@@ -114,8 +119,8 @@ def _stop_all() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once, with what it has said."""
+    """Flushes the output and ends the process at once."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads, a closed file
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
             stream.flush()
     os._exit(code)

@@ -104,6 +104,10 @@ class Session:
                 "vocabulary, which is a slice of the target's"
             )
         for way in self.ways:
+            if functions and functions.chains_only and not way.is_chain:
+                raise InputError(
+                    f"a drafter of kind {drafter.method} drafts chains, no trees: use --mode chain"
+                )
             _check_breadth(way, target, functions, vocabulary)
         logprobs.check(top_logprobs, target.config.vocab_size)
         self.mesh = sharding.mesh_of(target.params)

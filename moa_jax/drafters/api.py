@@ -134,6 +134,7 @@ class Drafter(NamedTuple):
     teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array, int], Array]
     # (params, shared, what goes to the head_BTD) -> float32 logits_BTU
     head: Callable[[Params, Shared, Array], Array] = target_head
+    chains_only: bool = False  # `propose` raises InputError for a tree
     own_head: bool = False  # if not, `head` is the target's, and a draft vocabulary can slice it
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
     # (params, length_B, tapped) -> what `extend` needs: arrays with B first and T last but one

@@ -282,12 +282,7 @@ def make_loss(layer: Layer, objective: Objective) -> DrafterLoss:
     """The loss of this kind, with the noise that `objective.feedback` asks for."""
 
     def loss(
-        params: Params,
-        shared: Shared,
-        batch: Batch,
-        tapped: Tapped,
-        key: Array,
-        progress: Array,
+        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
     ) -> tuple[Array, dict[str, Array]]:
         noise_2BTD = None
         if objective.feedback.noise:

@@ -31,9 +31,10 @@ from moa_jax.files.kinds import (
     FileLayout,
     Files,
     check_pairing,
+    check_stated,
     layer_sizes,
     mispaired,
-    misstated,
+    sizes_of_layer,
 )
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import convert, llama, masks
@@ -189,8 +190,7 @@ def extend(
     x_BTD = llama.embed(shared, tokens_BT)
     rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
     return GlideCache(
-        kv_cache.write(cache.own, rows, length_B),
-        kv_cache.write(cache.memory, memory, length_B),
+        kv_cache.write(cache.own, rows, length_B), kv_cache.write(cache.memory, memory, length_B)
     )
 
 
@@ -241,12 +241,7 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
     """
 
     def loss(
-        params: Params,
-        shared: Shared,
-        batch: Batch,
-        tapped: Tapped,
-        key: Array,
-        progress: Array,
+        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
     ) -> tuple[Array, dict[str, Array]]:
         seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
         found = trace(layer, params, shared, batch, tapped, seen)
@@ -298,22 +293,13 @@ def read_config(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[GlideConfig, tuple[str, ...]]:
     """Read sizes from the tensors; InputError where they contradict the target."""
-    keys, up = f"{SELF}self_attn.k_proj.weight", f"{SELF}mlp.up_proj.weight"
-    for name in (keys, up):
-        if name not in files.shapes:
-            raise InputError(f"the drafter lacks the tensor {name}: is it a GLIDE drafter?")
     check_pairing(files.config, layer_sizes(target_cfg))
     check_same_block(files.config, target_cfg, "config.json")
-    width, head_dim = target_cfg.block.hidden_size, target_cfg.block.head_dim
-    rows, found = files.shapes[keys]
-    if found != width:
-        raise mispaired("hidden_size", found, width)
-    if rows % head_dim:
-        raise mispaired("head_dim", f"no divisor of the {rows} rows of its keys", head_dim)
-    sizes = (rows // head_dim, files.shapes[up][0])
-    for key, size in zip(SIZES, sizes, strict=True):
-        if files.config.get(key, size) != size:
-            raise misstated(key, files.config[key], size)
+    width, found = target_cfg.block.hidden_size, files.shapes.get(f"{SELF}self_attn.k_proj.weight")
+    if found and found[1] != width:
+        raise mispaired("hidden_size", found[1], width)
+    sizes = sizes_of_layer(files.shapes, SELF, target_cfg.block.head_dim)
+    check_stated(files.config, dict(zip(SIZES, sizes, strict=True)))
     rest = {"block_size": files.config["block_size"]} if "block_size" in files.config else {}
     return GlideConfig(*sizes, **rest), ()
 

@@ -55,7 +55,7 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import DraftShape
-from moa_jax.drafters.api import NOTHING, Cache, Guide, Params, Shared, Tree
+from moa_jax.drafters.api import Cache, Guide, Params, Shared, Tree
 from moa_jax.model import masks, sharding
 from moa_jax.model.devices import traced_platform
 from moa_jax.model.pieces import top_k
@@ -345,7 +345,7 @@ def _grow_dynamic(
     # 4. The best of all levels are the tree.
     arrays = (jnp.concatenate(parts, axis=1) for parts in list(zip(*flats, strict=True))[:3])
     flat = Flat(*arrays, sum((flat.depth for flat in flats), ()))
-    return select(root_B, flat, shape, None), cache
+    return select(root_B, flat, shape), cache
 
 
 def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Array]:
@@ -369,32 +369,22 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Arr
     return below, score_BW, best_BW.astype(jnp.int32)
 
 
-def select(root_B: Array, flat: Flat, shape: DraftShape, bound: float | None) -> Tree:
-    """The tree of the likeliest candidates.
-
-    With a `bound`, those that score below it are NOTHING. Prompt lookup gives one, since its
-    list may hold fewer candidates than the tree has nodes.
-    """
-    B, X = flat.tokens_BX.shape
-    # 1. The best places in order of creation. X is added to a place that is not good enough, so
-    # that it is sorted behind all others.
-    score_BN, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)
-    if bound is not None:
-        chosen_BN = jnp.where(score_BN >= bound, chosen_BN, chosen_BN + X)
+def select(root_B: Array, flat: Flat, shape: DraftShape) -> Tree:
+    """The tree of the most likely candidates."""
+    # 1. The best places in order of creation.
+    _, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)
     chosen_BN = jnp.sort(chosen_BN, axis=1)
-    there_BN, chosen_BN = chosen_BN < X, chosen_BN % X
     tokens_BN = jnp.take_along_axis(flat.tokens_BX, chosen_BN, axis=1)
-    tokens_BN = jnp.where(there_BN, tokens_BN, NOTHING)
     # 2. Parents as nodes of the tree. Before a parent's node come the root and all chosen places
     # that are smaller than its own; for these 1 + place < wanted.
     wanted_BN = jnp.take_along_axis(flat.parent_BX, chosen_BN, axis=1)
     before_BNN = (chosen_BN + 1)[:, None, :] < wanted_BN[..., None]
-    node_BN = 1 + jnp.sum(before_BNN & there_BN[:, None, :], axis=-1, dtype=jnp.int32)
+    node_BN = 1 + jnp.sum(before_BNN, axis=-1, dtype=jnp.int32)
     parent_BN = jnp.where(wanted_BN == 0, 0, jnp.minimum(node_BN, shape.num_drafted))
     # 3. The root in front.
     depth_BN = jnp.asarray(np.array(flat.depth, np.int32))[chosen_BN]
     first = lambda value, rows_BN: jnp.concatenate([value, rows_BN], axis=1)
-    zero_B1 = jnp.zeros((B, 1), jnp.int32)
+    zero_B1 = jnp.zeros((len(root_B), 1), jnp.int32)
     parent_BN = first(zero_B1, parent_BN)
     return Tree(
         first(root_B[:, None], tokens_BN),

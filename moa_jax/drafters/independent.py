@@ -21,12 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax.config import (
-    BorrowedConfig,
-    IndependentConfig,
-    Objective,
-    TargetConfig,
-)
+from moa_jax.config import BorrowedConfig, IndependentConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
 from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
@@ -156,12 +151,7 @@ def make_loss(small: Small, objective: Objective) -> DrafterLoss:
     """
 
     def loss(
-        params: Params,
-        shared: Shared,
-        batch: Batch,
-        tapped: Tapped,
-        key: Array,
-        progress: Array,
+        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
     ) -> tuple[Array, dict[str, Array]]:
         feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
         draft = learning.Draft(feature_BTD, batch.response_BT)

@@ -15,87 +15,47 @@ from moa_jax.errors import InputError
 
 Values = Mapping[str, tuple[Any, ...]]  # patterns of keys; null is neutral for each
 
-_SILU = ("silu", "swish")
+
+def _keys(values: tuple[Any, ...], patterns: str) -> Values:
+    return dict.fromkeys(patterns.split(), values)
+
+
 NEUTRAL: Values = {
-    "hidden_act": _SILU,
-    "hidden_activation": _SILU,
-    "activation_function": _SILU,
-    "mlp_hidden_act": _SILU,
+    **_keys(("silu", "swish"), "hidden_act hidden_activation activation_function mlp_hidden_act"),
     # scales: Granite, Cohere, Falcon-H1, MiniCPM, Grok
-    "*_multiplier": (1,),
-    "*_multiplier_scale": (1,),
-    "use_mup": (False,),
-    "*logit*_scal*": (1,),
-    "*softcap*": (0,),
-    "*soft_cap*": (0,),
-    "*logit_cap*": (0,),
-    "scale_emb": (1,),
-    "emb*_scale": (1,),
-    "residual_scale": (1,),
-    "width_scale": (1,),
-    "scale_depth": (),
-    "dim_model_base": (),
-    "clip_qkv": (0,),
+    **_keys((1,), "*_multiplier *_multiplier_scale *logit*_scal* scale_emb emb*_scale"),
+    **_keys((1,), "residual_scale width_scale"),
+    **_keys((0,), "*softcap* *soft_cap* *logit_cap* clip_qkv"),
+    **_keys((), "scale_depth dim_model_base"),
+    **_keys((False,), "use_mup"),
     # positions: GLM, StableLM, SmolLM3, Llama 4, Qwen 1
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "rotary_percent": (1,),
-    "rope_ratio": (1,),
-    "rope_interleave*": (False,),
-    "rope_local_base_freq": (),
-    "use_rope": (True,),
-    "no_rope_layers": ([],),
-    "alibi": (False,),
-    "use_alibi": (False,),
-    "position_embedding_type": ("rope", "rotary"),
-    "use_dynamic_ntk": (False,),
-    "use_logn_attn": (False,),
-    "attn_temperature_tuning": (False,),
-    "llama_4_scaling": (),
-    # which positions see which, and how layers are joined
-    "attention_chunk_size": (0,),
-    "is_causal": (True,),
-    "use_bidirectional_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "parallel_attn": (False,),
-    "parallel_residual": (False,),
-    "use_parallel_residual": (False,),
-    "num_kv_shared_layers": (0,),
-    "post_norm": (False,),
-    "use_post_norm": (False,),
-    "sandwich_norm": (False,),
-    "norm_type": ("rms", "rmsnorm", "rms_norm", "RMSNorm"),
-    "zero_centered_gamma": (False,),
-    "add_unit_offset": (False,),
-    "rms_norm_scale_offset": (0,),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0, 1),
+    **_keys((1,), "partial_rotary_factor rotary_pct rotary_percent rope_ratio"),
+    **_keys((False,), "rope_interleave* alibi use_alibi use_dynamic_ntk use_logn_attn"),
+    **_keys((), "rope_local_base_freq llama_4_scaling"),
+    **_keys((True,), "use_rope"),
+    **_keys(([],), "no_rope_layers"),
+    **_keys(("rope", "rotary"), "position_embedding_type"),
+    # masks, and how layers are joined
+    **_keys((0,), "attention_chunk_size num_kv_shared_layers rms_norm_scale_offset"),
+    **_keys((True,), "is_causal"),
+    **_keys((False,), "attn_temperature_tuning use_bidirectional_attention is_encoder_decoder"),
+    **_keys((False,), "add_cross_attention parallel_attn parallel_residual use_parallel_residual"),
+    **_keys((False,), "post_norm use_post_norm sandwich_norm zero_centered_gamma add_unit_offset"),
+    **_keys(("rms", "rmsnorm", "rms_norm", "RMSNorm"), "norm_type"),
+    **_keys((0, 1), "num_experts num_local_experts n_routed_experts"),
 }
-
-
 HARMLESS = ("ffn_dim_multiplier",)  # fits a pattern above; intermediate_size has its result
 
 # The same of a drafter's layer over embedding and feature: speculators, vLLM and NVIDIA's files.
 LAYER_NEUTRAL: Values = {
-    "norm_before_residual": (False,),
-    "norm_before_fc": (False,),
-    "fc_norm": (False,),
-    "norm_output": (False,),
-    "layernorms": (False,),
-    "skip_prenorm": (True,),
-    "skip_output_norm": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "use_mtp_layernorm": (False,),
-    "use_aux_hidden_state": (True,),
-    "num_aux_hidden_states": (3,),
-    "parallel_drafting": (False,),
-    "parallel_draft_step": (1,),
-    "ptd_token_id": (),
-    "pard_token": (),
-    "feature_shift": (0,),
+    **_keys((False,), "norm_before_residual norm_before_fc fc_norm norm_output layernorms"),
+    **_keys((False,), "use_mtp_layernorm parallel_drafting"),
+    **_keys((True,), "skip_prenorm skip_output_norm use_input_layernorm_in_first_layer"),
+    **_keys((True,), "use_last_layernorm use_aux_hidden_state"),
+    **_keys((3,), "num_aux_hidden_states"),
+    **_keys((1,), "parallel_draft_step"),
+    **_keys((), "ptd_token_id pard_token"),
+    **_keys((0,), "feature_shift"),
 }
 
 

@@ -26,31 +26,16 @@ from moa_jax.files import casts
 from moa_jax.files.json_text import to_json
 from moa_jax.model.convert import Shape
 
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.json",
-    "merges.txt",
-)
+_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+TOKENIZER_PATTERNS = ("tokenizer*", "chat_template*", *_TOKENIZER)
 TOKENIZER_FILES = (  # by their whole names: what an earlier tokenizer may have left
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json", *_TOKENIZER),
 )
 WEIGHTS_AND_CONFIG = ("*.safetensors", "config.json", "*.gguf")
 _FILES_OF_MODEL = (
     *WEIGHTS_AND_CONFIG,
-    "generation_config.json",
-    "tokenizer*.json",
-    "chat_template*",
+    *("generation_config.json", "tokenizer*.json", "chat_template*"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -249,11 +234,15 @@ class Stored(NamedTuple):
 
 
 class TensorReader:
-    """The tensors of a model's files by name; nothing is read before `read` asks."""
+    """The tensors of a model's files by name; nothing is read before `read` is called."""
 
-    def __init__(self, where: Path, file_of: dict[str, Path], shapes: dict[str, Shape]) -> None:
+    def __init__(
+        self, where: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
+    ) -> None:
         """`where` names the model in errors."""
-        self._where, self.file_of, self.shapes = where, file_of, shapes
+        self._where, self._stored, self.shapes = where, stored, dict(shapes)
+        self.file_of = {name: place.path for name, place in stored.items()}
+        self._maps: dict[Path, np.ndarray] = {}
 
     def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
         """Raise InputError unless exactly the expected tensors are there, as floats."""
@@ -269,25 +258,51 @@ class TensorReader:
             self._float_of(name)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; raises InputError for a file that has become shorter since it was opened."""
-        raise NotImplementedError
+        """One tensor; floats are a view of the file, which reads when it is used.
+
+        safetensors would copy it, which takes as long as the rest of loading. Raises InputError
+        for a file that has become shorter since it was opened.
+        """
+        path, dtype, start, end = self._stored[name]
+        if path.stat().st_size < end:  # using the view would end the process
+            raise InputError(f"{path} ends within {name}: fetch it again")
+        if path not in self._maps:
+            self._maps[path] = np.asarray(np.memmap(path, np.uint8, "r"))
+        content = self._maps[path][start:end]
+        if dtype not in FLOATS:
+            return self._other(name, content)
+        return content.view(FLOATS[dtype]).reshape(self.shapes[name])
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor when it is read."""
-        raise NotImplementedError
+        _, _, start, end = self._stored[name]
+        return end - start
 
     def stored(self, name: str) -> Stored:
         """The place of a tensor in its file."""
-        raise NotImplementedError
+        return self._stored[name]
 
     @property
     def dtype(self) -> np.dtype:
-        """What the first tensor of floats is stored in; raises InputError where there is none."""
+        """The dtype of the first float tensor; raises InputError without one."""
+        if not self.shapes:
+            raise InputError(f"{self._where} holds no tensors: fetch it again")
+        floats = (name for name in self.shapes if self._stored[name].dtype in FLOATS)
+        return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
+
+    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
+        """The tensor of a dtype outside FLOATS."""
         raise NotImplementedError
 
     def _float_of(self, name: str) -> str:
-        """The name of the float dtype that a tensor is read in; raises InputError for others."""
-        raise NotImplementedError
+        """The float dtype that a tensor is read in; raises InputError for others."""
+        stored = self._stored[name].dtype
+        if stored not in FLOATS:
+            raise InputError(
+                f"{self.file_of[name]}: {name} is stored as {stored}: "
+                f"only {', '.join(FLOATS)} are read, so save it in one of them"
+            )
+        return FLOATS[stored]
 
     def _report(self, verb: str, names: list[str]) -> None:
         if names:
@@ -333,59 +348,16 @@ class SafetensorsReader(TensorReader):
 
     def __init__(self, folder: Path, files: Iterable[Path] | None = None) -> None:
         """`files` are those to read, by default all that make the model."""
-        paths = _weight_files(folder) if files is None else files
-        self._files = {path: _open_safetensors(path) for path in paths}
-        self._maps: dict[Path, tuple[dict[str, Any], np.ndarray]] = {}
-        file_of = {name: path for path, file in self._files.items() for name in file.keys()}
-        shapes = {
-            name: tuple(self._files[path].get_slice(name).get_shape())
-            for name, path in file_of.items()
-        }
-        super().__init__(folder, file_of, shapes)
+        stored, shapes = {}, {}
+        for path in _weight_files(folder) if files is None else files:
+            _open_safetensors(path)  # checks it
+            for name, entry in sorted(header_of(path).items()):
+                stored[name] = Stored(path, entry["dtype"], *entry["data_offsets"])
+                shapes[name] = tuple(entry["shape"])
+        super().__init__(folder, stored, shapes)
 
-    @property
-    def dtype(self) -> np.dtype:
-        if not self.shapes:
-            raise InputError(f"{self._where} holds no tensors: fetch it again")
-        floats = (name for name in self.shapes if self._stored(name) in FLOATS)
-        return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
-
-    def read(self, name: str) -> np.ndarray:
-        """One tensor; one of floats is a view that reads when it is used.
-
-        safetensors would copy it, which takes as long as all else that loading does to it.
-        """
-        path = self.file_of[name]
-        if self._stored(name) not in FLOATS:
-            return self._files[path].get_tensor(name)
-        place = self.stored(name)
-        if path.stat().st_size < place.end:  # using the view would end the process
-            raise InputError(f"{path} ends within {name}: fetch it again")
-        content = self._maps[path][1][place.start : place.end]
-        return content.view(self._float_of(name)).reshape(self.shapes[name])
-
-    def stored(self, name: str) -> Stored:
-        path = self.file_of[name]
-        if path not in self._maps:
-            self._maps[path] = header_of(path), np.asarray(np.memmap(path, np.uint8, "r"))
-        entry = self._maps[path][0][name]
-        return Stored(path, entry["dtype"], *entry["data_offsets"])
-
-    def num_bytes(self, name: str) -> int:
-        bits = re.search(r"\d+", self._stored(name))
-        return math.prod(self.shapes[name]) * (int(bits[0]) // 8 if bits else 1)  # BOOL: a byte
-
-    def _float_of(self, name: str) -> str:
-        stored = self._stored(name)
-        if stored not in FLOATS:
-            raise InputError(
-                f"{self.file_of[name]}: {name} is stored as {stored}: "
-                f"only {', '.join(FLOATS)} are read, so save it in one of them"
-            )
-        return FLOATS[stored]
-
-    def _stored(self, name: str) -> str:
-        return self._files[self.file_of[name]].get_slice(name).get_dtype()
+    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
+        return _open_safetensors(self.file_of[name]).get_tensor(name)
 
 
 def write_tensors(

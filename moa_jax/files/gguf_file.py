@@ -32,7 +32,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from moa_jax.config import RopeScaling, TargetConfig
+from moa_jax.config import RopeScaling
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import folders
 from moa_jax.files.gguf_tokenizer import write_tokenizer
@@ -54,23 +54,16 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# Keys of an architecture that change what a model computes and that no family here has.
-REFUSED = (
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attention.scale",
-    "attention.sliding_window",
-    "attention.temperature_scale",
-    "attn_logit_softcapping",
-    "embedding_scale",
-    "expert_count",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "rope.scaling.yarn_log_multiplier",
-    "use_parallel_residual",
+# Keys of an architecture that change what a model computes, with the only value that is computed;
+# None: absent or 0.
+_ABSENT = (
+    "attention.clamp_kqv attention.max_alibi_bias attention.scale attention.sliding_window "
+    "attention.temperature_scale attn_logit_softcapping embedding_scale expert_count "
+    "final_logit_softcapping logit_scale residual_scale rope.scaling.yarn_log_multiplier "
+    "use_parallel_residual"
 )
-REFUSED_UNLESS = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+NEUTRAL: dict[str, Any] = dict.fromkeys(_ABSENT.split())
+NEUTRAL |= {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
 ROPE_FACTORS = "rope_freqs.weight"  # (E / 2,): what llama.cpp divides rotary frequencies by
 
 
@@ -167,18 +160,12 @@ class _Metadata:
             raise InputError(
                 f"{path}: architecture {self.architecture!r} is not supported; use one of {known}"
             )
-        for key in REFUSED:
-            if self.of_model(key):
-                raise InputError(
-                    f"{path}: {self.architecture}.{key} is {self.of_model(key)}, which is not "
-                    "supported; use a dense model with full attention"
-                )
-
-        for key, neutral in REFUSED_UNLESS.items():
-            if (value := self.of_model(key, neutral)) != neutral:
+        for key, neutral in NEUTRAL.items():
+            value = self.of_model(key, neutral)
+            if value != neutral and (value or neutral):  # 0 is absent
                 raise InputError(
                     f"{path}: {self.architecture}.{key} is {value}, which is not supported; use a "
-                    "causal model whose attention is not scaled"
+                    "dense model with full, causal attention that is not scaled"
                 )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -247,7 +234,8 @@ def _config_and_tensors(
         names.get_name(name, (".weight", ".bias")): name
         for name in convert.stored_shapes(convert.target_table(target))
     }
-    heads = _heads_to_reorder(metadata.architecture, target)
+    heads = {"q_proj": target.block.num_heads, "k_proj": target.block.num_kv_heads}
+    heads = heads if metadata.architecture == "llama" else {}  # llama.cpp reorders only these
     tensors: dict[str, Any] = {}
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
@@ -263,13 +251,6 @@ def _config_and_tensors(
     reader = GGUFReader(metadata.path, tensors)
     reader.check(convert.stored_shapes(convert.target_table(target)))
     return config, tensors
-
-
-def _heads_to_reorder(architecture: str, target: TargetConfig) -> dict[str, int]:
-    """Heads of the projections whose rows llama.cpp reorders: those of `llama` only."""
-    block = target.block
-    is_llama = architecture == "llama"
-    return {"q_proj": block.num_heads, "k_proj": block.num_kv_heads} if is_llama else {}
 
 
 def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dict[str, Any]:
@@ -318,10 +299,7 @@ def _shortest(value: float) -> float:
 
 
 def _rope_scaling(
-    metadata: _Metadata,
-    stored: Mapping[str, gguf.ReaderTensor],
-    head_dim: int,
-    theta: float,
+    metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
     """RoPE scaling as config.json writes it; raises InputError for kinds that are not read."""
     # As in llama.cpp: the type defaults to linear, older files have another key, and 0 is 1.
@@ -384,50 +362,39 @@ def _llama3_scaling(
 
 
 class GGUFReader(folders.TensorReader):
-    """The tensors of a GGUF file under their names here; each is dequantised when it is read."""
+    """The tensors of a GGUF file under their names here, in float32 where they are quantised."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Any]) -> None:
         """`tensors` are the entries of gguf_tensors.json."""
-        self._path, self._tensors = path, tensors
-        self._data = np.memmap(path, np.uint8, "r")
+        self._tensors = tensors
+        place = lambda entry: folders.Stored(path, entry["type"], *entry["data_offsets"])
+        stored = {name: place(entry) for name, entry in tensors.items()}
         shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-        super().__init__(path, dict.fromkeys(tensors, path), shapes)
+        super().__init__(path, stored, shapes)
 
     @classmethod
     def of_folder(cls, folder: Path) -> GGUFReader:
         """The tensors of a folder that `folder_of` wrote; raises InputError if the file is gone."""
-        path = folder / LINK
+        path = (folder / LINK).resolve()
         if not path.is_file():
-            raise InputError(f"cannot read {path.resolve()}: the GGUF file of {folder} is missing")
+            raise InputError(f"cannot read {path}: the GGUF file of {folder} is missing")
         return cls(path, folders.read_json(folder / INDEX))
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in float32 where it is quantised.
-
-        Raises InputError for a file that has become shorter since its folder was written.
-        """
-        entry = self._tensors[name]
-        start, end = entry["data_offsets"]
-        if self._path.stat().st_size < end:
-            raise InputError(f"{self._path.resolve()} ends within {name}; fetch it again")
-        content, shape = self._data[start:end], self.shapes[name]
-        if (dtype := _FLOATS.get(entry["type"])) is not None:
-            values = content.view(dtype).reshape(shape)
-        else:
-            rows = math.prod(shape[:-1])
-            values = gguf.dequantize(content.reshape(rows, -1), _type_of(entry)).reshape(shape)
-        if heads := entry.get("heads"):
+        values, shape = super().read(name), self.shapes[name]
+        if heads := self._tensors[name].get("heads"):
             pairs = values.reshape(heads, -1, 2, *shape[1:])
             values = pairs.swapaxes(1, 2).reshape(shape)
         return values
 
+    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
+        shape = self.shapes[name]
+        rows_RX = content.reshape(math.prod(shape[:-1]), -1)
+        return gguf.dequantize(rows_RX, self._type_of(name)).reshape(shape)
+
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor as `read` returns it."""
         return math.prod(self.shapes[name]) * np.dtype(self._float_of(name)).itemsize
-
-    def stored(self, name: str) -> folders.Stored:
-        entry = self._tensors[name]
-        return folders.Stored(self._path, entry["type"], *entry["data_offsets"])
 
     @property
     def dtype(self) -> np.dtype:
@@ -436,22 +403,18 @@ class GGUFReader(folders.TensorReader):
         return max((np.dtype(self._float_of(name)) for name in matrices), key=lambda d: d.itemsize)
 
     def _float_of(self, name: str) -> str:
-        entry = self._tensors[name]
-        if entry["type"] in _FLOATS:
-            return _FLOATS[entry["type"]]
-        kind = _type_of(entry)
+        stored = self._stored[name].dtype
+        if stored in folders.FLOATS:
+            return folders.FLOATS[stored]
+        kind = self._type_of(name)
         try:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
             raise InputError(
-                f"{self._path}: {name} is stored as {entry['type']}, which the package gguf does "
+                f"{self._where}: {name} is stored as {stored}, which the package gguf does "
                 "not dequantise; use Q8_0, Q4_0 or another common type"
             ) from error
         return "float32"
 
-
-_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-
-
-def _type_of(entry: Mapping[str, Any]) -> gguf.GGMLQuantizationType:
-    return gguf.GGMLQuantizationType[entry["type"]]
+    def _type_of(self, name: str) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType[self._stored[name].dtype]

@@ -6,6 +6,7 @@ Both spellings are read; the older one is written, which both versions read.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -226,13 +227,8 @@ def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScalin
         return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", float(need(rope, "factor", where)))
-    return theta, RopeScaling(
-        "llama3",
-        factor=float(need(rope, "factor", where)),
-        low_freq_factor=float(need(rope, "low_freq_factor", where)),
-        high_freq_factor=float(need(rope, "high_freq_factor", where)),
-        original_max_position_embeddings=int(need(rope, _ORIGINAL, where)),
-    )
+    factors = {key: float(need(rope, key, where)) for key in _SCALING_KEYS["llama3"]}
+    return theta, RopeScaling("llama3", **factors, **{_ORIGINAL: int(need(rope, _ORIGINAL, where))})
 
 
 def _rope_keys(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -257,14 +253,6 @@ def _rope_keys(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
+    if scaling is None or scaling.rope_type == "llama3":
+        return scaling and dataclasses.asdict(scaling)
+    return {"rope_type": scaling.rope_type, "factor": scaling.factor}

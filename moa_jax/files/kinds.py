@@ -71,6 +71,32 @@ def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> No
             raise mispaired(key, repr(stated[key]), repr(actual))
 
 
+def sizes_of_layer(shapes: Mapping[str, Shape], prefix: str, head_dim: int) -> tuple[int, int]:
+    """Key-value heads and MLP width of a layer, from its key and up projections.
+
+    Raises InputError for missing tensors, and for rows that are not whole heads.
+    """
+    keys, up = f"{prefix}self_attn.k_proj.weight", f"{prefix}mlp.up_proj.weight"
+    rows, width = (tensor_shape(shapes, name)[0] for name in (keys, up))
+    if not head_dim or rows % head_dim:
+        raise mispaired("head_dim", f"no divisor of the {rows} rows of {keys}", head_dim)
+    return rows // head_dim, width
+
+
+def tensor_shape(shapes: Mapping[str, Shape], name: str) -> Shape:
+    """The shape of a tensor; raises InputError where the drafter lacks it."""
+    if name not in shapes:
+        raise InputError(f"the drafter lacks the tensor {name}: is it of this kind?")
+    return shapes[name]
+
+
+def check_stated(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raises InputError for a config.json with other sizes than its tensors have."""
+    for key, size in sizes.items():
+        if config.get(key, size) != size:
+            raise misstated(key, config[key], size)
+
+
 def misstated(key: str, value: Any, found: Any) -> InputError:
     """The error for a config.json with another size than its tensors have."""
     return InputError(

@@ -10,7 +10,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.config_keys import LAYER_NEUTRAL, Values, refuse_keys
 from moa_jax.files.copies import check_rotary
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, misstated
+from moa_jax.files.kinds import FileLayout, Files, check_pairing, misstated, sizes_of_layer
 
 
 class LayerSizes(Protocol):
@@ -44,10 +44,6 @@ def read_sizes(
     another target and for missing tensors.
     """
     check_pairing(files.config, {"hidden_size": target.block.hidden_size})
-    keys, up = f"{prefix}self_attn.k_proj.weight", f"{prefix}mlp.up_proj.weight"
-    for name in (keys, up):
-        if name not in files.shapes:
-            raise InputError(f"the drafter lacks the tensor {name}: is it of this kind?")
     _refuse_variants(files.config, target, plain)
     stated = {"vocab_size": target.vocab_size, "num_hidden_layers": 1} | files.config
     if all(kind == "full_attention" for kind in stated.get("layer_types") or ()):
@@ -57,13 +53,7 @@ def read_sizes(
         stated["model_type"] = "llama" if plain else target.family
     block = target_config_from_hf(stated).block
     check_rotary(files.shapes, files.read, block)
-    rows, size = files.shapes[keys][0], block.head_dim
-    if rows % size:
-        raise InputError(
-            f"{keys} has {rows} rows, not a multiple of head_dim {size}: use the config.json of "
-            "these weights"
-        )
-    own = (rows // size, files.shapes[up][0], plain)
+    own = (*sizes_of_layer(files.shapes, prefix, block.head_dim), plain)
     _check_stated(block, *own, target)
     block = _resized(block, *own)
     return {

@@ -3,8 +3,8 @@
     runs/moa               a pathlib.Path
     gs://bucket/runs/moa   an epath.Path, which has the same methods
 
-A store has no locks, no free room that it tells, no appending and no renaming of folders: whoever
-writes there does without, and asks `is_stored`.
+A store has no locks, no limit of space, no appending and no renaming of folders: code that needs
+one of these checks `is_stored`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from moa_jax.errors import InputError
 
-STORE = "gs"  # Google's; of others nobody has tried what epath and Orbax make
-PACKAGES = ("gcsfs", "google.cloud.storage")  # by which they reach it
+STORE = "gs"  # Google's; epath and Orbax are not tested on others
+PACKAGES = ("gcsfs", "google.cloud.storage")  # epath and Orbax need them
 
 
 def place(path: str | os.PathLike[str]) -> Path:
@@ -67,19 +67,22 @@ def size_and_time(file: Path) -> tuple[int, float]:
     return status.st_size, status.st_mtime_ns
 
 
-def lock(file: IO[Any], path: Path) -> None:
-    """Locks an open file until it is closed; raises InputError where another run holds the lock.
+def lock(file: IO[Any], refusal: str) -> None:
+    """Locks an open file until it is closed; raises InputError(refusal) where another run has it.
 
     A file system without locks gets a line on stderr.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(
-            f"{path}: another run writes it: wait for its end, or name another --output"
-        ) from error
+        raise InputError(refusal) from error
     except OSError as error:
-        print(f"{path}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+        print(f"{file.name}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+
+
+def lock_output(file: IO[Any], path: Path) -> None:
+    """Locks a file that one run writes; raises InputError where another run has it."""
+    lock(file, f"{path}: another run writes it: wait for its end, or name another --output")
 
 
 def is_stored(path: Path) -> bool:

@@ -1,28 +1,27 @@
 """Training checkpoints through Orbax: state and settings, never the target.
 
-RUN/lock                   held while a process works on RUN; free as soon as that process ends
-RUN/checkpoints/STEP/      complete or absent: Orbax renames it into place when all is written
-    files.json             size and CRC-32 of every file, as Orbax itself checks sizes only
-    meta/                  the settings of the run, and what its rows were
-    state/                 parameters, optimiser state, step
-RUN/checkpoints/STEP.damaged   put aside, never read
+RUN/lock                       held while a process works on RUN
+RUN/checkpoints/STEP/          complete or absent: Orbax renames it when all files are written
+    files.json                 size and CRC-32 of every file: Orbax restores flipped bits silently
+    meta/                      the settings of the run, and a fingerprint of its rows
+    state/                     parameters, optimizer state, step
+RUN/checkpoints/STEP.damaged   renamed, never read
 
-RUN may be a URL of an object store, which has no lock and no renaming: there Orbax marks a complete
-checkpoint by a file that it writes last, and lacking room is told when it is met.
+RUN may be a URL of an object store, which has no locks; Orbax marks a complete checkpoint there
+by a file that it writes last.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import fcntl
-import itertools
+import functools
 import json
 import logging
 import os
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,97 +32,96 @@ import orbax.checkpoint as ocp
 
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.places import check_folder, files_below, is_stored, place
+from moa_jax.files.places import check_folder, files_below, is_stored, lock, place
 from moa_jax.model.processes import is_first, on_first
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.update import Params, TrainState
 
+Config = PretrainConfig | DistillConfig
 FILES = "files.json"
-COMMITTED = "commit_success.txt"  # which Orbax writes last where it cannot rename
-PIECE = 1 << 20  # bytes read at a time
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-UNREADABLE = (OSError, ValueError, KeyError)  # settings that are damaged
-ROOM = 1 << 20  # bytes that a checkpoint takes beside its arrays
-LONGEST_FAULT = 200  # characters shown of another library's message
+COMMITTED = "commit_success.txt"  # Orbax writes it last
+CHUNK = 1 << 20  # bytes per read
+DISK_FAULTS = [
+    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+]
+# TensorStore's words for missing or corrupt content, in checkpoints without a file list.
+CORRUPT = ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION: Error reading")
+OVERHEAD = 1 << 20  # bytes of a checkpoint beside its arrays
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, which no other run may use meanwhile.
+    """The checkpoints of one run directory, locked for this run.
 
-    Every process of a run makes one and makes the same calls. Each writes its part of every array,
-    and process 0 writes everything else. Raises InputError where another run has the directory.
+    All processes of a run make the same calls: each writes its shards, and process 0 the rest.
+    Raises InputError where another run holds the lock. `data` maps names to hashes of the rows.
     """
 
-    def __init__(
-        self, config: PretrainConfig | DistillConfig, data: Mapping[str, Any] | None = None
-    ) -> None:
-        """`data` tells rows of other content apart, by names for people."""
+    def __init__(self, config: Config, data: Mapping[str, Any] | None = None) -> None:
         run = config.run
         self._config, self._folder, self._data = config, _folder_of(config), dict(data or {})
         self._taus: dict[int, float] = {}
         self._writing: int | None = None
+        _hide_failed_writes()
         with contextlib.ExitStack() as stack:
             on_first(lambda: stack.enter_context(_locked(place(run.directory))))
-            stack.enter_context(_quiet())
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=_NewestAndBest(run.keep_checkpoints, self._taus),
-                    cleanup_tmp_directories=True,  # what a kill during a save left behind
-                    # Folders are made before the save goes to the background: its threads would
-                    # wait for them where the disk has no room.
+                    cleanup_tmp_directories=True,  # left by a kill during a save
+                    # Background threads would wait forever for a folder on a full disk.
                     async_options=ocp.AsyncOptions(
-                        post_finalization_callback=self._seal,
+                        post_finalization_callback=self._write_file_list,
                         create_directories_asynchronously=False,
                     ),
                 ),
             )
-            self._stack = stack.pop_all()
+            self._lock = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Waits for a save under way."""
-        try:
+        """Waits for the running save."""
+        with self._lock:
             self.wait()
             self._manager.close()
-        except BaseException:
-            exception = sys.exc_info()
-            raise
-        finally:
-            self._stack.__exit__(*exception)
 
     def restore(self, abstract: TrainState) -> TrainState | None:
-        """The newest sound state, its shapes and shardings those of `abstract`; None without one.
+        """The newest intact state, with shapes and shardings of `abstract`; None without one.
 
-        A damaged checkpoint is named on stderr, put aside and passed over. Raises InputError for
-        a run with other settings or other rows, and where all checkpoints are damaged, which are
-        then left where they are.
+        Renames newer checkpoints whose files are damaged, with one line on stderr each. Raises
+        InputError for other settings or rows, and when all checkpoints are damaged; raises any
+        other error of reading as it is. Neither renames anything.
         """
-        faults: dict[int, str] = {}
+        damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             folder = self._folder / str(step)
-            known = self._config, self._data
-            faults[step] = on_first(lambda folder=folder, known=known: _examined(folder, *known))
-            if not faults[step]:
-                state, faults[step] = self._read(step, abstract)
-            if not faults[step]:
-                self._put_aside({bad: why for bad, why in faults.items() if why}, step)
-                return state
-        if faults:
-            told = ", ".join(f"{step} ({why})" for step, why in faults.items())
+            fault = on_first(lambda folder=folder: _fault(folder))
+            if not fault:
+                on_first(lambda folder=folder: _check_same_run(folder, self._config, self._data))
+                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+                try:
+                    state = self._manager.restore(step, args=items)["state"]
+                except Exception as error:
+                    fault = _corruption(folder, error)
+                else:
+                    self._set_aside(damaged, step)
+                    return state
+            damaged[step] = fault
+        if damaged:
+            faults = ", ".join(f"{step} ({fault})" for step, fault in damaged.items())
             raise InputError(
-                f"{self._folder}: no checkpoint can be read: {told}: put a sound copy there, or "
-                "name another run.directory"
+                f"{self._folder}: no checkpoint can be read: {faults}: restore a copy, or name "
+                "another run.directory"
             )
         return None
 
     def save(self, state: TrainState) -> None:
-        """Saves in the background; a step that is already there is left alone.
+        """Saves in the background; skips a step that is already saved.
 
-        The arrays are copied before this returns, so they may be donated. Raises InputError where
-        the disk has no room for this save, or had none for the one before.
+        Copies the arrays first, so they may be donated. Raises InputError when the disk is full,
+        also for the save before.
         """
         step = int(state.step)
         self.wait()
@@ -135,149 +133,117 @@ class Checkpoints:
             meta=ocp.args.JsonSave({"config": fingerprint(self._config), "data": self._data}),
         )
         self._writing = step
-        with self._telling_disk_faults():
+        with self._disk_faults_in_one_line():
             self._manager.save(step, args=items, force=True)
 
     def rate(self, step: int, tau: float) -> None:
-        """Notes the tau of a step: the checkpoint with the best one is kept."""
+        """Records the tau of a step: the checkpoint with the highest is kept."""
         self._taus[step] = tau
 
     def check(self) -> None:
-        """Raises InputError if a save has failed meanwhile; does not wait."""
+        """Raises InputError if a save has failed; does not wait."""
         if self._writing is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save under way; raises InputError if it fails."""
-        with self._telling_disk_faults():
+        """Waits for the running save; raises InputError if it fails."""
+        with self._disk_faults_in_one_line():
             self._manager.wait_until_finished()
         self._writing = None
 
-    def _read(self, step: int, abstract: TrainState) -> tuple[Any, str]:
-        """The state of a step, or what is wrong with it."""
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        try:
-            return self._manager.restore(step, args=items)["state"], ""
-        except Exception as error:  # Orbax words damage in many ways
-            if jax.process_count() > 1:  # the others may have read it well
-                raise
-            return None, _shortened(error)
-
-    def _put_aside(self, faults: dict[int, str], good: int) -> None:
-        def move() -> None:
-            for step, why in faults.items():
-                ends = itertools.chain([""], (f".{n}" for n in itertools.count(1)))
-                names = (self._folder / f"{step}.damaged{end}" for end in ends)
-                aside = next(path for path in names if not path.exists())
+    def _set_aside(self, damaged: Mapping[int, str], good: int) -> None:
+        def rename() -> None:
+            for step, fault in damaged.items():
+                aside = self._folder / f"{step}.damaged"
+                while aside.exists():
+                    aside = aside.with_name(f"{aside.name}.damaged")
                 (self._folder / str(step)).rename(aside)
                 print(
-                    f"checkpoint {step} is damaged ({why}): put aside as {aside}; "
+                    f"checkpoint {step} is damaged ({fault}): renamed to {aside}; "
                     f"going on from step {good}",
                     file=sys.stderr,
                 )
 
-        if faults:
-            on_first(move)
+        if damaged:
+            on_first(rename)
             self._manager.reload()
 
     def _check_room(self, state: TrainState) -> None:
         if is_stored(self._folder):
             return
-        needed = ROOM + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        needed = OVERHEAD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         disk = os.statvfs(self._folder)
         if disk.f_bavail * disk.f_frsize < needed:
-            raise self._unwritten(f"the disk has no room for {needed / 1e6:.0f} MB")
+            raise self._not_written(f"the disk has no room for {needed / 1e6:.0f} MB")
 
-    def _seal(self) -> None:
-        """Writes the list of files, when all are written and before the folder is renamed."""
+    def _write_file_list(self) -> None:
+        """Runs when all files are written, before Orbax renames the folder."""
         if is_first():
             unfinished = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
             folder = next(iter(unfinished), self._folder / str(self._writing))
-            # Files beside the items are Orbax's own bookkeeping, which it writes again later.
+            # Orbax rewrites its own files beside the items later.
             files = sorted(path for path in files_below(folder) if path.parent != folder)
             found = {str(path.relative_to(folder)): _size_and_crc(path) for path in files}
             (folder / FILES).write_text(json.dumps(found))
 
     @contextlib.contextmanager
-    def _telling_disk_faults(self) -> Iterator[None]:
+    def _disk_faults_in_one_line(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            # Libraries pass a failed write on as an OSError or as text.
-            number, text = getattr(error, "errno", None), str(error)
-            code = next((c for c in DISK_FAULTS if number == c or os.strerror(c) in text), None)
-            if code is None:
+        except Exception as error:  # an OSError, or its text in another library's error
+            fault = next((fault for fault in DISK_FAULTS if fault in str(error)), None)
+            if fault is None:
                 raise
-            atexit.register(_mute)
-            raise self._unwritten(os.strerror(code)) from error
+            time.sleep(1)  # the other writes fail now, while `_hide_failed_writes` hides them
+            raise self._not_written(fault) from error
 
-    def _unwritten(self, why: str) -> InputError:
-        found = ", ".join(map(str, self._manager.all_steps())) or "none"
+    def _not_written(self, why: str) -> InputError:
+        steps = ", ".join(map(str, self._manager.all_steps())) or "none"
         return InputError(
-            f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {found}: "
+            f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {steps}: "
             "make room and give the same command again"
         )
 
 
-def check_directory(config: PretrainConfig | DistillConfig) -> None:
+def check_directory(config: Config) -> None:
     """Raises InputError for a directory that is in use or another run's, before a run is loaded.
 
-    It is not held: `Checkpoints` looks again. All processes must call this at the same point.
+    All processes call it together. Does not hold the lock: `Checkpoints` checks again.
     """
 
     def check() -> None:
         directory = place(config.run.directory)
         if not is_stored(directory):
             check_folder(directory)
-        if directory.is_dir() and not is_stored(directory):
-            with _locked(directory):
-                pass
-        if (newest := newest_of(_folder_of(config))) is None:
-            return
-        try:
-            saved = _meta(newest)["config"]
-        except UNREADABLE:  # a restore names it
-            return
-        _check_settings(newest, saved, config)
+            if directory.is_dir():
+                with _locked(directory):
+                    pass
+        if newest := newest_of(_folder_of(config)):
+            _check_same_run(newest, config)
 
     on_first(check)
 
 
-def steps_of(config: PretrainConfig | DistillConfig) -> list[int]:
-    """Steps of the whole checkpoints of a run, in order; the run may be at work."""
-    return sorted(int(path.name) for path in _whole(_folder_of(config)))
+def steps_of(config: Config) -> list[int]:
+    """Steps of the complete checkpoints of a run, in order; the run may be training."""
+    return sorted(int(path.name) for path in _complete(_folder_of(config)))
 
 
-def read_state(
-    config: PretrainConfig | DistillConfig, step: int, abstract: TrainState
-) -> TrainState:
-    """The state of one step of a run, which may be at work: nothing there is locked or changed.
+def newest_of(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint in a folder of checkpoints, None without one."""
+    return max(_complete(checkpoints), key=lambda path: int(path.name), default=None)
+
+
+def read_state(config: Config, step: int, abstract: TrainState) -> TrainState:
+    """The state of one step of a run, which may be training: takes no lock, changes nothing.
 
     `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
     missing, damaged or of a run with other settings.
     """
-    folder = _folder_of(config) / str(step)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such checkpoint: there are {steps_of(config) or 'none'}")
-    fault = _examined(folder, config)
-    if not fault:
-        try:
-            with ocp.StandardCheckpointer() as reader:
-                return reader.restore(folder / "state", abstract)
-        except Exception as error:  # Orbax words damage in many ways
-            fault = _shortened(error)
-    raise InputError(f"{folder}: damaged ({fault}): choose another of {steps_of(config)}")
-
-
-def newest_of(checkpoints: Path) -> Path | None:
-    """The newest whole checkpoint in a folder of checkpoints, None where there is none."""
-    return max(_whole(checkpoints), key=lambda path: int(path.name), default=None)
-
-
-def _whole(checkpoints: Path) -> list[Path]:
-    """The whole checkpoints in a folder; a store has no other mark of one than Orbax's file."""
-    found = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
-    return [path for path in found if not is_stored(path) or (path / COMMITTED).exists()]
+    folder = _intact(_folder_of(config) / str(step))
+    _check_same_run(folder, config)
+    with ocp.StandardCheckpointer() as reader:
+        return reader.restore(folder / "state", abstract)
 
 
 def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params:
@@ -286,31 +252,20 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
     `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
     missing, damaged or of another drafter.
     """
-    folder = folder if is_stored(folder) else folder.absolute()
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such checkpoint: choose another")
-    fault, saved = _meta_of(folder)
-    if fault:
-        raise InputError(f"{folder}: damaged ({fault}): choose another checkpoint")
-    if found := [each for each in changes(saved["config"], config) if each.startswith("drafter.")]:
+    folder = _intact(folder if is_stored(folder) else folder.absolute())
+    found = changes(_meta(folder)["config"], config)
+    found = [each for each in found if each.startswith("drafter.")]
+    if not found:
+        with ocp.StandardCheckpointer() as reader:
+            tree = reader.metadata(folder / "state").item_metadata.tree["params"]
+        there, here = _shapes(tree), _shapes(abstract)
+        names = sorted({name for name, _ in there.items() ^ here.items()})
+        found = [f"{name}: {there.get(name)} -> {here.get(name)}" for name in names]
+    if found:
         raise InputError(
             f"{folder}: holds another drafter: {listed(found)}: name another checkpoint, or set "
             "them alike"
         )
-    with ocp.StandardCheckpointer() as reader:
-        found = reader.metadata(folder / "state").item_metadata.tree["params"]
-    shapes = lambda tree: {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    there, here = shapes(found), shapes(abstract)
-    for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
-            raise InputError(
-                f"{folder}: {name} is {there.get(name, 'missing')} there and "
-                f"{here.get(name, 'missing')} in the config: name another checkpoint, or set the "
-                "drafter's sizes alike"
-            )
     item = {"params": abstract}
     how = ocp.checkpoint_utils.construct_restore_args(item)
     with ocp.PyTreeCheckpointer() as reader:
@@ -318,60 +273,99 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
         return reader.restore(folder / "state", args=args)["params"]
 
 
-def _folder_of(config: PretrainConfig | DistillConfig) -> Path:
+def _folder_of(config: Config) -> Path:
     folder = place(config.run.directory)
     return (folder if is_stored(folder) else folder.absolute()) / "checkpoints"
 
 
-def _examined(
-    folder: Path, config: PretrainConfig | DistillConfig, data: Mapping[str, Any] | None = None
-) -> str:
-    """What is wrong with a checkpoint's files, "" for nothing; InputError for another run's.
-
-    One that was saved without a word on its rows, as by older versions, may have had any.
-    """
-    fault, saved = _meta_of(folder)
-    if not fault:
-        _check_settings(folder, saved["config"], config)
-        for name, before in saved.get("data", {}).items():
-            if data and data.get(name) != before:
-                raise InputError(
-                    f"{folder.parent}: was trained on other data: {name}: {before} -> "
-                    f"{data.get(name)}: restore the files, or name another run.directory"
-                )
-    return fault
+def _complete(checkpoints: Path) -> list[Path]:
+    found = [path for path in checkpoints.glob("*") if path.name.isdecimal()]
+    return [path for path in found if not is_stored(path) or (path / COMMITTED).exists()]
 
 
-def _check_settings(
-    folder: Path, saved: dict[str, Any], config: PretrainConfig | DistillConfig
-) -> None:
-    if differences := changes(saved, config):
+def _intact(folder: Path) -> Path:
+    """The folder; raises InputError for a checkpoint that is missing or damaged."""
+    steps = sorted(int(path.name) for path in _complete(folder.parent)) or "none"
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such checkpoint: there are {steps}")
+    if fault := _fault(folder):
+        raise InputError(f"{folder}: damaged ({fault}): choose another of {steps}")
+    return folder
+
+
+def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None = None) -> None:
+    """Raises InputError for a checkpoint of other settings or rows; older ones state no rows."""
+    meta = _meta(folder)
+    if meta and (found := changes(meta["config"], config)):
         raise InputError(
-            f"{folder.parent}: holds a run with other settings: {listed(differences)}: "
+            f"{folder.parent}: holds a run with other settings: {listed(found)}: "
             "restore them, or name another run.directory"
         )
-
-
-def _meta_of(folder: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with a checkpoint's files, "" for nothing, and what it says of its run."""
-    if fault := _fault(folder):
-        return fault, {}
-    try:
-        return "", _meta(folder)
-    except UNREADABLE as error:
-        return f"meta: {_shortened(error)}", {}
+    for name, before in meta.get("data", {}).items():
+        if data and data.get(name) != before:
+            raise InputError(
+                f"{folder.parent}: was trained on other data: {name}: {before} -> "
+                f"{data.get(name)}: restore the files, or name another run.directory"
+            )
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    """`config`, its settings, and maybe `data`; raises one of UNREADABLE where it is damaged."""
-    found = ocp.handlers.JsonCheckpointHandler().restore(folder / "meta")
-    if "config" not in found:
-        raise KeyError("config")
-    return found
+    """`config` and maybe `data`; empty where the file is missing or corrupt."""
+    try:
+        found = json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if "config" in found else {}
+
+
+def _fault(folder: Path) -> str:
+    """The first file that is missing, unreadable or corrupt; "" for an intact checkpoint."""
+    name = FILES
+    try:
+        if (folder / FILES).exists():  # else a version before the list
+            for name, before in json.loads((folder / FILES).read_text(encoding="utf-8")).items():
+                if (found := _size_and_crc(folder / name)) != tuple(before):
+                    cut = f"has {found[0]} of {before[0]} bytes"
+                    return f"{name} {'has changed' if found[0] == before[0] else cut}"
+    except ValueError:
+        return f"{FILES} is damaged"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        if error.errno != errno.EIO:  # such as a network or permissions
+            raise
+        return f"{name}: {error.strerror}"
+    return "" if _meta(folder) else "meta: missing or corrupt"
+
+
+def _corruption(folder: Path, error: Exception) -> str:
+    """TensorStore's words for corrupt content, where no file list vouches for it.
+
+    Raises any other error: a network, memory, sharding or version error is not damage.
+    """
+    cause = error.__cause__ or error
+    is_corrupt = any(word in str(cause) for word in CORRUPT)
+    if not is_corrupt or (folder / FILES).exists() or jax.process_count() > 1:
+        raise error
+    return first_line(cause)[:200]
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    named = ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths)
+    return {name: tuple(leaf.shape) for name, leaf in named}
 
 
 class _NewestAndBest:
-    """Orbax's PreservationPolicy: the newest few, and the best of those whose tau is known."""
+    """Orbax's PreservationPolicy: the newest few, and the one with the highest known tau."""
 
     def __init__(self, newest: int, taus: dict[int, float]) -> None:
         self._newest, self._taus = newest, taus
@@ -385,84 +379,35 @@ class _NewestAndBest:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Holds the directory's lock; a file system that has no locks goes without."""
+    """Holds the directory's lock; a store or file system without locks gets a line on stderr."""
     directory.mkdir(parents=True, exist_ok=True)
     if is_stored(directory):
         print(f"{directory}: a store has no locks: start one run only", file=sys.stderr)
         yield
         return
     with (directory / "lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise InputError(
-                f"{directory}: {file.read() or 'another run'} is at work there: wait until it "
-                "ends, or name another run.directory"
-            ) from error
-        except OSError as error:
-            print(f"{directory}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+        file.seek(0)
+        holder = file.read() or "another run"
+        lock(
+            file,
+            f"{directory}: {holder} is at work there: wait until it ends, or name another "
+            "run.directory",
+        )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the pages that Orbax prints about a failed write, which we tell in one line.
+@functools.cache  # once per process
+def _hide_failed_writes() -> None:
+    """Drops the tracebacks of Orbax's threads about a full disk: `wait` raises that in one line."""
 
-    After a fault they stay silenced, as threads of that write may print until the process ends.
-    """
-    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
-    levels = [logger.level for logger in loggers]
+    def is_other(record: logging.LogRecord) -> bool:
+        text = f"{record.getMessage()} {record.exc_info}"
+        return not any(fault in text for fault in DISK_FAULTS)
 
-    def silent(fault: Any) -> None:
-        if str(fault.exc_value) != "Event loop is closed":  # of writes after the one that failed
-            hook(fault)
-
-    sys.unraisablehook = silent
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    yield
-    sys.unraisablehook = hook
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-def _mute() -> None:
-    """Closes stderr for good: Python drops its hooks before the threads of a failed write end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _fault(folder: Path) -> str:
-    """How the files of a checkpoint differ from its list; "" where they do not, or have none."""
-    try:
-        listed_files = json.loads((folder / FILES).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return ""  # of a version that wrote no list
-    except ValueError:
-        return f"{FILES} is damaged"
-    for name, (size, crc) in listed_files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        found_size, found_crc = _size_and_crc(path)
-        if found_size != size:
-            return f"{name} has {found_size} of {size} bytes"
-        if found_crc != crc:
-            return f"{name} has changed"
-    return ""
-
-
-def _size_and_crc(path: Path) -> tuple[int, int]:
-    size = crc = 0
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return size, crc
-
-
-def _shortened(error: BaseException) -> str:
-    text = first_line(error)
-    return text if len(text) <= LONGEST_FAULT else f"{text[:LONGEST_FAULT]}..."
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_other)
+    hook = sys.unraisablehook  # gets the writes that end after the one that failed
+    sys.unraisablehook = lambda found: str(found.exc_value) == "Event loop is closed" or hook(found)

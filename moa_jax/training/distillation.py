@@ -19,14 +19,7 @@ from moa_jax.errors import InputError
 from moa_jax.model import attention, chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer
 from moa_jax.training.target_cache import Parts, parts_of, tapped_of
-from moa_jax.training.update import (
-    Loss,
-    Metrics,
-    TrainState,
-    abstract,
-    init_state,
-    make_update,
-)
+from moa_jax.training.update import Loss, Metrics, TrainState, abstract, init_state, make_update
 
 Array = jax.Array
 

@@ -53,7 +53,7 @@ ROWS_HASHED = 1024  # at a time
 def part_names(taps: Taps) -> list[str]:
     """The parts that `taps` asks for, and always what comes out of the last layer."""
     rows = ["keys", "values"] if taps.rows else []
-    return [LAST, *rows, *map(_stream, taps.streams)]
+    return [LAST, *rows, *(f"stream-{layer}" for layer in taps.streams)]
 
 
 def parts_of(taps: Taps, rows_LBKTE: KV, streams: Sequence[Array], last_BTD: Array) -> Parts:
@@ -102,10 +102,7 @@ class TargetCache:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        made_from: Mapping[str, Any],
-        kinds: Mapping[str, jax.ShapeDtypeStruct],
+        self, folder: Path, made_from: Mapping[str, Any], kinds: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
         self.folder, self._kinds = folder, kinds
         self._made_from = {"format": FORMAT} | dict(made_from)
@@ -184,7 +181,12 @@ class TargetCache:
             check_folder(self.folder)
             return
         found = read_json(self.folder / MANIFEST)
-        if differences := list(_differences(found, self._made_from)):
+        words = {"target": "another target", "data": "other data"}  # these are hashes
+        if differences := [
+            words.get(name, f"{name} {found.get(name)}, not {value}")
+            for name, value in self._made_from.items()
+            if found.get(name) != value
+        ]:
             raise InputError(
                 f"{self.folder} is a target cache of {', '.join(differences)}: name another "
                 "folder, or remove this one"
@@ -250,14 +252,6 @@ def _records(array_BX: np.ndarray) -> Iterator[bytes]:
         yield content
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """How what a cache was made from differs from what is wanted, hashes in words."""
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            words = {"target": "another target", "data": "other data"}
-            yield words.get(name, f"{name} {found.get(name)}, not {value}")
-
-
 def _size(paths: Iterable[Path]) -> int:
     """Bytes of files, which another process may be renaming."""
     total = 0
@@ -265,7 +259,3 @@ def _size(paths: Iterable[Path]) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
-
-
-def _stream(layer: int) -> str:
-    return f"stream-{layer}"

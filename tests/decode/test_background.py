@@ -28,6 +28,26 @@ def test_jobs_are_done_in_order_and_once(caplog):
     assert done[3:] == ["d"]
 
 
+def test_a_job_that_fails_runs_again_when_it_is_submitted_again(caplog):
+    """At most three times, each with its traceback in the log; one that succeeded does not."""
+    background, tries = Background(), []
+
+    def fails_twice() -> None:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise ValueError("a hiccup of the compiler")
+
+    for job, name in [(fails_twice, "recovers"), (lambda: tries.append(tries[9]), "never")]:
+        given = []
+        for _ in range(5):
+            given.append(background.submit(name, job))
+            background.wait()
+        assert given == [True, True, True, False, False]
+    assert tries == [0, 1, 2]
+    assert caplog.text.count("in fails_twice") == 2 and caplog.text.count("IndexError") == 3
+    assert "try 3 of 3" in caplog.text
+
+
 CODE = """
 import sys, threading, time
 from moa_jax.decode.background import Background

@@ -40,7 +40,6 @@ CASES = (
     "independent:chain:tensor=8",
     "independent:wide:tensor=4,data=2",
     "lookup:chain:data=4",
-    "lookup:tree:tensor=2",
     "moa-0:auto:tensor=2",
     "moa-0+int8:chain:tensor=4",
     "moa-1+words:tree:tensor=2,data=2",

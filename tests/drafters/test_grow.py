@@ -39,10 +39,10 @@ def example(monkeypatch):
         seen["best_BW"] = best_BW[0]  # of level 2, the last
         return below, score_BW, best_BW
 
-    def keep_flat(root_B, flat, shape, bound):
+    def keep_flat(root_B, flat, shape):
         seen.update(tokens_BX=flat.tokens_BX[0], parent_BX=flat.parent_BX[0])
         seen.update(score_BX=jnp.exp(flat.score_BX[0]))
-        return select(root_B, flat, shape, bound)
+        return select(root_B, flat, shape)
 
     monkeypatch.setattr(grow, "_frontier", keep_frontier)
     monkeypatch.setattr(grow, "select", keep_flat)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from infer import generate
+from infer.flags import bench
 from moa_jax import InputError, Session, load_drafter
 from moa_jax.config import DraftShape, LookupConfig, Objective
 from moa_jax.drafters import lookup
@@ -28,7 +29,6 @@ def calm_target(tmp_path_factory):
     return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
 
 
-STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
 GUIDE = Guide(lambda x, _: x, None, None, 99)
 
 
@@ -49,21 +49,6 @@ def proposed(texts: list[list[int]], shape: DraftShape, cfg: LookupConfig | None
 
 def chain(text: list[int], depth: int = 4, cfg: LookupConfig | None = None) -> list[int]:
     return proposed([text], DraftShape(depth), cfg).tokens_BN[0, 1:].tolist()
-
-
-def paths_of(tree, row: int = 0) -> list[tuple[int, ...]]:
-    """Tokens from the root to each node that is there, in order."""
-    tokens, parents = np.asarray(tree.tokens_BN[row]), np.asarray(tree.parent_BN[row])
-    depths = np.asarray(tree.depth_BN[row])
-    ancestor_NN = np.asarray(tree.ancestor_BNN[row if len(tree.ancestor_BNN) > 1 else 0])
-    found = {0: ()}
-    for node in np.flatnonzero(tokens != NOTHING)[1:]:
-        found[int(node)] = (*found[int(parents[node])], int(tokens[node]))
-        assert depths[node] == len(found[int(node)]) == ancestor_NN[node].sum() - 1
-        assert ancestor_NN[node, parents[node]] and parents[node] < node
-    paths = [path for path in found.values() if path]
-    assert len(set(paths)) == len(paths), "siblings are distinct"
-    return paths
 
 
 # ---- what is drafted ----------------------------------------------------------------------
@@ -93,38 +78,16 @@ def test_a_text_that_repeats_goes_on():
     assert chain([9, 1, 2, 3, 1, 2, 3], 8) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_trees_merge_continuations():
-    text = [3, 50, 51, 3, 60, 61, 3, 50, 52, 3]
-    # The latest first: 3 -> 50 52 3, then 60 61 3, then 50 51 3, which begins as the first does.
-    dynamic = paths_of(proposed([text], DraftShape(4, 3, 8)))
-    merged = {(50,), (50, 52), (50, 52, 3), (60,), (60, 61), (60, 61, 3), (50, 51), (50, 51, 3)}
-    assert set(dynamic) == merged
-    few = paths_of(proposed([text], DraftShape(4, 3, 3)))
-    assert set(few) == {(50,), (50, 52), (60,)}
-    wide = proposed([text], DraftShape(7, 8, 62))
-    assert {path[:3] for path in paths_of(wide)} >= merged
-    assert (wide.tokens_BN[0, 1 + len(paths_of(wide)) :] == NOTHING).all(), "they stand last"
-    static = proposed([text], STATIC)
-    assert static.tokens_BN[0, 1:].tolist() == [50, 60, NOTHING, 52, 51, 61, 3, 3]
-    assert set(paths_of(static)) == merged - {(50, 51, 3)}, "no place for it"
-
-
 def test_random_texts_are_searched_as_defined():
     """Against a search in Python, rows of uneven lengths side by side."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 3, rng.integers(1, 20)).tolist() for _ in range(40)]
-    for shape in (DraftShape(4), DraftShape(4, 3, 8)):
-        tree = proposed(texts, shape)
-        for row, text in enumerate(texts):
-            expected = by_definition(text, shape)
-            found = paths_of(tree, row)
-            assert set(found) <= {path[:k] for path in expected for k in range(1, 4)}
-            if len({path[:k] for path in expected for k in range(1, 4)}) <= shape.num_drafted:
-                assert {path for path in found if len(path) == 3} == set(expected)
+    tree = proposed(texts, DraftShape(4))
+    assert tree.tokens_BN[:, 1:].tolist() == [by_definition(text) for text in texts]
 
 
-def by_definition(text: list[int], shape: DraftShape) -> list[tuple[int, ...]]:
-    """The best distinct continuations of three tokens."""
+def by_definition(text: list[int]) -> list[int]:
+    """The best continuation of three tokens."""
     ends = range(len(text) - 1)
     length = {
         end: next(
@@ -132,15 +95,13 @@ def by_definition(text: list[int], shape: DraftShape) -> list[tuple[int, ...]]:
         )
         for end in ends
     }
-    found = []
-    for end in sorted(ends, key=lambda end: (-length[end], -end)):
-        going = list(text)
-        while len(going) < len(text) + 3:
-            going.append(going[len(going) - (len(text) - 1 - end)])
-        new = tuple(going[len(text) :])
-        if length[end] and new not in found:
-            found.append(new)
-    return found[: shape.breadth]
+    best = max(ends, key=lambda end: (length[end], end), default=None)
+    if best is None or not length[best]:
+        return [NOTHING] * 3
+    going = list(text)
+    while len(going) < len(text) + 3:
+        going.append(going[len(going) - (len(text) - 1 - best)])
+    return going[len(text) :]
 
 
 def test_the_example_of_the_docstring():
@@ -153,21 +114,28 @@ def test_the_example_of_the_docstring():
     assert count_S.tolist() == shown_as("count_BS")
     score_S = [count * 8 + place if count else -1 for place, count in enumerate(count_S.tolist())]
     assert score_S == shown_as("score_BS")
-    found_BRD = lookup.continuations(LookupConfig(), text_BS, length_B, 2, 2)
-    trie = lookup.merge(found_BRD)
-    for name, value in trie._asdict().items():
-        assert value[0].astype(int).ravel().tolist() == shown_as(name), name
-    flat = lookup.candidates(trie, 3)
-    assert flat.tokens_BX[0].tolist() == shown_as("tokens_BX")
-    assert flat.parent_BX[0].tolist() == shown_as("parent_BX")
-    assert (
-        flat.score_BX[0].tolist() == [0, -1, -np.inf, -2] and "worth_BX         0 -1  - -2" in docs
-    )
-    tree = proposed([text_BS[0, :7].tolist()], DraftShape(3, 2, 3))
-    assert tree.tokens_BN[0].tolist() == shown_as("tokens_BN")
-    assert tree.parent_BN[0].tolist() == shown_as("parent_BN")
-    repeated = lookup.continuations(LookupConfig(), jnp.array([[4, 4, 9]]), jnp.array([1]), 1, 2)
-    assert repeated[0, 0].tolist() == [4, 4], "only the root follows place 0, over and over"
+    found_BD = lookup.continuation(LookupConfig(), text_BS, length_B, 2)
+    assert found_BD[0].tolist() == shown_as("tokens_BD")
+    repeated = lookup.continuation(LookupConfig(), jnp.array([[4, 4, 9]]), jnp.array([1]), 2)
+    assert repeated[0].tolist() == [4, 4], "only the root follows place 0, over and over"
+
+
+@pytest.mark.parametrize("shape", [TREE, DraftShape.static([[0], [1]])], ids=["dynamic", "static"])
+def test_trees_are_refused_by_name(calm_target, shape):
+    with pytest.raises(InputError, match="prompt lookup drafts chains, no trees: use --mode chain"):
+        proposed([[5, 5]], shape)
+    with pytest.raises(InputError, match="kind lookup drafts chains, no trees: use --mode chain"):
+        Session(calm_target, load_drafter("lookup", calm_target), shape)
+
+
+def test_programs_refuse_trees_and_measure_none_by_default(calm_target):
+    line = refusal(generate.main, ["--draft", "lookup", "--mode", "tree", "--prompt-ids", "5"])
+    assert line == "a drafter of kind lookup drafts chains, no trees: use --mode chain"
+    modes = lambda *flags: [
+        mode.name for mode in bench.modes_of(bench.parser_of(None).parse_args(flags), drafter)
+    ]
+    drafter = load_drafter("lookup", calm_target)
+    assert modes() == ["plain", "chain", "auto"] and modes("--modes", "tree") == ["tree"]
 
 
 # ---- in decoding --------------------------------------------------------------------------
@@ -178,7 +146,7 @@ def test_drafts_change_no_text(calm_target):
     """Greedy texts of a small model repeat: there it is often right."""
     drafter = load_drafter("lookup", calm_target)
     assert (drafter.method, drafter.config) == ("lookup", LookupConfig())
-    taus = assert_changes_nothing(calm_target, drafter, (DraftShape(4), TREE), PROMPTS[::-1])
+    taus = assert_changes_nothing(calm_target, drafter, (DraftShape(4),), PROMPTS[::-1])
     assert all(greedy > 1.5 for greedy, *_ in taus), "hardly a draft was accepted"
 
 
@@ -187,12 +155,6 @@ def test_sampled_candidates_are_the_same_ones(calm_target):
     drafter = load_drafter("lookup", calm_target)
     shape = DraftShape(4, sampled=True)
     assert_changes_nothing(calm_target, drafter, (shape,), PROMPTS[::-1])
-
-
-@pytest.mark.slow
-def test_static_trees_change_no_text(calm_target):
-    drafter = load_drafter("lookup", calm_target)
-    assert_changes_nothing(calm_target, drafter, (STATIC,), PROMPTS[::-1])
 
 
 def test_it_drafts_what_repeats(calm_target):

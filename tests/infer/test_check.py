@@ -87,7 +87,7 @@ def assert_equals_transformers(
     (prompt,) = whole["prompts"]
     assert prompt.keys() == {"prompt_ids", "token_ids", "figures", "differences", "faults"}
     assert prompt["figures"].keys() == FIGURES and prompt["figures"] == whole["all"]
-    assert prompt["differences"] == {"chain": None, "tree": None} and prompt["faults"] == []
+    assert prompt["differences"] == {"chain": None} and prompt["faults"] == []
     assert whole["all"]["tokens"] == len(prompt["prompt_ids"]) + len(prompt["token_ids"])
     assert 0 < whole["all"]["mean_kl"] < 1e-9 and 0 < whole["all"]["logit_difference"] < 1e-3
     assert "transformers" in whole["settings"]["made_by"] and whole["settings"]["kl"] == "whole"
@@ -125,11 +125,11 @@ def test_drafted_text_that_differs_fails_in_float32_alone(ask, folder, monkeypat
     code, out, _ = ask(*against(folder, "--json"))
     first, _ = json.loads(out)["prompts"]
     said = "token 3 is 6, plain 5; the target prefers plain's by 0.01"
-    assert code == 1 and first["faults"] == [f"chain: {said}", f"tree: {said}"]
-    assert first["differences"]["tree"] == {"index": 3, "plain": 5, "drafted": 6, "margin": 0.01}
+    assert code == 1 and first["faults"] == [f"chain: {said}"]
+    assert first["differences"]["chain"] == {"index": 3, "plain": 5, "drafted": 6, "margin": 0.01}
     loose = "--max-kl 99 --max-mean-kl 99 --max-logit-difference 99 --min-top1 0.01 --min-top5 0.01"
     code, out, _ = ask(*against(folder, "--dtype", "bfloat16", *loose.split()))
-    assert code == 0 and f"prompt 2, tree: {said} (no fault in bfloat16)" in out
+    assert code == 0 and f"prompt 2, chain: {said} (no fault in bfloat16)" in out
 
 
 # ---- figures ----------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_bench_drafts_from_it_in_every_mode(stored, capsys):
 def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
     without = tmp_path / "without"
     shutil.copytree(stored / "draft", without, ignore=lambda *_: [FILE])
-    where = ["--target", f"{stored}/target", "--modes", "chain,tree", "--draft", "lookup"]
+    where = ["--target", f"{stored}/target", "--modes", "chain,tree"]
     where += ["--draft", f"a={stored}/draft", "--draft", f"b={without}"]
     found = {}
     for flag in ([], ["--draft-vocabulary", "none"]):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +80,7 @@ def test_nothing_is_said_twice(config, flag):
 
 
 def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch, capsys):
-    for flags in ((), ("--mode", "auto"), ("--mode", "tree"), ("--method", "lookup")):
+    for flags in ((), ("--mode", "auto"), ("--mode", "chain"), ("--method", "lookup")):
         assert loading(monkeypatch, "--target", "x", *flags).draft == "lookup"
     notice = "no --draft: prompt lookup drafts for x (--mode plain turns it off)"
     assert capsys.readouterr().err.splitlines() == [notice] * 3  # none where it was asked for
@@ -140,3 +143,21 @@ def test_a_session_drafts_as_the_flags_say(monkeypatch, flags, mode, shape):
     pair.open_session(parse(*flags), "target", drafter, cache_rows=99)
     assert made == [("target", drafter, shape, {"vocabulary": None, "cache_rows": 99})]
     assert pair.kind_of(shape) == mode
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_threads_avoid_the_cores_of_other_pinned_processes(monkeypatch):
+    """Of two servers with --threads 1 the second gets another core."""
+    chosen, (first, second, *_) = [], sorted(os.sched_getaffinity(0))
+    pin = os.sched_setaffinity
+    code, pipe = "print(flush=True); input()", subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as other:
+        other.stdout.readline()
+        monkeypatch.setattr(os, "listdir", lambda path: [str(other.pid)])
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(cores))
+        pair.use_cores(1)
+        pin(other.pid, {first})
+        pair.use_cores(1)
+        pair.use_cores(len(os.sched_getaffinity(0)))
+        other.kill()
+    assert chosen[:2] == [[first], [second]] and chosen[2][-1] == first

@@ -415,7 +415,7 @@ def test_split_client_offline_is_the_drafter_alone(ask):
 
 
 def test_split_client_needs_no_file_of_the_targets_but_what_it_borrows(ask, folder, tmp_path):
-    """A lookup drafter has no weights; it draws trees, and cannot write alone."""
+    """A lookup drafter has no weights, and cannot be split: it drafts whole chains."""
     said = refused(ask(*IDS, draft="lookup"))
     assert "--mode chain: this drafter cannot write token by token" in said
     said = refused(ask(*IDS, "--offline", "--mode", "tree", draft="lookup"))

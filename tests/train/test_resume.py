@@ -282,6 +282,53 @@ def test_an_unlisted_checkpoint_that_orbax_cannot_read_is_passed_over(copy, monk
     assert "checkpoint 12 is damaged (DATA_LOSS" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("listed_files", [True, False], ids=["listed", "unlisted"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ETIMEDOUT, "Connection timed out"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        ValueError("sharding does not divide the array"),
+    ],
+    ids=["network", "memory", "sharding"],
+)
+def test_an_error_of_reading_is_not_damage(copy, monkeypatch, error, listed_files):
+    """It is raised as it is: nothing is renamed, and no older checkpoint is taken instead."""
+    if not listed_files:
+        (copy / "run/checkpoints/12/files.json").unlink()
+
+    def failing(*arguments, **rest):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.ocp.CheckpointManager, "restore", failing)
+        with pytest.raises(type(error)) as caught:
+            loop.fit(toy_job(toy_config(copy)), None)
+    assert caught.value is error
+    assert steps_of(copy) == ["12", "8"]
+    assert final_state(copy)[0] == 12
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_a_file_that_the_disk_cannot_read_is_damage_and_a_refused_one_is_not(
+    copy, monkeypatch, code
+):
+    read = checkpoint._size_and_crc
+
+    def failing(path):
+        if "checkpoints/12/state" in str(path):
+            raise OSError(code, os.strerror(code))
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "_size_and_crc", failing)
+    if code == errno.EIO:
+        assert final_state(copy)[0] == 8
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            final_state(copy)
+        assert steps_of(copy) == ["12", "8"]
+
+
 # ---- no room ------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import whole_file
 from moa_jax.files.json_text import to_json
-from moa_jax.files.places import lock
+from moa_jax.files.places import lock_output
 from train.run.answers import TargetAnswer
 
 VERSION = 2  # of the entries: raise it when they are written in another way
@@ -54,7 +54,7 @@ class Partial:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
-            lock(self._file, self.path)
+            lock_output(self._file, self.path)
             return self._continue(header)
         except OSError as error:
             reason = first_line(error)

@@ -21,31 +21,25 @@ from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.files.config_keys import contradiction, refuse_contradictions
 from moa_jax.files.hf_config import check_same_block, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, layer_sizes, mispaired
-from moa_jax.model.convert import (
-    Shape,
-    Table,
-    block_table,
-    kernel,
-    mlp_table,
-    norm_table,
-    under,
-    vector,
+from moa_jax.files.kinds import (
+    FileLayout,
+    Files,
+    check_pairing,
+    check_stated,
+    layer_sizes,
+    mispaired,
+    sizes_of_layer,
+    tensor_shape,
 )
+from moa_jax.model import convert
+from moa_jax.model.convert import Shape, Table, block_table, kernel, under, vector
 
 MIXINGS = ("attention", "mean", "last")
 SIZES = ("num_key_value_heads", "intermediate_size")
 _REUSED = "target_layer_inference"
 _FORK_KEYS = (
-    "hidden_size",
-    "num_attention_heads",
-    "head_dim",
-    "vocab_size",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
+    *("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "hidden_act"),
+    *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"),
 )
 
 
@@ -74,13 +68,13 @@ def _cross_table(cfg: BlockConfig, prefix: str) -> Table:
     width, size, kv_heads = cfg.hidden_size, cfg.head_dim, cfg.num_kv_heads
     queries, each = cfg.num_heads * size, (kv_heads, 1, size)
     return {
-        **norm_table(width, prefix),
+        **convert.norm_table(width, prefix),
         ("attention", "q", "kernel"): kernel(("embed", "heads"), (q,), width, (queries,)),
         ("attention", "kv", "kernel"): kernel(
             ("embed", "kv_heads", None, None), (k, v), width, each, each
         ),
         ("attention", "out", "kernel"): kernel(("heads", "embed"), (o,), queries, (width,)),
-        **mlp_table(width, cfg.intermediate_size, False, prefix),
+        **convert.mlp_table(width, cfg.intermediate_size, False, prefix),
     }
 
 
@@ -108,12 +102,7 @@ def read_config(
         ("layer_self_attention", mixing == "attention"),
     ):
         sizes |= _part_sizes(part, shapes, target) if is_there else _stated_sizes(part, config)
-    for key, size in sizes.items():
-        if config.get(key, size) != size:
-            raise InputError(
-                f"config.json says {key} is {config[key]} but the tensors have {size}: "
-                "use the config.json of these weights"
-            )
+    check_stated(config, sizes)
     reused, notices = _reused_layers(config, target, target_layer_inference)
     cfg = MoaConfig(
         **sizes,
@@ -197,7 +186,7 @@ def _check_target(
     if stated.get("model_type") == "moa_spec":
         stated = {"hidden_size": stated.get("hidden_size")}
     check_pairing(stated, layer_sizes(target))
-    width, memory = _shape(shapes, "Ekv2E.weight")
+    width, memory = tensor_shape(shapes, "Ekv2E.weight")
     for what, size, of_target in (
         ("hidden_size", width, target.block.hidden_size),
         ("memory width (2 x key-value heads x head_dim)", memory, target.memory_width),
@@ -240,16 +229,10 @@ def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
 
 
 def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) -> dict[str, int]:
-    """Key-value heads and MLP width of one part, from its key and up projections."""
     lsa = part == "layer_self_attention"
     head_dim = target.memory_width // target.block.num_heads if lsa else target.block.head_dim
-    rows = _shape(shapes, f"{part}.self_attn.k_proj.weight")[0]
-    if not head_dim or rows % head_dim:
-        raise mispaired("head_dim", f"no divisor of the {rows} rows of {part}'s keys", head_dim)
-    return {
-        f"{part}_num_key_value_heads": rows // head_dim,
-        f"{part}_intermediate_size": _shape(shapes, f"{part}.mlp.up_proj.weight")[0],
-    }
+    sizes = sizes_of_layer(shapes, f"{part}.", head_dim)
+    return {f"{part}_{key}": size for key, size in zip(SIZES, sizes, strict=True)}
 
 
 def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -259,9 +242,3 @@ def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
         if key not in config:
             raise InputError(f"config.json does not state {key}: use the drafter's own config.json")
     return {key: config[key] for key in keys}
-
-
-def _shape(shapes: Mapping[str, Shape], name: str) -> Shape:
-    if name not in shapes:
-        raise InputError(f"the drafter lacks the tensor {name}: is it a MoA drafter?")
-    return shapes[name]

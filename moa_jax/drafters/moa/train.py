@@ -176,12 +176,7 @@ def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
     """The loss that `objective` asks for: of tokens and, unless it has faded out, of features."""
 
     def loss(
-        params: Params,
-        shared: Shared,
-        batch: Batch,
-        tapped: Tapped,
-        key: Array,
-        progress: Array,
+        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
     ) -> tuple[Array, dict[str, Array]]:
         given = (params, shared, batch, tapped)
         draws = draw(objective.masks, key, batch, progress)
