@@ -55,8 +55,8 @@ from moa_jax.decode.engine.group import Group, LeaderDied, follow
 from moa_jax.decode.engine.group import gather as group_of
 from moa_jax.decode.engine.group import join as join_group
 from moa_jax.errors import InputError
-from moa_jax.model import processes
 from moa_jax.pretrained import Target
+from moa_jax.runtime import multihost as processes
 
 SECRET = "--api-key-file"
 SECONDS_TO_SWITCH = 3e-4  # after which a thread of Python's gives way to another

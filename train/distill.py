@@ -37,8 +37,9 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.files.replace import check_replaceable
-from moa_jax.model import processes, sharding
+from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
+from moa_jax.runtime import multihost as processes
 from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.distillation import TrainStep, make_train_step, summarise
 from moa_jax.training.fingerprint import common

@@ -13,7 +13,7 @@ from moa_jax.decode.vocabulary import FILE
 from moa_jax.drafters import needs_no_files
 from moa_jax.files.folders import TOKENIZER_PATTERNS, file_hash, find_folder
 from moa_jax.files.parts import model_hash
-from moa_jax.model import processes
+from moa_jax.runtime import multihost as processes
 
 SETTINGS = ("generation_config.json", *TOKENIZER_PATTERNS)  # of a target, beside its weights
 SHOWN = 12  # digits of a hash

@@ -15,8 +15,8 @@ from jax._src.clusters import ClusterEnv  # no public name tells the place befor
 from infer import streams
 from infer.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, positive, refusal_of
 from moa_jax.errors import InputError, first_line
-from moa_jax.model.meeting import Meeting, meet
-from moa_jax.model.processes import Ending, check_same, ending_together, is_broken, is_first
+from moa_jax.runtime.multihost import Ending, check_same, ending_together, is_broken, is_first
+from moa_jax.runtime.rendezvous import Meeting, meet
 from moa_jax.version import __version__
 
 

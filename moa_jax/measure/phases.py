@@ -38,7 +38,7 @@ from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import chain
 from moa_jax.measure.traffic import bytes_read
 from moa_jax.model import quantise
-from moa_jax.model.precision import matmul_precision
+from moa_jax.runtime.precision import matmul_precision
 
 Array = jax.Array
 # (what the phase writes, 0) -> (the same written, what it found)

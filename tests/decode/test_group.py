@@ -16,7 +16,7 @@ import pytest
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine import group as group_module
 from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow, gather, join
-from moa_jax.model import processes
+from moa_jax.runtime import multihost as processes
 from tests.decode.engines import CHAIN, answers, assert_as_alone, mixed
 from tests.decode.test_chunks import drafter, target
 from tests.meeting import wait_for

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moa_jax.errors import InputError
-from moa_jax.model import meeting
-from moa_jax.model.meeting import Meeting, meet
+from moa_jax.runtime import rendezvous as meeting
+from moa_jax.runtime.rendezvous import Meeting, meet
 from tests.meeting import free_port
 from tests.train.test_processes import PROGRAM, ROOT
 

@@ -29,8 +29,8 @@ from infer.flags.mesh import asked_mesh
 from moa_jax.config import Sampling
 from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
-from moa_jax.model import processes
-from moa_jax.model.processes import Ending, Failure
+from moa_jax.runtime import multihost as processes
+from moa_jax.runtime.multihost import Ending, Failure
 from tests.meeting import free_port, loopback, wait_for
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program

@@ -21,9 +21,9 @@ from infer.program import Parser
 from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.model import processes
-from moa_jax.model.meeting import Meeting
 from moa_jax.pretrained import describe_target
+from moa_jax.runtime import multihost as processes
+from moa_jax.runtime.rendezvous import Meeting
 from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config, metrics
@@ -40,7 +40,7 @@ from pathlib import Path
 from jax.experimental import multihost_utils
 from infer.program import Parser, run
 from moa_jax.errors import InputError
-from moa_jax.model import processes
+from moa_jax.runtime import multihost as processes
 from infer.flags import cluster
 
 def raising(error):
@@ -276,7 +276,7 @@ def test_asking_for_the_first_process_starts_no_device():
     """Or `--threads` would come too late: jax counts cores when it starts."""
     code = """
 from jax._src import xla_bridge
-from moa_jax.model import processes
+from moa_jax.runtime import multihost as processes
 assert processes.is_first() and processes.count() == 1
 assert not xla_bridge.backends_are_initialized()
 """

@@ -23,8 +23,8 @@ from infer.split.network.proxy import Proxy
 from moa_jax.config import Sampling
 from moa_jax.decode.programs import bucket
 from moa_jax.model import llama, masks
-from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
+from moa_jax.runtime.precision import matmul_precision
 
 
 class Judgement(NamedTuple):

@@ -38,8 +38,8 @@ import numpy as np
 
 from moa_jax.decode.engine.shelf import Name, Shelf
 from moa_jax.errors import first_line
-from moa_jax.model import processes
-from moa_jax.model.meeting import SECONDS_TO_GREET, greeted, listener_at
+from moa_jax.runtime import multihost as processes
+from moa_jax.runtime.rendezvous import SECONDS_TO_GREET, greeted, listener_at
 
 
 @dataclasses.dataclass(frozen=True)

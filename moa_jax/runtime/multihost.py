@@ -25,7 +25,7 @@ from jax._src.distributed import global_state  # no public name leads to the coo
 from jax.experimental import multihost_utils
 
 from moa_jax.errors import InputError
-from moa_jax.model.meeting import Lines
+from moa_jax.runtime.rendezvous import Lines
 
 T = TypeVar("T")
 
