@@ -1,13 +1,10 @@
-"""The processes of a run find each other, or say who is missing.
+"""Connects the processes of a run before jax.distributed starts, which aborts if one is missing.
 
-Where another one does not come, jax's own runtime aborts a process. So before it starts, process 0
-waits at its port: each of the others says who it is, and hears whether all have come.
+    process 1   {"process": 1, "processes": 3} --->   process 0   ---> {"problem": ""}
+    process 2   {"process": 2, "processes": 3} --->               ---> {"problem": ""}
 
-    process 1   who I am -->   all have come <--   ...   farewell <-> farewell
-    process 2   who I am -->   all have come <--   ...   the line ends: somebody has died
-
-The lines between them stay open, for the system closes those of a process that dies. So its death
-is heard of at once, and before jax hears of it, which would abort all others if it is process 0's.
+The sockets stay open: the kernel closes those of a process that dies, so its death is noticed at
+once and not after a heartbeat timeout.
 """
 
 from __future__ import annotations
@@ -18,10 +15,11 @@ import logging
 import math
 import os
 import queue
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,269 +27,198 @@ from moa_jax.errors import InputError
 
 T = TypeVar("T")
 
-SECONDS_TO_GREET = 5.0  # in which who calls says who it is
-SECONDS_BETWEEN_CALLS = 0.5
-SECONDS_BETWEEN_LOOKS = 0.05
-LONGEST_LINE = 4096  # bytes
-SHOWN = 8  # processes that are missing
-FAREWELL = b"."
+GREETING_TIMEOUT_S = 5.0
+RETRY_INTERVAL_S = 0.5
+POLL_INTERVAL_S = 0.05
+MAX_LINE_BYTES = 4096
+MAX_MISSING_SHOWN = 8
 
 
-class Meeting(NamedTuple):
-    """Where the processes of a run meet, how many they are, and which of them this is."""
+class ProcessSpec(NamedTuple):
+    """The first three arguments of `jax.distributed.initialize`."""
 
-    address: str  # HOST:PORT of process 0
-    count: int
-    index: int
+    coordinator_address: str  # HOST:PORT of process 0
+    num_processes: int
+    process_id: int
 
 
-class Lines:
-    """The connections of this process: process 0 has one to each other, and the others to it."""
+SINGLE = ProcessSpec("", 1, 0)
 
-    def __init__(self, lines: Mapping[int, socket.socket]) -> None:
-        self._lines, self._parted = lines, False
-        for line in lines.values():
-            line.settimeout(None)
 
-    def __len__(self) -> int:
-        return len(self._lines)
+def connect(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
+    """Sockets by process id: process 0 gets one to each other process, the others one to process 0.
 
-    def watch(self, lost: Callable[[int], object]) -> None:
-        """Calls `lost`, in a thread of its own, with each process that ends without a farewell."""
-        for each in self._lines.items():
-            threading.Thread(target=self._watch, args=(*each, lost), daemon=True).start()
+    Raises InputError, in every process that came, if one is missing after `timeout_s`, if two have
+    the same id, or if they disagree on the number of processes.
+    """
+    if spec.num_processes == 1:
+        return {}
+    return {0: _connect_to_first(spec, timeout_s)} if spec.process_id else _accept(spec, timeout_s)
 
-    def part(self) -> None:
-        """Says farewell: from now on it is no matter who ends first."""
-        self._parted = True
-        for line in self._lines.values():
-            with contextlib.suppress(OSError):
-                line.sendall(FAREWELL)
 
-    def close(self) -> None:
-        """Closes the lines, as the end of the process does."""
-        for line in self._lines.values():
-            line.close()
-
-    def _watch(self, process: int, line: socket.socket, lost: Callable[[int], object]) -> None:
-        said = b""
+def _accept(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
+    peers: list[tuple[int, socket.socket]] = []
+    problem = ""
+    with _coordinator_listener(spec) as listener:
+        for process, count, peer in accept_all(listener, _read_introduction, timeout_s):
+            peers = _still_open(peers)
+            if count != spec.num_processes:
+                problem = (
+                    f"process {process} was started with --processes {count} and process 0 with "
+                    f"--processes {spec.num_processes}; start all processes with the same number"
+                )
+            elif process in dict(peers):
+                problem = f"two processes have the id {process}; number them from 0"
+            peers.append((process, peer))
+            if problem or len(peers) == spec.num_processes - 1:
+                break
+    peers = _still_open(peers)
+    missing = sorted({*range(1, spec.num_processes)} - dict(peers).keys())
+    if missing and not problem:
+        more = " and more" * (len(missing) > MAX_MISSING_SHOWN)
+        problem = (
+            f"timed out after {timeout_s:g} s: processes {missing[:MAX_MISSING_SHOWN]}{more} of "
+            f"{spec.num_processes} did not connect to {spec.coordinator_address}; check their logs"
+        )
+    for _, peer in peers:
         with contextlib.suppress(OSError):
-            said = line.recv(1)
-        if said != FAREWELL and not self._parted:
-            lost(process)
+            send_line(peer, problem=problem)
+    if problem:
+        for _, peer in peers:
+            peer.close()
+        raise InputError(problem)
+    return dict(peers)
 
 
-def meet(place: Meeting, seconds: float) -> Lines:
-    """Waits until every process is there; returns the lines between them.
-
-    Raises InputError, in all that have come, where one does not come within `seconds`, where two
-    say that they are the same one, and where they do not agree on how many they are.
-    """
-    if place.count == 1:
-        return Lines({})
-    return (_call if place.index else _wait)(place, seconds)
+def _still_open(peers: list[tuple[int, socket.socket]]) -> list[tuple[int, socket.socket]]:
+    """Without the processes that have left, whose sockets are readable at this point."""
+    left = select.select([peer for _, peer in peers], [], [], 0)[0]
+    for peer in left:
+        peer.close()
+    return [each for each in peers if each[1] not in left]
 
 
-def greeted(
-    listener: socket.socket, greet: Callable[[socket.socket], T], seconds: float = math.inf
-) -> Iterator[T]:
-    """What `greet` returns for each caller, for so long; who does not belong here is logged.
+def _read_introduction(caller: socket.socket) -> tuple[int, int, socket.socket]:
+    caller.settimeout(GREETING_TIMEOUT_S)
+    process, count = _receive_line(caller, "process", "processes")
+    if not (isinstance(process, int) and isinstance(count, int) and 0 < process < count):
+        raise ValueError(f"process {process} of {count}")
+    return process, count, caller
 
-    Each is greeted in a thread of its own: one that says nothing keeps no other waiting.
-    """
-    found: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
-    over = threading.Event()
 
-    def one(caller: socket.socket) -> None:
+def _connect_to_first(spec: ProcessSpec, timeout_s: float) -> socket.socket:
+    end = time.monotonic() + timeout_s
+    while True:
         try:
-            found.put((caller, greet(caller)))
+            first, problem = _introduce(spec, timeout_s)
+            break
+        except (OSError, ValueError) as error:
+            if time.monotonic() >= end:
+                raise InputError(
+                    f"timed out after {timeout_s:g} s: process 0 did not answer at "
+                    f"{spec.coordinator_address} ({error}); check its log"
+                ) from error
+        time.sleep(RETRY_INTERVAL_S)
+    if problem:
+        first.close()
+        raise InputError(f"process 0: {problem}")
+    return first
+
+
+def _introduce(spec: ProcessSpec, timeout_s: float) -> tuple[socket.socket, str]:
+    """The socket to process 0 and the problem it reports once all have come, if any."""
+    with contextlib.ExitStack() as stack:
+        address = _host_port(spec.coordinator_address)
+        first = stack.enter_context(socket.create_connection(address, GREETING_TIMEOUT_S))
+        send_line(first, process=spec.process_id, processes=spec.num_processes)
+        first.settimeout(timeout_s + GREETING_TIMEOUT_S)  # process 0 waits for the others first
+        (problem,) = _receive_line(first, "problem")
+        stack.pop_all()
+    return first, problem
+
+
+# ---- sockets ------------------------------------------------------------------------------
+
+
+def accept_all(
+    listener: socket.socket, greet: Callable[[socket.socket], T], timeout_s: float = math.inf
+) -> Iterator[T]:
+    """Yields `greet(socket)` for each caller until the timeout; logs callers that `greet` rejects.
+
+    Each caller has a thread of its own, so a silent one does not delay the others. Once the
+    iterator is closed, sockets that were not yielded are closed.
+    """
+    greeted: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
+    closed = threading.Event()
+
+    def greet_one(caller: socket.socket) -> None:
+        try:
+            greeted.put((caller, greet(caller)))
         except (AuthenticationError, OSError, EOFError, ValueError) as error:
             caller.close()
-            logging.getLogger(__name__).warning("a stranger called: %s", error)
-        if over.is_set():
+            logging.getLogger(__name__).warning(
+                "rejected a connection that did not identify itself: %s", error
+            )
+        if closed.is_set():
             hang_up()
 
     def hang_up() -> None:
-        """Closes the lines of those whom nobody will hear of."""
         with contextlib.suppress(queue.Empty):
             while True:
-                found.get_nowait()[0].close()
+                greeted.get_nowait()[0].close()
 
-    listener.settimeout(SECONDS_BETWEEN_LOOKS)
-    until = time.monotonic() + seconds
+    listener.settimeout(POLL_INTERVAL_S)
+    end = time.monotonic() + timeout_s
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
                 caller, _ = listener.accept()
-                threading.Thread(target=one, args=(caller,), daemon=True).start()
-            while not found.empty():
-                yield found.get()[1]
+                threading.Thread(target=greet_one, args=(caller,), daemon=True).start()
+            while not greeted.empty():
+                yield greeted.get()[1]
     finally:
-        over.set()
+        closed.set()
         hang_up()
 
 
-# ---- process 0 ----------------------------------------------------------------------------
-
-
-class Caller(NamedTuple):
-    """Another process, as it says."""
-
-    index: int
-    count: int
-    line: socket.socket  # that it hears
-
-
-def _wait(place: Meeting, seconds: float) -> Lines:
-    with contextlib.ExitStack() as lines:
-        trouble, callers = "", list[Caller]()
-        with _listener(place) as listener:
-            for caller in greeted(listener, _introduced, seconds):
-                lines.enter_context(caller.line)
-                callers = _those_there(callers)
-                trouble = _trouble(place, callers, caller)
-                callers.append(caller)
-                if trouble or len(callers) == place.count - 1:
-                    break
-        callers = _those_there(callers)
-        trouble = trouble or _absence(place, callers, seconds)
-        for each in callers:
-            with contextlib.suppress(OSError):
-                _say(each.line, trouble=trouble)
-        if trouble:
-            raise InputError(trouble)
-        lines.pop_all()
-    return Lines({each.index: each.line for each in callers})
-
-
-def _introduced(caller: socket.socket) -> Caller:
-    caller.settimeout(SECONDS_TO_GREET)
-    index, count = _heard(caller, "process", "processes")
-    if not (isinstance(index, int) and isinstance(count, int) and 0 < index < count):
-        raise ValueError(f"it says that it is process {index} of {count}")
-    return Caller(index, count, caller)
-
-
-def _trouble(place: Meeting, callers: list[Caller], caller: Caller) -> str:
-    """Why all have to end, now that this one has come; nothing if they need not."""
-    if caller.count != place.count:
-        return (
-            f"process {caller.index} says that there are {caller.count} processes, and process 0 "
-            f"that there are {place.count}: start all processes alike"
-        )
-    if caller.index in [each.index for each in callers]:
-        return f"two processes say that they are process {caller.index}: number them from 0"
-    return ""
-
-
-def _absence(place: Meeting, callers: list[Caller], seconds: float) -> str:
-    """Who has not come; nothing if all have."""
-    missing = sorted({*range(1, place.count)} - {each.index for each in callers})
-    if not missing:
-        return ""
-    named = ", ".join(map(str, missing[:SHOWN])) + " and more" * (len(missing) > SHOWN)
-    return (
-        f"of {place.count} processes these did not come to {place.address} within {seconds:g} s: "
-        f"{named}: see that they run, and what they say"
-    )
-
-
-def _those_there(callers: list[Caller]) -> list[Caller]:
-    """Those whose connections are open still; the others' are closed."""
-    there = [each for each in callers if _is_there(each)]
-    for each in callers:
-        if each not in there:
-            each.line.close()
-    return there
-
-
-def _is_there(caller: Caller) -> bool:
-    """Whether its connection is open still: it says nothing more."""
-    caller.line.setblocking(False)
-    try:
-        return caller.line.recv(1) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        caller.line.settimeout(SECONDS_TO_GREET)
-
-
-def _listener(place: Meeting) -> socket.socket:
-    """At the port, and the interfaces, at which jax's service listens afterwards."""
-    host, port = _host_port(
-        os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + place.address.rpartition(":")[2])
-    )
-    try:
-        return listener_at(host, port, place.count)
-    except OSError as error:
-        raise InputError(
-            f"port {port} cannot be opened for the other processes ({error.strerror}): end what "
-            "uses it, or choose another port"
-        ) from error
-
-
-def listener_at(host: str, port: int, backlog: int) -> socket.socket:
-    """A socket that listens there; `::` is all interfaces of both protocols. Raises OSError."""
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A listening socket; `::` stands for all interfaces of both protocols. Raises OSError."""
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server(
-        (host, port), family=family, backlog=backlog, dualstack_ipv6=host == "::"
-    )
+    both = host == "::"
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
-# ---- the others ---------------------------------------------------------------------------
-
-
-def _call(place: Meeting, seconds: float) -> Lines:
-    until = time.monotonic() + seconds
-    while (first := _answered(place, seconds, until)) is None:
-        time.sleep(SECONDS_BETWEEN_CALLS)
-    return Lines({0: first})
-
-
-def _answered(place: Meeting, seconds: float, until: float) -> socket.socket | None:
-    """The line to process 0, once that has said that all have come; None if it is not there yet."""
+def _coordinator_listener(spec: ProcessSpec) -> socket.socket:
+    """Listens at the port and interfaces that jax's coordination service takes afterwards."""
+    port = spec.coordinator_address.rpartition(":")[2]
+    host, number = _host_port(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}"))
     try:
-        with contextlib.ExitStack() as lines:
-            first = socket.create_connection(_host_port(place.address), SECONDS_TO_GREET)
-            lines.enter_context(first)
-            _say(first, process=place.index, processes=place.count)
-            first.settimeout(seconds + SECONDS_TO_GREET)  # it has waited for a while already
-            (trouble,) = _heard(first, "trouble")
-            if not trouble:
-                lines.pop_all()
-                return first
-    except (OSError, ValueError) as error:
-        if time.monotonic() < until:
-            return None
+        return listen(host, number, spec.num_processes)
+    except OSError as error:
         raise InputError(
-            f"process 0 was not found at {place.address} within {seconds:g} s ({error}): see that "
-            "it runs there, and what it says"
+            f"cannot open port {number} for the other processes: {error.strerror}; end the "
+            "program that uses it, or choose another port"
         ) from error
-    raise InputError(f"process 0: {trouble}")
 
 
-# ---- lines --------------------------------------------------------------------------------
+def send_line(peer: socket.socket, **message: Any) -> None:
+    """Sends a message as one line of JSON. Raises OSError."""
+    peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _say(line: socket.socket, **facts: Any) -> None:
-    line.sendall(json.dumps(facts).encode() + b"\n")
-
-
-def _heard(line: socket.socket, *names: str) -> list[Any]:
-    """Facts that the other end tells in a line. Raises ValueError for anything else."""
-    with line.makefile("rb", buffering=0) as file:  # what follows is left to be heard
-        told = file.readline(LONGEST_LINE)
-    if not told:
+def _receive_line(peer: socket.socket, *keys: str) -> list[Any]:
+    """Values of a message by key. Raises OSError, and ValueError for anything but a message."""
+    with peer.makefile("rb", buffering=0) as file:  # later lines stay in the socket
+        line = file.readline(MAX_LINE_BYTES)
+    if not line:
         raise ConnectionError("the connection was closed")
     try:
-        facts = json.loads(told)
-        return [facts[name] for name in names]
+        message = json.loads(line)
+        return [message[key] for key in keys]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError("another program is there") from error
+        raise ValueError("not a process of this run") from error
 
 
 def _host_port(address: str) -> tuple[str, int]:

@@ -114,7 +114,7 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "index", lambda: 1)
     monkeypatch.setattr(processes, "host_of_first", lambda: "127.0.0.1")
-    monkeypatch.setattr(processes, "leave_word", lambda point, told: word.put(told))
+    monkeypatch.setattr(processes, "kv_set", lambda point, told: word.put(told))
     monkeypatch.setattr(group_module, "SECONDS_TO_GREET", 60.0)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
         found = pool.submit(gather, print)
@@ -124,7 +124,7 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
             strangers.enter_context(stranger).sendall(said)
         with pytest.raises(AuthenticationError):
             Client(("127.0.0.1", port), authkey=b"another")
-        monkeypatch.setattr(processes, "word_left", lambda point: (port, key))
+        monkeypatch.setattr(processes, "kv_get", lambda point: (port, key))
         first = join()
         group = found.result(30)
         group.tell(None)
@@ -132,7 +132,7 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
         group.close()
         first.close()
         group.wait(30)
-    wait_for(lambda: sum("a stranger called" in each for each in caplog.messages) >= 2)
+    wait_for(lambda: sum("rejected a connection" in each for each in caplog.messages) >= 2)
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch):
