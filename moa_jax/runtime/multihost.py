@@ -70,36 +70,34 @@ def on_first(function: Callable[[], T]) -> T:
         try:
             outcome = {"result": function()}
         except Exception as error:
-            _broadcast(json.dumps(_pack(error)).encode())
+            _broadcast(_packed(error))
             raise
-    outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
+    outcome = _broadcast(outcome)
     if "result" not in outcome:
-        raise _unpack(outcome)
+        ((kind, arguments),) = outcome.items()
+        raise _RAISED_BY_NAME[kind](*arguments)
     return outcome["result"]
 
 
-def _pack(error: Exception) -> dict[str, Any]:
+_RAISED_BY_NAME = {each.__name__: each for each in (InputError, OSError, RuntimeError)}
+
+
+def _packed(error: Exception) -> dict[str, list[Any]]:
+    """An exception as the name and the arguments of one that the other processes raise."""
     if isinstance(error, InputError):
-        return {"input": str(error)}
+        return {"InputError": [str(error)]}
     if isinstance(error, OSError) and error.errno is not None:
         name = None if error.filename is None else os.fsdecode(error.filename)
-        return {"os": [error.errno, error.strerror, name]}
-    return {"other": f"process 0: {type(error).__name__}: {error}"}
+        return {"OSError": [error.errno, error.strerror, name]}
+    return {"RuntimeError": [f"process 0: {type(error).__name__}: {error}"]}
 
 
-def _unpack(outcome: dict[str, Any]) -> Exception:
-    if "input" in outcome:
-        return InputError(outcome["input"])
-    return OSError(*outcome["os"]) if "os" in outcome else RuntimeError(outcome["other"])
-
-
-def _broadcast(data: bytes) -> bytes:
-    """The bytes of process 0, on all processes."""
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    buffer = np.zeros(length, np.uint8)
-    if is_first():
-        buffer[:] = np.frombuffer(data, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes()
+def _broadcast(value: Any) -> Any:
+    """The value of process 0, made of JSON's types, on all processes."""
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    # Only the shape of the other processes' arrays matters.
+    return json.loads(bytes(multihost_utils.broadcast_one_to_all(np.resize(data, size))))
 
 
 def gathered(tree: Any) -> Any:

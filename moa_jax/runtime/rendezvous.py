@@ -15,12 +15,10 @@ import logging
 import math
 import os
 import queue
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import AuthenticationError
 from typing import Any, NamedTuple, TypeVar
 
 from moa_jax.errors import InputError
@@ -32,6 +30,7 @@ RETRY_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 0.05
 MAX_LINE_BYTES = 4096
 MAX_MISSING_SHOWN = 8
+REJECTED = "rejected a connection that did not identify itself: %s"
 
 
 class ProcessSpec(NamedTuple):
@@ -57,51 +56,38 @@ def connect(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
 
 
 def _accept(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
-    peers: list[tuple[int, socket.socket]] = []
-    problem = ""
+    peers: dict[int, socket.socket] = {}
+    problem, count = "", spec.num_processes
     with _coordinator_listener(spec) as listener:
-        for process, count, peer in accept_all(listener, _read_introduction, timeout_s):
-            peers = _still_open(peers)
-            if count != spec.num_processes:
-                problem = (
-                    f"process {process} was started with --processes {count} and process 0 with "
-                    f"--processes {spec.num_processes}; start all processes with the same number"
-                )
-            elif process in dict(peers):
+        for process, processes, peer in accept_all(listener, _read_introduction, timeout_s):
+            if process in peers:
                 problem = f"two processes have the id {process}; number them from 0"
-            peers.append((process, peer))
-            if problem or len(peers) == spec.num_processes - 1:
+            if processes != count:
+                problem = f"--processes: {processes} for process {process}, {count} for process 0"
+            peers[-1 if problem else process] = peer
+            if problem or len(peers) == count - 1:
                 break
-    peers = _still_open(peers)
-    missing = sorted({*range(1, spec.num_processes)} - dict(peers).keys())
-    if missing and not problem:
+    if not problem and (missing := sorted({*range(1, count)} - peers.keys())):
         more = " and more" * (len(missing) > MAX_MISSING_SHOWN)
         problem = (
             f"timed out after {timeout_s:g} s: processes {missing[:MAX_MISSING_SHOWN]}{more} of "
-            f"{spec.num_processes} did not connect to {spec.coordinator_address}; check their logs"
+            f"{count} did not connect to {spec.coordinator_address}; check their logs"
         )
-    for _, peer in peers:
-        with contextlib.suppress(OSError):
+    for peer in peers.values():
+        with contextlib.suppress(OSError):  # a process that has died is noticed later
             send_line(peer, problem=problem)
-    if problem:
-        for _, peer in peers:
+        if problem:
             peer.close()
+    if problem:
         raise InputError(problem)
-    return dict(peers)
-
-
-def _still_open(peers: list[tuple[int, socket.socket]]) -> list[tuple[int, socket.socket]]:
-    """Without the processes that have left, whose sockets are readable at this point."""
-    left = select.select([peer for _, peer in peers], [], [], 0)[0]
-    for peer in left:
-        peer.close()
-    return [each for each in peers if each[1] not in left]
+    return peers
 
 
 def _read_introduction(caller: socket.socket) -> tuple[int, int, socket.socket]:
     caller.settimeout(GREETING_TIMEOUT_S)
-    process, count = _receive_line(caller, "process", "processes")
-    if not (isinstance(process, int) and isinstance(count, int) and 0 < process < count):
+    message = _receive_line(caller)
+    process, count = message["process"], message["processes"]
+    if not 0 < process < count:
         raise ValueError(f"process {process} of {count}")
     return process, count, caller
 
@@ -132,7 +118,7 @@ def _introduce(spec: ProcessSpec, timeout_s: float) -> tuple[socket.socket, str]
         first = stack.enter_context(socket.create_connection(address, GREETING_TIMEOUT_S))
         send_line(first, process=spec.process_id, processes=spec.num_processes)
         first.settimeout(timeout_s + GREETING_TIMEOUT_S)  # process 0 waits for the others first
-        (problem,) = _receive_line(first, "problem")
+        problem = _receive_line(first)["problem"]
         stack.pop_all()
     return first, problem
 
@@ -145,40 +131,25 @@ def accept_all(
 ) -> Iterator[T]:
     """Yields `greet(socket)` for each caller until the timeout; logs callers that `greet` rejects.
 
-    Each caller has a thread of its own, so a silent one does not delay the others. Once the
-    iterator is closed, sockets that were not yielded are closed.
+    Each caller has a thread of its own, so a silent one does not delay the others.
     """
-    greeted: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
-    closed = threading.Event()
+    greeted: queue.SimpleQueue[T] = queue.SimpleQueue()
 
     def greet_one(caller: socket.socket) -> None:
         try:
-            greeted.put((caller, greet(caller)))
-        except (AuthenticationError, OSError, EOFError, ValueError) as error:
+            greeted.put(greet(caller))
+        except Exception as error:  # a program that is not ours may send anything
             caller.close()
-            logging.getLogger(__name__).warning(
-                "rejected a connection that did not identify itself: %s", error
-            )
-        if closed.is_set():
-            hang_up()
-
-    def hang_up() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                greeted.get_nowait()[0].close()
+            logging.getLogger(__name__).warning(REJECTED, error)
 
     listener.settimeout(POLL_INTERVAL_S)
     end = time.monotonic() + timeout_s
-    try:
-        while time.monotonic() < end:
-            with contextlib.suppress(TimeoutError):
-                caller, _ = listener.accept()
-                threading.Thread(target=greet_one, args=(caller,), daemon=True).start()
-            while not greeted.empty():
-                yield greeted.get()[1]
-    finally:
-        closed.set()
-        hang_up()
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            caller, _ = listener.accept()
+            threading.Thread(target=greet_one, args=(caller,), daemon=True).start()
+        while not greeted.empty():
+            yield greeted.get()
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
@@ -208,17 +179,13 @@ def send_line(peer: socket.socket, **message: Any) -> None:
     peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive_line(peer: socket.socket, *keys: str) -> list[Any]:
-    """Values of a message by key. Raises OSError, and ValueError for anything but a message."""
+def _receive_line(peer: socket.socket) -> Any:
+    """The next message. Raises OSError, and ValueError for anything but JSON."""
     with peer.makefile("rb", buffering=0) as file:  # later lines stay in the socket
         line = file.readline(MAX_LINE_BYTES)
     if not line:
         raise ConnectionError("the connection was closed")
-    try:
-        message = json.loads(line)
-        return [message[key] for key in keys]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError("not a process of this run") from error
+    return json.loads(line)
 
 
 def _host_port(address: str) -> tuple[str, int]:
