@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -168,6 +169,20 @@ def test_a_process_that_falls_silent_ends_the_others(lost, how, wait):
     code, lines, told = found[1 - lost]
     assert (code, lines) == (1, [LOST.format(lost)]), told
     assert told.splitlines() == lines
+
+
+def test_an_abort_ends_a_process_of_several():
+    """As of a check in XLA or a heap that is damaged: no other thread may go on."""
+    code = """
+import os, signal, socket
+from moa_jax.runtime.multihost import ProcessGroup
+here, there = socket.socketpair()
+ProcessGroup(print, peers={1: here})
+os.kill(os.getpid(), signal.SIGABRT)
+print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
 
 
 # One thread keeps the interpreter to itself for some seconds.
