@@ -43,7 +43,7 @@ from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
 from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
-from moa_jax.model.processes import is_first, on_first
+from moa_jax.runtime.multihost import is_first, on_first
 
 DIFFERENT = 1  # exit code of --check
 ASKED, BUNDLED = "asked", "demo"  # prompts of --compare

@@ -55,8 +55,8 @@ from moa_jax.decode.engine.group import Group, LeaderDied, follow
 from moa_jax.decode.engine.group import gather as group_of
 from moa_jax.decode.engine.group import join as join_group
 from moa_jax.errors import InputError
-from moa_jax.model import processes
 from moa_jax.pretrained import Target
+from moa_jax.runtime import multihost
 
 SECRET = "--api-key-file"
 SECONDS_TO_SWITCH = 3e-4  # after which a thread of Python's gives way to another
@@ -73,17 +73,17 @@ def main(arguments: list[str] | None = None) -> int:
     # The engine's thread takes the interpreter many times a round, and would wait 5 ms each time
     # that the server's thread is at work on an answer.
     sys.setswitchinterval(SECONDS_TO_SWITCH)
-    with cluster.joined(args, parser.prog) as ending:
+    with cluster.joined(args, parser.prog) as processes:
         check_alike(args)
-        if not processes.is_first():
-            return _follow(args, ending)
-        group = group_of(ending.fail) if processes.count() > 1 else None
+        if not multihost.is_first():
+            return _follow(args, processes)
+        group = group_of(processes.fail) if multihost.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
         listener = bind(args.host, args.port, args.ready_file)
         with listener, EventLog() as log, WarningHandler(log):
             engine, target = _load(args, group)
             server = _server_of(args, engine, target, keys, log)
-            ending.last_words = functools.partial(_abandon, engine, server)
+            processes.last_words = functools.partial(_abandon, engine, server)
             log("compile")  # this may take a minute
             engine.prepare()
             engine.start()
@@ -94,23 +94,23 @@ def main(arguments: list[str] | None = None) -> int:
         if group:
             group.close()
             group.wait(SECONDS_TO_END)
-            ending.part()
+            processes.say_goodbye()
             leave(code)
     engine.session.background.leave(code)  # nobody waits for what is compiled for later
     return code
 
 
-def _follow(args: argparse.Namespace, ending: processes.Ending) -> NoReturn:
-    """Runs what process 0 runs, and ends as it does: with the group, SIGTERM is for that one."""
+def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoReturn:
+    """Runs the programs that process 0 runs until it ends; SIGTERM is for process 0 alone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     first = join_group()
     with cluster.first_speaks():
         engine, _ = _load(args)
     try:
         follow(engine.shelf, first)
-    except LeaderDied:
-        ending.lost(0)
-    ending.part()
+    except LeaderDied as error:
+        processes.fail(str(error), lost=0)
+    processes.say_goodbye()
     leave(0)
 
 

@@ -36,9 +36,9 @@ from moa_jax.files.kinds import (
 from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
 from moa_jax.files.replace import replacing
 from moa_jax.model import convert
-from moa_jax.model.devices import compute_capability
 from moa_jax.model.quantise import FORMATS, Format
 from moa_jax.model.sharding import DECODE_AXES, for_decoding, mesh_of
+from moa_jax.runtime.devices import compute_capability
 
 FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
 

@@ -20,7 +20,7 @@ PEERS = {
 # What each room may import, besides itself: the rooms below it. A room is a folder or module of
 # moa_jax, named without the prefix, `moa_jax` its front door, or a folder of programs.
 BASE = {"errors", "config"}
-MODEL = BASE | {"model"}
+MODEL = BASE | {"model", "runtime"}
 DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
@@ -44,7 +44,8 @@ TABLE: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "config": {"errors"},
-    "model": BASE,
+    "runtime": {"errors"},
+    "model": BASE | {"runtime"},
     "files": MODEL,
     "data": BASE | {"files"},
     "drafters.api": MODEL | {"data"},
@@ -66,7 +67,7 @@ TABLE: dict[str, set[str]] = {
         "errors",
         "version",
         "files",
-        "model",
+        "runtime",
         "infer.program",
         "infer.streams",
     },

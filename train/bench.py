@@ -32,7 +32,7 @@ from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV
-from moa_jax.model.precision import matmul_precision
+from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.distillation import abstract_frozen, make_train_step
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.metrics import peak_flops

@@ -37,8 +37,9 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.files.replace import check_replaceable
-from moa_jax.model import processes, sharding
+from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
+from moa_jax.runtime import multihost
 from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.distillation import TrainStep, make_train_step, summarise
 from moa_jax.training.fingerprint import common
@@ -62,31 +63,31 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     Raises InputError before the target is loaded: for settings that do not go together or do not
     fit the data, a directory that is in use or another run's, and for processes that differ.
     """
-    processes.check_same(common(config), "settings")
+    multihost.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
     config = with_vocabulary(config, described)
     program = make_train_step(config, described.config, mesh)
     check(config)
-    if processes.is_first():
+    if multihost.is_first():
         for line in (*described.notices, *filter(None, [trap(config)])):
             print(f"train.distill: {line}", file=sys.stderr)
     check_directory(config)
-    processes.on_first(lambda: check_replaceable(Path(config.output)))
+    multihost.on_first(lambda: check_replaceable(Path(config.output)))
     warm = warm_params(config, described, program.abstract_state())
     tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
-    watch = progress if processes.is_first() else None
+    watch = progress if multihost.is_first() else None
     train, report = batches.load(config.data, tokenizer, vocab_size, "train", watch)
     validation, validation_report = batches.load(
         config.data, tokenizer, vocab_size, "validation", watch
     )
-    if processes.is_first():
+    if multihost.is_first():
         print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
     facts = _facts(config, described, tokenizer, train, validation)
     if facts:  # of several processes
         facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}
-    processes.check_same(facts, "run")
+    multihost.check_same(facts, "run")
     prompts = prompts_to_decode(config, described, validation)
     cache = None if flags is None else opened(flags, config, described, train)
     dtype = jnp.dtype(config.run.dtype)
@@ -98,8 +99,8 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
         params = fit(_job(config, program, target, *data, **rest), target.params)
         if params is None:  # told to stop before the end
             return False
-        params = processes.gathered(params)
-    if processes.is_first():
+        params = multihost.gathered(params)
+    if multihost.is_first():
         size = config.draft_vocabulary
         save(config, params, target, None if size is None else frequent_in(train, size, target))
     return True

@@ -22,8 +22,8 @@ from jax import lax
 from moa_jax.config import TargetConfig
 from moa_jax.decode.programs import bucket
 from moa_jax.model import llama, masks, sharding
-from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
+from moa_jax.runtime.precision import matmul_precision
 
 Array = jax.Array
 TOP = 5

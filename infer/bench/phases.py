@@ -31,7 +31,7 @@ from moa_jax.decode.programs import chunks_of, compile_lowered
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.state import DecodeState, Setup, Weights
 from moa_jax.drafters.api import chain
-from moa_jax.model.precision import matmul_precision
+from moa_jax.runtime.precision import matmul_precision
 
 Array = jax.Array
 SECONDS_A_LOOP, MOST_TURNS, LOOPS = 0.2, 500, 5

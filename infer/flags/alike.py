@@ -13,7 +13,7 @@ from moa_jax.decode.vocabulary import FILE
 from moa_jax.drafters import needs_no_files
 from moa_jax.files.folders import TOKENIZER_PATTERNS, file_hash, find_folder
 from moa_jax.files.parts import model_hash
-from moa_jax.model import processes
+from moa_jax.runtime import multihost
 
 SETTINGS = ("generation_config.json", *TOKENIZER_PATTERNS)  # of a target, beside its weights
 SHOWN = 12  # digits of a hash
@@ -25,7 +25,7 @@ def check_alike(args: argparse.Namespace) -> None:
     Of weights samples are compared, of all other files every byte. Raises InputError besides for
     flags that contradict each other and for folders that are missing or damaged.
     """
-    if processes.count() > 1:
+    if multihost.count() > 1:
         shown = vars(args).copy()  # before vLLM's JSON is spread over them
         cluster.check_alike(argparse.Namespace(**shown), files_of(args))
 

@@ -30,7 +30,6 @@ from moa_jax.decode.programs import chunks_for, on_mesh
 from moa_jax.decode.state import DecodeState, Setup, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import convert, quantise
-from moa_jax.model.precision import matmul_precision
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import (
     LoadedDrafter,
@@ -39,6 +38,7 @@ from moa_jax.pretrained import (
     functions_of,
     table_of,
 )
+from moa_jax.runtime.precision import matmul_precision
 
 Plan = dict[str, Any]
 PHASES = ("draft", "verify", "extend", "commit")  # the scopes of moa_jax.decode.step

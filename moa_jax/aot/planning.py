@@ -30,8 +30,8 @@ from moa_jax.aot.kernels import Kernel, Rules
 from moa_jax.aot.lowering import HloModule, num_bytes
 from moa_jax.aot.machines import Machine
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
-from moa_jax.model.precision import matmul_precision
 from moa_jax.model.sharding import make_mesh
+from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training import flops
 from moa_jax.training.distillation import TrainStep, abstract_frozen, make_train_step
 from moa_jax.training.update import abstract

@@ -20,8 +20,8 @@ from moa_jax.decode.programs import bucket
 from moa_jax.decode.sample import law_of
 from moa_jax.decode.session import GREEDY
 from moa_jax.model import llama, masks, sharding
-from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
+from moa_jax.runtime.precision import matmul_precision
 
 
 class Difference(NamedTuple):

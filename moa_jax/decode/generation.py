@@ -25,7 +25,7 @@ from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.programs import Program
 from moa_jax.decode.sample import Law
 from moa_jax.decode.state import NEVER, DecodeState, Limits
-from moa_jax.model.processes import gathered
+from moa_jax.runtime.multihost import gathered
 
 if TYPE_CHECKING:
     from moa_jax.decode.session import Session

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moa_jax.model import sharding
-from moa_jax.model.precision import matmul_precision
+from moa_jax.runtime.precision import matmul_precision
 
 SMALLEST_BUCKET = 32
 ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round

@@ -34,9 +34,10 @@ from moa_jax.decode.state import NEVER, DecodeState, Limits, Setup, Vocabulary, 
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
-from moa_jax.model import memory, panels, quantise, sharding
-from moa_jax.model.processes import on_first
+from moa_jax.model import panels, quantise, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+from moa_jax.runtime import memory
+from moa_jax.runtime.multihost import on_first
 
 T = TypeVar("T")
 

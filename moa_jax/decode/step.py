@@ -43,8 +43,8 @@ from moa_jax.drafters.api import NOTHING, Cache, Guide, Shared, Tapped, Tree, ch
 from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
 from moa_jax.model.cache import States
-from moa_jax.model.devices import traced_platform
 from moa_jax.model.pieces import finite_argmax
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

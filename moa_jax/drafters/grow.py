@@ -57,8 +57,8 @@ from jax import lax
 from moa_jax.config import DraftShape
 from moa_jax.drafters.api import Cache, Guide, Params, Shared, Tree
 from moa_jax.model import masks, sharding
-from moa_jax.model.devices import traced_platform
 from moa_jax.model.pieces import top_k
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

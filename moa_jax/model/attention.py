@@ -32,9 +32,9 @@ from jax import lax
 
 from moa_jax.model import cache, chunks, sharding
 from moa_jax.model.cache import KV
-from moa_jax.model.devices import traced_platform
 from moa_jax.model.masks import Intervals, Sight
 from moa_jax.model.rotary import Rotation, rotate_packed
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

@@ -35,9 +35,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from moa_jax.model.cache import KV
-from moa_jax.model.devices import compute_capability
 from moa_jax.model.masks import Sight
 from moa_jax.model.rotary import Rotation
+from moa_jax.runtime.devices import compute_capability
 
 Array = jax.Array
 State = tuple[Array, Array, Array]  # of a softmax: largest score, sum, sum of values

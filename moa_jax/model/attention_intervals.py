@@ -31,8 +31,8 @@ from jax.experimental.pallas import tpu, triton
 
 from moa_jax.model import sharding
 from moa_jax.model.cache import KV
-from moa_jax.model.devices import traced_platform
 from moa_jax.model.masks import Intervals
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 Ref = Any  # an array in the chip's memory, as a kernel sees it

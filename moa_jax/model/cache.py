@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax.config import BlockConfig
-from moa_jax.model.devices import traced_platform
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

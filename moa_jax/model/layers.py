@@ -20,10 +20,10 @@ from moa_jax.config import BlockConfig, RopeScaling
 from moa_jax.model import cache, quantise, sharding
 from moa_jax.model.attention import Seen, attend, attend_cached
 from moa_jax.model.cache import KV
-from moa_jax.model.devices import traced_platform
 from moa_jax.model.masks import Sight
 from moa_jax.model.panels import Panels
 from moa_jax.model.rotary import Rotation, rotate, rotate_packed
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

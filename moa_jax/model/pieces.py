@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moa_jax.model.devices import traced_platform
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

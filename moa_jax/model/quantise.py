@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moa_jax.errors import InputError
 from moa_jax.model import panels, sharding
-from moa_jax.model.devices import traced_platform
 from moa_jax.model.panels import Panels
 from moa_jax.model.sharding import ShardingOf
+from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 

@@ -33,8 +33,9 @@ from moa_jax.decode.session import for_decoding
 from moa_jax.decode.state import Limits, RoundState, Setup, Weights
 from moa_jax.drafters.api import NOTHING, Tapped, Tree
 from moa_jax.errors import InputError
-from moa_jax.model import cache, llama, memory, quantise, sharding
+from moa_jax.model import cache, llama, quantise, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
+from moa_jax.runtime import memory
 
 Array = jax.Array
 

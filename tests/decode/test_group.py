@@ -16,7 +16,7 @@ import pytest
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine import group as group_module
 from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow, gather, join
-from moa_jax.model import processes
+from moa_jax.runtime import multihost as processes
 from tests.decode.engines import CHAIN, answers, assert_as_alone, mixed
 from tests.decode.test_chunks import drafter, target
 from tests.meeting import wait_for
@@ -114,7 +114,7 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "index", lambda: 1)
     monkeypatch.setattr(processes, "host_of_first", lambda: "127.0.0.1")
-    monkeypatch.setattr(processes, "leave_word", lambda point, told: word.put(told))
+    monkeypatch.setattr(processes, "kv_set", lambda point, told: word.put(told))
     monkeypatch.setattr(group_module, "SECONDS_TO_GREET", 60.0)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
         found = pool.submit(gather, print)
@@ -124,7 +124,7 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
             strangers.enter_context(stranger).sendall(said)
         with pytest.raises(AuthenticationError):
             Client(("127.0.0.1", port), authkey=b"another")
-        monkeypatch.setattr(processes, "word_left", lambda point: (port, key))
+        monkeypatch.setattr(processes, "kv_get", lambda point: (port, key))
         first = join()
         group = found.result(30)
         group.tell(None)
@@ -132,7 +132,7 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
         group.close()
         first.close()
         group.wait(30)
-    wait_for(lambda: sum("a stranger called" in each for each in caplog.messages) >= 2)
+    wait_for(lambda: sum("rejected a connection" in each for each in caplog.messages) >= 2)
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,8 +30,8 @@ from infer.flags.mesh import asked_mesh
 from moa_jax.config import Sampling
 from moa_jax.decode.vocabulary import FILE as VOCABULARY
 from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
-from moa_jax.model import processes
-from moa_jax.model.processes import Ending, Failure
+from moa_jax.runtime import multihost as processes
+from moa_jax.runtime.multihost import Failure, ProcessGroup
 from tests.meeting import free_port, loopback, wait_for
 from tests.model_folders import refusal
 from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
@@ -265,16 +266,18 @@ def test_two_processes_say_how_near_a_tie_was():
     assert -100 < float(margin) < 0  # for plain's token is made up
 
 
-@pytest.mark.parametrize("words", [[None, None, Failure(1, "a bad file", 2)], [None] * 99])
-def test_a_failure_that_a_process_has_told_is_the_reason(words, monkeypatch):
+@pytest.mark.parametrize("reported", [Failure(1, "a bad file", 2), None])
+def test_a_failure_that_a_process_has_told_is_the_reason(reported, monkeypatch):
     """The end of its connection, which is often noticed first, is not."""
-    told: list[Failure] = []
-    waited = iter(words)
-    monkeypatch.setattr(processes, "_first_failure", lambda: next(waited))
-    monkeypatch.setattr(processes, "_end", lambda failure, say: told.append(failure))
-    monkeypatch.setattr(processes, "SECONDS_FOR_A_WORD", 60.0 if words[-1] else 0.3)
-    Ending(print).fail("process 1 has died")
-    assert told == [words[-1] or Failure(0, "process 1 has died", 1)]
+    ended: list[Failure] = []
+    group = ProcessGroup(print)
+    monkeypatch.setattr(group, "end", ended.append)
+    monkeypatch.setattr(processes, "CAUSE_TIMEOUT_S", 60.0 if reported else 0.3)
+    if reported:
+        message = {"failure": reported}
+        threading.Timer(0.2, group._handle, (1, json.loads(json.dumps(message)))).start()
+    group.fail("process 1 has died")
+    assert ended == [reported or Failure(0, "process 1 has died", 1)]
 
 
 @pytest.mark.slow
@@ -312,9 +315,9 @@ def started(tmp_path, monkeypatch) -> Callable[..., None]:
             program.main(list(flags))
 
     monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(processes, "leave_word", words.__setitem__)
-    monkeypatch.setattr(processes, "word_left", words.__getitem__)
-    monkeypatch.setattr(cluster, "joined", lambda *_: contextlib.nullcontext(Ending(print)))
+    monkeypatch.setattr(processes, "kv_set", words.__setitem__)
+    monkeypatch.setattr(processes, "kv_get", words.__getitem__)
+    monkeypatch.setattr(cluster, "joined", lambda *_: contextlib.nullcontext(ProcessGroup(print)))
     monkeypatch.setattr(serve, "join_group", loaded)
     monkeypatch.setattr(serve, "group_of", loaded)
     monkeypatch.setattr(serve.signal, "signal", lambda *_: None)  # this process is to hear SIGTERM

@@ -17,7 +17,7 @@ from moa_jax.config.checks import is_utf8
 from moa_jax.data.batch import Batch
 from moa_jax.errors import InputError
 from moa_jax.files.places import is_stored, place
-from moa_jax.model.precision import matmul_precision
+from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.metrics import check_tensorboard
 from moa_jax.training.update import Metrics, Params, TrainState

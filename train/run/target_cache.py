@@ -22,8 +22,8 @@ from moa_jax.drafters.api import Taps
 from moa_jax.errors import InputError
 from moa_jax.files.folders import WEIGHTS_AND_CONFIG, find_folder, folder_hash
 from moa_jax.model import attention, sharding
-from moa_jax.model.precision import matmul_precision
 from moa_jax.pretrained import Target
+from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.distillation import abstract_frozen, make_keep
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.flops import abstract_batch

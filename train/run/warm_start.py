@@ -23,8 +23,8 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.files.places import is_stored, place
-from moa_jax.model.processes import on_first
 from moa_jax.pretrained import Target, load_drafter
+from moa_jax.runtime.multihost import on_first
 from moa_jax.training.checkpoint import newest_of, read_params, steps_of
 from moa_jax.training.update import Params, TrainState
 

@@ -18,7 +18,7 @@ from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
 from moa_jax.files.places import place
-from moa_jax.model.processes import gathered, is_first, on_first
+from moa_jax.runtime.multihost import gathered, is_first, on_first
 from moa_jax.training.metrics import MetricsLog, Record, peak_flops, tensorboard
 from moa_jax.training.update import Metrics
 

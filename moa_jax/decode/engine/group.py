@@ -12,7 +12,7 @@ the same number, until process 0 has no use for them any more. So no process but
 what comes back, and nothing that a clock decides is decided twice.
 
 They talk over sockets of the standard library, whose other end closes when a process dies. The
-key to them is in jax's coordination service, which is as trusted as the network it listens in.
+key to them comes from process 0 by `kv_set`, which is as trusted as the network.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ import numpy as np
 
 from moa_jax.decode.engine.shelf import Name, Shelf
 from moa_jax.errors import first_line
-from moa_jax.model import processes
-from moa_jax.model.meeting import SECONDS_TO_GREET, greeted, listener_at
+from moa_jax.runtime import multihost as processes
+from moa_jax.runtime.rendezvous import GREETING_TIMEOUT_S as SECONDS_TO_GREET
+from moa_jax.runtime.rendezvous import accept_all as greeted
+from moa_jax.runtime.rendezvous import listen as listener_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +211,7 @@ def gather(end: End) -> Group:
     """On process 0: waits for the others; `end` is that of `Group`."""
     key, others = secrets.token_bytes(32), {}
     with listener_at("::", 0, backlog=processes.count()) as listener:
-        processes.leave_word(POINT, [listener.getsockname()[1], key.hex()])
+        processes.kv_set(POINT, [listener.getsockname()[1], key.hex()])
         for index, other in greeted(listener, functools.partial(_greet, key)):
             others[index] = other
             if len(others) == processes.count() - 1:
@@ -238,7 +240,7 @@ def _limit(caller: socket.socket, seconds: float) -> None:
 
 def join() -> Connection:
     """On the other processes: the connection to process 0."""
-    port, key = processes.word_left(POINT)
+    port, key = processes.kv_get(POINT)
     first = Connection(socket.create_connection((processes.host_of_first(), port)).detach())
     answer_challenge(first, bytes.fromhex(key))
     deliver_challenge(first, bytes.fromhex(key))

@@ -1,4 +1,4 @@
-"""Free memory of a device, compared with the arrays of a program before these are allocated."""
+"""Free memory of a device, compared with the arrays of a program before their allocation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moa_jax.errors import InputError
 
 GIB = 1024**3
 MEMINFO, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup")
-# The files that bound a process's memory, by the controllers that its line in CGROUPS names.
+# Memory limit files by the controllers of a line in CGROUPS: version 2 first, then version 1.
 CGROUP_LIMITS = {
     "": Path("/sys/fs/cgroup/memory.max"),
     "memory": Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -19,20 +19,20 @@ CGROUP_LIMITS = {
 
 
 def check_memory(num_bytes: int, what: str, advice: str, num_devices: int = 1) -> None:
-    """Raises InputError where `num_bytes`, divided among devices at best, exceed one's free bytes.
+    """Raises InputError if `num_bytes`, divided evenly among devices, exceed a device's free bytes.
 
-    `what` needs these bytes, and `advice` names what lowers them.
+    `what` names the arrays in the error, and `advice` names the settings that lower their size.
     """
-    needed, there = num_bytes // num_devices, free_bytes()
-    if there is not None and needed > there:
+    needed, free = num_bytes // num_devices, free_bytes()
+    if free is not None and needed > free:
         raise InputError(
             f"{what} need {needed / GIB:.3g} GiB of memory, and {jax.default_backend()} has "
-            f"{there / GIB:.3g} GiB: {advice}"
+            f"{free / GIB:.3g} GiB: {advice}"
         )
 
 
 def free_bytes() -> int | None:
-    """Bytes that a device of this process can give at most; None where that is not known."""
+    """Free bytes of a local device; None if the backend does not report its memory."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -44,12 +44,12 @@ def free_bytes() -> int | None:
 
 
 def num_bytes_of(shapes: Any) -> int:
-    """Bytes of arrays, for which `ShapeDtypeStruct`s may stand in."""
+    """Total bytes of a tree of arrays or `ShapeDtypeStruct`s."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _cgroup_limits() -> list[int]:
-    """Bytes that the control groups of this process allow."""
+    """Memory limits of the control groups of this process, in bytes."""
     found: list[int] = []
     lines = CGROUPS.read_text().splitlines() if CGROUPS.is_file() else []
     for _, controllers, group in (line.split(":", 2) for line in lines):

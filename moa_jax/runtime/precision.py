@@ -1,4 +1,4 @@
-"""Precision of float32 products on hardware with a faster, less exact float32 format."""
+"""The precision of float32 matrix products on hardware with a faster, less exact mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def matmul_precision(dtype: Any) -> contextlib.AbstractContextManager[None]:
-    """Inside it, programs traced for float32 multiply in float32, not in TF32 or bfloat16."""
+    """Context in which float32 programs multiply in float32, not in TF32 or bfloat16."""
     if jnp.dtype(dtype) == jnp.float32:
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

@@ -1,0 +1,25 @@
+"""The platform that a program is traced for, and the generation of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def traced_platform() -> str:
+    """Platform of the current trace: gpu, tpu or cpu.
+
+    The abstract mesh has a platform when a program is compiled ahead of time; the default backend
+    has it otherwise.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described.platform if described else jax.default_backend()
+
+
+def compute_capability(device: Any) -> float:
+    """Compute capability of an NVIDIA GPU, as 9.0; 0 for other devices."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except ValueError:  # an AMD GPU has the name of its architecture
+        return 0.0
