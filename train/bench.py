@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer.program import positive, run
-from moa_jax.aot.planning import plain
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.files.json_text import to_json
@@ -34,7 +33,7 @@ from moa_jax.model.precision import matmul_precision
 from moa_jax.training.distillation import TrainStep, abstract_frozen, make_train_step
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.metrics import peak_flops
-from train.plan import with_shapes
+from train.plan import plain, with_shapes
 from train.run.settings import config_parser, parse_config
 
 

@@ -1,17 +1,16 @@
-"""The decode and prefill programs compiled for a chip that is not there, and what they cost.
+"""The decode and prefill programs compiled for a chip that is not attached, and their cost.
 
-    request --> child process: shapes, XLA --> kernels by phase --> modelled time, does it fit?
+    request --> child process: shapes, XLA --> kernels by phase --> modelled time, fits or not
 
 Nothing is measured. The time of a kernel is the longer of two, its bytes over the bandwidth of
 the memory and the FLOPs of its products over the chip's peak, and the time to launch it. The
-roofline knows no program: it reads each weight and each used row of a cache once for every pass
-that needs it, and launches nothing.
+roofline knows no program: a pass reads each weight and each used row of a cache once, and launches
+nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from moa_jax.aot import child, kernels, lowering, machines
-from moa_jax.aot.accesses import ACTIVATIONS, CACHES, KINDS, ON_CHIP, WEIGHTS
-from moa_jax.aot.hlo import LARGE, Traffic
-from moa_jax.aot.kernels import Kernel, Rules
-from moa_jax.aot.lowering import HloModule, num_bytes
+from moa_jax.aot import child, hlo, lowering, machines
+from moa_jax.aot.hlo import Kernel
+from moa_jax.aot.lowering import HloModule, KernelCosts, num_bytes
 from moa_jax.aot.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
@@ -48,7 +45,7 @@ ADVICE = "try fewer --cache-rows or a smaller --batch"
 
 
 class PlanRequest(NamedTuple):
-    """What is planned; everything in it can be pickled."""
+    """A decode program and its machine; everything in it can be pickled."""
 
     machine: Machine
     target: TargetConfig
@@ -61,47 +58,46 @@ class PlanRequest(NamedTuple):
     prompt_length: int | None = None
     tau: float = 1.0
     mesh: dict[str, int] = {}  # sizes of a mesh of all chips; empty: a single chip  # noqa: RUF012
-    late: bool = False  # with what is kept for a drafter that reads late, as where ways are chosen
 
     def check(self) -> None:
-        """Raises InputError for what cannot be planned, whatever the compiler says."""
-        self._check_mesh()
+        """Raises InputError for a request that cannot be planned."""
+        name, levels = self.machine.name, self.shape.levels
+        chips, used = self.machine.num_chips, math.prod(self.mesh.values())
+        if chips != used and not self.mesh:
+            raise InputError(
+                f"topology {name} has {chips} chips, and decoding uses one: name a machine of one, "
+                f"as h200:1, v5e:1x1 or v5p:1x1x1, or add --mesh tensor={chips}"
+            )
+        if chips != used:
+            raise InputError(
+                f"topology {name} has {chips} chip{'s' * (chips > 1)}, and decoding on this "
+                f"--mesh uses {used}: name a machine of {used}"
+            )
         if self.weights not in FORMATS:
-            raise InputError(f"--weights {self.weights}: known formats are {', '.join(FORMATS)}")
+            raise InputError(f"--weights {self.weights}: choose among {', '.join(FORMATS)}")
         if self.weights == "fp8" and self.machine.chip.compiler == "tpu":
-            raise InputError(f"--weights fp8: {self.machine.name} does not multiply it: use int8")
+            raise InputError(f"--weights fp8: {name} does not multiply it: use int8")
         if self.shape.most_children > self.target.vocab_size:
             raise InputError(
                 f"--breadth {self.shape.most_children} is more than the {self.target.vocab_size} "
                 "tokens that can be drafted: choose a smaller one"
             )
-        if self.tau > self.shape.levels:
+        if self.tau > levels:
             raise InputError(
-                f"--tau {self.tau:g}: a round of {self.shape.levels} levels commits at most "
-                f"{self.shape.levels} tokens: give less, or a larger --depth"
+                f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens: "
+                "lower it, or raise --depth"
             )
         room = self.cache_rows - self.shape.num_rows
         if room < 1 or self.prompt > room:
             raise InputError(
                 f"a cache of {self.cache_rows} rows is too small: a prompt of {self.prompt} tokens "
-                f"and a draft of {self.shape.num_rows} do not fit: make it larger"
+                f"and a draft of {self.shape.num_rows} do not fit: raise --cache-rows"
             )
         if self.rows_used is not None and self.rows_used > self.cache_rows:
             raise InputError(
-                f"--rows-used {self.rows_used} is more than the {self.cache_rows} rows of the cache"
+                f"--rows-used {self.rows_used} is more than the {self.cache_rows} rows of the "
+                "cache: lower it"
             )
-
-    def _check_mesh(self) -> None:
-        chips, used = self.machine.num_chips, math.prod(self.mesh.values())
-        if chips == used:
-            return
-        name = f"topology {self.machine.name} has {chips} chip{'s' * (chips > 1)}, and decoding"
-        if not self.mesh:
-            raise InputError(
-                f"{name} uses one: name a machine of one, as h200:1, v5e:1x1 or v5p:1x1x1, or all "
-                f"chips with --mesh tensor={chips}"
-            )
-        raise InputError(f"{name} on this --mesh uses {used}: name a machine of so many")
 
     @property
     def prompt(self) -> int:
@@ -112,15 +108,25 @@ class PlanRequest(NamedTuple):
         return min(1024, 1 << (room.bit_length() - 1))
 
     @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that one prefill pass reads."""
+        return min(chunks_for(self.machine.chip.compiler, self.batch)[0], self.cache_rows)
+
+    @property
     def used(self) -> float:
-        """Share of a cache's rows that hold something."""
+        """Share of a cache's rows that are used."""
         return 1.0 if self.rows_used is None else self.rows_used / self.cache_rows
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the chip."""
+        return self.machine.chip.flops("float32" if self.weights == "float32" else "bfloat16")
 
 
 def plan(request: PlanRequest) -> Plan:
-    """What decoding costs on a machine; a dictionary fit for JSON.
+    """The cost of decoding on a machine, as a dictionary fit for JSON.
 
-    Raises InputError for what cannot be planned and CompilerCrash where the compiler dies.
+    Raises InputError for a request that cannot be planned, CompilerCrash where the compiler dies.
     """
     request.check()
     return child.run(__name__, (request,), request.machine, ADVICE)
@@ -130,29 +136,26 @@ def plan(request: PlanRequest) -> Plan:
 
 
 def compile_plan(request: PlanRequest) -> Plan:
-    """`plan`, in this process; the text of the decode program comes with it."""
-    setup = _setup(request)
+    """`plan`, in this process."""
+    drafter = request.drafter and functions_of(request.drafter, request.target)
+    setup = Setup(request.target, drafter, request.shape)
     where, *others = machines.devices(request.machine)
     weights = weights_of(setup, request.weights)
     if others:
         where = decoding_mesh(**request.mesh, devices=[where, *others])
-        weights = _spread(request, weights, where)
+        weights = _sharded(request, weights, where)
     with matmul_precision(weights.target["embed"].dtype):
-        where = (where, setup, weights, request.cache_rows)
-        state = lowering.abstract_state(setup, weights, request.cache_rows, request.batch)
-        if others:
-            state = on_mesh(state, where[0])
-        decode = lowering.compile_decode(*where, request.batch)
-        prefill = HloModule()
+        program = (where, setup, weights, request.cache_rows, request.batch)
+        state = lowering.abstract_state(*program[1:])
+        state = on_mesh(state, where) if others else state
+        decode, prefill = lowering.compile_decode(*program), HloModule()
         if decode.hlo is not None:
-            prefill = lowering.compile_prefill(*where, request.batch)
-    target_caches = jax.tree.leaves(lowering.local(state.now.target_caches))
+            prefill = lowering.compile_prefill(*program)
     return (
-        _asked(request)
+        _described(request)
         | _memory(request, weights, state, (decode, prefill))
-        | _costs(request, decode, prefill, frozenset(leaf.shape for leaf in target_caches))
-        | _roofline(request, setup, weights, state)
-        | {"hlo": decode.hlo}
+        | cost(request, decode, prefill)
+        | {"roofline": roofline(request, setup, weights, state)}
     )
 
 
@@ -163,61 +166,41 @@ def weights_of(setup: Setup, name: str) -> Weights:
     return lowering.abstract_weights(setup, jnp.dtype(name))
 
 
-def _spread(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
-    """The shapes of weights, with where they lie on a mesh."""
+def _sharded(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
+    """The shapes of weights, with their shardings on a mesh."""
     check_mesh(request.target, mesh)
 
-    def spread(params: Any, table: convert.Table, model: str) -> Any:
+    def sharded(params: Any, table: convert.Table, model: str) -> Any:
         places = quantise.shardings_of(params, cut_for_decoding(table, mesh, model))
         form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
         return jax.tree.map(form, params, places)
 
-    target = spread(weights.target, convert.target_table(request.target), "target")
-    drafter = None
+    target, drafter = sharded(weights.target, convert.target_table(request.target), "target"), None
     if request.drafter is not None:
-        drafter = spread(weights.drafter, table_of(request.drafter, request.target), "drafter")
+        drafter = sharded(weights.drafter, table_of(request.drafter, request.target), "drafter")
     return Weights(target, drafter)
 
 
-def kind_of(argument: str) -> str:
-    """Whether an argument of a program is a weight or a cache, from its name in the program."""
-    if argument.startswith("weights"):
-        return WEIGHTS
-    return CACHES if "_cache" in argument else ACTIVATIONS
-
-
-def _setup(request: PlanRequest) -> Setup:
-    drafter = request.drafter and functions_of(request.drafter, request.target)
-    return Setup(request.target, drafter, request.shape, catches_up=request.late)
-
-
-def _asked(request: PlanRequest) -> Plan:
-    shape = request.shape
-    return {
+def _described(request: PlanRequest) -> Plan:
+    shape, chip = request.shape, request.machine.chip
+    same = ("mesh", "batch", "cache_rows", "rows_used", "chunk", "weights", "tau")
+    return {name: getattr(request, name) for name in same} | {
         "topology": request.machine.name,
-        "mesh": request.mesh,
-        "device_kind": request.machine.chip.kind,
+        "device_kind": chip.kind,
         "jax": jax.__version__,
         "depth": shape.depth,
         "breadth": shape.breadth,
         "nodes": shape.num_nodes,
-        "batch": request.batch,
-        "cache_rows": request.cache_rows,
-        "late": request.late,
-        "rows_used": request.rows_used,
         "prompt_length": request.prompt,
-        "chunk": _chunk(request),
-        "weights": request.weights,
-        "tau": request.tau,
-        "bandwidth": request.machine.chip.bandwidth,
-        "launch_us": 1e6 * request.machine.chip.launch,
+        "bandwidth": chip.bandwidth,
+        "launch_us": 1e6 * chip.launch,
     }
 
 
 def _memory(
     request: PlanRequest, weights: Weights, state: DecodeState, programs: Sequence[HloModule]
 ) -> Plan:
-    """Bytes that are held while the hungrier of the programs runs, and whether there is room."""
+    """Bytes that are held while the larger of the programs runs, and whether they fit."""
     refused = [program for program in programs if program.hlo is None]
     temp = None if refused else max(program.temp_bytes for program in programs)
     held = {"weights": num_bytes(weights), "state": num_bytes(state)}
@@ -231,146 +214,123 @@ def _memory(
     }
 
 
-def _costs(
-    request: PlanRequest,
-    decode: HloModule,
-    prefill: HloModule,
-    caches: frozenset[tuple[int, ...]] = frozenset(),
-) -> Plan:
-    """What the compiled programs do, by phase; nothing where the compiler refused them."""
+def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
+    """Kernels, collectives and time of the compiled programs, by phase; none if one is refused."""
     if decode.hlo is None or prefill.hlo is None:
         nothing = {"round_ms": None, "tokens_per_s": None, "launches": None, "links": None}
         return {"phases": [], "moves": []} | nothing
-    stays = request.machine.chip.stays
-    rules = Rules(PHASES, REST, decode.declared, used=request.used, stays=stays)
-    found = kernels.of_round(decode.hlo, kind_of, rules)
-    phases = [_phase(request, name, [k for k in found if k.phase == name]) for name in PHASES]
-    phases.append(_phase(request, REST, [k for k in found if k.phase == REST]))
-    turns = -(-request.prompt // _chunk(request))
+    if (loops := hlo.unknown_loops(decode.hlo)) != 1:
+        raise InputError(
+            f"the decode program has {loops} loops of unknown length, and a round of fixed cost "
+            "has one: make the others static"
+        )
+    phases: dict[str, list[Kernel]] = {name: [] for name in (*PHASES, REST)}
+    for kernel in hlo.kernels(decode.hlo):
+        if kernel.in_loop:
+            phases[phase_of(kernel.label)].append(priced(kernel, decode.costs, request.used))
     used = request.prompt / 2 / request.cache_rows  # in the mean of all chunks
-    rules = Rules((), PREFILL, prefill.declared, caches, used, turns, stays)
-    read = kernels.of_program(prefill.hlo, kind_of, rules)
-    links = _links(request, kernels.collectives_of_round(decode.hlo))
-    round_ms = sum(phase["ms"] for phase in phases) + links["ms"]
+    read = hlo.kernels(prefill.hlo, trips=-(-request.prompt // request.chunk))
+    rows = [_phase(request, name, found) for name, found in phases.items()]
+    links = _links(request.machine, hlo.collectives(decode.hlo, in_loop=True))
+    round_ms = sum(row["ms"] for row in rows) + links["ms"]
+    read = [priced(kernel, prefill.costs, used) for kernel in read]
+    moves = hlo.large_moves(decode.hlo)
     return {
-        "phases": [*phases, _phase(request, PREFILL, read)],
+        "phases": [*rows, _phase(request, PREFILL, read)],
         "links": links,
         "round_ms": round_ms,
         "tokens_per_s": 1e3 * request.batch * request.tau / round_ms,
-        "launches": sum(phase["launches"] for phase in phases),
-        "products": sum(phase["products"] for phase in phases),
-        "moves": _moves(found),
+        "launches": sum(row["launches"] for row in rows),
+        "moves": [move._asdict() | {"phase": phase_of(move.label)} for move in moves],
     }
 
 
-def _chunk(request: PlanRequest) -> int:
-    """Tokens of a prompt that are read at a time."""
-    return min(chunks_for(request.machine.chip.compiler, request.batch)[0], request.cache_rows)
+def phase_of(label: str) -> str:
+    return next((scope for scope in label.split("/") if scope in PHASES), REST)
 
 
-def _phase(request: PlanRequest, name: str, found: list[Kernel]) -> Plan:
-    """One line of the table; bytes are those that reach the memory."""
-    moved: Counter[str] = Counter()
-    for kernel in found:
-        moved += Counter({kind: kernel.times * size for kind, size in kernel.bytes.items()})
+def priced(kernel: Kernel, costs: KernelCosts, used: float = 1.0) -> Kernel:
+    """A kernel with its cost; a Pallas kernel has the cost that it declares.
+
+    `used` is the share of a cache's rows that attention reads. Raises InputError for a Pallas
+    kernel without a cost estimate.
+    """
+    if not kernel.pallas:
+        return kernel
+    if (found := costs.get((kernel.pallas, kernel.dims))) is None:
+        raise InputError(
+            f"the Pallas kernel {kernel.pallas!r} declares no cost: give its pallas_call a "
+            "cost_estimate"
+        )
+    return kernel._replace(bytes=round(used * found.size), flops=round(used * found.flops))
+
+
+def _phase(request: PlanRequest, name: str, kernels: list[Kernel]) -> Plan:
+    chip = request.machine.chip
+    seconds = lambda kernel: max(kernel.bytes / chip.bandwidth, kernel.flops / request.peak)
     return {
         "phase": name,
-        "launches": sum(kernel.times for kernel in found),
-        "products": sum(kernel.times for kernel in found if kernel.is_product),
-        "bytes": sum(moved[kind] for kind in KINDS),
-        **{kind: moved[kind] for kind in KINDS},
-        "on_chip": moved[ON_CHIP],
-        "flops": sum(kernel.times * kernel.flops for kernel in found),
-        "ms": 1e3 * sum(kernel.times * _seconds(request, kernel) for kernel in found),
+        "launches": sum(kernel.times for kernel in kernels),
+        "bytes": sum(kernel.times * kernel.bytes for kernel in kernels),
+        "flops": sum(kernel.times * kernel.flops for kernel in kernels),
+        "ms": 1e3 * sum(kernel.times * (seconds(kernel) + chip.launch) for kernel in kernels),
     }
 
 
-def _seconds(request: PlanRequest, kernel: Kernel) -> float:
-    chip = request.machine.chip
-    rate = chip.flops("float32" if kernel.is_float32 else "bfloat16")
-    return max(kernel.in_memory / chip.bandwidth, kernel.flops / rate) + chip.launch
-
-
-def _links(request: PlanRequest, found: dict[str, Traffic]) -> Plan:
-    """What the chips of a mesh send each other in a round, and how long that takes."""
-    machine, received = request.machine, sum(traffic.received for traffic in found.values())
-    seconds = machine.chip.latency * sum(traffic.count for traffic in found.values())
-    if received:
-        seconds += received / (machine.num_links * machine.chip.link)
-    return {
-        "collectives": {kind: traffic._asdict() for kind, traffic in found.items()},
-        "bytes": received,
-        "ms": 1e3 * seconds,
-    }
-
-
-def _moves(found: list[Kernel]) -> list[Plan]:
-    """Large arrays that a round writes again: moved ones, and weights or caches that are cast."""
-    return [
-        {
-            "name": kernel.name,
-            "opcode": opcode,
-            "bytes": size,
-            "times": kernel.times,
-            "phase": kernel.phase,
-            "label": kernel.label,
-        }
-        for kernel in found
-        for opcode, size in kernel.moved
-        if size >= LARGE
-    ]
+def _links(machine: Machine, found: Sequence[hlo.Collective]) -> Plan:
+    """Collectives of a round, the bytes that each chip receives, and their time."""
+    kinds = hlo.by_kind(found)
+    count, size = (sum(kind[key] for kind in kinds.values()) for key in ("count", "bytes"))
+    seconds = machine.chip.latency * count + machine.received_s(size)
+    return {"collectives": kinds, "bytes": size, "ms": 1e3 * seconds}
 
 
 # ---- the roofline -------------------------------------------------------------------------
 
 
-def _roofline(request: PlanRequest, setup: Setup, weights: Weights, state: DecodeState) -> Plan:
+def roofline(request: PlanRequest, setup: Setup, weights: Weights, state: DecodeState) -> float:
     """Tokens/s that programs can come close to on this chip.
 
     A round is one pass of the target over all nodes, one of the drafter for each drafted level,
-    and what only the digest reads. Of an embedding table a pass reads some rows only. That some
-    weights of a drafter are not read in every level, as those for the memory's keys in MoA, is
-    left out: it is below 1 % there. On a mesh each chip reads its part, and sends nothing.
+    and the weights that only the digest reads. Of an embedding table a pass reads some rows only.
+    A few weights of a drafter are not read in every level, as those for the memory's keys in MoA:
+    below 1 % there. On a mesh each chip reads its part, and sends nothing.
     """
     weights, state = lowering.local(weights), lowering.local(state)
-    shape, batch = setup.shape, len(state.now.length_B)
-    chip = request.machine.chip
-    block, layers = setup.target.block, setup.target.num_layers
+    shape, block, bandwidth = setup.shape, setup.target.block, request.machine.chip.bandwidth
+
+    def pass_s(params: Any, caches: Any, tokens: int, attended: float = 0.0) -> float:
+        sizes = (math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        flops = tokens * (attended + 2 * sum(sizes))
+        size = num_bytes(params) + request.used * num_bytes(caches)
+        return max(size / bandwidth, flops / request.peak)
+
     heads = block.group_size * state.now.target_caches[0].k_BKSE.shape[1]
-    attended = 4 * layers * heads * block.head_dim * request.used * request.cache_rows
-    caches = request.used * num_bytes(state.now.target_caches)
-    nodes = batch * shape.num_nodes
-    seconds = _pass_s(request, _products_of(weights.target), caches, nodes, nodes * attended)
+    attended = 4 * setup.target.num_layers * heads * block.head_dim
+    attended *= request.used * request.cache_rows
+    batch = len(state.now.length_B)
+    target = _multiplied(weights.target)
+    seconds = pass_s(target, state.now.target_caches, batch * shape.num_nodes, attended)
     if shape.num_drafted:
         once = set(setup.drafter.digest_only)
         level = {key: leaf for key, leaf in weights.drafter.items() if key not in once}
-        digest = {key: leaf for key, leaf in weights.drafter.items() if key in once}
-        borrowed = _products_of(setup.drafter.borrow(weights.target))
+        borrowed = _multiplied(setup.drafter.borrow(weights.target))
         if setup.drafter.own_head:
             borrowed = {key: leaf for key, leaf in borrowed.items() if key != "lm_head"}
-        caches = request.used * num_bytes(state.now.draft_cache)
         for depth in range(1, shape.levels):
             width = batch * (1 if depth == 1 else shape.breadth)
-            seconds += _pass_s(request, (level, borrowed), caches, width)
-        seconds += num_bytes(digest) / chip.bandwidth
-    return {"roofline": request.batch * request.tau / seconds}
+            seconds += pass_s((level, borrowed), state.now.draft_cache, width)
+        seconds += (
+            num_bytes([weights.drafter[key] for key in once & {*weights.drafter}]) / bandwidth
+        )
+    return request.batch * request.tau / seconds
 
 
-def _products_of(params: Any) -> Any:
+def _multiplied(params: Any) -> Any:
     """The weights that a pass multiplies with: no embedding table, unless it is the head too."""
     if "embed" not in params or "lm_head" not in params:
         return params
     return {key: leaf for key, leaf in params.items() if key != "embed"}
-
-
-def _pass_s(
-    request: PlanRequest, weights: Any, cache_bytes: float, tokens: int, attended: float = 0.0
-) -> float:
-    """Seconds of one pass: each weight and used row read once, or the products with them."""
-    chip = request.machine.chip
-    flops = attended + 2 * tokens * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-    rate = chip.flops("float32" if request.weights == "float32" else "bfloat16")
-    return max((num_bytes(weights) + cache_bytes) / chip.bandwidth, flops / rate)
 
 
 if __name__ == "__main__":

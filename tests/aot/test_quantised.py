@@ -31,7 +31,7 @@ def setup_of(num_nodes: int) -> Setup:
 
 def widened(text: str) -> list[tuple[str, int]]:
     """What a loop makes that is as large as half the smallest matrix: no activations, no caches."""
-    made = hlo._looped(hlo.parse(text))
+    made = [each for _, each, _, in_loop in hlo.executed(hlo.parse(text)) if in_loop]
     skipped = hlo.FREE | hlo.FOLLOWED
     return [(x.name, x.size) for x in made if x.opcode not in skipped and x.size >= SMALLEST // 2]
 
