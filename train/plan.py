@@ -122,26 +122,22 @@ def described(found: Plan) -> str:
     """A plan as a table."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     rows, length, parts = (found[key] for key in ("rows_per_batch", "row_length", "accumulate"))
+    again, seconds = found["traced_flops"] / found["model_flops"] - 1, found["compile_s"]
+    hurried = " (in a hurry: --full optimises as a run does)" * found["hurried"]
     lines = [
         f"{found['topology']}: {found['chips']} chips, mesh {mesh}"
         + (f", with --preset {found['preset']}" if found["preset"] else ""),
         f"a step: {rows} rows of {length} tokens"
         + (f" in {parts} parts of {rows // parts}" if parts > 1 else ""),
-        "",
-        *_memory(found["memory"], found["refused"]),
-        *("", *_work(found)),
-        *("", *_bounds(found)),
-        *("", *_time(found)),
+        *("", *_memory(found["memory"], found["refused"]), ""),
+        f"FLOPs of a step: {found['model_flops']:.3g}, and {again:.1%} computed again",
+        *("", *_links(found), "", *_time(found)),
+        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s"
+        + hurried,
     ]
     if "largest" in found:
         best = found["largest"]["rows_per_batch"]
-        lines += ["", f"largest data.rows_per_batch that fits: {best or 'none'}"]
-    seconds = found["compile_s"]
-    lines += [
-        "",
-        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s"
-        + (" (in a hurry: --full optimises as a run does)" if found["hurried"] else ""),
-    ]
+        lines.append(f"largest data.rows_per_batch that fits: {best or 'none'}")
     return "\n".join(lines)
 
 
@@ -157,56 +153,41 @@ def _memory(memory: dict[str, int | None], refused: bool) -> list[str]:
     }
     rows = [[f"  {name}", gib(memory[part])] for part, name in names.items()]
     lines = columns([["memory of each chip", "GiB"], *rows], (26, 9))
-    lines[-1] += f" of {memory['limit'] / GIB:.2f} usable"
-    if memory["peak"] is not None:
-        lines[-1] += f" ({memory['peak'] / memory['limit']:.0%})"
-    return lines
+    return [*lines[:-1], f"{lines[-1]} of {memory['limit'] / GIB:.2f} usable"]
 
 
-def _work(found: Plan) -> list[str]:
-    model, traced = found["model_flops"], found["traced_flops"]
-    lines = [
-        f"{'FLOPs':<26}{'a step':>9}",
-        f"  {'model':<24}{model:>9.3g}, {found['model_flops_per_token']:.3g} a token",
-        f"  {'step, loops in full':<24}{traced:>9.3g}, {traced / model - 1:.1%} computed again",
-        "",
-        f"{'collectives of a step':<26}{'count':>9}   GiB to each chip, at least",
-    ]
-    kinds = sorted(found["collectives"].items())
+def _links(found: Plan) -> list[str]:
+    kinds, links = sorted(found["collectives"].items()), found["links"]
     rows = [[f"  {kind}", str(each["count"]), gib(each["bytes"])] for kind, each in kinds]
-    lines += columns(rows, (26, 9, 9))
-    if not found["collectives"]:
+    lines = columns([["collectives of a step", "count", "GiB to a chip"], *rows], (26, 9, 15))
+    if not kinds:
         lines.append("  not known" if found["refused"] else "  none")
+    if links["count"]:
+        rate = f"{links['bytes_per_s'] / 1e9:.0f} GB/s"
+        lines.append(f"  the chip with the fewest links has {links['count']}, each of {rate}")
     if found["loops_of_unknown_length"]:
         lines.append(f"  {found['loops_of_unknown_length']} loops of unknown length count once")
     return lines
 
 
-def _bounds(found: Plan) -> list[str]:
-    lines = [f"{'seconds of a step, at least':<28}"]
-    for part, seconds in found["bound_s"].items():
-        lines.append(f"  {part:<24}{'not known' if seconds is None else f'{seconds:.4f}':>9}")
-    if count := found["links"]["count"]:
-        rate = f"{found['links']['bytes_per_s'] / 1e9:.0f} GB/s"
-        lines[-1] += f", the chip with the fewest links has {count}, each of {rate}"
-    return lines
-
-
 def _time(found: Plan) -> list[str]:
-    lines = [f"{'seconds of a step, modelled':<28}"]
-    if found["step_s"] is None:
-        return [*lines, "  not known"]
+    shown = lambda seconds: "not known" if seconds is None else f"{seconds:.4f}"
+    least = [[f"  {part}", shown(seconds)] for part, seconds in found["bound_s"].items()]
     names = {
         "products": f"matrix products, at {training.ATTAINED:.0%} of the peak",
         "memory": "kernels that wait for the memory",
         "network": "collectives that nothing hides",
     }
-    for part, name in names.items():
-        lines.append(f"  {name:<40}{found['parts_s'][part]:>9.4f}")
+    parts = found["parts_s"] or dict.fromkeys(names)
+    rows = [[f"  {name}", shown(parts[part])] for part, name in names.items()]
+    titles = ["seconds of a step, at least", ""], ["seconds of a step, modelled", ""]
+    total = ["  step", shown(found["step_s"])]
+    lines = columns([titles[0], *least, titles[1], *rows, total], (42, 11))
+    if found["step_s"] is None:
+        return lines
     pallas = ", ".join(f"{name} {times}" for name, times in found["kernels"].items())
     return [
         *lines,
-        f"  {'step':<40}{found['step_s']:>9.4f}",
         f"kernels of attention: {pallas or 'none'}",
         f"rows are {found['fill']:.0%} full ({found['fill_source']})",
         f"so {found['tokens_per_s']:,.0f} tokens/s, {found['mfu']:.1%} model FLOP utilisation",

@@ -61,43 +61,29 @@ class PlanRequest(NamedTuple):
 
     def check(self) -> None:
         """Raises InputError for a request that cannot be planned."""
-        name, levels = self.machine.name, self.shape.levels
-        chips, used = self.machine.num_chips, math.prod(self.mesh.values())
-        if chips != used and not self.mesh:
-            raise InputError(
-                f"topology {name} has {chips} chips, and decoding uses one: name a machine of one, "
-                f"as h200:1, v5e:1x1 or v5p:1x1x1, or add --mesh tensor={chips}"
-            )
-        if chips != used:
-            raise InputError(
-                f"topology {name} has {chips} chip{'s' * (chips > 1)}, and decoding on this "
-                f"--mesh uses {used}: name a machine of {used}"
-            )
-        if self.weights not in FORMATS:
-            raise InputError(f"--weights {self.weights}: choose among {', '.join(FORMATS)}")
-        if self.weights == "fp8" and self.machine.chip.compiler == "tpu":
-            raise InputError(f"--weights fp8: {name} does not multiply it: use int8")
-        if self.shape.most_children > self.target.vocab_size:
-            raise InputError(
-                f"--breadth {self.shape.most_children} is more than the {self.target.vocab_size} "
-                "tokens that can be drafted: choose a smaller one"
-            )
-        if self.tau > levels:
-            raise InputError(
-                f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens: "
-                "lower it, or raise --depth"
-            )
-        room = self.cache_rows - self.shape.num_rows
-        if room < 1 or self.prompt > room:
-            raise InputError(
-                f"a cache of {self.cache_rows} rows is too small: a prompt of {self.prompt} tokens "
-                f"and a draft of {self.shape.num_rows} do not fit: raise --cache-rows"
-            )
-        if self.rows_used is not None and self.rows_used > self.cache_rows:
-            raise InputError(
-                f"--rows-used {self.rows_used} is more than the {self.cache_rows} rows of the "
-                "cache: lower it"
-            )
+        name, chips, uses = self.machine.name, self.machine.num_chips, math.prod(self.mesh.values())
+        kind, levels, nodes = self.weights, self.shape.levels, self.shape.num_rows
+        breadth, vocab_size = self.shape.most_children, self.target.vocab_size
+        rows, used = self.cache_rows, self.rows_used or 0
+        faults = {
+            f"topology {name} has {chips} chips, and decoding uses one: name a machine of one, as "
+            f"h200:1, or add --mesh tensor={chips}": chips > 1 and not self.mesh,
+            f"topology {name} has {chips} chip{'s' * (chips > 1)}, and decoding on this --mesh "
+            f"uses {uses}: name a machine of {uses}": self.mesh and chips != uses,
+            f"--weights {kind}: choose among {', '.join(FORMATS)}": kind not in FORMATS,
+            f"--weights fp8: {name} does not multiply it: use int8": (
+                kind == "fp8" and self.machine.chip.compiler == "tpu"
+            ),
+            f"--breadth {breadth} is more than the {vocab_size} tokens that can be drafted: choose "
+            "a smaller one": breadth > vocab_size,
+            f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens: "
+            "lower it, or raise --depth": self.tau > levels,
+            f"a cache of {rows} rows is too small: a prompt of {self.prompt} tokens and a draft of "
+            f"{nodes} do not fit: raise --cache-rows": self.prompt > rows - nodes,
+            f"--rows-used {used} is more than the {rows} rows of the cache: lower it": used > rows,
+        }
+        if found := [message for message, is_fault in faults.items() if is_fault]:
+            raise InputError(found[0])
 
     @property
     def prompt(self) -> int:

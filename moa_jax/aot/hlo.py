@@ -146,13 +146,7 @@ def _results(fused: Computation) -> list[Instruction]:
 # ---- what runs, and how often -------------------------------------------------------------
 
 
-class Executed(NamedTuple):
-    """An instruction, the computation that holds it, how often it runs, whether within a loop."""
-
-    at: Computation
-    instruction: Instruction
-    times: int
-    in_loop: bool
+Executed = tuple[Computation, Instruction, int, bool]  # holder, how often, whether in a loop
 
 
 def executed(
@@ -165,7 +159,7 @@ def executed(
     """
     at = program[name]
     for each in at.values():
-        yield Executed(at, each, times, in_loop)
+        yield at, each, times, in_loop
         is_loop, count = each.opcode == "while", 1
         if is_loop:
             count = trip_count(program, at, each) or trips
@@ -199,8 +193,9 @@ def trip_count(program: Program, at: Computation, loop: Instruction) -> int | No
 
 def unknown_loops(text: str) -> int:
     """The number of loops whose length the program does not show."""
-    loops = (found for found in executed(parse(text)) if found.instruction.opcode == "while")
-    return sum(trip_count(parse(text), found.at, found.instruction) is None for found in loops)
+    program = parse(text)
+    loops = ((at, each) for at, each, *_ in executed(program) if each.opcode == "while")
+    return sum(trip_count(program, at, each) is None for at, each in loops)
 
 
 # ---- kernels ------------------------------------------------------------------------------
@@ -368,7 +363,7 @@ def large_moves(text: str, at_least_bytes: int = LARGE) -> list[Move]:
     ValueError for a program without a loop.
     """
     program = parse(text)
-    if not (found := [each for each in executed(program) if each.in_loop]):
+    if not (found := [each for each in executed(program) if each[-1]]):
         raise ValueError("the program has no loop")
     return [
         Move(each.name, opcode, size, each.label, times)

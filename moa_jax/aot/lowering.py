@@ -127,37 +127,35 @@ def abstract_weights(
     return jax.eval_shape(lambda held: quantise.quantise_params(held, weights), shapes)
 
 
-def abstract_state(
-    setup: Setup, weights: Weights, cache_rows: int, batch: int = 1, law: Law = GREEDY
-) -> DecodeState:
+def abstract_state(setup: Setup, weights: Weights, cache_rows: int, batch: int = 1) -> DecodeState:
     """The shapes of the state that a generation carries from round to round."""
     capacity = cache_rows - setup.shape.num_rows
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=(1,))
     prompt = (_integers(batch, 1), _integers(batch))
-    return jax.eval_shape(read, weights, *prompt, _limits(batch), law)
+    return jax.eval_shape(read, weights, *prompt, _limits(batch), GREEDY)
 
 
 def compile_decode(
-    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1, law: Law = GREEDY
+    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
     """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session.
 
     It is compiled for a device, or for the mesh of sharded weights.
     """
-    state = abstract_state(setup, weights, cache_rows, batch, law)
+    state = abstract_state(setup, weights, cache_rows, batch)
     decode = functools.partial(step.decode, setup)
-    return _compile(where, setup, decode, weights, state, _limits(batch), law, donate=(1,))
+    return _compile(where, setup, decode, weights, state, _limits(batch), GREEDY, donate=(1,))
 
 
 def compile_prefill(
-    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1, law: Law = GREEDY
+    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
     """The loop of chunks that reads prompts of any length into caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
     chunks = chunks_for(_platform(where), batch)
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
     prompt = (_integers(batch, capacity), _integers(batch))
-    return _compile(where, setup, read, weights, *prompt, _limits(batch), law)
+    return _compile(where, setup, read, weights, *prompt, _limits(batch), GREEDY)
 
 
 def _compile(
