@@ -32,13 +32,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from infer.evaluation import golden
-from infer.evaluation.comparison import bundled_questions
-from infer.evaluation.golden import Golden, GoldenPrompt
+from infer.bench import fidelity, golden
+from infer.bench.compare import bundled_questions
+from infer.bench.fidelity import Closeness, Fidelity, TopLogits
+from infer.bench.golden import Golden, GoldenPrompt
+from infer.bench.tables import percent, short, table_of
+from infer.bench.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
 from infer.flags.auto import TREE, TREE_ELSEWHERE
 from infer.flags.pair import add_pair_flags, load_pair
 from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
-from infer.flags.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
 from infer.peers import check_peer, run_peer
 from infer.program import Parser, local_path, positive, progress, run
 from moa_jax import Session
@@ -49,9 +51,6 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import GGUF_LINK
 from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_file
-from moa_jax.measure import fidelity
-from moa_jax.measure.fidelity import Closeness, Fidelity, TopLogits
-from moa_jax.measure.tables import percent, short, table_of
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__
 

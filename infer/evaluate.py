@@ -32,10 +32,11 @@ from typing import Any
 
 import jax
 
+from infer.bench import answers, conversations, plots, report, suites
+from infer.bench.candidates import describe, load_contenders
+from infer.bench.drawing import save_figure
+from infer.bench.question_runner import Interview, interview_of, law_of_answers
 from infer.documents import until_cut
-from infer.evaluation import answers, conversations, plots, report, suites
-from infer.evaluation.contenders import describe, load_contenders
-from infer.evaluation.interview import Interview, interview_of, law_of_answers
 from infer.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.flags.sampling import add_sampling_flags
 from infer.program import Parser, local_path, names, positive, progress, run
@@ -45,7 +46,6 @@ from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_folder
-from moa_jax.measure.plot import save_figure
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from infer.bench.compare import bundled_questions, compare_in_turns
 from infer.documents import GrowingDocument
-from infer.evaluation.comparison import bundled_questions, in_figures
 from infer.flags import cluster
 from infer.flags.alike import check_alike
 from infer.flags.auto import fill, fill_meanwhile
@@ -316,7 +316,7 @@ def _comparison(ask: Asking, prompts: list[list[int]]) -> str:
     if session.chooser is not None:
         fill(session)
     ways = {"plain": ask.plain, mode_of(session): session}
-    return in_figures(ways, prompts, ask.args.max_new_tokens, ask.settings)
+    return compare_in_turns(ways, prompts, ask.args.max_new_tokens, ask.settings)
 
 
 def _chat(ask: Asking) -> None:

@@ -22,7 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infer.flags.batches import shapes_of
+from infer.bench.inputs import shapes_of
+from infer.bench.tables import columns, gib
 from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import add_mesh_flag, as_flag
 from infer.flags.pair import (
@@ -47,7 +48,6 @@ from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.files.kinds import check_pairing, target_sizes
-from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4

@@ -36,6 +36,9 @@ SHARED = PAIR | {
     "infer.flags.sampling",
     "infer.listening.credentials",
 }
+# What shows figures, also those of training; all else in infer/bench is for programs of infer.
+SHOWN = {"infer.bench.tables", "infer.bench.drawing", "infer.bench.statistics"}
+BENCH = LIBRARY - {"training"} | SHARED | SHOWN | {"configs", "infer"}
 
 TABLE: dict[str, set[str]] = {
     "errors": set(),
@@ -51,7 +54,7 @@ TABLE: dict[str, set[str]] = {
     "training": DRAFTERS,
     "decode": DECODE,
     "split": DECODE,
-    "measure": DECODE | {"drafters"},
+    "measure": DECODE,
     "aot": DECODE | {"training"},
     "moa_jax": LOADER | {"decode", "pairs", "version"},
     "configs": {"config"},
@@ -76,8 +79,17 @@ TABLE: dict[str, set[str]] = {
     | {"infer.program", "infer.flags.mesh"},
     "infer.listening.credentials": {"errors"},
     "infer": LIBRARY - {"training"} | SHARED | {"configs"},
-    "infer.plan": LIBRARY - {"training"} | SHARED | {"configs", "infer", "aot"},
-    "train": LIBRARY - {"split"} | SHARED | {"aot", "configs"},
+    "infer.bench.tables": set(),
+    "infer.bench.drawing": {"errors", "files"},
+    "infer.bench.statistics": DECODE,
+    "infer.bench": BENCH,
+    "infer.generate": BENCH | {"infer.bench"},
+    "infer.evaluate": BENCH | {"infer.bench"},
+    "infer.check": BENCH | {"infer.bench"},
+    "infer.plan": BENCH | {"infer.bench", "aot"},
+    "infer.split.bench": BENCH | {"infer.bench"},
+    "infer.serving.bench": BENCH | {"infer.bench"},
+    "train": LIBRARY - {"split"} | SHARED | SHOWN | {"aot", "configs"},
     "infer.peers.unpickle": {"infer.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
     "infer.peers.transformers_logits": set(),
@@ -178,7 +190,7 @@ def test_faults_are_found():
     assert one_fault("moa_jax/decode/verify.py", "from moa_jax.drafters import DRAFTERS")
     assert one_fault("moa_jax/drafters/api.py", "from moa_jax.drafters import moa")
     assert one_fault("moa_jax/split/slots.py", "from moa_jax.drafters import moa")
-    assert one_fault("moa_jax/split/slots.py", "from moa_jax.measure import figures")
+    assert one_fault("moa_jax/split/slots.py", "from infer.bench import tables")
     assert one_fault("moa_jax/decode/session.py", "from moa_jax.split.slots import Slots")
     assert one_fault("moa_jax/data/chat.py", "from moa_jax.model.llama import forward")
     assert one_fault("moa_jax/pretrained.py", "from moa_jax import generate")

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.bench.tables import number, table_of
 from infer.program import positive, run
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.tables import number, table_of
 from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from infer.bench.tables import columns, gib
 from infer.flags.config_file import SHAPES, presets_of
 from infer.program import run
 from moa_jax.aot import training
@@ -30,7 +31,6 @@ from moa_jax.aot.training import Plan
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.tables import columns, gib
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from train.distill import with_vocabulary
 from train.run.settings import NO_PRESET, config_parser, parse_config

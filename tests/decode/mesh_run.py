@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from infer.bench.random_pair import random_drafter, random_target
 from infer.flags.mesh import mesh_sizes
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
@@ -44,7 +45,6 @@ from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.state import Setup
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.files import placement
-from moa_jax.measure.random_pair import random_drafter, random_target
 from moa_jax.model import attention, convert, quantise, sharding
 from moa_jax.model.cache import KV, States
 from moa_jax.model.sharding import decoding_mesh

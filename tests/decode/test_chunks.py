@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.bench import random_pair
 from moa_jax import Session
 from moa_jax.config import (
     BlockConfig,
@@ -24,7 +25,6 @@ from moa_jax.config import (
 )
 from moa_jax.decode.programs import chunks_for, chunks_of
 from moa_jax.decode.session import GREEDY
-from moa_jax.measure import random_pair
 from moa_jax.pretrained import LoadedDrafter, Target
 from tests.pairs import NO_STOP
 

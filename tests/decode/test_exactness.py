@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.bench.random_pair import random_target
 from moa_jax.config import BlockConfig, Sampling, TargetConfig
 from moa_jax.decode.exactness import Difference, compare, scores_after
-from moa_jax.measure.random_pair import random_target
 
 PROMPT = [5, 9, 4]
 

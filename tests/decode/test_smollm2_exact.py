@@ -7,8 +7,8 @@ import os
 import jax.numpy as jnp
 import pytest
 
-from infer.evaluation.suites import load_suite
-from infer.flags.batches import TEXTS
+from infer.bench.inputs import TEXTS
+from infer.bench.suites import load_suite
 from infer.flags.prompts import asking, tokenizer_of
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape

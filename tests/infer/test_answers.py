@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from infer.evaluation.answers import Answer, AnswerFolder
-from infer.evaluation.suites import Question
+from infer.bench.answers import Answer, AnswerFolder
+from infer.bench.suites import Question
 from moa_jax import Result
 from tests.model_folders import refusal
 

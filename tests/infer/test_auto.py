@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from infer.evaluation import comparison
+from infer.bench import compare as comparison
 from infer.flags import auto, pair
 from infer.program import Parser
 from moa_jax import Result

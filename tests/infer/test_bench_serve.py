@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from infer import bench, program
-from infer.evaluation.suites import DEMO, PAPER
+from infer.bench.suites import DEMO, PAPER
 from infer.serving.bench import counts, figures, questions, run, tables
 from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.figures import Capacity

@@ -13,12 +13,11 @@ import pytest
 import scipy.stats
 
 from infer import check
-from infer.evaluation import golden
+from infer.bench import fidelity, golden
+from infer.bench.thresholds import THRESHOLDS, faults_of
 from infer.flags.pair import DEMO
-from infer.flags.thresholds import THRESHOLDS, faults_of
 from infer.program import run
 from moa_jax.decode.exactness import Difference
-from moa_jax.measure import fidelity
 from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_tensors, refusal, save_random_pair, tensors_of
 

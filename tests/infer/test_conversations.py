@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from infer import evaluate
-from infer.evaluation import conversations, report
+from infer.bench import conversations, report
 from infer.flags.pair import DEMO
 from moa_jax import InputError, load_target
 from moa_jax.config import MoaConfig

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from infer import bench, convert, evaluate, generate
-from infer.evaluation.contenders import describe, load_contenders
+from infer.bench.candidates import describe, load_contenders
 from infer.flags import auto
 from infer.flags import pair as pair_flags
 from infer.flags import vocabulary as vocabulary_flags

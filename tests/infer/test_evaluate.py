@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from infer import evaluate
-from infer.evaluation import contenders
-from infer.evaluation.contenders import Contender
-from infer.evaluation.interview import Interview
-from infer.evaluation.suites import PAPER, Question
+from infer.bench import candidates as contenders
+from infer.bench.candidates import Contender
+from infer.bench.question_runner import Interview
+from infer.bench.suites import PAPER, Question
 from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.data import chat

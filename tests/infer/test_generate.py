@@ -123,7 +123,7 @@ def test_json_equals_recorded_draft(folder, ask):
 
 
 def test_text_streams_and_compares(ask, monkeypatch):
-    monkeypatch.setattr("infer.evaluation.comparison.SECONDS", 0.0)
+    monkeypatch.setattr("infer.bench.compare.SECONDS", 0.0)
     flags = ["--max-new-tokens", "8", "--mode", "chain", "--compare"]
     code, out, err = ask("--prompt", "Good morning", *flags)
     assert code == 0 and out.endswith("\n")

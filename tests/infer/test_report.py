@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from infer.evaluation import paper, plots, report
-from infer.evaluation.answers import Answer
-from infer.evaluation.suites import PAPER, Question, load_suite
+from infer.bench import paper, plots, report
+from infer.bench.answers import Answer
+from infer.bench.suites import PAPER, Question, load_suite
 from moa_jax import Result
 
 CHAIN = "moa-chain"

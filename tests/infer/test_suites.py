@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from infer.evaluation import suites
+from infer.bench import suites
 from moa_jax.data import corpora
 from tests.model_folders import refusal
 

@@ -19,8 +19,8 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from infer.evaluation.suites import load_suite
-from infer.flags.batches import TEXTS
+from infer.bench.inputs import TEXTS
+from infer.bench.suites import load_suite
 from infer.flags.prompts import asking, tokenizer_of
 from infer.peers import transformers_logits
 from moa_jax import Session, load_target

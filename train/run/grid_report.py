@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moa_jax.measure.bootstrap import DRAWS, SHARE, Interval, TauCounts, interval_of
-from moa_jax.measure.tables import table, with_interval
+from infer.bench.statistics import DRAWS, SHARE, Interval, TauCounts, interval_of
+from infer.bench.tables import table, with_interval
 from moa_jax.training.fingerprint import listed
 
 ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own

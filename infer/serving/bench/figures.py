@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from infer.bench.arrivals import percentiles
+from infer.bench.statistics import median
 from infer.serving.bench.clients import RequestOutcome
-from moa_jax.measure.arrivals import percentiles
-from moa_jax.measure.figures import median
 
 Runs = Sequence[Sequence[RequestOutcome]]
 RATIOS = ("speedup", "throughput_over_plain", "p95_over_plain")

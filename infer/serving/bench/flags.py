@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from infer.evaluation.contenders import PLAIN, given_of
+from infer.bench.candidates import PLAIN, given_of
+from infer.bench.drawing import check_plots
 from infer.flags.mesh import add_mesh_flag, as_flag
 from infer.flags.pair import AUTO, BUNDLED, EXPLICIT, LOOKUP, add_model_flags
 from infer.program import Parser, above_zero, local_path, names, positive, whole
@@ -15,7 +16,6 @@ from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.files.folders import public_name
 from moa_jax.files.places import check_file
-from moa_jax.measure.plot import check_plots
 
 MODES = (*EXPLICIT, AUTO)
 RATES = "0.1x,0.3x,0.5x,0.75x,1x,1.25x,1.5x"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moa_jax.measure.plot import colour, save_figure, tidy
+from infer.bench.drawing import colour, save_figure, tidy
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:

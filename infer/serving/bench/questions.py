@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from infer.evaluation.suites import FILE, PAPER, load_suite
+from infer.bench.suites import FILE, PAPER, load_suite
 from infer.flags.pair import DEMO
 from infer.flags.prompts import asking, tokenizer_of
 from moa_jax.data.corpora import locate

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from infer.bench.arrivals import arrivals, arrivals_within
+from infer.bench.candidates import PLAIN
 from infer.documents import CODES, until_cut
-from infer.evaluation.contenders import PLAIN
 from infer.listening.child import ROOT
 from infer.program import progress
 from infer.serving.bench import clients, counts, figures, picture, tables
@@ -45,7 +46,6 @@ from infer.serving.bench.stage import Server, serving
 from moa_jax.errors import InputError
 from moa_jax.files.folders import write_whole
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.arrivals import arrivals, arrivals_within
 from moa_jax.measure.turns import rotated
 
 DIFFERENT = 1  # exit code, as of infer.evaluate

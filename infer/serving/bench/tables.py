@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from moa_jax.measure.tables import cut_line, percent, short, table_of
+from infer.bench.tables import cut_line, percent, short, table_of
 
 
 def render(document: Mapping[str, Any]) -> str:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from infer.bench.arrivals import percentiles
 from infer.split.client.answering import SplitClient
 from infer.split.client.figures import timed
 from infer.split.link import Gone, Lost
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
-from moa_jax.measure.arrivals import percentiles
 
 
 class CrowdAnswer(NamedTuple):

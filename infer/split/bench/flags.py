@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from infer.bench.drawing import check_plots
 from infer.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
 from infer.program import Parser, names, positive
 from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.network.profiles import PROFILES
 from moa_jax.errors import InputError
 from moa_jax.files.places import check_file
-from moa_jax.measure.plot import check_plots
 
 MODES = ("stream", "plain", "chain", "tree", "offline")
 DRAFTING = ("chain", "tree")

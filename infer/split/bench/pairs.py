@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from infer.evaluation.suites import load_suite
+from infer.bench.suites import load_suite
 from infer.flags.pair import open_drafter, open_target, target_options
 from infer.flags.prompts import asking, tokenizer_of
 from infer.split.bench.flags import DRAFTING, named

@@ -29,6 +29,8 @@ from typing import Any
 
 import jax
 
+from infer.bench.arrivals import arrivals
+from infer.bench.statistics import median, quartiles
 from infer.documents import CODES, until_cut
 from infer.program import Progress, progress
 from infer.split.bench import crowd, outage, tables
@@ -52,8 +54,6 @@ from infer.split.network.proxy import Proxy, in_thread
 from moa_jax.config import Sampling
 from moa_jax.files.folders import write_whole
 from moa_jax.files.json_text import to_json
-from moa_jax.measure.arrivals import arrivals
-from moa_jax.measure.figures import median, quartiles
 from moa_jax.measure.turns import in_turns
 
 DIFFERENT = 1  # exit code, as of infer.evaluate

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moa_jax.measure.plot import colour, save_figure, tidy
-from moa_jax.measure.report import precision
-from moa_jax.measure.tables import cut_line, percent, short, table_of
+from infer.bench.decode_tables import precision
+from infer.bench.drawing import colour, save_figure, tidy
+from infer.bench.tables import cut_line, percent, short, table_of
 
 LINKS = {
     "direct": "this machine's own loopback",

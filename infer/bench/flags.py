@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.flags import batches
+from infer.bench import inputs as batches
+from infer.bench.drawing import check_plots
 from infer.flags.pair import AUTO, DEFAULT_TREE, EXPLICIT, add_cache_flag, add_pair_flags
 from infer.flags.vocabulary import add_vocabulary_flag
 from infer.peers import check_peer
@@ -14,7 +15,6 @@ from infer.program import Parser, names, positive
 from moa_jax import InputError
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH
-from moa_jax.measure.plot import check_plots
 from moa_jax.pretrained import LoadedDrafter
 
 MODES = (*EXPLICIT, AUTO)

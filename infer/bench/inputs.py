@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from infer.evaluation.conversations import prompts_of as conversation_prompts
+from infer.bench.conversations import prompts_of as conversation_prompts
+from infer.bench.random_pair import random_drafter, random_target
 from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import asked_mesh
 from infer.flags.pair import dtype_of, use_cores
@@ -22,7 +23,6 @@ from moa_jax.data.report import RecordTally
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.measure.random_pair import random_drafter, random_target
 from moa_jax.pretrained import (
     LoadedDrafter,
     Target,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from infer.evaluation import paper
-from infer.evaluation.contenders import PLAIN
-from infer.evaluation.report import ALL
-from moa_jax.measure.plot import colour, tidy
+from infer.bench import paper
+from infer.bench.candidates import PLAIN
+from infer.bench.drawing import colour, tidy
+from infer.bench.report import ALL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,15 +21,22 @@ from typing import Any
 
 import numpy as np
 
-from infer.evaluation import paper
-from infer.evaluation.answers import Answer
-from infer.evaluation.contenders import PLAIN
-from infer.evaluation.suites import PAPER, Question
+from infer.bench import paper
+from infer.bench.answers import Answer
+from infer.bench.candidates import PLAIN
+from infer.bench.decode_tables import precision
+from infer.bench.statistics import (
+    DRAWS,
+    SHARE,
+    TauCounts,
+    acceptance,
+    interval_of,
+    median,
+    quartiles,
+)
+from infer.bench.suites import PAPER, Question
+from infer.bench.tables import cut_line, number, numbers, table_of, with_interval
 from moa_jax.decode.exactness import Difference
-from moa_jax.measure.bootstrap import DRAWS, SHARE, TauCounts, interval_of
-from moa_jax.measure.figures import acceptance, median, quartiles
-from moa_jax.measure.report import precision
-from moa_jax.measure.tables import cut_line, number, numbers, table_of, with_interval
 
 Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by decoder
 Row = dict[str, Any]

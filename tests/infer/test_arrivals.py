@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moa_jax.measure.arrivals import arrivals, arrivals_within, percentiles
+from infer.bench.arrivals import arrivals, arrivals_within, percentiles
 
 
 def test_arrivals_follow_a_poisson_law():

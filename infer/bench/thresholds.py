@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
+from infer.bench.fidelity import Fidelity
 from infer.program import above_zero
-from moa_jax.measure.fidelity import Fidelity
 
 
 class Thresholds(NamedTuple):

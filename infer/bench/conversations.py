@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.evaluation.paper import ALL
-from infer.evaluation.suites import PAPER, Question
+from infer.bench.paper import ALL
+from infer.bench.suites import PAPER, Question
 from infer.program import names
 from moa_jax.data import chat, corpora
 from moa_jax.data.records import messages_of

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from typing import Any, NamedTuple
 
-from infer.evaluation.answers import Answer
-from infer.evaluation.contenders import PLAIN, Contender
-from infer.evaluation.suites import Question
+from infer.bench.answers import Answer
+from infer.bench.candidates import PLAIN, Contender
+from infer.bench.suites import Question
 from infer.flags.sampling import check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.evaluation.suites import Question
+from infer.bench.suites import Question
 from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash, write_whole

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infer.bench.fidelity import TopLogits
 from moa_jax.data import corpora
 from moa_jax.errors import InputError
 from moa_jax.files.folders import json_hash, write_whole
 from moa_jax.files.kinds import target_sizes
 from moa_jax.files.token_ids import read_token_ids
-from moa_jax.measure.fidelity import TopLogits
 from moa_jax.pretrained import Target
 
 FORMAT, VERSION = "moa-jax golden", 1

@@ -35,6 +35,12 @@ def cut_line(document: Mapping[str, Any], things: str) -> str:
     return f"CUT by {cut['by']} after {cut['done']} of {cut['of']} {things}." if cut else ""
 
 
+def precision(settings: Mapping[str, Any]) -> str:
+    """`float32`, `bfloat16 with int8 weights`."""
+    weights = settings.get("weights")
+    return settings["dtype"] + (f" with {weights} weights" if weights else "")
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A number with so many digits behind the point."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -44,8 +50,14 @@ def with_interval(value: float | None, bounds: tuple[float, float] | None, digit
     """A number, and in brackets its interval where it has one, with so many digits."""
     if bounds is None:
         return number(value)
-    low, high = (number(bound, digits) for bound in bounds)
-    return f"{number(value)} ({low} to {high})"
+    return f"{number(value)} ({numbers(bounds, digits, ' to ')})"
+
+
+def with_quartiles(row: Mapping[str, Any], key: str, digits: int) -> str:
+    """`1.52 (1.44 to 1.61)`: a median, and its quartiles where they are known."""
+    low_high = row.get(f"{key}_quartiles")
+    shown = number(row[key], digits)
+    return shown if low_high is None else f"{shown} ({numbers(low_high, digits, ' to ')})"
 
 
 def short(value: float | None) -> str:
@@ -55,9 +67,9 @@ def short(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def numbers(values: Sequence[float | None], digits: int = 2) -> str:
+def numbers(values: Sequence[float | None], digits: int = 2, between: str = " ") -> str:
     """Several numbers in one cell."""
-    return " ".join(number(value, digits) for value in values)
+    return between.join(number(value, digits) for value in values)
 
 
 def gib(size: int | None) -> str:

@@ -1,0 +1,44 @@
+"""All that measures: `infer.bench`, and what `infer.evaluate`, `infer.check` and --compare share.
+
+Programs alone import this package.
+
+    decode.py         infer.bench: plain, chain, tree and auto on the same prompts
+    flags.py          its flags            inputs.py      its prompts and random models
+    decode_tables.py  its tables           phases.py      time and bytes by phase
+    random_pair.py    random weights       simulate.py    drafts accepted by dice
+    traffic.py        bytes that a program reads, bandwidth of the device
+
+    suites.py           questions, from files, the hub, tfds, the package
+    conversations.py    questions from chat records, by source
+    candidates.py       plain decoding, and each drafter in each mode
+    question_runner.py  a question put to all of them, turn by turn, timed
+    answers.py          their answers on disk, in Spec-Bench's format, resumable
+    report.py           the report of infer.evaluate    paper.py    the paper's figures
+    plots.py            its pictures                    drawing.py  what all pictures share
+
+    fidelity.py   distance of a target's distributions from a reference's
+    golden.py     golden files of infer.check    thresholds.py  its limits
+    compare.py    infer.generate --compare
+    statistics.py, arrivals.py, tables.py      figures, and how they are shown
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from moa_jax.errors import InputError
+
+# Benchmarks of servers: they have flags of their own and need the extra `serve`.
+SERVERS = {"--split": "infer.split.bench.run", "--serve": "infer.serving.bench.run"}
+
+
+def main(arguments: list[str] | None = None) -> int | None:
+    """Runs `infer.bench`; raises InputError for flags that contradict each other."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    chosen = [flag for flag in SERVERS if flag in arguments]
+    if len(chosen) > 1:
+        raise InputError("--split and --serve are two benchmarks: choose one of them")
+    program = SERVERS[chosen[0]] if chosen else "infer.bench.decode"
+    rest = [text for text in arguments if text not in chosen]
+    return importlib.import_module(program).main(rest)

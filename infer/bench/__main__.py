@@ -1,0 +1,7 @@
+"""`python -m infer.bench`."""
+
+from infer.bench import main
+from infer.program import run
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,206 @@
+"""Time and bytes of each phase of a round, measured on a generation stopped half way.
+
+    prefill   the prompt through the target, LSA over it
+    draft     propose: the drafter, level by level
+    verify    one target pass over the tree, the verdict, the commit
+    extend    LSA and the drafter's rows for the accepted path
+    host      one call of the loop's program with no row left to decode: once a generation
+
+Draft, verify and extend run in loops of their own on the device, each turn waiting for the one
+before. Phases measured apart need not sum to a round: in one program the compiler overlaps and
+fuses them, and a loop of one phase finds its own weights in the cache where they fit. So the time
+of a round of whole generations stands beside their sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from infer.bench.traffic import bytes_read
+from moa_jax.decode import step
+from moa_jax.decode.programs import chunks_of, compiler_options
+from moa_jax.decode.session import GREEDY, Session
+from moa_jax.decode.state import DecodeState, Setup, Weights
+from moa_jax.drafters.api import chain
+from moa_jax.model.precision import matmul_precision
+
+Array = jax.Array
+SECONDS_A_LOOP, MOST_TURNS, LOOPS = 0.2, 500, 5
+TO_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback")
+
+
+def measure(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] | None,
+    rounds: int,
+    prefill_ms: float,
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Phases, memory and transfers of a mode, by their keys in the JSON document.
+
+    `rounds` is the number of rounds of the batch, and `bandwidth` is in bytes/s. The loop runs
+    under a guard against transfers. The runtime reads a loop's condition, on some devices a byte a
+    round; these bytes are not counted.
+    """
+    state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
+    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    costs = {"prefill": (prefill_ms / 1e3, _prefill_bytes(session, state, lengths_B, law))}
+    decode = session.loop(state, limits, law)
+    half_way = limits._replace(pause=jnp.int32(max(rounds // 2, 1)))
+    jax.block_until_ready(state)
+    with jax.transfer_guard("disallow_explicit"):
+        state = jax.block_until_ready(decode(session.weights, state, half_way, law))
+    arrays = (session.weights, state.now.target_caches, state.now.draft_cache)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    del arrays  # the caches are donated below
+    state, measured = _phases(session, state, limits, law)
+    done = state._replace(now=state.now._replace(done_B=jnp.ones_like(state.now.done_B)))
+    host_s = []
+    for _ in range(20):
+        seconds, done = _clocked(decode, session.weights, done, limits, law)
+        host_s.append(seconds)
+    memory = decode.memory_analysis()
+    needs = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    needs -= memory.alias_size_in_bytes  # what is updated in place counts once
+    return {
+        "phases": {
+            name: {
+                "ms": 1e3 * seconds,
+                "bytes": read,
+                "share_of_bandwidth": read / seconds / bandwidth,
+            }
+            for name, (seconds, read) in (costs | measured).items()
+        },
+        "sum_of_phases_ms": sum(1e3 * seconds for seconds, _ in measured.values()),
+        "host_ms_per_generation": 1e3 * float(np.median(host_s[5:])),
+        "host_transfers_in_generation": len(TO_HOST.findall(decode.as_text() or "")),
+        "program_bytes": needs,
+        "weights_and_caches_bytes": held,
+        "memory_over_weights_and_caches": needs / held,
+    }
+
+
+def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, law: Any) -> int:
+    """Weights and caches once for each chunk, and the head once."""
+    held = (session.weights, state.now)
+    hidden_BD = jnp.zeros((len(lengths_B), session.target.config.block.hidden_size))
+
+    def read(chunk: int, held: Any) -> Any:
+        return step.read_chunk(session.setup, *held, state.tokens_BC, lengths_B, chunk)[:2]
+
+    def choose(weights: Weights) -> Any:
+        return step.choose_after(weights, state.now, hidden_BD, law)
+
+    chunks = Counter(chunks_of(int(lengths_B.max()), session.chunks(len(lengths_B))))
+    return bytes_read(choose, session.weights) + sum(
+        count * bytes_read(functools.partial(read, size), held) for size, count in chunks.items()
+    )
+
+
+def _phases(
+    session: Session, state: DecodeState, limits: Any, law: Any
+) -> tuple[DecodeState, dict[str, tuple[float, int]]]:
+    """Seconds and bytes of each phase, on the outputs of the phase before.
+
+    Caches are donated from call to call, so memory stays flat.
+    """
+    timed = functools.partial(_timed, session.setup, session.weights)
+    caches, cache = state.now.target_caches, state.now.draft_cache
+    fixed, phases = with_caches(state, (), None), {}
+    tree = chain(state.root_B[:, None])
+    if cache is not None:
+        phases["draft"], cache, tree = timed(_draft, cache, (fixed, law))
+    verify = timed(_verify, caches, (fixed, limits, law, tree))
+    phases["verify"], caches, (_, tokens_BD, tapped) = verify
+    if cache is not None:
+        read = (fixed.now.length_B, tokens_BD, tapped)
+        phases["extend"], cache, _ = timed(_extend, cache, read)
+    return with_caches(state, caches, cache), phases
+
+
+def with_caches(state: DecodeState, target_caches: Any, draft_cache: Any) -> DecodeState:
+    """The same generation on other caches."""
+    now = state.now._replace(target_caches=target_caches, draft_cache=draft_cache)
+    return state._replace(now=now)
+
+
+# ---- one turn of each phase: the caches that it writes, and what it gives ------------------
+
+
+def _draft(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
+    state, law = read
+    now = state.now._replace(draft_cache=cache)
+    tree, cache = step.propose(setup, weights, now, law, state.root_B)
+    return cache, jax.tree.map(jnp.asarray, tree)
+
+
+def _verify(setup: Setup, weights: Weights, read: Any, caches: Any) -> tuple[Any, Any]:
+    state, limits, law, tree = read
+    now = state.now._replace(target_caches=caches)
+    found = step.verify_tree(setup, weights, now, law, tree)
+    done = step.record(state, tree, found, limits)
+    tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
+    committed = (done.tokens_BC, done.now.length_B, done.now.done_B, done.drafted_BR)
+    return found.caches, (committed, tokens_BD, found.tapped)
+
+
+def _extend(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
+    length_B, tokens_BD, tapped = read
+    return step.extend(setup, weights, cache, tokens_BD, length_B, tapped), None
+
+
+# ---- clocks -------------------------------------------------------------------------------
+
+
+def _timed(
+    setup: Setup, weights: Weights, phase: Callable[..., Any], caches: Any, read: Any
+) -> tuple[tuple[float, int], Any, Any]:
+    """Seconds and bytes of a phase, its caches afterwards, and what it gives.
+
+    The loop's barrier makes each turn wait for the one before, and keeps the compiler from moving
+    work out of the loop.
+    """
+    turn = functools.partial(phase, setup)
+    size = bytes_read(lambda held: turn(held[0], read, held[1]), (weights, caches))
+
+    def loop(caches: Any, weights: Weights, read: Any, count: Array) -> tuple[Any, Any]:
+        shapes = jax.eval_shape(turn, weights, read, caches)[1]
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        def again(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            (caches, _), now = lax.optimization_barrier((carry, read))
+            return turn(weights, now, caches)
+
+        return lax.fori_loop(0, count, again, (caches, blank))
+
+    with matmul_precision(weights.target["embed"].dtype):
+        lowered = jax.jit(loop, donate_argnums=0).lower(caches, weights, read, jnp.int32(1))
+    options = compiler_options(jax.default_backend(), setup.shape.num_drafted > 0)
+    program = lowered.compile(compiler_options=options)
+    turns, seconds = 3, []
+    for index in range(LOOPS + 1):
+        rest = (weights, read, jnp.int32(turns))
+        each, (caches, found) = _clocked(program, caches, *rest)
+        seconds.append(each / turns)
+        if not index:  # the first loop warms up, and says how many turns are worth timing
+            turns = int(min(max(SECONDS_A_LOOP / seconds.pop(), 3), MOST_TURNS))
+    return (float(np.median(seconds)), size), caches, found
+
+
+def _clocked(program: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Seconds of a call, and its outputs."""
+    begin = time.perf_counter()
+    found = jax.block_until_ready(program(*arguments))
+    return time.perf_counter() - begin, found
