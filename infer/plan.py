@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench.inputs import shapes_of
+from infer.bench.plan import decoding
+from infer.bench.plan.child import CompilerCrash
+from infer.bench.plan.decoding import FORMATS, Plan, PlanRequest
+from infer.bench.plan.machines import GIB, check_compiler, machine
 from infer.bench.tables import columns, gib
 from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import add_mesh_flag, as_flag
@@ -37,10 +41,6 @@ from infer.flags.pair import (
     shape_of,
 )
 from infer.program import Parser, above_zero, positive, run
-from moa_jax.aot import decoding
-from moa_jax.aot.child import CompilerCrash
-from moa_jax.aot.decoding import FORMATS, Plan, PlanRequest
-from moa_jax.aot.machines import GIB, check_compiler, machine
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.decode.programs import cache_rows_for
 from moa_jax.decode.session import DEFAULT_DEPTH

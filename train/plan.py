@@ -21,13 +21,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from infer.bench.plan import training
+from infer.bench.plan.child import CompilerCrash
+from infer.bench.plan.machines import GIB, Machine, check_compiler, machine
+from infer.bench.plan.training import Plan
 from infer.bench.tables import columns, gib
 from infer.flags.config_file import SHAPES, presets_of
 from infer.program import run
-from moa_jax.aot import training
-from moa_jax.aot.child import CompilerCrash
-from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
-from moa_jax.aot.training import Plan
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json

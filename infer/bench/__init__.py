@@ -19,6 +19,7 @@ Programs alone import this package.
     fidelity.py   distance of a target's distributions from a reference's
     golden.py     golden files of infer.check    thresholds.py  its limits
     compare.py    infer.generate --compare
+    plan/         infer.plan and train.plan: programs for hardware that is not attached
     statistics.py, arrivals.py, tables.py      figures, and how they are shown
 """
 

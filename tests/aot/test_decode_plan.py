@@ -11,10 +11,10 @@ import pytest
 from jax.experimental import pallas as pl
 
 from infer import plan
-from moa_jax.aot import decoding, hlo, lowering
-from moa_jax.aot.hlo import LARGE, Kernel
-from moa_jax.aot.lowering import Cost, HloModule
-from moa_jax.aot.machines import machine
+from infer.bench.plan import decoding, hlo, lowering
+from infer.bench.plan.hlo import LARGE, Kernel
+from infer.bench.plan.lowering import Cost, HloModule
+from infer.bench.plan.machines import machine
 from moa_jax.decode.state import Setup
 from moa_jax.errors import InputError
 from moa_jax.pretrained import functions_of

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh
 
 from configs.shapes import SHAPES
 from infer import plan
-from moa_jax.aot import child, decoding, hlo, lowering, machines
-from moa_jax.aot.machines import machine
+from infer.bench.plan import child, decoding, hlo, lowering, machines
+from infer.bench.plan.machines import machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding

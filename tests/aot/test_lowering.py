@@ -17,8 +17,8 @@ from jax import lax
 from configs import demo_drafter, demo_target
 from configs.moa_llama3_8b import config as PAPER
 from configs.shapes import SHAPES
-from moa_jax.aot.hlo import ENTRY, LARGE, MOVES, Move, kernels, large_moves, parse
-from moa_jax.aot.lowering import (
+from infer.bench.plan.hlo import ENTRY, LARGE, MOVES, Move, kernels, large_moves, parse
+from infer.bench.plan.lowering import (
     HloModule,
     abstract_weights,
     compile_decode,
@@ -26,7 +26,7 @@ from moa_jax.aot.lowering import (
     compile_prefill,
     num_bytes,
 )
-from moa_jax.aot.machines import devices, has_compiler, machine
+from infer.bench.plan.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
 from moa_jax.decode.room import Room
 from moa_jax.decode.state import Setup

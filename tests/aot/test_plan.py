@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from configs.tiny import config as TINY
-from moa_jax.aot import hlo, training
-from moa_jax.aot.machines import machine
+from infer.bench.plan import hlo, training
+from infer.bench.plan.machines import machine
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError

@@ -11,8 +11,8 @@ import pytest
 
 from configs import tiny
 from configs.shapes import SHAPES
-from moa_jax.aot import child, lowering, machines, training
-from moa_jax.aot.machines import GIB, machine
+from infer.bench.plan import child, lowering, machines, training
+from infer.bench.plan.machines import GIB, machine
 from moa_jax.config import DistillConfig, Eagle3Config
 from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.errors import InputError

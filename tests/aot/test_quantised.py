@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from configs.moa_llama3_8b import config as PAPER
-from moa_jax.aot import hlo
-from moa_jax.aot.lowering import abstract_weights, compile_decode, num_bytes
-from moa_jax.aot.machines import devices
+from infer.bench.plan import hlo
+from infer.bench.plan.lowering import abstract_weights, compile_decode, num_bytes
+from infer.bench.plan.machines import devices
 from moa_jax.decode.state import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import quantise

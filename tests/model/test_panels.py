@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.aot.hlo import ENTRY, arrays, parse
+from infer.bench.plan.hlo import ENTRY, arrays, parse
 from moa_jax.model import panels, quantise
 from moa_jax.model.layers import Linear
 from moa_jax.model.panels import Panels

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from moa_jax.aot import machines
-from moa_jax.aot.machines import Machine
+from infer.bench.plan import machines
+from infer.bench.plan.machines import Machine
 from moa_jax.errors import InputError, first_line
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from moa_jax.aot.hlo import Dims
+from infer.bench.plan.hlo import Dims
 from moa_jax.config import MeshConfig
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split

@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moa_jax.aot import child, hlo, lowering, machines
-from moa_jax.aot.decoding import priced
-from moa_jax.aot.lowering import HloModule, num_bytes
-from moa_jax.aot.machines import Machine
+from infer.bench.plan import child, hlo, lowering, machines
+from infer.bench.plan.decoding import priced
+from infer.bench.plan.lowering import HloModule, num_bytes
+from infer.bench.plan.machines import Machine
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.model.precision import matmul_precision
 from moa_jax.model.sharding import make_mesh

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from moa_jax.aot import child, hlo, lowering, machines
-from moa_jax.aot.hlo import Kernel
-from moa_jax.aot.lowering import HloModule, KernelCosts, num_bytes
-from moa_jax.aot.machines import Machine
+from infer.bench.plan import child, hlo, lowering, machines
+from infer.bench.plan.hlo import Kernel
+from infer.bench.plan.lowering import HloModule, KernelCosts, num_bytes
+from infer.bench.plan.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
 from moa_jax.decode.state import DecodeState, Setup, Weights
