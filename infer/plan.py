@@ -135,7 +135,7 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
     for flag, value in drafter_options(args).items():
         if value is not None:
             shown = flag.replace("_", "-")
-            raise InputError(f"--{shown}: {args.drafter} says it: leave the flag out")
+            raise InputError(f"--{shown}: {args.drafter} sets it: leave the flag out")
     config = read_config(args.drafter, DistillConfig)
     try:
         check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))

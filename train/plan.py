@@ -1,4 +1,4 @@
-"""Says whether a training step fits a machine that is not attached, and what it costs there.
+"""Plans a training step for a machine that is not attached: whether it fits, and its cost.
 
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5e:4x4
     python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --largest

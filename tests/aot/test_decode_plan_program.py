@@ -211,7 +211,7 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--total-tokens", "9"], "--total-tokens without --mode"),
         (
             [*COMMAND, "--mode", "chain", "--drafter", PAPER, "--target-layer-inference", "3"],
-            "--target-layer-inference: .* says it",
+            "--target-layer-inference: .* sets it",
         ),
     ],
 )

@@ -4,8 +4,8 @@
 
 Nothing is measured. The time of a kernel is the longer of two, its bytes over the bandwidth of
 the memory and the FLOPs of its products over the chip's peak, and the time to launch it. The
-roofline knows no program: a pass reads each weight and each used row of a cache once, and launches
-nothing.
+roofline does not depend on a program: a pass reads each weight and each used row of a cache once,
+and launches nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """XLA's optimised program, read as text: kernels, bytes, large copies and collectives.
 
-`cost_analysis()` of a compiled program counts the body of a loop once and knows no phases, so
+`cost_analysis()` of a compiled program counts the body of a loop once and has no phases, so
 kernels are counted here. Each reads its operands and writes its results; a slice or an update in
 place counts for its part.
 """

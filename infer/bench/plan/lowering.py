@@ -2,7 +2,7 @@
 
 A round of decoding reads every weight once and waits for little else. A weight or a cache that
 is copied within the loop is written and read a second time. So nothing large may be copied,
-sliced, joined, transposed or padded there; `hlo.large_moves` finds that in the optimised program.
+sliced, joined, transposed or padded in a round; `hlo.large_moves` lists such copies.
 
 Compiling needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no CUDA library.
 """
@@ -69,7 +69,7 @@ def compile_for(
         place = SingleDeviceSharding(where)
         form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         arguments = jax.tree.map(form, arguments)
-        # jax 0.11 asks the mesh, not the arguments, which GPU a Pallas kernel is for.
+        # jax 0.11 takes the GPU of a Pallas kernel from the mesh, not from the arguments.
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)

@@ -24,9 +24,9 @@ GIB = 1024**3
 GPUS_PER_HOST = 8
 PLANE, CUBE = 16, 4  # sides of the pod of v5e and v6e, and of the block that v5p is built of
 
-# For a process that compiles ahead of time: no plugin looks for its chip, libtpu neither asks the
-# cloud for its topology nor locks out a second compiler, and optimisation is on even in tests. The
-# compilation cache is off, because its entries could not be read back.
+# For a process that compiles ahead of time: no plugin looks for its chip, libtpu neither queries
+# the cloud for its topology nor locks out a second compiler, and optimisation is on even in tests.
+# The compilation cache is off, because its entries could not be read back.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
@@ -76,7 +76,7 @@ CHIPS = {
 
 
 class Machine(NamedTuple):
-    """Chips joined as `shape` says: the sides of a TPU slice, or hosts and GPUs of each."""
+    """Chips in a `shape`: the sides of a TPU slice, or hosts and GPUs per host."""
 
     name: str
     chip: Chip

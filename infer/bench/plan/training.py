@@ -6,8 +6,8 @@ Nothing is measured. Memory and collectives are those of the compiled program. I
 a kernel takes as long as its FLOPs at ATTAINED of the chip's peak, or as its bytes at the memory's
 full rate. A collective that starts ahead of its end is taken to be hidden by kernels, any other
 stops the chip, and the network binds where it takes longer than all kernels. No step can be faster
-than the bounds, which know no program. The evaluation between steps is compiled too: it takes the
-whole batch at once, even where the step takes it in parts.
+than the bounds, which do not depend on a program. The evaluation between steps is compiled too: it
+takes the whole batch at once, even where the step takes it in parts.
 
 Full optimisation for a TPU takes minutes. With little, libtpu is six times as fast and its figure
 of memory is right within some percent. That is enough for a verdict that is not close.
@@ -36,7 +36,7 @@ from moa_jax.training.update import abstract
 
 Plan = dict[str, Any]
 HURRY = {"tpu": {"exec_time_optimization_effort": -1.0}, "cuda": {}}
-CLOSE = 0.1  # to the limit, as a share of it
+CLOSE = 0.1  # to the limit, as a share of the limit
 # Tokens of a row that are not padding, packed or not, and the source of the figure.
 FILL = {
     True: (0.97, "packed: the least that tests/data/test_batches.py finds for such lengths"),
@@ -216,7 +216,7 @@ def modelled(machine: Machine, peak: float, step: HloModule, sent: list[hlo.Coll
         pallas[kernel.pallas] += kernel.times
     seconds = [each.times * (chip.latency + machine.received_s(each.received)) for each in sent]
     alone = (took for took, each in zip(seconds, sent, strict=True) if not each.is_async)
-    # The rest of the network's time is hidden, as far as there are kernels beside it.
+    # Kernels hide the rest of the network's time, as far as they take as long.
     parts["network"] = max(sum(alone), sum(seconds) - sum(parts.values()))
     return {
         "flops": sum(kernel.times * kernel.flops for kernel in kernels),
