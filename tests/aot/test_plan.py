@@ -11,6 +11,7 @@ from jax import lax
 
 from configs.tiny import config as TINY
 from infer.bench.plan import hlo, training
+from infer.bench.plan.lowering import HloModule
 from infer.bench.plan.machines import machine
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.drafters.moa.blocks import block_configs
@@ -154,6 +155,20 @@ def test_a_collective_that_starts_ahead_of_its_end_is_hidden():
     }
     assert all(each.kind in totals(GPU) for each in hlo.collectives(GPU, in_loop=True))
     assert len(hlo.collectives(GPU, in_loop=True)) == 2
+
+
+def test_kernels_hide_the_collectives_that_start_ahead():
+    """The others add their time, and the network binds where kernels take less time than it."""
+    h200 = machine("h200:8")
+    sent = hlo.collectives(GPU)
+    took = {e.kind: e.times * (h200.chip.latency + h200.received_s(e.received)) for e in sent}
+    busy = h200._replace(chip=h200.chip._replace(bandwidth=1e3))  # 40 bytes take 40 ms
+    found = training.modelled(busy, 1e15, HloModule(GPU), sent)
+    assert found["parts_s"]["network"] == pytest.approx(took["all-reduce"] + took["all-to-all"])
+    assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()))
+    idle = h200._replace(chip=h200.chip._replace(bandwidth=1e30))
+    found = training.modelled(idle, 1e15, HloModule(GPU), sent)
+    assert found["step_s"] == pytest.approx(sum(took.values()))
 
 
 SCATTER = """HloModule jit_f
