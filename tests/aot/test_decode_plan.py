@@ -304,8 +304,13 @@ def test_a_pallas_kernel_costs_what_it_declares(target):
 
 
 def test_other_kernels_read_the_whole_cache_however_little_is_used():
-    (kernel,) = round_of(CALL.replace("%s", '"__gpu$TopK"').replace("pallas_call", "top_k"))
+    """Copies for a Pallas kernel among them, which may have its label."""
+    (kernel,) = round_of(CALL.replace("%s", '"__gpu$TopK"'))
     assert decoding.priced(kernel, {}, used=0.25).bytes == CACHE_BYTES + 4 + 4096
+    call = CALL.replace("%s", '"tpu_custom_call"')
+    label = of("verify/attend/", "pallas_call")
+    before = f"%a = {C} copy(%c), {label}\n  %b = {C} copy(%a)\n  "
+    assert [kernel.pallas for kernel in round_of(before + call)] == ["", "", "attend"]
 
 
 @pytest.mark.parametrize("known", [{}, {("attend", DIMS): None}])

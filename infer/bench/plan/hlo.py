@@ -25,7 +25,6 @@ SLICES = {"slice", "dynamic-slice", "gather", "slice-start"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand holds the new part
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"}
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
-PALLAS = "/pallas_call"  # ends the label of a Pallas kernel, after the kernel's name
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$")
@@ -37,6 +36,9 @@ _CALLED = re.compile(
 )
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_PALLAS = re.compile(
+    r'"(?:__gpu\$xla\.gpu\.triton|tpu_custom_call)".*op_name="[^"]*/(\w+)/pallas_call"'
+)
 _NO_KERNEL = re.compile(r'custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
 _CONDITION, _BODY = re.compile(r"\bcondition=%([\w.\-]+)"), re.compile(r"\bbody=%([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -210,11 +212,7 @@ class Kernel(NamedTuple):
     bytes: int  # that it reads and writes
     flops: int  # of its matrix products
     dims: tuple[Dims, ...]  # of operands and results
-
-    @property
-    def pallas(self) -> str:
-        """The name of a Pallas kernel, "" for any other."""
-        return self.label.removesuffix(PALLAS).rpartition("/")[2] * self.label.endswith(PALLAS)
+    pallas: str  # the name of a Pallas kernel, "" for any other
 
 
 def kernels(text: str, trips: int = 1) -> list[Kernel]:
@@ -232,7 +230,8 @@ def kernels(text: str, trips: int = 1) -> list[Kernel]:
         flops = _flops(fused or at, fused.values() or [each], label)
         shapes = [array.dims for name in each.operands for array in at[name].arrays]
         dims = (*shapes, *(array.dims for array in each.arrays))
-        found.append(Kernel(label, times, in_loop, size, flops, dims))
+        pallas = attribute(_PALLAS, each)
+        found.append(Kernel(label, times, in_loop, size, flops, dims, pallas))
     return found
 
 
