@@ -73,7 +73,7 @@ ENTRY %main (a: {W}, b: {C}, d: {X}, e: s32[]) -> {X} {{
 
 def round_of(*args: str) -> list[Kernel]:
     """The kernels of a round without the condition's, in the order of the program."""
-    found = [kernel for kernel in reversed(hlo.kernels(module(*args))) if kernel.in_loop]
+    found = [kernel for kernel in hlo.kernels(module(*args)) if kernel.in_loop]
     assert sum(kernel.label.endswith("/and") for kernel in found) == 1
     return [kernel for kernel in found if not kernel.label.endswith("/and")]
 

@@ -232,7 +232,7 @@ def kernels(text: str, trips: int = 1) -> list[Kernel]:
         dims = (*shapes, *(array.dims for array in each.arrays))
         pallas = attribute(_PALLAS, each)
         found.append(Kernel(label, times, in_loop, size, flops, dims, pallas))
-    return found
+    return found[::-1]
 
 
 def _is_kernel(each: Instruction) -> bool:
@@ -418,9 +418,9 @@ def collectives(text: str, in_loop: bool = False) -> list[Collective]:
     program = parse(text)
     found: dict[str, Collective] = {}
     for at, each, times, is_looped in executed(program):
-        for channel, kind, size, is_async in (
-            _sent(program, at, each) if is_looped >= in_loop else ()
-        ):
+        if in_loop and not is_looped:
+            continue
+        for channel, kind, size, is_async in _sent(program, at, each):
             if channel not in found or times < found[channel].times:
                 found[channel] = Collective(kind, times, size, is_async)
     return list(found.values())
