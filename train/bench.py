@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 
 from infer.bench.tables import number, table_of
 from infer.program import positive, run
-from moa_jax.aot.planning import plain
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.files.json_text import to_json
@@ -36,7 +35,7 @@ from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.distillation import abstract_frozen, make_train_step
 from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.metrics import peak_flops
-from train.plan import with_shapes
+from train.plan import plain, with_shapes
 from train.run.settings import config_parser, parse_config
 
 

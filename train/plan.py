@@ -1,9 +1,8 @@
-"""Says whether a training step fits a machine that is not there, and what it costs on it.
+"""Plans a training step for a machine that is not attached: whether it fits, and its cost.
 
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5e:4x4
     python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --largest
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5p:2x2x4 --mesh.tensor 4
-    python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --best
 
 Compiles the step of train.distill ahead of time, so no accelerator, driver or network is needed,
 but the extra `plan` is (make env PLAN=1). Where the config file has a preset named as the topology,
@@ -17,25 +16,24 @@ JSON document. Where the compiler itself crashes there is no verdict, and the ex
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infer.bench.plan import training
+from infer.bench.plan.child import CompilerCrash
+from infer.bench.plan.machines import GIB, Machine, check_compiler, machine
+from infer.bench.plan.training import Plan
 from infer.bench.tables import columns, gib
 from infer.flags.config_file import SHAPES, presets_of
 from infer.program import run
-from moa_jax.aot import planning
-from moa_jax.aot.child import CompilerCrash
-from moa_jax.aot.machines import GIB, Machine, check_compiler, machine
-from moa_jax.aot.planning import Plan
-from moa_jax.config import DistillConfig, TargetConfig
+from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from train.distill import with_vocabulary
-from train.run.best import search
-from train.run.settings import NO_PRESET, config_parser, overridden, parse_config
+from train.run.settings import NO_PRESET, config_parser, parse_config
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 
@@ -43,29 +41,23 @@ FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
 def main(arguments: list[str] | None = None) -> int:
     config, args = _asked(sys.argv[1:] if arguments is None else arguments)
     if args.plain:
-        config = planning.plain(config)
+        config = plain(config)
     if args.fill is not None and not 0 < args.fill <= 1:
         raise InputError(f"--fill {args.fill}: choose above 0 and at most 1")
     wanted = machine(args.topology)
     check_compiler(wanted)
     config, target_cfg = with_shapes(config)
-    best = None
-    if args.best:
-        best = search(config, speeds(target_cfg, wanted, args.fill, not args.full))
-        config = overridden(config, best)
     try:
-        found = planning.plan(config, target_cfg, wanted, not args.full)
-        if found["hurried"] and planning.is_close(found):
+        found = training.plan(config, target_cfg, wanted, not args.full)
+        if found["hurried"] and training.is_close(found):
             print("close to the limit: compiling as a run does", file=sys.stderr, flush=True)
-            found = planning.plan(config, target_cfg, wanted)
+            found = training.plan(config, target_cfg, wanted)
         if args.largest:
             found["largest"] = largest(config, target_cfg, wanted, found, not args.full)
     except CompilerCrash as crash:
         print(f"train.plan: {crash}", file=sys.stderr)
         return CRASHED
-    found = planning.filled(found, config, args.fill) | {"preset": args.preset}
-    if best is not None:
-        found["best"] = [f"--{name} {value}" for name, value in best]
+    found = training.filled(found, config, args.fill) | {"preset": args.preset}
     print(to_json(found, indent=2) if args.json else described(found))
     if not args.json:
         print("fits" if found["fits"] else "does not fit")
@@ -81,10 +73,15 @@ def _asked(arguments: list[str]) -> tuple[DistillConfig, argparse.Namespace]:
     return config, args
 
 
+def plain(config: DistillConfig) -> DistillConfig:
+    """The same step without chunks, so that nothing is computed twice."""
+    return dataclasses.replace(config, chunks=ChunkConfig(head=0, memory=0))
+
+
 def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
     """The config with its draft vocabulary, and the sizes of its target.
 
-    Known targets need no folder; that a vocabulary is of their tokenizer is then not checked.
+    Known targets need no folder; a vocabulary is then not checked against their tokenizer.
     """
     name = config.target
     if name in SHAPES:
@@ -94,27 +91,10 @@ def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
     return with_vocabulary(config, target), target.config
 
 
-def speeds(
-    target_cfg: TargetConfig, wanted: Machine, fill: float | None, hurry: bool
-) -> Callable[[DistillConfig], float]:
-    """Modelled tokens/s of a config, 0 for one that does not fit or is refused."""
-
-    def speed(config: DistillConfig) -> float:
-        try:
-            found = planning.plan(config, target_cfg, wanted, hurry)
-        except (InputError, CompilerCrash) as error:
-            print(error, file=sys.stderr, flush=True)
-            return 0.0
-        found = planning.filled(found, config, fill)
-        return found["tokens_per_s"] or 0.0 if found["fits"] else 0.0
-
-    return speed
-
-
 def largest(
     config: DistillConfig, target_cfg: TargetConfig, wanted: Machine, found: Plan, hurry: bool
 ) -> dict[str, Any]:
-    """The largest data.rows_per_batch that fits and its peak; tells on stderr what is tried."""
+    """The largest data.rows_per_batch that fits and its peak; prints each trial on stderr."""
     unit = found["rows_unit"]
     plans = {found["rows_per_batch"]: found}
 
@@ -122,16 +102,16 @@ def largest(
         rows = units * unit
         if rows not in plans:
             try:
-                resized = planning.with_rows(config, rows)
-                plans[rows] = planning.plan(resized, target_cfg, wanted, hurry)
+                resized = training.with_rows(config, rows)
+                plans[rows] = training.plan(resized, target_cfg, wanted, hurry)
             except CompilerCrash as crash:
                 print(f"{rows} rows: {crash}", file=sys.stderr)
                 plans[rows] = {"fits": False}
-        said = "fit" if plans[rows]["fits"] else "do not fit"
-        print(f"{rows} rows {said}", file=sys.stderr, flush=True)
+        verdict = "fit" if plans[rows]["fits"] else "do not fit"
+        print(f"{rows} rows {verdict}", file=sys.stderr, flush=True)
         return plans[rows]["fits"]
 
-    rows = unit * planning.largest(fits, planning.expected_rows(found) // unit)
+    rows = unit * training.largest(fits, training.expected_rows(found) // unit)
     return {"rows_per_batch": rows, "peak": plans[rows]["memory"]["peak"] if rows else None}
 
 
@@ -142,28 +122,22 @@ def described(found: Plan) -> str:
     """A plan as a table."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     rows, length, parts = (found[key] for key in ("rows_per_batch", "row_length", "accumulate"))
+    again, seconds = found["traced_flops"] / found["model_flops"] - 1, found["compile_s"]
+    hurried = " (in a hurry: --full optimises as a run does)" * found["hurried"]
     lines = [
         f"{found['topology']}: {found['chips']} chips, mesh {mesh}"
         + (f", with --preset {found['preset']}" if found["preset"] else ""),
         f"a step: {rows} rows of {length} tokens"
         + (f" in {parts} parts of {rows // parts}" if parts > 1 else ""),
-        "",
-        *_memory(found["memory"], found["refused"]),
-        "",
-        *_work(found),
+        *("", *_memory(found["memory"], found["refused"]), ""),
+        f"FLOPs of a step: {found['model_flops']:.3g}, and {again:.1%} computed again",
+        *("", *_links(found), "", *_time(found)),
+        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s"
+        + hurried,
     ]
-    if "best" in found:
-        flags = " ".join(found["best"]) or "those given"
-        lines += ["", f"the best flags found, which this is the plan of: {flags}"]
     if "largest" in found:
         best = found["largest"]["rows_per_batch"]
-        lines += ["", f"largest data.rows_per_batch that fits: {best or 'none'}"]
-    seconds = found["compile_s"]
-    lines += [
-        "",
-        f"compiled in {seconds['step']:.0f} s, the evaluation in {seconds['evaluation']:.0f} s"
-        + (" (in a hurry: --full optimises as a run does)" if found["hurried"] else ""),
-    ]
+        lines.append(f"largest data.rows_per_batch that fits: {best or 'none'}")
     return "\n".join(lines)
 
 
@@ -175,61 +149,46 @@ def _memory(memory: dict[str, int | None], refused: bool) -> list[str]:
         "batch": "batch",
         "temporary": "temporary, step",
         "evaluation": "temporary, evaluation",
+        "peak": "peak, at least" if refused else "peak",
     }
-    names["peak"] = "peak, at least" if refused else "peak"
     rows = [[f"  {name}", gib(memory[part])] for part, name in names.items()]
     lines = columns([["memory of each chip", "GiB"], *rows], (26, 9))
-    lines[-1] += f" of {memory['limit'] / GIB:.2f} usable"
-    if memory["peak"] is not None:
-        lines[-1] += f" ({memory['peak'] / memory['limit']:.0%})"
-    return lines
+    return [*lines[:-1], f"{lines[-1]} of {memory['limit'] / GIB:.2f} usable"]
 
 
-def _work(found: Plan) -> list[str]:
-    model, traced = found["model_flops"], found["traced_flops"]
-    lines = [
-        f"{'FLOPs':<26}{'a step':>9}",
-        f"  {'model':<24}{model:>9.3g}, {found['model_flops_per_token']:.3g} a token",
-        f"  {'step, loops in full':<24}{traced:>9.3g}, {traced / model - 1:.1%} computed again",
-        "",
-        f"{'collectives of a step':<26}{'count':>9}   GiB to each chip, at least",
-    ]
-    kinds = sorted(found["collectives"].items())
+def _links(found: Plan) -> list[str]:
+    kinds, links = sorted(found["collectives"].items()), found["links"]
     rows = [[f"  {kind}", str(each["count"]), gib(each["bytes"])] for kind, each in kinds]
-    lines += columns(rows, (26, 9, 9))
-    if not found["collectives"]:
+    lines = columns([["collectives of a step", "count", "GiB to a chip"], *rows], (26, 9, 15))
+    if not kinds:
         lines.append("  not known" if found["refused"] else "  none")
+    if links["count"]:
+        rate = f"{links['bytes_per_s'] / 1e9:.0f} GB/s"
+        lines.append(f"  the chip with the fewest links has {links['count']}, each of {rate}")
     if found["loops_of_unknown_length"]:
         lines.append(f"  {found['loops_of_unknown_length']} loops of unknown length count once")
-    return [*lines, "", *_bounds(found), "", *_time(found)]
-
-
-def _bounds(found: Plan) -> list[str]:
-    lines = [f"{'seconds of a step, at least':<28}"]
-    for part, seconds in found["bound_s"].items():
-        lines.append(f"  {part:<24}{'not known' if seconds is None else f'{seconds:.4f}':>9}")
-    if count := found["links"]["count"]:
-        rate = f"{found['links']['bytes_per_s'] / 1e9:.0f} GB/s"
-        lines[-1] += f", the chip with the fewest links has {count}, each of {rate}"
     return lines
 
 
 def _time(found: Plan) -> list[str]:
-    lines = [f"{'seconds of a step, modelled':<28}"]
-    if found["step_s"] is None:
-        return [*lines, "  not known"]
+    shown = lambda seconds: "not known" if seconds is None else f"{seconds:.4f}"
+    least = [[f"  {part}", shown(seconds)] for part, seconds in found["bound_s"].items()]
     names = {
-        "products": f"matrix products, at {planning.ATTAINED:.0%} of the peak",
-        "memory": "what waits for the memory",
+        "products": f"matrix products, at {training.ATTAINED:.0%} of the peak",
+        "memory": "kernels that wait for the memory",
         "network": "collectives that nothing hides",
     }
-    for part, name in names.items():
-        lines.append(f"  {name:<40}{found['parts_s'][part]:>9.4f}")
-    by_hand = ", ".join(f"{name} {times}" for name, times in found["kernels"].items())
+    parts = found["parts_s"] or dict.fromkeys(names)
+    rows = [[f"  {name}", shown(parts[part])] for part, name in names.items()]
+    titles = ["seconds of a step, at least", ""], ["seconds of a step, modelled", ""]
+    total = ["  step", shown(found["step_s"])]
+    lines = columns([titles[0], *least, titles[1], *rows, total], (42, 11))
+    if found["step_s"] is None:
+        return lines
+    pallas = ", ".join(f"{name} {times}" for name, times in found["kernels"].items())
     return [
         *lines,
-        f"  {'step':<40}{found['step_s']:>9.4f}",
-        f"kernels of attention: {by_hand or 'none'}",
+        f"kernels of attention: {pallas or 'none'}",
         f"rows are {found['fill']:.0%} full ({found['fill_source']})",
         f"so {found['tokens_per_s']:,.0f} tokens/s, {found['mfu']:.1%} model FLOP utilisation",
     ]
@@ -240,31 +199,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology", required=True, help="v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N (GPUs)"
     )
-    group = parser.add_argument_group("what to find out")
-    group.add_argument(
-        "--largest", action="store_true", help="search the largest data.rows_per_batch that fits"
-    )
-    group.add_argument(
-        "--best",
-        action="store_true",
-        help="search the mesh, parts, chunks and rows of the fastest step that fits, one after the "
-        "other, and print their flags; it compiles a dozen steps",
-    )
-    group.add_argument(
-        "--fill",
-        type=float,
-        metavar="SHARE",
-        help="tokens of a row that are no padding, as a share",
-    )
-    group.add_argument(
-        "--plain", action="store_true", help="no chunks, nothing computed again: what these save"
-    )
-    group.add_argument(
-        "--full",
-        action="store_true",
-        help="optimise as a run does: for a TPU this takes minutes, and is done by itself only "
-        "where the verdict is close",
-    )
+    group = parser.add_argument_group("planning")
+    help = "search the largest data.rows_per_batch that fits"
+    group.add_argument("--largest", action="store_true", help=help)
+    help = "tokens of a row that are not padding, as a share"
+    group.add_argument("--fill", type=float, metavar="SHARE", help=help)
+    help = "no chunks, so that nothing is computed twice"
+    group.add_argument("--plain", action="store_true", help=help)
+    help = "optimise as a run does: minutes for a TPU, and the default where the verdict is close"
+    group.add_argument("--full", action="store_true", help=help)
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 

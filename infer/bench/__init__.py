@@ -23,6 +23,7 @@ Programs alone import this package.
     serving/      --serve: infer.serve under load
     split/        --split: client and server over several networks
     network.py    a TCP proxy that plays a slow, jittery, lossy link and fails on demand
+    plan/         infer.plan and train.plan: programs for hardware that is not attached
     statistics.py, arrivals.py, tables.py      figures, and how they are shown
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moa_jax.aot.machines import has_compiler
+from infer.bench.plan.machines import has_compiler
 
 needs = {
     compiler: pytest.mark.skipif(

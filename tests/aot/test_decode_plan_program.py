@@ -19,9 +19,8 @@ from jax.sharding import AbstractMesh
 
 from configs.shapes import SHAPES
 from infer import plan
-from moa_jax.aot import child, decoding, kernels, lowering, machines
-from moa_jax.aot.hlo import LARGE
-from moa_jax.aot.machines import machine
+from infer.bench.plan import child, decoding, hlo, lowering, machines
+from infer.bench.plan.machines import machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding
@@ -29,7 +28,6 @@ from tests.aot.compiling import needs, run_plan
 from tests.aot.test_decode_plan import (
     MODEL,
     PAPER,
-    RULES,
     TOY,
     attend,
     level_and_target,
@@ -43,24 +41,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def a_plan(request: decoding.PlanRequest, **rest: Any) -> dict[str, Any]:
-    phase = {"launches": 10, "products": 3, "bytes": 9, "weights": 5, "caches": 3, "activations": 1}
+    phase = {"launches": 10, "bytes": 9, "flops": 7, "ms": 1.0}
     names = (*decoding.PHASES, decoding.REST, decoding.PREFILL)
     return (
-        decoding._asked(request)
+        decoding._described(request)
         | {
             "memory": {"weights": 5, "state": 3, "temporary": 2, "peak": 10, "limit": 100},
             "temp_bytes": 2,
             "compile_s": {"decode": 1.0, "prefill": 1.0},
             "fits": True,
-            "phases": [{"phase": n} | phase | {"on_chip": 0, "flops": 7, "ms": 1.0} for n in names],
+            "phases": [{"phase": name} | phase for name in names],
             "round_ms": 5.0,
             "tokens_per_s": 200.0 * request.tau,
             "launches": 50,
-            "products": 15,
             "roofline": 400.0 * request.tau,
             "moves": [],
             "links": {"collectives": {}, "bytes": 0, "ms": 0.0},
-            "hlo": "HloModule of the round",
         }
         | rest
     )
@@ -90,12 +86,14 @@ def test_the_last_line_is_the_verdict(planned, capsys, fits, code, verdict):
     assert plan.main(COMMAND) == code
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == verdict
-    assert "nothing of 2 MiB or more is moved" in out and "(50%)" in out and "paper" not in out
+    assert (
+        "no moves of 2 MiB or more within a round" in out and "(50%)" in out and "paper" not in out
+    )
 
 
 def test_what_goes_over_links_is_told(planned, capsys):
-    counts = {"all-reduce": {"count": 161, "received": 2_500_000}}
-    counts["all-gather"] = {"count": 1, "received": 140_000}
+    counts = {"all-reduce": {"count": 161, "bytes": 2_500_000}}
+    counts["all-gather"] = {"count": 1, "bytes": 140_000}
     planned[1]["links"] = {"collectives": counts, "bytes": 2_640_000, "ms": 1.3}
     assert plan.main([*COMMAND, "--topology", "h200:8", "--mesh", "tensor=4,data=2"]) == 0
     out = capsys.readouterr().out
@@ -104,7 +102,7 @@ def test_what_goes_over_links_is_told(planned, capsys):
 
 
 def test_a_refused_program_has_no_table_but_a_verdict(planned, capsys):
-    nothing = {"phases": [], "moves": [], "round_ms": None, "tokens_per_s": None, "hlo": None}
+    nothing = {"phases": [], "moves": [], "round_ms": None, "tokens_per_s": None}
     memory = {"weights": 5, "state": 3, "temporary": None, "peak": None, "limit": 100}
     planned[1].update(nothing, fits=False, temp_bytes=None, memory=memory)
     assert plan.main(COMMAND) == 3
@@ -116,7 +114,7 @@ def test_json_is_all_of_stdout(planned, capsys):
     assert plan.main([*COMMAND, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     keys = "phases round_ms tokens_per_s roofline moves temp_bytes fits"
-    assert set(keys.split()) <= set(found) and "hlo" not in found
+    assert set(keys.split()) <= set(found)
     assert {"phase", "launches", "bytes", "ms"} <= set(found["phases"][0])
 
 
@@ -126,7 +124,7 @@ def test_moves_are_told_by_phase(planned, capsys):
     plan.main(COMMAND)
     out = capsys.readouterr().out
     assert "2 moves of 2 MiB or more within a round, 6 MB" in out
-    assert "  draft    copy              2         6.0 MB" in out
+    assert "  2 copy in draft" in out
 
 
 def test_defaults_are_those_of_every_program(planned):
@@ -149,23 +147,6 @@ def test_flags_reach_the_request(planned):
     assert (request.cache_rows, request.rows_used, request.prompt) == (256, 100, 32)
     assert request.machine.chip.bandwidth == 3.35e12 and request.machine.chip.launch == 1e-6
     assert request.weights == "float32"
-
-
-def test_what_a_late_drafter_will_read_is_in_memory(planned):
-    """Of each row the drafter's state, which the bundled one puts in its memory, in bfloat16."""
-    folders = ["--shape", "moa_jax/demo/target", "--drafter", "moa_jax/demo/draft"]
-    for mode in ("plain", "chain"):
-        for late in ([], ["--late"]):
-            plan.main([*folders, "--mode", mode, "--cache-rows", "512", "--batch", "2", *late])
-    sizes = []
-    for request in planned[0]:
-        setup = decoding._setup(request)
-        weights = decoding.weights_of(setup, request.weights)
-        sizes.append(lowering.num_bytes(lowering.abstract_state(setup, weights, 512, 2)))
-    bare, plain, read, chain = sizes
-    width, rows = planned[0][0].target.block.hidden_size, 2 * 512
-    assert chain - read == 2 * rows * width + 2 * 4  # and a length for each text
-    assert plain > bare and planned[0][1].drafter is not None
 
 
 def test_a_folder_names_its_own_pair(planned):
@@ -191,12 +172,6 @@ def test_files_that_do_not_say_n_are_asked_for_it(planned, tmp_path, capsys):
     assert [request.drafter.config.target_layer_inference for request in planned[0]] == [0, 0]
 
 
-def test_the_optimised_program_is_written(planned, tmp_path):
-    plan.main([*COMMAND, "--dump-hlo", str(tmp_path / "round.hlo")])
-    assert (tmp_path / "round.hlo").read_text() == "HloModule of the round"
-    assert [path.name for path in tmp_path.iterdir()] == ["round.hlo"]
-
-
 def test_rows_beyond_the_positions_are_priced_with_a_notice(planned, capsys):
     assert plan.main([*COMMAND, "--cache-rows", "8192"]) == 0
     assert "positions" not in capsys.readouterr().err
@@ -218,15 +193,12 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--topology", "v5e:4x4"], "name a machine of one"),
         ([*COMMAND, "--weights", "int3"], "--weights int3: .*bfloat16"),
         ([*COMMAND, "--mode", "tree"], "name the drafter with --drafter"),
-        ([*COMMAND, "--late"], "--late without --mode"),
-        ([*COMMAND, "--mode", "plain", "--late"], "--late: name the drafter"),
         ([*COMMAND, "--mode", "chain", "--drafter", "configs/none.py"], "no such config file"),
         ([*COMMAND, "--mode", "chain", "--drafter", "moa_jax/demo/draft"], "belongs to another"),
         ([*DEMO, "--mode", "chain", "--drafter", PAPER], f"{PAPER}: .*vocab_size is 128256"),
         (["--shape", "Llama-3-8B"], "no known shape: .*Meta-Llama-3-8B-Instruct"),
         ([*COMMAND, "--weights", "fp8", "--topology", "v5e:1x1"], "v5e:1x1 does not multiply it"),
         ([*COMMAND, "--tau", "1.5"], "a round of 1 levels commits at most 1"),
-        ([*COMMAND, "--dump-hlo", "/nowhere/x.hlo"], "no file can be written there"),
         (
             [*DEMO, "--mode", "tree", "--breadth", "9000", "--drafter", "moa_jax/demo/draft"],
             "--breadth 9000 is more than",
@@ -239,7 +211,7 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--total-tokens", "9"], "--total-tokens without --mode"),
         (
             [*COMMAND, "--mode", "chain", "--drafter", PAPER, "--target-layer-inference", "3"],
-            "--target-layer-inference: .* says it",
+            "--target-layer-inference: .* sets it",
         ),
     ],
 )
@@ -275,21 +247,17 @@ def report_toy(topology: str) -> None:
     (device,) = machines.devices(machine(topology))
     params = triton.CompilerParams(num_warps=4) if topology.startswith("h200") else None
     program = lowering.compile_for(device, functools.partial(attend, params=params), *TOY)
-    rules = RULES._replace(declared=program.declared, used=0.25, stays=LARGE)
-    found = kernels.of_round(program.hlo, {"c": "caches"}.get, rules)
-    calls = [kernel for kernel in found if kernel.opcode == "custom-call"]
-    print(json.dumps([(k.phase, k.times, k.flops, k.bytes["caches"]) for k in calls]))
+    calls = [kernel for kernel in hlo.kernels(program.hlo) if kernel.in_loop and kernel.pallas]
+    found = [decoding.priced(kernel, program.costs, used=0.25) for kernel in calls]
+    print(json.dumps([(decoding.phase_of(k.label), k.times, k.flops, k.bytes) for k in found]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "topology, read",
-    [
-        pytest.param("h200:1", 128 * 64 * 2 // 4, marks=needs["cuda"]),
-        pytest.param("v5e:1x1", 0, marks=needs["tpu"]),  # it is fetched ahead, as it is so small
-    ],
+    "topology",
+    [pytest.param("h200:1", marks=needs["cuda"]), pytest.param("v5e:1x1", marks=needs["tpu"])],
 )
-def test_a_pallas_kernel_is_found_in_what_a_compiler_made(topology, read):
+def test_a_pallas_kernel_is_found_in_a_compiled_program(topology):
     """A quarter of the cache is used."""
     ran = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import report_toy; report_toy({topology!r})"],
@@ -300,7 +268,7 @@ def test_a_pallas_kernel_is_found_in_what_a_compiler_made(topology, read):
         timeout=200,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    cost = ["verify", 1, 2 * 64 * 128 * 64 // 4, read]
+    cost = ["verify", 1, 2 * 64 * 128 * 64 // 4, (1 << 16) // 4]
     assert json.loads(ran.stdout.splitlines()[-1]) == [cost, cost]
 
 
@@ -322,10 +290,12 @@ def test_a_round_of_the_8b_pair_on_an_h200(mode):
     phases = {phase["phase"]: phase for phase in found["phases"]}
     passes = {"plain": 0, "chain": 4, "tree": 6}[mode]
     level, target = level_and_target(0)
-    assert phases["verify"]["weights"] == pytest.approx(2 * target, rel=1e-3)
-    # A level leaves out what makes the keys and values of the memory: extending does that.
-    assert phases["draft"]["weights"] == pytest.approx(2 * passes * level, rel=0.01)
-    assert phases["verify"]["caches"] >= 0.999 * 2 * 32 * 2 * 8 * 128 * rows
+    caches = 2 * 32 * 2 * 8 * 128 * rows
+    # Activations are the rest, most of them logits and hidden states of a tree's 63 nodes.
+    assert 0.999 < phases["verify"]["bytes"] / (2 * target + caches) < 1.12
+    # A level leaves out the weights of the memory's keys and values: extending reads them.
+    read = passes * (2 * level + 2 * 2 * 2 * 4 * 128 * rows)
+    assert 0.99 * read <= phases["draft"]["bytes"] < 1.03 * read + 1
     assert phases["rest"]["launches"] < 5
     assert phases["prefill"]["launches"] > 0 and found["temp_bytes"] < 1e9
 
@@ -397,7 +367,7 @@ def test_a_round_that_drafts_sends_no_logits(shape, topology, reduces, others, r
     assert links["all-reduce"]["count"] <= reduces and found["moves"] == []
     rest = [each for kind, each in links.items() if kind != "all-reduce"]
     assert sum(each["count"] for each in rest) <= others
-    assert sum(each["received"] for each in rest) < received
+    assert sum(each["bytes"] for each in rest) < received
 
 
 @pytest.mark.slow
@@ -417,8 +387,6 @@ def test_a_tpu_and_a_gpu_multiply_the_same():
     plans = [run_plan(plan, *DEMO, *flags, "--topology", name)[1] for name in ("h200:1", "v5e:1x1")]
     for gpu, tpu in zip(*(found["phases"] for found in plans), strict=True):
         if gpu["phase"] == "verify":
-            assert gpu["flops"] == tpu["flops"] > 0
+            assert gpu["flops"] == pytest.approx(tpu["flops"], rel=0.01)
         if gpu["phase"] == "prefill":  # of a cache that fills, kernels count the mean rows
             assert gpu["flops"] == pytest.approx(tpu["flops"], rel=0.2)
-            # A TPU copies a matrix that it wants otherwise, and keeps small ones on its chip.
-            assert gpu["weights"] == pytest.approx(tpu["weights"], rel=0.1)

@@ -17,8 +17,8 @@ from jax import lax
 from configs import demo_drafter, demo_target
 from configs.moa_llama3_8b import config as PAPER
 from configs.shapes import SHAPES
-from moa_jax.aot.hlo import LARGE, MOVES, Move, large_moves, launches, parse
-from moa_jax.aot.lowering import (
+from infer.bench.plan.hlo import ENTRY, LARGE, MOVES, Move, kernels, large_moves, parse
+from infer.bench.plan.lowering import (
     HloModule,
     abstract_weights,
     compile_decode,
@@ -26,7 +26,7 @@ from moa_jax.aot.lowering import (
     compile_prefill,
     num_bytes,
 )
-from moa_jax.aot.machines import devices, has_compiler, machine
+from infer.bench.plan.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
 from moa_jax.decode.room import Room
 from moa_jax.decode.state import Setup
@@ -169,13 +169,15 @@ def test_launches_are_what_runs():
         f"%gemm_fusion_dot.1 = {BIG} fusion(%w, %w, %i), kind=kCustom, calls=%fused",
         f"%y = {BIG} fusion(%w, %w, %i), kind=kLoop, calls=%fused\n  %z = {BIG} bitcast(%y)",
     ]
-    found = launches(module("\n  ".join(lines)))
-    assert found == {"copy": 1, "matrix product": 1, "copy-start": 1, "fusion": 1}
+    text = module("\n  ".join(lines), f"ROOT %r = {BIG} dot(%p.0, %p.1)")
+    found = [kernel for kernel in kernels(text) if kernel.in_loop]
+    assert len(found) == 4 and sum(kernel.flops > 0 for kernel in found) == 2
 
 
 def branches(text: str) -> list[str]:
     """The opcodes of all loops and conditionals of a module, wherever they stand."""
-    every = [each.opcode for block in parse(text).values() for each in block.values()]
+    blocks = [block for name, block in parse(text).items() if name != ENTRY]
+    every = [each.opcode for block in blocks for each in block.values()]
     return sorted(opcode for opcode in every if opcode in ("while", "conditional"))
 
 
@@ -280,7 +282,8 @@ def report(name: str) -> None:
     program, weights = programs[kind](*sizes) if sizes else stacked_program()
     facts = {
         "moves": [list(move) for move in large_moves(program.hlo)],
-        "launches": launches(program.hlo),
+        "launches": sum(each.in_loop for each in kernels(program.hlo)),
+        "products": sum(each.in_loop and each.flops > 0 for each in kernels(program.hlo)),
         "branches": branches(program.hlo),
         "temp": program.temp_bytes,
         "weights": weights,
@@ -318,7 +321,7 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     facts = reported(f"{num_nodes}x{session_rows(num_nodes)}")
     assert facts["moves"] == []
     assert facts["temp"] < 0.05 * facts["weights"]
-    assert facts["launches"]["matrix product"] > 4 * LAYERS  # a whole round was read
+    assert facts["products"] > 4 * LAYERS  # a whole round was read
 
 
 @pytest.mark.slow
@@ -327,7 +330,7 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
 def test_a_batch_moves_only_what_the_memory_is_made_of(num_nodes):
     """Rows of all layers are put side by side for LSA, whose own heads are rotated: no more."""
     facts = reported(f"batch {num_nodes}x2048")
-    labels = [label.split("/body/")[1] for _, _, _, label in facts["moves"]]
+    labels = [label.split("/body/")[1] for _, _, _, label, _ in facts["moves"]]
     assert sorted(label.rpartition("/")[0] for label in labels) == [
         "extend",
         "extend/Block/attention",
@@ -342,7 +345,7 @@ def test_a_round_is_one_graph(num_nodes):
     """The loop of rounds is the only loop: within one, a GPU waits for no choice of the host's."""
     facts = reported(f"bundled {num_nodes}x256")
     assert facts["branches"] == ["while"]
-    assert sum(facts["launches"].values()) > 4 * demo_target.config.target.num_layers  # all of it
+    assert facts["launches"] > 4 * demo_target.config.target.num_layers  # all of it
 
 
 @pytest.mark.slow
@@ -356,7 +359,7 @@ def test_caches_of_uneven_rows_are_not_padded():
 @needs_compiler
 def test_stacked_weights_are_moved():
     facts = reported("stacked")
-    assert sum(size for _, _, size, _ in facts["moves"]) > 4e8  # every weight of a layer
+    assert sum(size for _, _, size, _, _ in facts["moves"]) > 4e8  # every weight of a layer
     assert facts["temp"] > 0.05 * facts["weights"]
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from configs.moa_llama3_8b import config as PAPER
-from moa_jax.aot import hlo
-from moa_jax.aot.lowering import abstract_weights, compile_decode, num_bytes
-from moa_jax.aot.machines import devices
+from infer.bench.plan import hlo
+from infer.bench.plan.lowering import abstract_weights, compile_decode, num_bytes
+from infer.bench.plan.machines import devices
 from moa_jax.decode.state import Setup
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import quantise
@@ -31,7 +31,7 @@ def setup_of(num_nodes: int) -> Setup:
 
 def widened(text: str) -> list[tuple[str, int]]:
     """What a loop makes that is as large as half the smallest matrix: no activations, no caches."""
-    made = hlo._looped(hlo.parse(text))
+    made = [each for _, each, _, in_loop in hlo.executed(hlo.parse(text)) if in_loop]
     skipped = hlo.FREE | hlo.FOLLOWED
     return [(x.name, x.size) for x in made if x.opcode not in skipped and x.size >= SMALLEST // 2]
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.bench.plan.hlo import Move, arrays, large_moves, parse
 from moa_jax import Session
-from moa_jax.aot.hlo import Move, arrays, large_moves, parse
 from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.programs import Programs

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.aot.hlo import arrays, entry, parse
+from infer.bench.plan.hlo import ENTRY, arrays, parse
 from moa_jax.model import panels, quantise
 from moa_jax.model.layers import Linear
 from moa_jax.model.panels import Panels
@@ -65,7 +65,7 @@ def test_each_product_is_one_library_call(rows):
         return panels.multiply(jnp.tanh(panels.multiply(x, kernel)), kernel)
 
     hlo = jax.jit(twice).lower(jnp.ones((rows, 128)), kernel).compile().as_text()
-    main = parse(hlo)[entry(hlo)].values()
+    main = parse(hlo)[ENTRY].values()
     calls = [arrays(each.shape)[0] for each in main if "__ynn_fusion" in each.attributes]
     assert [call.dims for call in calls] == [(2, max(rows, 2), 64)] * 2  # panels are outermost
     assert max(each.size for each in main) <= kernel.columns_PDC.nbytes
@@ -82,7 +82,7 @@ def test_products_in_bfloat16_are_library_calls_on_weights_as_they_are(rows):
     assert product(x, kernel).shape == (1, rows, 2, 64)
     hlo = jax.jit(product).lower(x, kernel).compile().as_text()
     assert hlo.count("__ynn_fusion") == 1
-    shapes = [array for each in parse(hlo)[entry(hlo)].values() for array in arrays(each.shape)]
+    shapes = [array for each in parse(hlo)[ENTRY].values() for array in arrays(each.shape)]
     assert {array.dtype for array in shapes if array.size >= 128 * 128} == {"bf16"}
 
 

@@ -83,7 +83,7 @@ def test_every_gpu_has_a_process_that_sees_them_all():
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     assert options["gpus-per-node"] == options["ntasks-per-node"]
     assert "--gpu-bind=none" in text and "gpus-per-task" not in options
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text  # as moa_jax.aot.machines counts
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text  # as infer.bench.plan.machines counts
 
 
 def test_the_jobset_is_a_whole_slice():

@@ -20,12 +20,12 @@ import pytest
 
 from configs.shapes import SHAPES
 from infer import convert, evaluate
+from infer.bench.plan.machines import machine
 from infer.flags.config_file import read_config, read_preset
 from infer.info import ROOT
 from infer.peers import unpickle
 from infer.program import run
 from moa_jax import InputError, Session, load_drafter, load_target
-from moa_jax.aot.machines import machine
 from moa_jax.config import (
     BlockConfig,
     DataConfig,

@@ -6,7 +6,6 @@ Every run:
     stop.py        signals that end it        watch.py         what a user sees of it
     warm_start.py  weights of an earlier run  target_cache.py  the target's pass, on disk
     decoding.py    real tau while training    frequent.py      a draft vocabulary of its data
-    best.py        the fastest step that fits
 
 Answers of the target, for train.regenerate:
 

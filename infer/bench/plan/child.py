@@ -7,6 +7,7 @@ The request travels as a pickle on stdin, the answer as a line of JSON on stdout
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -19,21 +20,19 @@ from typing import Any
 
 import jax
 
-from moa_jax.aot import machines
-from moa_jax.aot.machines import Machine
+from infer.bench.plan import machines
+from infer.bench.plan.machines import Machine
 from moa_jax.errors import InputError, first_line
-
-ChildAnswer = dict[str, Any]
 
 
 class CompilerCrash(RuntimeError):
     """The compiler ended without a verdict; one line."""
 
 
-def run(module: str, request: Any, machine: Machine, advice: str) -> ChildAnswer:
-    """What `module` answers in a process that may compile for `machine`.
+def run(module: str, request: Any, machine: Machine, advice: str) -> dict[str, Any]:
+    """The answer of `module` in a process that may compile for `machine`.
 
-    Raises InputError without the machine's compiler and for what the child refuses, and
+    Raises InputError without the machine's compiler and for a request that the child refuses, and
     CompilerCrash, which ends with `advice`, where the compiler dies.
     """
     machines.check_compiler(machine)
@@ -49,35 +48,23 @@ def run(module: str, request: Any, machine: Machine, advice: str) -> ChildAnswer
         raise RuntimeError(ran.stderr.decode(errors="replace"))
     answer = json.loads(ran.stdout.splitlines()[-1])
     if "crash" in answer:
-        raise CompilerCrash(f"{machine.name}: the compiler says: {answer['crash']}: {advice}")
+        raise CompilerCrash(f"{machine.name}: compiler error: {answer['crash']}: {advice}")
     if "input_error" in answer:
         raise InputError(answer["input_error"])
     return answer
 
 
-def serve(answer: Callable[..., ChildAnswer]) -> None:
-    """The child's part: answers the request on stdin."""
-    request = pickle.load(sys.stdin.buffer)
-    notices = _Notices()
-    logging.getLogger("moa_jax").addHandler(notices)
+def serve(answer: Callable[..., dict[str, Any]]) -> None:
+    """Answers the request on stdin, in the child; the library's log comes with the answer."""
+    request, log = pickle.load(sys.stdin.buffer), io.StringIO()
+    logging.getLogger("moa_jax").addHandler(logging.StreamHandler(log))
     try:
-        given = answer(*request) | {"notices": notices.said}
+        found = answer(*request) | {"notices": log.getvalue().splitlines()}
     except InputError as error:
-        given = {"input_error": str(error)}
+        found = {"input_error": str(error)}
     except jax.errors.JaxRuntimeError as error:
-        given = {"crash": first_line(error)[:500]}
-    print(json.dumps(given))
-
-
-class _Notices(logging.Handler):
-    """What the child's library has to say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        found = {"crash": first_line(error)[:500]}
+    print(json.dumps(found))
 
 
 def _crash(code: int, advice: str) -> str:
@@ -85,4 +72,4 @@ def _crash(code: int, advice: str) -> str:
     name = {each.value: each.name for each in signal.Signals}.get(number, f"code {code}")
     if number == signal.SIGKILL:
         return f"the compiler was killed ({name}): this machine may be out of memory"
-    return f"the compiler crashed ({name}), which says nothing about fitting: {advice}"
+    return f"the compiler crashed ({name}), no verdict: {advice}"

@@ -1,8 +1,8 @@
-"""Decoding and prefill compiled for a GPU that is not there, and what they move in memory.
+"""Decode and prefill programs compiled for a device that need not be attached.
 
 A round of decoding reads every weight once and waits for little else. A weight or a cache that
-is copied within the loop is written and read a second time. So nothing large may be copied, cut,
-joined, transposed or padded there. `moa_jax.aot.hlo` reads that off the optimised program.
+is copied within the loop is written and read a second time. So nothing large may be copied,
+sliced, joined, transposed or padded in a round; `hlo.large_moves` lists such copies.
 
 Compiling needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no CUDA library.
 """
@@ -20,27 +20,37 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from moa_jax.aot.declared import Declared, declared
+from infer.bench.plan.hlo import Dims
 from moa_jax.config import MeshConfig
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
 from moa_jax.decode.sample import Law
 from moa_jax.decode.state import DecodeState, Limits, Setup, Weights
-from moa_jax.model import llama
-from moa_jax.model.quantise import Format, quantise_params
+from moa_jax.model import llama, quantise
 from moa_jax.model.sharding import make_mesh
+from moa_jax.training.flops import programs_in
 
 GREEDY = Law()
 
 
+class Cost(NamedTuple):
+    """The `cost_estimate` of a Pallas kernel: one run on caches whose every row is used."""
+
+    flops: int
+    size: int  # bytes read and written
+
+
+KernelCosts = dict[tuple[str, Dims], Cost | None]  # by kernel and dimensions; None: not declared
+
+
 class HloModule(NamedTuple):
-    """What XLA made of a function, or how it refused."""
+    """A program compiled by XLA, or refused."""
 
     hlo: str | None = None  # the optimised module; None where the program does not fit
     temp_bytes: int | None = None  # memory beside arguments and results
     peak_bytes: int | None = None  # arguments included; None where XLA does not say
-    seconds: float = 0.0  # that compiling took
-    declared: Declared = {}  # what its Pallas kernels say they cost  # noqa: RUF012
+    seconds: float = 0.0  # compile time
+    costs: KernelCosts = {}  # of its Pallas kernels, which XLA cannot price  # noqa: RUF012
 
 
 def compile_for(
@@ -50,43 +60,52 @@ def compile_for(
     donate: tuple[int, ...] = (),
     drafts: bool = False,
 ) -> HloModule:
-    """Compiles for a device that need not be there, from the arguments' shapes alone.
+    """Compiles for a device or a mesh, from the arguments' shapes alone.
 
-    For a mesh they have their shardings, and results get theirs. `drafts` says whether rounds
-    verify several tokens.
+    For a mesh the shapes have shardings, and results get theirs. `drafts` tells that rounds verify
+    several tokens.
     """
     if not isinstance(where, Mesh):
         place = SingleDeviceSharding(where)
         form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         arguments = jax.tree.map(form, arguments)
-        # jax 0.11 asks the mesh, not the arguments, which GPU a Pallas kernel is for.
+        # jax 0.11 takes the GPU of a Pallas kernel from the mesh, not from the arguments.
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
-        program = compiled(traced.lower(), compiler_options(_platform(where), drafts))
-        return program._replace(declared=declared(traced.jaxpr))
+        return compiled(traced, compiler_options(_platform(where), drafts))
 
 
 def _platform(where: Any) -> str:
-    """The kind of a device, or of those of a mesh."""
     return (where.devices.flat[0] if isinstance(where, Mesh) else where).platform
 
 
-def compiled(lowered: jax.stages.Lowered, options: dict[str, float] | None = None) -> HloModule:
-    """Compiles what was lowered; a program that exceeds the memory of its chip gives no module."""
-    begin = time.perf_counter()
+def compiled(traced: Any, options: dict[str, Any] | None = None) -> HloModule:
+    """Compiles a traced program; one that exceeds the memory of its chip gives no module."""
+    lowered, begin = traced.lower(), time.perf_counter()
     try:
         program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or needed(str(error)) is None:
             raise  # a kernel may exhaust a GPU's shared memory, which is no verdict
-        seconds = time.perf_counter() - begin
-        return HloModule(peak_bytes=needed(str(error)), seconds=seconds)
-    seconds = time.perf_counter() - begin
-    memory = program.memory_analysis()
-    return HloModule(
-        program.as_text(), memory.temp_size_in_bytes, memory.peak_memory_in_bytes, seconds
-    )
+        return HloModule(peak_bytes=needed(str(error)), seconds=time.perf_counter() - begin)
+    seconds, memory = time.perf_counter() - begin, program.memory_analysis()
+    sizes = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
+    return HloModule(program.as_text(), *sizes, seconds, declared(traced.jaxpr))
+
+
+def declared(jaxpr: Any) -> KernelCosts:
+    """The cost estimates of all Pallas kernels of a traced program."""
+    found: KernelCosts = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            dims = tuple(tuple(each.aval.shape) for each in (*eqn.invars, *eqn.outvars))
+            cost = eqn.params["cost_estimate"]
+            found[eqn.params["name"], dims] = cost and Cost(cost.flops, cost.bytes_accessed)
+        else:
+            for inner in programs_in(eqn.params):
+                found |= declared(inner)
+    return found
 
 
 def needed(complaint: str) -> int | None:
@@ -96,7 +115,7 @@ def needed(complaint: str) -> int | None:
 
 
 def abstract_weights(
-    setup: Setup, dtype: jnp.dtype = jnp.bfloat16, weights: Format | None = None
+    setup: Setup, dtype: Any = jnp.bfloat16, weights: quantise.Format | None = None
 ) -> Weights:
     """The shapes of both models' weights as they are loaded for decoding."""
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -105,50 +124,38 @@ def abstract_weights(
     shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
     if weights is None:
         return shapes
-    return jax.eval_shape(lambda held: quantise_params(held, weights), shapes)
+    return jax.eval_shape(lambda held: quantise.quantise_params(held, weights), shapes)
 
 
-def abstract_state(
-    setup: Setup, weights: Weights, cache_rows: int, batch: int = 1, law: Law = GREEDY
-) -> DecodeState:
-    """The shapes of what a generation carries from round to round."""
+def abstract_state(setup: Setup, weights: Weights, cache_rows: int, batch: int = 1) -> DecodeState:
+    """The shapes of the state that a generation carries from round to round."""
     capacity = cache_rows - setup.shape.num_rows
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=(1,))
     prompt = (_integers(batch, 1), _integers(batch))
-    return jax.eval_shape(read, weights, *prompt, _limits(batch), law)
+    return jax.eval_shape(read, weights, *prompt, _limits(batch), GREEDY)
 
 
 def compile_decode(
-    where: Any,
-    setup: Setup,
-    weights: Weights,
-    cache_rows: int,
-    batch: int = 1,
-    law: Law = GREEDY,
+    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
     """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session.
 
-    It is compiled for a device, or for a mesh on which the weights lie.
+    It is compiled for a device, or for the mesh of sharded weights.
     """
-    state = abstract_state(setup, weights, cache_rows, batch, law)
+    state = abstract_state(setup, weights, cache_rows, batch)
     decode = functools.partial(step.decode, setup)
-    return _compile(where, setup, decode, weights, state, _limits(batch), law, donate=(1,))
+    return _compile(where, setup, decode, weights, state, _limits(batch), GREEDY, donate=(1,))
 
 
 def compile_prefill(
-    where: Any,
-    setup: Setup,
-    weights: Weights,
-    cache_rows: int,
-    batch: int = 1,
-    law: Law = GREEDY,
+    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
     """The loop of chunks that reads prompts of any length into caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
     chunks = chunks_for(_platform(where), batch)
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
     prompt = (_integers(batch, capacity), _integers(batch))
-    return _compile(where, setup, read, weights, *prompt, _limits(batch), law)
+    return _compile(where, setup, read, weights, *prompt, _limits(batch), GREEDY)
 
 
 def _compile(
@@ -157,13 +164,13 @@ def _compile(
     function: Callable[..., Any],
     weights: Weights,
     *arrays: Any,
-    donate: Any = (),
+    **how: Any,
 ) -> HloModule:
     """Compiles as `decode.programs` does."""
     if isinstance(where, Mesh):
         function, arrays = split(function), on_mesh(arrays, where)
     drafts = setup.shape.num_drafted > 0
-    return compile_for(where, function, weights, *arrays, donate=donate, drafts=drafts)
+    return compile_for(where, function, weights, *arrays, drafts=drafts, **how)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Accelerators by name, and how to compile for slices and boxes of them that are not there.
+"""Accelerators by name, and how to compile for slices and boxes of them that are not attached.
 
     v5e:4x4  v5p:2x2x4  v6e:8x8     TPU slices, by libtpu
     h200:8                          one host of GPUs, by jax's CUDA plugin; h200:16 is two hosts
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,13 +20,13 @@ from jax.experimental import topologies
 from moa_jax.errors import InputError
 from moa_jax.training.metrics import peak_flops
 
-MIB, GIB = 1024**2, 1024**3
+GIB = 1024**3
 GPUS_PER_HOST = 8
 PLANE, CUBE = 16, 4  # sides of the pod of v5e and v6e, and of the block that v5p is built of
 
-# For a process that compiles ahead of time: no plugin looks for its chip, libtpu neither asks the
-# cloud where it runs nor locks out a second compiler, and optimisation is on even in tests. The
-# compilation cache is off, because its entries could not be read back.
+# For a process that compiles ahead of time: no plugin looks for its chip, libtpu neither queries
+# the cloud for its topology nor locks out a second compiler, and optimisation is on even in tests.
+# The compilation cache is off, because its entries could not be read back.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
@@ -49,75 +50,33 @@ class Chip(NamedTuple):
     float32: float  # FLOP/s at jax's highest precision, as a share of those in bfloat16
     launch: float  # seconds between one kernel and the next
     latency: float  # seconds of a collective however few bytes it has
-    stays: int  # bytes up to which what a kernel writes is still on the chip for the next one
 
     def flops(self, dtype: str) -> float:
         """FLOP/s in bfloat16 or float32."""
         return peak_flops(self.kind) * (self.float32 if dtype == "float32" else 1)
 
 
-# A TPU's memory is what libtpu enforces. Its float32 takes six passes in bfloat16. Its data sheet
-# gives the rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p.
+# A TPU's memory is libtpu's limit. Its float32 takes six passes in bfloat16. Its data sheet has the
+# rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p.
 # A program may use 92 % of an H200's 141 GB, the share that configs/slurm_gpu.sbatch gives jax:
 # CUDA's context, cuBLAS's workspaces, NCCL's buffers and compiled code live in the rest. The
 # network between hosts is slower than NVLink, so bounds for several hosts are looser.
-# A TPU runs its program without launches, and libtpu says which arrays stay on the chip. A GPU
-# takes some microseconds from one kernel to the next, also within a CUDA graph; 2.5 is a guess
-# until one is timed. So is what a collective of few bytes takes: eight GPUs meet once, chips of a
-# TPU pass on what they hear, each within about a microsecond. Half of an H200's second-level cache
-# of 50 MB is taken to hold what one kernel leaves for the next.
+# A TPU runs its program without launches, and libtpu marks arrays that stay on the chip. A GPU
+# takes some microseconds from one kernel to the next, also within a CUDA graph; 2.5 is a guess,
+# not a measurement. So is the time of a collective of few bytes.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 4e-6, 0),
-    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 4e-6, 0),
-    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6, 0.0, 4e-6, 0),
+    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 4e-6),
+    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 4e-6),
+    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6, 0.0, 4e-6),
     "h200": Chip(
         *("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
-        *(2.5e-6, 8e-6, 25 * MIB),
+        *(2.5e-6, 8e-6),
     ),
 }
 
-# What the compiler asks about a device, as cudaDeviceProp and the data sheet of an H200 SXM
-# have it; the names are those of XLA's GpuTargetConfigProto.
-H200 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-runtime_version { major: 13 }
-dnn_version_info { major: 9 minor: 10 }
-gpu_device_info {
-  name: "NVIDIA H200"
-  device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
-  device_address_bits: 64
-  device_memory_size: 141000000000
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-}
-"""
-
 
 class Machine(NamedTuple):
-    """Chips joined as `shape` says: the sides of a TPU slice, or hosts and GPUs of each."""
+    """Chips in a `shape`: the sides of a TPU slice, or hosts and GPUs per host."""
 
     name: str
     chip: Chip
@@ -139,13 +98,15 @@ class Machine(NamedTuple):
         """
         if self.chip.compiler == "cuda":
             return min(self.num_chips - 1, 1)
+        wraps = [side == PLANE for side in self.shape]
         if len(self.shape) == 3:
             wraps = [all(side % CUBE == 0 for side in self.shape)] * 3
-        else:
-            wraps = [side == PLANE for side in self.shape]
-        return sum(
-            2 if wrap else min(side - 1, 1) for side, wrap in zip(self.shape, wraps, strict=True)
-        )
+        sides = zip(self.shape, wraps, strict=True)
+        return sum(2 if wrap else min(side - 1, 1) for side, wrap in sides)
+
+    def received_s(self, size: int) -> float:
+        """Seconds in which such a chip receives `size` bytes."""
+        return size and size / (self.num_links * self.chip.link)
 
 
 def machine(topology: str) -> Machine:
@@ -153,8 +114,8 @@ def machine(topology: str) -> Machine:
     found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
     if not found:
         raise InputError(
-            f"topology {topology!r} is none of v5e:AxB, v6e:AxB, v5p:AxBxC and h200:N: "
-            "name one such as v5e:4x4 or h200:8"
+            f"unknown topology {topology!r}: name v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N, "
+            "such as v5e:4x4 or h200:8"
         )
     tpu, torus, gpu, count = found.groups()
     if tpu:
@@ -162,8 +123,8 @@ def machine(topology: str) -> Machine:
     hosts, rest = divmod(int(count), GPUS_PER_HOST)
     if hosts and rest:
         raise InputError(
-            f"topology {topology}: hosts have {GPUS_PER_HOST} GPUs each: "
-            f"choose fewer, or a multiple of {GPUS_PER_HOST}"
+            f"topology {topology} has a host with fewer than {GPUS_PER_HOST} GPUs: "
+            f"choose fewer GPUs, or a multiple of {GPUS_PER_HOST}"
         )
     return Machine(topology, CHIPS[gpu], (hosts, GPUS_PER_HOST) if hosts else (1, rest))
 
@@ -181,7 +142,7 @@ def check_compiler(wanted: Machine) -> None:
     """Raises InputError where the machine's compiler is not installed."""
     if not has_compiler(wanted.chip.compiler):
         name = {"tpu": "libtpu", "cuda": "jax's CUDA plugin"}[wanted.chip.compiler]
-        raise InputError(f"{wanted.name}: {name} is not installed: make env PLAN=1 adds it")
+        raise InputError(f"{wanted.name}: {name} is not installed: run make env PLAN=1")
 
 
 def devices(wanted: Machine) -> list[Any]:
@@ -192,17 +153,16 @@ def devices(wanted: Machine) -> list[Any]:
     check_compiler(wanted)
     if wanted.chip.compiler == "cuda":
         shape = "x".join(map(str, (1, *wanted.shape)))  # slices, hosts, GPUs of a host
-        described = topologies.get_topology_desc(
-            platform="cuda", topology_name="h200", topology=shape, target_config=H200
-        )
-        return described.devices
+        target = Path(__file__).with_name("h200.txtpb").read_text("utf-8")
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="h200", topology=shape, target_config=target
+        ).devices
     alone = {"chips_per_host_bounds": (1, 1, 1)} if wanted.num_chips == 1 else {}
     try:
-        found = topologies.get_topology_desc(
+        return topologies.get_topology_desc(
             platform="tpu", topology_name=wanted.name, **alone
         ).devices
     except jax.errors.JaxRuntimeError as error:
         raise InputError(
-            f"topology {wanted.name}: libtpu knows no such slice: choose even sides, as in v5e:4x4"
+            f"topology {wanted.name}: no such slice in libtpu: choose even sides, as in v5e:4x4"
         ) from error
-    return found
