@@ -2,7 +2,7 @@
 
     engine's thread     hear(News)  --call_soon_threadsafe-->  Choice.note     event loop
                                                                   text, stops, log-probabilities
-                                                               Part
+                                                               Delta
     a client's task     changed.wait, Choice.take  <--------------'
 
 News become text when they come, whether the client reads or not: a stop text ends its answer at
@@ -17,10 +17,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-from infer.serving.errors import FAULT, TOO_MANY, Refusal, bad, stopping
+from infer.serving.errors import FAULT, TOO_MANY, APIError, bad, stopping
 from infer.serving.metrics import ServingMetrics
 from infer.serving.model import Model
-from infer.serving.wanted import Wanted
+from infer.serving.wanted import GenerationRequest
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.session import row_of
@@ -28,7 +28,7 @@ from moa_jax.decode.text import GrowingText
 from moa_jax.errors import InputError
 
 
-class Scored(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token of an answer, or of the prompt before it, with its log-probability."""
 
     token: int
@@ -37,12 +37,12 @@ class Scored(NamedTuple):
 
 
 @dataclasses.dataclass
-class Part:
+class Delta:
     """What is new of a choice."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    scored: list[Scored] = dataclasses.field(default_factory=list)  # where that is wanted
+    scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # where that is wanted
     finish: str = ""  # "stop", "length" or nothing yet
     stop_reason: int | str | None = None  # the stop text or the id of `stop_token_ids`
 
@@ -53,23 +53,23 @@ class Part:
 class Choice:
     """One answer that grows."""
 
-    def __init__(self, answering: Answering, index: int, prompt: int) -> None:
+    def __init__(self, answering: RequestStream, index: int, prompt: int) -> None:
         """Choice `index` of a request, for the prompt with number `prompt`."""
-        wanted = answering.wanted
+        request = answering.request
         self.index, self.prompt = index, prompt
         self.finish, self.num_tokens = "", 0
         self.ticket: Ticket | None = None
-        self._answering, self._wanted = answering, wanted
-        self._echoed = wanted.prompts[prompt]
+        self._answering, self._request = answering, request
+        self._echoed = request.prompts[prompt]
         self._text = GrowingText(
             answering.model.tokenizer,
-            wanted.stops,
-            keep_stop=wanted.keep_stop,
-            skip_special=wanted.skip_special,
-            behind=() if wanted.chat else self._echoed.ids,
+            request.stops,
+            keep_stop=request.fields.include_stop_str_in_output,
+            skip_special=request.fields.skip_special_tokens,
+            behind=() if request.chat else self._echoed.ids,
         )
         self._num_scored = self._num_shown = 0  # tokens and characters of the prompt
-        self._part = Part("" if wanted.prompt_logprobs else self._echoed.text)
+        self._part = Delta("" if request.prompt_logprobs else self._echoed.text)
 
     def hear(self, news: News) -> None:
         """Hears of the engine, in its thread."""
@@ -78,9 +78,9 @@ class Choice:
         except RuntimeError:  # the loop has ended, and with it the server
             pass
 
-    def take(self) -> Part:
+    def take(self) -> Delta:
         """What is new since the last call."""
-        part, self._part = self._part, Part()
+        part, self._part = self._part, Delta()
         return part
 
     def _note(self, news: News) -> None:
@@ -119,15 +119,21 @@ class Choice:
         end = begin + len(likely)
         shown = prompt.offsets[end] if end < len(prompt.ids) else len(prompt.text)
         self._part.text += prompt.text[self._num_shown : shown]
-        self._part.scored += map(Scored, prompt.ids[begin:end], likely, prompt.offsets[begin:end])
+        self._part.scored += map(
+            ScoredToken, prompt.ids[begin:end], likely, prompt.offsets[begin:end]
+        )
         self._num_scored, self._num_shown = end, shown
 
     def _write(self, news: News) -> int:
         """Adds tokens to the part, one by one where each has a place in the text; their number."""
         tokens, part, text = list(news.token_ids), self._part, self._text
-        hidden = tokens[-1:] if news.finish == "stop" and not self._wanted.keep_stop else []
+        hidden = (
+            tokens[-1:]
+            if news.finish == "stop" and not self._request.fields.include_stop_str_in_output
+            else []
+        )
         visible = tokens[: len(tokens) - len(hidden)]
-        with_likely = self._wanted.top_logprobs is not None
+        with_likely = self._request.top_logprobs is not None
         before, offsets = text.num_tokens, []
         for group in [[token] for token in visible] if with_likely else [visible]:
             if text.stop is not None:
@@ -141,7 +147,7 @@ class Choice:
         part.token_ids += tokens[:count]
         if with_likely:
             places = (len(self._echoed.text) + offset for offset in offsets)
-            part.scored += map(Scored, tokens[:count], news.logprobs, places)
+            part.scored += map(ScoredToken, tokens[:count], news.logprobs, places)
         self.num_tokens += count
         return count
 
@@ -150,53 +156,53 @@ class Choice:
         self._part.stop_reason = reason
 
 
-class Answering:
+class RequestStream:
     """All choices of a request, in the engine from `submit` until they have ended or `cancel`."""
 
     def __init__(
         self,
-        wanted: Wanted,
+        request: GenerationRequest,
         engine: Engine,
         model: Model,
         metrics: ServingMetrics,
         began: float,
     ) -> None:
         """`began` is when the request came, by `time.monotonic`."""
-        self.wanted, self.engine, self.model, self.metrics = wanted, engine, model, metrics
+        self.request, self.engine, self.model, self.metrics = request, engine, model, metrics
         self.began = began
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         self.choices = [
-            Choice(self, prompt * wanted.n + i, prompt)
-            for prompt in range(len(wanted.prompts))
-            for i in range(wanted.n)
+            Choice(self, prompt * request.fields.n + i, prompt)
+            for prompt in range(len(request.prompts))
+            for i in range(request.fields.n)
         ]
         self._seen = [0.0] * len(self.choices)  # when each had its last tokens
         self._failure: Exception | None = None
 
     def submit(self) -> None:
-        """Hands all choices to the engine, or none; raises Refusal."""
-        wanted = self.wanted
+        """Hands all choices to the engine, or none; raises APIError."""
+        asked = self.request
         most = self.engine.load().slots + self.engine.max_waiting
         if len(self.choices) > most:  # there would never be room
-            name = "n" if wanted.n > 1 else "prompt"
+            name = "n" if asked.fields.n > 1 else "prompt"
             raise bad(name, f"{name}: {len(self.choices)} choices: ask for {most} at most")
         try:
             for choice in self.choices:
                 request = Request(
-                    prompt_ids=wanted.prompts[choice.prompt].ids,
-                    max_new_tokens=wanted.new_tokens[choice.prompt],
-                    stop_ids=wanted.stop_ids,
-                    sampling=row_of(wanted.sampling, choice.index),
-                    top_logprobs=wanted.top_logprobs,
-                    prompt_logprobs=wanted.prompt_logprobs,
+                    prompt_ids=asked.prompts[choice.prompt].ids,
+                    max_new_tokens=asked.new_tokens[choice.prompt],
+                    stop_ids=asked.stop_ids,
+                    sampling=row_of(asked.sampling, choice.index),
+                    top_logprobs=asked.top_logprobs,
+                    prompt_logprobs=asked.prompt_logprobs,
                 )
                 others = len(self.choices) - 1 - choice.index
                 choice.ticket = self.engine.submit(request, choice.hear, others)
         except Full as error:
             self.cancel()
             seconds = self.metrics.seconds_until_room(self.engine.load())
-            raise Refusal(
+            raise APIError(
                 TOO_MANY,
                 str(error),
                 code="rate_limit_exceeded",
@@ -207,9 +213,9 @@ class Answering:
             raise stopping() from error
         except InputError as error:
             self.cancel()
-            raise bad("messages" if wanted.chat else "prompt", str(error)) from error
+            raise bad("messages" if asked.chat else "prompt", str(error)) from error
 
-    async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
+    async def parts(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """Yields what is new of each choice until all have ended; raises what one failed of."""
         while True:
             if self._failure is not None:
@@ -223,7 +229,7 @@ class Answering:
             await self.changed.wait()
             self.changed.clear()
 
-    async def whole(self) -> list[Part]:
+    async def whole(self) -> list[Delta]:
         """All choices, once they have ended; raises what one failed of."""
         while self._failure is None and not self.done:
             await self.changed.wait()
@@ -240,7 +246,7 @@ class Answering:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
-        return sum(len(prompt.ids) for prompt in self.wanted.prompts)
+        return sum(len(prompt.ids) for prompt in self.request.prompts)
 
     @property
     def num_tokens(self) -> int:
@@ -264,7 +270,7 @@ class Answering:
         if news.finish == "cancelled":  # by an engine that closes: `cancel` hears no news
             self.stop()
         else:
-            self._failure = Refusal(FAULT, news.error or "the engine failed")
+            self._failure = APIError(FAULT, news.error or "the engine failed")
 
     def failed(self, error: Exception) -> None:
         """Ends the request with a fault of ours, which its own task raises."""

@@ -11,7 +11,7 @@ TOO_LARGE, BAD_TYPE, TOO_MANY = 413, 415, 429
 FAULT, UNAVAILABLE, TOO_LONG = 500, 503, 504
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """A request that is answered by an error."""
 
     def __init__(
@@ -39,15 +39,15 @@ class Refusal(Exception):
         return {"error": {"message": line, "type": kind, "param": self.param, "code": self.code}}
 
 
-def bad(param: str | None, message: str, code: str | None = None) -> Refusal:
+def bad(param: str | None, message: str, code: str | None = None) -> APIError:
     """A request with a field that is wrong."""
-    return Refusal(BAD, message, param=param, code=code)
+    return APIError(BAD, message, param=param, code=code)
 
 
-def stopping() -> Refusal:
+def stopping() -> APIError:
     """What a server that ends says; one that takes its place may be there soon."""
     message = "the server is stopping: ask another one, or later"
-    return Refusal(UNAVAILABLE, message, headers={"Retry-After": "1"})
+    return APIError(UNAVAILABLE, message, headers={"Retry-After": "1"})
 
 
 def as_json(content: Any) -> bytes:
@@ -56,13 +56,6 @@ def as_json(content: Any) -> bytes:
 
 
 def shown(value: Any) -> str:
-    """A value of a request for an error's line, cut where it is long."""
-    text = json.dumps(value) if isinstance(value, str | int | float | bool) else _kind(value)
+    """A value of a request as JSON for an error's line, cut where it is long."""
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _kind(value: Any) -> str:
-    if value in ([], {}):
-        return f"an empty {'list' if value == [] else 'object'}"
-    names = {list: "a list", dict: "an object", type(None): "null"}
-    return names.get(type(value), type(value).__name__)

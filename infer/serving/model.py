@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from infer.serving.errors import NO_SUCH, Refusal, bad, shown
+from infer.serving.errors import NO_SUCH, APIError, bad, shown
+from moa_jax.config.checks import is_utf8
 from moa_jax.data import chat
 from moa_jax.data.records import Message
 from moa_jax.decode.text import GrowingText, detokenizer_of
@@ -27,10 +28,12 @@ class Model:
     max_prompt: int
     created: int  # seconds since 1970
 
-    def check_name(self, name: str | None) -> None:
-        """Raises Refusal for the name of another model; None asks for any."""
-        if name is not None and name != self.name:
-            raise Refusal(
+    def check_name(self, name: Any) -> None:
+        """Raises APIError for the field `model` of another model; None is any model."""
+        if name is not None and not (isinstance(name, str) and is_utf8(name)):
+            raise bad("model", f"model is {shown(name)}: give a name")
+        if name not in (None, self.name):
+            raise APIError(
                 NO_SUCH,
                 f"model {shown(name)} is not served here: ask for {self.name}",
                 param="model",
@@ -40,7 +43,7 @@ class Model:
     def ids_of(self, text: str, param: str, special: bool = True) -> tuple[int, ...]:
         """A text as tokens, with those that the tokenizer puts around any text.
 
-        Raises Refusal for a text that is much too long, and without a tokenizer.
+        Raises APIError for a text that is much too long, and without a tokenizer.
         """
         if self.tokenizer is None:
             raise bad(param, f"{param}: the model has no tokenizer: give token ids")
@@ -69,7 +72,7 @@ class Model:
         return tuple(begins)
 
     def ids_after(self, messages: list[Message], generation_prompt: bool) -> tuple[int, ...]:
-        """A conversation as tokens; raises Refusal where the model cannot chat."""
+        """A conversation as tokens; raises APIError where the model cannot chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad(
                 "messages",
@@ -85,18 +88,21 @@ class Model:
         return self.ids_of(text, "messages", special=False)
 
     def check_characters(self, count: int, param: str) -> None:
-        """Raises Refusal for a text too long for `max_prompt` tokens, before it is read."""
+        """Raises APIError for a text too long for `max_prompt` tokens, before it is read."""
         if count > self.max_prompt * self._longest_token:
-            raise self.too_long(param, f"more than {self.max_prompt}")
+            raise self._too_long(param, f"more than {self.max_prompt}")
 
-    def too_long(self, param: str, tokens: int | str) -> Refusal:
-        """What to raise for a prompt of too many tokens."""
-        return bad(
-            param,
-            f"{param}: the prompt has {tokens} tokens, and {self.max_prompt} are the most: "
-            "shorten it",
-            "context_length_exceeded",
-        )
+    def check_length(self, param: str, ids: Sequence[int]) -> None:
+        """Raises APIError for a prompt without tokens, or with more than `max_prompt`."""
+        if not ids:
+            raise bad(param, f"{param}: the prompt is empty: give at least one token")
+        if len(ids) > self.max_prompt:
+            raise self._too_long(param, str(len(ids)))
+
+    def _too_long(self, param: str, tokens: str) -> APIError:
+        most = f"{self.max_prompt} are the most: shorten it"
+        message = f"{param}: the prompt has {tokens} tokens, and {most}"
+        return bad(param, message, "context_length_exceeded")
 
     def card(self) -> dict[str, Any]:
         """The model as /v1/models lists it."""

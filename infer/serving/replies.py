@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from infer.serving.answering import Answering, Choice, Part
+from infer.serving.answering import Choice, Delta, RequestStream
 from infer.serving.errors import as_json
 from infer.serving.tokens import TokenTexts
 from moa_jax.decode.logprobs import Likely
@@ -21,21 +21,21 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 class Replies:
     """The replies to one request."""
 
-    def __init__(self, answering: Answering, token_texts: TokenTexts) -> None:
-        self._answering, self._wanted = answering, answering.wanted
+    def __init__(self, answering: RequestStream, token_texts: TokenTexts) -> None:
+        self._answering, self._request = answering, answering.request
         self._token_texts = token_texts
         self._begun: set[int] = set()  # choices of a chat whose role was said
-        self.id = f"{'chatcmpl' if self._wanted.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.id = f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._same = {
             "id": self.id,
             "object": self._object(),
             "created": int(time.time()),
             "model": answering.model.name,
             "system_fingerprint": f"moa-jax-{__version__}",
-            "seed": self._wanted.sampling.seed,  # with it the answer can be had again
+            "seed": self._request.sampling.seed,  # with it the answer can be had again
         }
 
-    async def whole(self, parts: list[Part]) -> bytes:
+    async def whole(self, parts: list[Delta]) -> bytes:
         """The reply with all choices, as JSON.
 
         Log-probabilities of many choices are much to write, so others have a turn after each.
@@ -48,55 +48,55 @@ class Replies:
         del rest["choices"]
         return b'%s,"choices":[%s]}' % (as_json(rest)[:-1], b",".join(choices))
 
-    def events(self, choice: Choice, part: Part) -> Iterator[bytes]:
+    def events(self, choice: Choice, part: Delta) -> Iterator[bytes]:
         """The events of a stream for what is new of a choice."""
         first = choice.index not in self._begun
         self._begun.add(choice.index)
-        rest: dict[str, Any] = {"usage": None} if self._wanted.include_usage else {}
-        if self._wanted.chat and first:
+        rest: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        if self._request.chat and first:
             role = {"role": "assistant", "content": ""}
             opening = {"index": choice.index, "delta": role, "logprobs": None}
             yield event(self._reply([opening | {"finish_reason": None}]) | rest)
         found = self._choice(choice, part, "delta")
-        if self._wanted.with_ids and not self._wanted.chat and not first:
+        if self._request.fields.return_token_ids and not self._request.chat and not first:
             del found["prompt_token_ids"]
         yield event(self._reply([found], first=False) | rest)
 
     def last_events(self) -> Iterator[bytes]:
         """The events at the end of a stream: the usage, if it was asked for, and the mark."""
-        if self._wanted.include_usage:
+        if self._request.include_usage:
             yield event(self._reply([]) | {"usage": self._usage()})
         yield DONE
 
     def _object(self) -> str:
-        if not self._wanted.chat:
+        if not self._request.chat:
             return "text_completion"
-        return "chat.completion.chunk" if self._wanted.stream else "chat.completion"
+        return "chat.completion.chunk" if self._request.fields.stream else "chat.completion"
 
     def _reply(self, choices: list[dict[str, Any]], first: bool = True) -> dict[str, Any]:
         reply = self._same | {"choices": choices}
-        if self._wanted.chat and self._wanted.with_ids and first and choices:
-            reply["prompt_token_ids"] = list(self._wanted.prompts[0].ids)
+        if self._request.chat and self._request.fields.return_token_ids and first and choices:
+            reply["prompt_token_ids"] = list(self._request.prompts[0].ids)
         return reply
 
-    def _choice(self, choice: Choice, part: Part, name: str) -> dict[str, Any]:
+    def _choice(self, choice: Choice, part: Delta, name: str) -> dict[str, Any]:
         """A choice; `name` is what holds the text of a chat."""
         found: dict[str, Any] = {"index": choice.index}
-        if self._wanted.chat:
+        if self._request.chat:
             found[name] = {"content": part.text} if part.text or name == "message" else {}
             if name == "message":
                 found[name] = {"role": "assistant", **found[name], "refusal": None}
         else:
             found["text"] = part.text
         found["logprobs"] = None
-        if self._wanted.top_logprobs is not None:
-            found["logprobs"] = self._in_chat(part) if self._wanted.chat else self._listed(part)
+        if self._request.top_logprobs is not None:
+            found["logprobs"] = self._in_chat(part) if self._request.chat else self._listed(part)
         found["finish_reason"] = part.finish or None
         found["stop_reason"] = part.stop_reason
-        if self._wanted.with_ids:
+        if self._request.fields.return_token_ids:
             found["token_ids"] = part.token_ids
-            if not self._wanted.chat:
-                found["prompt_token_ids"] = list(self._wanted.prompts[choice.prompt].ids)
+            if not self._request.chat:
+                found["prompt_token_ids"] = list(self._request.prompts[choice.prompt].ids)
         return found
 
     def _usage(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Replies:
             "total_tokens": prompt + generated,
         }
 
-    def _in_chat(self, part: Part) -> dict[str, Any]:
+    def _in_chat(self, part: Delta) -> dict[str, Any]:
         """Log-probabilities as chats have them."""
         content = []
         for token, likely, _ in part.scored:
@@ -119,7 +119,7 @@ class Replies:
         text, data = self._token_texts(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
-    def _listed(self, part: Part) -> dict[str, Any]:
+    def _listed(self, part: Delta) -> dict[str, Any]:
         """Log-probabilities as completions have them; nothing precedes a prompt's first token."""
         return {
             "tokens": [self._text_of(token) for token, _, _ in part.scored],
@@ -139,7 +139,7 @@ class Replies:
         return self._token_texts(token)[0]
 
     def _top(self, likely: Likely) -> list[tuple[int, float]]:
-        return likely.top[: self._wanted.top_logprobs or 0]
+        return likely.top[: self._request.top_logprobs or 0]
 
 
 def event(content: dict[str, Any]) -> bytes:

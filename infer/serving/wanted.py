@@ -1,196 +1,295 @@
-"""What a request for answers asks for, checked field by field.
+"""Bodies of requests, decoded and checked field by field.
 
-Fields are OpenAI's, and those that vLLM adds to them. A field that would change the answer and has
-no meaning here is refused by name; other unknown fields do nothing, as with vLLM, and their names
-are logged.
+Fields are OpenAI's, and those that vLLM adds to them; msgspec checks their types and ranges. A
+field that would change the answer and is not supported here is refused by name; other unknown
+fields do nothing, as with vLLM, and their names are logged.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
-from infer.serving.errors import bad, shown
-from infer.serving.fields import Fields, is_number, is_text
+import msgspec
+from msgspec import Meta
+
+from infer.serving.errors import APIError, bad, shown
 from infer.serving.model import Model
 from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id, is_utf8
 from moa_jax.data.records import Message, text_of_part
 from moa_jax.errors import InputError
 
-MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 128, 16, 256, 32
-MOST_LOGPROBS, MOST_BIASES = 20, 1024
-USUAL_TOKENS = 16  # of a completion, as with OpenAI and vLLM; a chat may fill the target
+MOST_CHOICES, MOST_LOGPROBS = 128, 20
+DEFAULT_TOKENS = 16  # of a completion, as with OpenAI and vLLM; a chat may fill the target
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-SAMPLING = (  # fields and their defaults, which are OpenAI's
-    ("temperature", 1.0),
-    ("top_p", 1.0),
-    ("min_p", 0.0),
-    ("repetition_penalty", 1.0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-)
+SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
 # Fields that would change the answer. Each has the values that ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
+Unsupported = dict[str, tuple[Any, ...]]
+UNSUPPORTED: Unsupported = dict.fromkeys(
+    "tools functions audio suffix prediction web_search_options prompt_logprobs prompt_embeds "
+    "guided_json guided_regex guided_choice guided_grammar structured_outputs bad_words "
+    "allowed_token_ids truncate_prompt_tokens logits_processors chat_template "
+    "chat_template_kwargs documents thinking_token_budget".split(),
+    (),
+) | {
     "tool_choice": ("none",),
-    "functions": (),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "suffix": (),
-    "prediction": (),
-    "web_search_options": (),
-    "prompt_logprobs": (),
-    "prompt_embeds": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "min_tokens": (0,),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
-    "logits_processors": (),
-    "chat_template": (),
-    "chat_template_kwargs": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "documents": (),
     "return_tokens_as_token_ids": (False,),
-    "thinking_token_budget": (),
 }
+UNSUPPORTED_IN_MESSAGES: Unsupported = {"tool_calls": (), "function_call": (), "audio": ()}
 # Fields of one of the two paths, which would be ignored at the other.
-OF_CHATS: dict[str, tuple[Any, ...]] = {"messages": (), "top_logprobs": ()}
-OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"prompt": (), "add_special_tokens": (False,)}
+OF_CHATS: Unsupported = {"messages": (), "top_logprobs": ()}
+OF_COMPLETIONS: Unsupported = {"prompt": (), "add_special_tokens": (False,)}
 # Fields that change nothing. The log does not name them.
-SILENT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-SILENT += ("parallel_tool_calls", "spaces_between_special_tokens", "request_id", "priority")
+SILENT = set(
+    "model user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls "
+    "spaces_between_special_tokens request_id priority".split()
+)
+
+MaxTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+F = TypeVar("F", bound=msgspec.Struct)
 
 
-class MostTokens(NamedTuple):
-    """How many tokens an answer may have."""
+class SharedFields(msgspec.Struct, kw_only=True):
+    """The fields of both APIs, with OpenAI's defaults."""
 
-    name: str  # of the field that says so
-    asked: int | None  # None: it does not
-    usual: int | None = None  # where nobody asks; None: as many as fit
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    echo: bool = False
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = 0  # -1 and 0 keep all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = -1  # draws one, as with vLLM
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Bias], Meta(max_length=1024)] = {}
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = []
+    stop_token_ids: Annotated[list[Any], Meta(max_length=32)] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+
+
+class CompletionFields(SharedFields, kw_only=True):
+    """The fields of /v1/completions."""
+
+    prompt: str | list[Any] | None = None
+    logprobs: TopLogprobs | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatFields(SharedFields, kw_only=True):
+    """The fields of /v1/chat/completions."""
+
+    messages: Annotated[list[Any], Meta(min_length=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """The field `stream_options`."""
+
+    include_usage: bool = False
+
+
+class MessageFields(msgspec.Struct):
+    """The fields of a message in a chat."""
+
+    role: str | None = None
+    content: str | Annotated[list[Any], Meta(min_length=1)] | None = None
+
+
+class TokenFields(msgspec.Struct):
+    """The fields of /tokenize and /detokenize."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Any], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+    tokens: list[Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """One prompt, with its text where the answer repeats it."""
 
-    place: str  # the field that has it
+    field: str  # that holds the prompt
     ids: tuple[int, ...]
     text: str = ""
     offsets: tuple[int, ...] = ()  # of its tokens in the text, where their log-probabilities follow
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A request that can be answered: `n` choices for each prompt."""
+class GenerationRequest:
+    """A request that can be answered: `fields.n` choices per prompt."""
 
     chat: bool
+    fields: SharedFields  # as they were sent
     prompts: tuple[Prompt, ...]
     new_tokens: tuple[int, ...]  # at most, for each prompt
-    n: int
     sampling: Sampling  # of the first choice; each next one adds 1 to the seed
     stops: tuple[str, ...]
     stop_ids: tuple[int, ...]
-    keep_stop: bool
-    skip_special: bool
     top_logprobs: int | None
-    stream: bool
     include_usage: bool
-    echo: bool
-    with_ids: bool
-    ignored: tuple[str, ...]  # fields that nobody knows
+    ignored: tuple[str, ...]  # names of unknown fields
 
     @property
     def prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are wanted, too."""
-        return self.echo and self.top_logprobs is not None
+        """Whether log-probabilities of the prompt's tokens are returned, too."""
+        return self.fields.echo and self.top_logprobs is not None
 
 
-def completion_of(body: dict[str, Any], model: Model) -> Wanted:
-    """What a body for /v1/completions asks for; raises Refusal."""
-    fields = Fields(body)
-    model.check_name(fields.text("model"))
-    echo = fields.flag("echo")
-    top_logprobs = fields.whole("logprobs", None, 0, min(MOST_LOGPROBS, model.vocab_size))
-    scored = echo and top_logprobs is not None
-    n = fields.whole("n", 1, 1, MOST_CHOICES)
-    if fields.whole("best_of", n, 1, MOST_CHOICES) != n:
-        raise fields.wrong("best_of", "the same number as n: all choices are returned")
-    most = _most_tokens(fields, 0)._replace(usual=USUAL_TOKENS)
-    if most.asked == 0 and not scored:
-        raise fields.wrong(most.name, "1 or more; 0 goes with echo and logprobs alone")
-    fields.refuse(REFUSED | OF_CHATS)
-    special = fields.flag("add_special_tokens", default=True)
-    prompts = _prompts_of(fields, model, special, echo)
-    wanted = _wanted(fields, model, prompts, n, most, top_logprobs, chat=False, echo=echo)
-    if scored:
-        prompts = [_with_offsets(prompt, model, special) for prompt in wanted.prompts]
-        wanted = dataclasses.replace(wanted, prompts=tuple(prompts))
-    return wanted
+def object_of(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises APIError for anything else."""
+    try:
+        found = json.loads(data.decode("utf-8"), parse_constant=_not_json)
+    except (ValueError, RecursionError) as error:
+        raise bad("body", f"the body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise bad("body", "the body is no JSON object: send {...} with the fields of the request")
+    return found
 
 
-def chat_of(body: dict[str, Any], model: Model) -> Wanted:
-    """What a body for /v1/chat/completions asks for; raises Refusal."""
-    fields = Fields(body)
-    model.check_name(fields.text("model"))
-    if fields.flag("echo"):
-        raise fields.wrong("echo", "false: a chat does not repeat its messages")
-    with_logprobs = fields.flag("logprobs")
-    top_logprobs = fields.whole("top_logprobs", None, 0, min(MOST_LOGPROBS, model.vocab_size))
-    if top_logprobs is not None and not with_logprobs:
+def _not_json(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def read_fields(kind: type[F], body: Mapping[str, Any], parent: str = "") -> F:
+    """A body's fields as an object of this kind; null counts as absent.
+
+    `parent` stands before names in errors, as in `stream_options.`. Raises APIError for a wrong
+    field.
+    """
+    found = {}
+    for field in msgspec.structs.fields(kind):
+        if (value := body.get(field.name)) is None:
+            continue
+        try:
+            found[field.name] = msgspec.convert(value, field.type, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise wrong(f"{parent}{field.name}", value, str(error).lower()) from error
+        except UnicodeEncodeError as error:  # half of a surrogate pair in the key of an object
+            raise wrong(f"{parent}{field.name}", value, "expected Unicode") from error
+        if isinstance(value, str) and not is_utf8(value):
+            raise wrong(f"{parent}{field.name}", value, "expected Unicode")
+    return kind(**found)
+
+
+def wrong(name: str, value: Any, expected: str, code: str | None = None) -> APIError:
+    """The error for a field with a wrong value."""
+    return bad(name, f"{name} is {shown(value)}: {expected}", code)
+
+
+def reject_unsupported(body: Mapping[str, Any], table: Unsupported, parent: str = "") -> None:
+    """Raises APIError for a field of `table` whose value is none of those that ask for nothing."""
+    for name, silent in table.items():
+        value = body.get(name)
+        if value in (None, [], {}, ""):
+            continue
+        if not any(type(value) is type(each) and value == each for each in silent):
+            name = f"{parent}{name}"
+            raise bad(name, f"{name} is not supported: leave it out", "unsupported_parameter")
+
+
+def completion_of(body: dict[str, Any], model: Model) -> GenerationRequest:
+    """The request in a body for /v1/completions; raises APIError."""
+    model.check_name(body.get("model"))
+    fields = read_fields(CompletionFields, body)
+    reject_unsupported(body, UNSUPPORTED | OF_CHATS)
+    if fields.best_of not in (None, fields.n):
+        raise wrong("best_of", fields.best_of, "give the same number as n: all are returned")
+    value = fields.prompt
+    if not isinstance(value, list) or not value or type(value[0]) is int:
+        named = [("prompt", value)]
+    elif len(value) > MOST_CHOICES:
+        raise bad("prompt", f"prompt has {len(value)} prompts: give at most {MOST_CHOICES}")
+    else:
+        named = [(f"prompt[{i}]", each) for i, each in enumerate(value)]
+    prompts = [_prompt(each, name, model, fields) for name, each in named]
+    least = 0 if fields.echo and fields.logprobs is not None else 1
+    new_tokens = _new_tokens(fields, prompts, model, least, default=DEFAULT_TOKENS)
+    return _request(body, fields, model, prompts, new_tokens, fields.logprobs)
+
+
+def chat_of(body: dict[str, Any], model: Model) -> GenerationRequest:
+    """The request in a body for /v1/chat/completions; raises APIError."""
+    model.check_name(body.get("model"))
+    fields = read_fields(ChatFields, body)
+    if fields.echo:
+        raise wrong("echo", True, "a chat does not repeat its messages")
+    if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
-    if with_logprobs:
-        top_logprobs = top_logprobs or 0
-    most = _most_tokens(fields, 1)
-    n = fields.whole("n", 1, 1, MOST_CHOICES)
-    fields.refuse(REFUSED | OF_COMPLETIONS)  # before a template sees what it does not know
-    ids = model.ids_after(messages_of(fields), generation_prompt=True)
-    prompt = Prompt("messages", ids)
-    return _wanted(fields, model, [prompt], n, most, top_logprobs, chat=True, echo=False)
+    reject_unsupported(body, UNSUPPORTED | OF_COMPLETIONS)  # before a template sees the messages
+    ids = model.ids_after(_messages(fields.messages), generation_prompt=True)
+    model.check_length("messages", ids)
+    prompts = [Prompt("messages", ids)]
+    new_tokens = _new_tokens(fields, prompts, model, least=1, default=None)
+    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return _request(body, fields, model, prompts, new_tokens, top_logprobs)
 
 
-def _most_tokens(fields: Fields, least: int) -> MostTokens:
-    """The most tokens of an answer, by the older or the newer name."""
-    older = fields.whole("max_tokens", None, least, 1 << 31)
-    newer = fields.whole("max_completion_tokens", None, least, 1 << 31)
-    if None not in (older, newer) and older != newer:
-        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
-    if newer is None:
-        return MostTokens("max_tokens", older)
-    return MostTokens("max_completion_tokens" if older is None else "max_tokens", newer)
+def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
+    """The tokens of a body for /tokenize: of a `prompt`, or of `messages` in the chat template."""
+    model.check_name(body.get("model"))
+    fields = read_fields(TokenFields, body)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise bad("prompt", "prompt and messages: give one of them")
+    if fields.messages is not None:
+        return model.ids_after(_messages(fields.messages), fields.add_generation_prompt)
+    return model.ids_of(fields.prompt, "prompt", fields.add_special_tokens)
 
 
-def messages_of(fields: Fields) -> list[Message]:
-    """The messages of a chat: texts of system, user and assistant; raises Refusal."""
-    messages = fields.value("messages")
-    if not isinstance(messages, list) or not messages:
-        raise fields.wrong("messages", "a list of messages, each with role and content")
+def text_of(body: dict[str, Any], model: Model) -> str:
+    """The text of a body for /detokenize."""
+    model.check_name(body.get("model"))
+    fields = read_fields(TokenFields, body)
+    ids = ids_of(fields.tokens, "tokens", model)
+    if model.tokenizer is None:
+        raise bad("tokens", "tokens: the model has no tokenizer, and no text")
+    return model.text_of(ids)
+
+
+def _messages(messages: list[Any] | None) -> list[Message]:
+    """The messages of a chat: texts of system, user and assistant; raises APIError."""
+    if messages is None:
+        raise wrong("messages", None, "give a list of messages, each with role and content")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
-        raise bad(place, f"{place} is no object: give it a role and a content")
-    fields = Fields(message, f"{place}.")
-    role = fields.text("role")
-    if role not in ROLES:
-        raise fields.wrong("role", "system, user or assistant")
-    fields.refuse({"tool_calls": (), "function_call": (), "audio": ()})
-    content = fields.value("content")
-    if isinstance(content, list) and content:
+        raise wrong(place, message, "give an object with a role and a content")
+    fields = read_fields(MessageFields, message, f"{place}.")
+    if fields.role not in ROLES:
+        raise wrong(f"{place}.role", fields.role, "give system, user or assistant")
+    reject_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"{place}.")
+    content = fields.content
+    if isinstance(content, list):
         content = "\n".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
-    if not is_text(content):
-        raise fields.wrong("content", "a text of Unicode characters")
-    return {"role": ROLES[role], "content": content}
+    if content is None or not is_utf8(content):
+        raise wrong(f"{place}.content", content, "give text of Unicode characters")
+    return {"role": ROLES[fields.role], "content": content}
 
 
 def _part(part: Any, place: str) -> str:
@@ -201,160 +300,118 @@ def _part(part: Any, place: str) -> str:
         raise bad(place, f"{place}: {error}") from error
 
 
-def _prompts_of(fields: Fields, model: Model, special: bool, echo: bool) -> list[Prompt]:
-    """The prompts of a completion: a text, ids, or a list of either."""
-    value = fields.value("prompt")
-    if isinstance(value, list) and value and type(value[0]) is not int:
-        if len(value) > MOST_CHOICES:
-            raise bad("prompt", f"prompt has {len(value)} prompts: give at most {MOST_CHOICES}")
-        places = [(f"prompt[{i}]", each) for i, each in enumerate(value)]
+def _prompt(value: Any, name: str, model: Model, fields: CompletionFields) -> Prompt:
+    special, text = fields.add_special_tokens, None
+    if isinstance(value, str) and is_utf8(value):
+        ids, text = model.ids_of(value, name, special), value
+    elif isinstance(value, list):
+        ids = ids_of(value, name, model)
     else:
-        places = [("prompt", value)]
-    return [_prompt(each, place, model, special, echo) for place, each in places]
+        raise wrong(name, value, "give a text or a list of token ids")
+    model.check_length(name, ids)
+    if not fields.echo:
+        return Prompt(name, ids)
+    text = model.text_of(ids) if text is None else text
+    scored = fields.logprobs is not None
+    return Prompt(name, ids, text, model.offsets_of(text, ids, special) if scored else ())
 
 
-def _prompt(value: Any, place: str, model: Model, special: bool, echo: bool) -> Prompt:
-    if is_text(value):
-        return Prompt(place, model.ids_of(value, place, special), value if echo else "")
-    if not isinstance(value, list):
-        raise bad(place, f"{place} is {shown(value)}: give a text or a list of token ids")
-    ids = ids_of(value, place, model)
-    return Prompt(place, ids, model.text_of(ids) if echo else "")
-
-
-def _with_offsets(prompt: Prompt, model: Model, special: bool) -> Prompt:
-    offsets = model.offsets_of(prompt.text, prompt.ids, special)
-    return dataclasses.replace(prompt, offsets=offsets)
-
-
-def ids_of(value: Any, place: str, model: Model) -> tuple[int, ...]:
-    """A list of token ids; raises Refusal for ids outside the vocabulary and for anything else."""
-    if not isinstance(value, list):
-        raise bad(place, f"{place} is {shown(value)}: give a list of token ids")
+def ids_of(value: list[Any] | None, name: str, model: Model) -> tuple[int, ...]:
+    """A list of token ids; raises APIError for ids outside the vocabulary and for anything else."""
+    if value is None:
+        raise wrong(name, value, "give a list of token ids")
     for token in value:
-        if type(token) is not int:
-            raise bad(place, f"{place} holds {shown(token)}: give token ids, which are numbers")
-        if not 0 <= token < model.vocab_size:
-            raise bad(
-                place,
-                f"{place} has the id {shown(token)}, outside the vocabulary of "
-                f"{model.vocab_size}: use the model's own tokenizer",
-            )
+        if not is_id(token, model.vocab_size):
+            below = f"give token ids from 0 to below {model.vocab_size}"
+            raise bad(name, f"{name} holds {shown(token)}: {below}")
     return tuple(value)
 
 
-def _wanted(
-    fields: Fields,
+def _request(
+    body: dict[str, Any],
+    fields: SharedFields,
     model: Model,
     prompts: list[Prompt],
-    n: int,
-    most: MostTokens,
+    new_tokens: tuple[int, ...],
     top_logprobs: int | None,
-    *,
-    chat: bool,
-    echo: bool,
-) -> Wanted:
+) -> GenerationRequest:
     """The part of a request that both APIs share."""
-    if len(prompts) * n > MOST_CHOICES:
-        raise bad("n", f"n is {n} for {len(prompts)} prompts: {MOST_CHOICES} choices are the most")
-    stream, options = fields.flag("stream"), fields.within("stream_options")
-    if not stream and fields.value("stream_options") is not None:
+    chat = isinstance(fields, ChatFields)
+    if len(prompts) * fields.n > MOST_CHOICES:
+        message = f"n is {fields.n} for {len(prompts)} prompts: give at most {MOST_CHOICES} in all"
+        raise bad("n", message)
+    if (top_logprobs or 0) > model.vocab_size:
+        name = "top_logprobs" if chat else "logprobs"
+        raise wrong(name, top_logprobs, f"the vocabulary has {model.vocab_size} tokens")
+    options = fields.stream_options or {}
+    if fields.stream_options is not None and not fields.stream:
         raise bad("stream_options", "stream_options goes with stream: give stream true, or neither")
-    include_usage = options.flag("include_usage")
-    wanted = Wanted(
+    known = {*fields.__struct_fields__, *UNSUPPORTED, *OF_CHATS, *OF_COMPLETIONS, *SILENT}
+    ignored = _unknown(body, known) + _unknown(options, {"include_usage"}, "stream_options.")
+    return GenerationRequest(
         chat=chat,
+        fields=fields,
         prompts=tuple(prompts),
-        new_tokens=tuple(_new_tokens(prompt, most, model) for prompt in prompts),
-        n=n,
+        new_tokens=new_tokens,
         sampling=_sampling_of(fields, model),
         stops=_stops_of(fields, model),
         stop_ids=_stop_ids_of(fields, model),
-        keep_stop=fields.flag("include_stop_str_in_output"),
-        skip_special=fields.flag("skip_special_tokens", default=True),
         top_logprobs=top_logprobs,
-        stream=stream,
-        include_usage=include_usage,
-        echo=echo,
-        with_ids=fields.flag("return_token_ids"),
-        ignored=(),
+        include_usage=read_fields(StreamOptions, options, "stream_options.").include_usage,
+        ignored=ignored,
     )
-    for name in SILENT:
-        fields.value(name)
-    return dataclasses.replace(wanted, ignored=(*fields.unread(), *options.unread()))
 
 
-def _new_tokens(prompt: Prompt, most: MostTokens, model: Model) -> int:
-    """How many tokens may follow a prompt; raises Refusal where that is less than was asked for."""
-    place, length = prompt.place, len(prompt.ids)
-    if not length:
-        raise bad(place, f"{place}: the prompt is empty: give at least one token")
-    if length > model.max_prompt:
-        raise model.too_long(place, length)
-    fits = model.max_tokens - length
-    if most.asked is None:
-        return fits if most.usual is None else min(most.usual, fits)
-    if most.asked > fits:
-        raise bad(
-            most.name,
-            f"{most.name} is {most.asked}, and after a prompt of {length} tokens {fits} fit: ask "
-            "for less",
-            "context_length_exceeded",
-        )
-    return most.asked
+def _unknown(body: Mapping[str, Any], known: set[str], parent: str = "") -> tuple[str, ...]:
+    """Names of unknown fields that have a value."""
+    names = (name for name, value in body.items() if value is not None and name not in known)
+    return tuple(f"{parent}{name}" for name in sorted(names))
 
 
-def _sampling_of(fields: Fields, model: Model) -> Sampling:
-    settings: dict[str, Any] = {name: fields.number(name, usual) for name, usual in SAMPLING}
-    top_k = fields.whole("top_k", 0, -1, 1 << 31)
-    settings["top_k"] = top_k if 0 < top_k < model.vocab_size else 0  # -1 and 0 keep all
-    seed = fields.whole("seed", None, -(1 << 63), (1 << 63) - 1)
-    settings["seed"] = -1 if seed in (None, -1) else seed % (1 << 32)  # -1 draws one, as with vLLM
-    settings["logit_bias"] = _biases_of(fields, model)
+def _new_tokens(
+    fields: SharedFields, prompts: list[Prompt], model: Model, least: int, default: int | None
+) -> tuple[int, ...]:
+    """The most tokens after each prompt; `default` None is as many as fit; raises APIError."""
+    older, newer = fields.max_tokens, fields.max_completion_tokens
+    if None not in (older, newer) and older != newer:
+        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
+    name, asked = ("max_completion_tokens", newer) if older is None else ("max_tokens", older)
+    if asked is not None and asked < least:
+        raise wrong(name, asked, "give 1 or more; 0 goes with echo and logprobs alone")
+    fits = [model.max_tokens - len(prompt.ids) for prompt in prompts]
+    if (asked or 0) > min(fits):
+        message = f"after a prompt of {model.max_tokens - min(fits)} tokens {min(fits)} fit"
+        raise wrong(name, asked, message, "context_length_exceeded")
+    if asked is None:
+        return tuple(min(default or each, each) for each in fits)
+    return (asked,) * len(prompts)
+
+
+def _sampling_of(fields: SharedFields, model: Model) -> Sampling:
+    for token in fields.logit_bias:
+        if token >= model.vocab_size:
+            raise bad("logit_bias", f"logit_bias names {token}: the ids end at {model.vocab_size}")
+    settings: dict[str, Any] = {name: getattr(fields, name) for name in SAMPLING}
+    settings["top_k"] = fields.top_k if 0 < fields.top_k < model.vocab_size else 0
+    settings["seed"] = -1 if fields.seed == -1 else fields.seed % (1 << 32)
+    settings["logit_bias"] = tuple(item for item in sorted(fields.logit_bias.items()) if item[1])
     try:
         return Sampling(**settings).seeded()
     except InputError as error:  # its line begins with the name
         raise bad(str(error).partition(" ")[0], str(error)) from error
 
 
-def _biases_of(fields: Fields, model: Model) -> tuple[tuple[int, float], ...]:
-    value = fields.value("logit_bias")
-    if value is None:
-        return ()
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise fields.wrong("logit_bias", f"an object of at most {MOST_BIASES} ids and biases")
-    found: dict[int, float] = {}
-    for name, bias in value.items():
-        is_id = name.isascii() and name.isdecimal() and len(name) < 10
-        if not is_id or int(name) >= model.vocab_size:
-            raise bad(
-                "logit_bias",
-                f"logit_bias names {name[:20]!r}: give ids of the vocabulary of {model.vocab_size}",
-            )
-        if not is_number(bias) or not -100 <= bias <= 100:
-            raise bad("logit_bias", f"logit_bias of {name}: give a number from -100 to 100")
-        found[int(name)] = float(bias)
-    return tuple((token, bias) for token, bias in sorted(found.items()) if bias)
-
-
-def _stops_of(fields: Fields, model: Model) -> tuple[str, ...]:
-    value = fields.value("stop")
-    texts = [value] if isinstance(value, str) else [] if value is None else value
+def _stops_of(fields: SharedFields, model: Model) -> tuple[str, ...]:
+    texts = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     if texts and model.tokenizer is None:
         raise bad("stop", "stop: the model has no tokenizer, and no text: give stop_token_ids")
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS:
-        raise fields.wrong("stop", f"a text or a list of at most {MOST_STOPS} texts")
-    if not all(is_text(text) and 0 < len(text) <= LONGEST_STOP for text in texts):
-        raise bad("stop", f"stop: give texts of 1 to {LONGEST_STOP} Unicode characters")
+    if not all(map(is_utf8, texts)):
+        raise wrong("stop", texts, "give texts of Unicode characters")
     return tuple(dict.fromkeys(texts))
 
 
-def _stop_ids_of(fields: Fields, model: Model) -> tuple[int, ...]:
-    """The ids that end an answer: the model's own, unless they are to be ignored, and more."""
-    own = () if fields.flag("ignore_eos") else model.eos_ids
-    value = fields.value("stop_token_ids")
-    if value is None:
-        return own
-    if not isinstance(value, list) or len(value) > MOST_STOP_IDS:
-        raise fields.wrong("stop_token_ids", f"a list of at most {MOST_STOP_IDS} ids")
-    more = ids_of(value, "stop_token_ids", model)
+def _stop_ids_of(fields: SharedFields, model: Model) -> tuple[int, ...]:
+    """The ids that end an answer: the model's own, unless they are ignored, and more."""
+    own = () if fields.ignore_eos else model.eos_ids
+    more = ids_of(fields.stop_token_ids, "stop_token_ids", model)
     return tuple(dict.fromkeys((*own, *more)))
