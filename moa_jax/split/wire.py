@@ -318,15 +318,7 @@ class Fault:
 Up = Hello | Open | Resume | Verify | Read | Close | Stream
 Down = Welcome | Opened | Committed | Resumed | Fault
 # A number never changes its meaning, not even after its message is gone.
-UP: dict[int, type] = {
-    1: Hello,
-    2: Open,
-    3: Resume,
-    4: Verify,
-    5: Read,
-    6: Close,
-    7: Stream,
-}
+UP: dict[int, type] = {1: Hello, 2: Open, 3: Resume, 4: Verify, 5: Read, 6: Close, 7: Stream}
 DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Committed, 68: Resumed, 69: Fault}
 KIND_OF = {message: kind for kind, message in (UP | DOWN).items()}
 FORMS: dict[type, dict[str, Form]] = {}
