@@ -6,12 +6,12 @@ import pytest
 
 from infer import bench, program
 from infer.evaluation.suites import DEMO, PAPER
+from infer.openai.metrics import ServingMetrics
 from infer.serving.bench import counts, figures, questions, run, tables
 from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import check, parser_of, ways_of
 from infer.serving.bench.questions import Asked, Questions
-from infer.serving.metrics import ServingMetrics
 from moa_jax.config import DraftShape
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError

@@ -15,13 +15,13 @@ import pytest
 
 from infer import bench
 from infer.listening.child import Child, ended_by_sigterm
+from infer.openai.metrics import ServingMetrics
 from infer.serving.bench import clients, counts, figures, picture, run, stage, tables
 from infer.serving.bench.clients import RequestOutcome
 from infer.serving.bench.figures import Capacity
 from infer.serving.bench.flags import ways_of
 from infer.serving.bench.questions import Asked
 from infer.serving.bench.stage import Server
-from infer.serving.metrics import ServingMetrics
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError
 from tests.infer.test_bench_serve import MOST_TOKENS, IdleEngine, args_of, refused

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from infer.serving.errors import APIError
-from infer.serving.model import Model
-from infer.serving.tokens import TokenTexts
-from infer.serving.wanted import (
+from infer.openai.errors import APIError
+from infer.openai.model import Model
+from infer.openai.requests import (
     UNSUPPORTED,
     GenerationRequest,
     chat_of,
     completion_of,
     object_of,
 )
+from infer.openai.tokens import TokenTexts
 from moa_jax.config import Sampling
 from tests.decode.test_text import sentence_pieces
 from tests.serve.toy_server import EOS, TOKENIZER, VOCAB

@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from infer.serving.errors import APIError, bad, shown
-from infer.serving.model import Model
+from infer.openai.errors import APIError, bad, shown
+from infer.openai.model import Model
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id, is_utf8
 from moa_jax.data.records import Message, text_of_part

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from infer.serving.answering import Choice, Delta, RequestStream
-from infer.serving.errors import as_json
-from infer.serving.tokens import TokenTexts
+from infer.openai.errors import as_json
+from infer.openai.streams import Choice, Delta, RequestStream
+from infer.openai.tokens import TokenTexts
 from moa_jax.decode.logprobs import Likely
 from moa_jax.version import __version__
 

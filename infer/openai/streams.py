@@ -17,10 +17,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-from infer.serving.errors import FAULT, TOO_MANY, APIError, bad, stopping
-from infer.serving.metrics import ServingMetrics
-from infer.serving.model import Model
-from infer.serving.wanted import GenerationRequest
+from infer.openai.errors import FAULT, TOO_MANY, APIError, bad, stopping
+from infer.openai.metrics import ServingMetrics
+from infer.openai.model import Model
+from infer.openai.requests import GenerationRequest
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.logprobs import Likely
 from moa_jax.decode.session import row_of

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.listening.credentials import is_bearer
 from infer.listening.events import Log, place_of
-from infer.serving.answering import Delta, RequestStream
-from infer.serving.errors import (
+from infer.openai.errors import (
     BAD_METHOD,
     BAD_TYPE,
     FAULT,
@@ -34,11 +33,9 @@ from infer.serving.errors import (
     as_json,
     stopping,
 )
-from infer.serving.metrics import CONTENT_TYPE, ServingMetrics
-from infer.serving.model import Model
-from infer.serving.replies import Replies, event
-from infer.serving.tokens import TokenTexts
-from infer.serving.wanted import (
+from infer.openai.metrics import CONTENT_TYPE, ServingMetrics
+from infer.openai.model import Model
+from infer.openai.requests import (
     GenerationRequest,
     chat_of,
     completion_of,
@@ -46,6 +43,9 @@ from infer.serving.wanted import (
     text_of,
     tokens_of,
 )
+from infer.openai.responses import Replies, event
+from infer.openai.streams import Delta, RequestStream
+from infer.openai.tokens import TokenTexts
 from moa_jax.decode.engine import Engine
 from moa_jax.version import __version__
 

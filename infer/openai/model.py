@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from infer.serving.errors import NO_SUCH, APIError, bad, shown
+from infer.openai.errors import NO_SUCH, APIError, bad, shown
 from moa_jax.config.checks import is_utf8
 from moa_jax.data import chat
 from moa_jax.data.records import Message
