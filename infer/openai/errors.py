@@ -12,7 +12,7 @@ FAULT, UNAVAILABLE, TOO_LONG = 500, 503, 504
 
 
 class APIError(Exception):
-    """A request that is answered by an error."""
+    """An error that is sent as the response."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` is the field that is wrong, and `code` a word for programs."""
+        """`param` is the wrong field, and `code` a word for programs."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
@@ -40,18 +40,18 @@ class APIError(Exception):
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> APIError:
-    """A request with a field that is wrong."""
+    """The error for a wrong field."""
     return APIError(BAD, message, param=param, code=code)
 
 
 def stopping() -> APIError:
-    """What a server that ends says; one that takes its place may be there soon."""
+    """The error of a server that shuts down; another one may replace it soon."""
     message = "the server is stopping: ask another one, or later"
     return APIError(UNAVAILABLE, message, headers={"Retry-After": "1"})
 
 
 def as_json(content: Any) -> bytes:
-    """Compact JSON; what is no Unicode of a user's text is escaped, as all that is not ASCII."""
+    """Compact JSON in ASCII; lone surrogates in a user's text are escaped, too."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 

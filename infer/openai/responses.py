@@ -1,4 +1,4 @@
-"""Answers in the two shapes of OpenAI: completions and chats, whole or as events of a stream."""
+"""Responses in OpenAI's two formats, completions and chats, whole or as events of a stream."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 
 
 class Replies:
-    """The replies to one request."""
+    """The responses to one request."""
 
-    def __init__(self, answering: RequestStream, token_texts: TokenTexts) -> None:
-        self._answering, self._request = answering, answering.request
+    def __init__(self, stream: RequestStream, token_texts: TokenTexts) -> None:
+        self._stream, self._request = stream, stream.request
         self._token_texts = token_texts
-        self._begun: set[int] = set()  # choices of a chat whose role was said
+        self._begun: set[int] = set()  # choices of a chat whose role is sent
         self.id = f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._same = {
             "id": self.id,
             "object": self._object(),
             "created": int(time.time()),
-            "model": answering.model.name,
+            "model": stream.model.name,
             "system_fingerprint": f"moa-jax-{__version__}",
-            "seed": self._request.sampling.seed,  # with it the answer can be had again
+            "seed": self._request.sampling.seed,  # reproduces the answer
         }
 
-    async def whole(self, parts: list[Delta]) -> bytes:
-        """The reply with all choices, as JSON.
+    async def whole(self, deltas: list[Delta]) -> bytes:
+        """The response with all choices, as JSON.
 
-        Log-probabilities of many choices are much to write, so others have a turn after each.
+        Writing log-probabilities takes long, so other tasks run after each choice.
         """
         choices = []
-        for choice, part in zip(self._answering.choices, parts, strict=True):
-            choices.append(as_json(self._choice(choice, part, "message")))
+        for choice, delta in zip(self._stream.choices, deltas, strict=True):
+            choices.append(as_json(self._choice(choice, delta, "message")))
             await asyncio.sleep(0)
         rest = self._reply([{}]) | {"usage": self._usage()}
         del rest["choices"]
         return b'%s,"choices":[%s]}' % (as_json(rest)[:-1], b",".join(choices))
 
-    def events(self, choice: Choice, part: Delta) -> Iterator[bytes]:
-        """The events of a stream for what is new of a choice."""
+    def events(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        """The events of a stream for a delta of a choice."""
         first = choice.index not in self._begun
         self._begun.add(choice.index)
         rest: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
@@ -57,13 +57,13 @@ class Replies:
             role = {"role": "assistant", "content": ""}
             opening = {"index": choice.index, "delta": role, "logprobs": None}
             yield event(self._reply([opening | {"finish_reason": None}]) | rest)
-        found = self._choice(choice, part, "delta")
+        found = self._choice(choice, delta, "delta")
         if self._request.fields.return_token_ids and not self._request.chat and not first:
             del found["prompt_token_ids"]
         yield event(self._reply([found], first=False) | rest)
 
     def last_events(self) -> Iterator[bytes]:
-        """The events at the end of a stream: the usage, if it was asked for, and the mark."""
+        """The last events of a stream: the usage, with `include_usage`, and [DONE]."""
         if self._request.include_usage:
             yield event(self._reply([]) | {"usage": self._usage()})
         yield DONE
@@ -79,38 +79,38 @@ class Replies:
             reply["prompt_token_ids"] = list(self._request.prompts[0].ids)
         return reply
 
-    def _choice(self, choice: Choice, part: Delta, name: str) -> dict[str, Any]:
-        """A choice; `name` is what holds the text of a chat."""
+    def _choice(self, choice: Choice, delta: Delta, name: str) -> dict[str, Any]:
+        """A choice; `name` is the field for the text of a chat."""
         found: dict[str, Any] = {"index": choice.index}
         if self._request.chat:
-            found[name] = {"content": part.text} if part.text or name == "message" else {}
+            found[name] = {"content": delta.text} if delta.text or name == "message" else {}
             if name == "message":
                 found[name] = {"role": "assistant", **found[name], "refusal": None}
         else:
-            found["text"] = part.text
+            found["text"] = delta.text
         found["logprobs"] = None
         if self._request.top_logprobs is not None:
-            found["logprobs"] = self._in_chat(part) if self._request.chat else self._listed(part)
-        found["finish_reason"] = part.finish or None
-        found["stop_reason"] = part.stop_reason
+            found["logprobs"] = self._in_chat(delta) if self._request.chat else self._listed(delta)
+        found["finish_reason"] = delta.finish or None
+        found["stop_reason"] = delta.stop_reason
         if self._request.fields.return_token_ids:
-            found["token_ids"] = part.token_ids
+            found["token_ids"] = delta.token_ids
             if not self._request.chat:
                 found["prompt_token_ids"] = list(self._request.prompts[choice.prompt].ids)
         return found
 
     def _usage(self) -> dict[str, int]:
-        prompt, generated = self._answering.num_prompt_tokens, self._answering.num_tokens
+        prompt, generated = self._stream.num_prompt_tokens, self._stream.num_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
         }
 
-    def _in_chat(self, part: Delta) -> dict[str, Any]:
-        """Log-probabilities as chats have them."""
+    def _in_chat(self, delta: Delta) -> dict[str, Any]:
+        """Log-probabilities in the format of chats."""
         content = []
-        for token, likely, _ in part.scored:
+        for token, likely, _ in delta.scored:
             top = [self._entry(other, logprob) for other, logprob in self._top(likely)]
             content.append(self._entry(token, likely.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
@@ -119,19 +119,19 @@ class Replies:
         text, data = self._token_texts(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
-    def _listed(self, part: Delta) -> dict[str, Any]:
-        """Log-probabilities as completions have them; nothing precedes a prompt's first token."""
+    def _listed(self, delta: Delta) -> dict[str, Any]:
+        """Log-probabilities in the format of completions; None for a prompt's first token."""
         return {
-            "tokens": [self._text_of(token) for token, _, _ in part.scored],
-            "token_logprobs": [likely and _finite(likely.logprob) for _, likely, _ in part.scored],
+            "tokens": [self._text_of(token) for token, _, _ in delta.scored],
+            "token_logprobs": [likely and _finite(likely.logprob) for _, likely, _ in delta.scored],
             "top_logprobs": [
-                likely and self._likeliest(token, likely) for token, likely, _ in part.scored
+                likely and self._top_and_chosen(token, likely) for token, likely, _ in delta.scored
             ],
-            "text_offset": [offset for _, _, offset in part.scored],
+            "text_offset": [offset for _, _, offset in delta.scored],
         }
 
-    def _likeliest(self, token: int, likely: Likely) -> dict[str, float]:
-        """The likeliest tokens, and the written one among them."""
+    def _top_and_chosen(self, token: int, likely: Likely) -> dict[str, float]:
+        """The most likely tokens, and the chosen one among them."""
         pairs = (*self._top(likely), (token, likely.logprob))
         return {self._text_of(other): _finite(logprob) for other, logprob in pairs}
 

@@ -1,12 +1,12 @@
-"""The choices of one request: from the engine's thread to text that a client can be sent.
+"""The choices of one request: the engine's output becomes deltas that are sent to the client.
 
-    engine's thread     hear(News)  --call_soon_threadsafe-->  Choice.note     event loop
-                                                                  text, stops, log-probabilities
-                                                               Delta
-    a client's task     changed.wait, Choice.take  <--------------'
+    engine's thread     on_output(News)  --call_soon_threadsafe-->  Choice._on_news     event loop
+                                                                      text, stops, log-probabilities
+                                                                    Delta
+    a client's task     changed.wait, Choice.take  <------------------'
 
-News become text when they come, whether the client reads or not: a stop text ends its answer at
-once, a slow client's parts grow together into one, and the engine waits for nobody.
+Output is decoded to text when it arrives, whether the client reads or not. A stop text ends its
+answer at once, the deltas of a slow client are merged into one, and the engine never waits.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class ScoredToken(NamedTuple):
     """A token of an answer, or of the prompt before it, with its log-probability."""
 
     token: int
-    likely: Likely | None  # None of the first token, which nothing precedes
-    offset: int  # of its text
+    likely: Likely | None  # None for the first token of a prompt
+    offset: int  # of the token in the text
 
 
 @dataclasses.dataclass
 class Delta:
-    """What is new of a choice."""
+    """The part of a choice that is not sent yet."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # where that is wanted
-    finish: str = ""  # "stop", "length" or nothing yet
+    scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # with log-probabilities
+    finish: str = ""  # "stop", "length" or "" so far
     stop_reason: int | str | None = None  # the stop text or the id of `stop_token_ids`
 
     def __bool__(self) -> bool:
@@ -51,113 +51,106 @@ class Delta:
 
 
 class Choice:
-    """One answer that grows."""
+    """One answer of a request."""
 
-    def __init__(self, answering: RequestStream, index: int, prompt: int) -> None:
-        """Choice `index` of a request, for the prompt with number `prompt`."""
-        request = answering.request
+    def __init__(self, stream: RequestStream, index: int, prompt: int) -> None:
+        """Choice `index` of a request, for prompt `prompt`."""
+        request = stream.request
         self.index, self.prompt = index, prompt
         self.finish, self.num_tokens = "", 0
         self.ticket: Ticket | None = None
-        self._answering, self._request = answering, request
+        self._stream, self._request = stream, request
         self._echoed = request.prompts[prompt]
         self._text = GrowingText(
-            answering.model.tokenizer,
+            stream.model.tokenizer,
             request.stops,
             keep_stop=request.fields.include_stop_str_in_output,
             skip_special=request.fields.skip_special_tokens,
             behind=() if request.chat else self._echoed.ids,
         )
         self._num_scored = self._num_shown = 0  # tokens and characters of the prompt
-        self._part = Delta("" if request.prompt_logprobs else self._echoed.text)
+        self._delta = Delta("" if request.prompt_logprobs else self._echoed.text)
 
-    def hear(self, news: News) -> None:
-        """Hears of the engine, in its thread."""
+    def on_output(self, news: News) -> None:
+        """Receives output in the engine's thread."""
         try:
-            self._answering.loop.call_soon_threadsafe(self._note, news)
-        except RuntimeError:  # the loop has ended, and with it the server
+            self._stream.loop.call_soon_threadsafe(self._on_news, news)
+        except RuntimeError:  # the event loop has ended
             pass
 
     def take(self) -> Delta:
-        """What is new since the last call."""
-        part, self._part = self._part, Delta()
-        return part
+        """Returns the delta since the last call."""
+        delta, self._delta = self._delta, Delta()
+        return delta
 
-    def _note(self, news: News) -> None:
-        """Turns news into text, or a fault of ours into the request's end.
-
-        What comes after the end does not count.
-        """
+    def _on_news(self, news: News) -> None:
+        """Adds output to the delta, unless the choice has ended; an exception ends the request."""
         if self.finish:
             return
         try:
             self._read(news)
-        except Exception as error:  # nobody waits for an answer that will not come
-            self._answering.failed(error)
-        self._answering.changed.set()
+        except Exception as error:
+            self._stream.failed(error)
+        self._stream.changed.set()
 
     def _read(self, news: News) -> None:
         if news.prompt_logprobs:
             self._echo(news.prompt_logprobs)
         if news.token_ids:
-            self._answering.timed(self, self._write(news))
+            self._stream.timed(self, self._write(news))
         if self._text.stop is not None:
             self._end("stop", self._text.stop)
-            self._answering.engine.cancel(self.ticket)  # it does not know texts
+            self._stream.engine.cancel(self.ticket)  # the engine has no stop texts
         elif news.finish in ("stop", "length"):
-            self._part.text += self._text.end()
-            own = self._answering.model.eos_ids
-            last = self._part.token_ids[-1] if self._part.token_ids else None
+            self._delta.text += self._text.end()
+            own = self._stream.model.eos_ids
+            last = self._delta.token_ids[-1] if self._delta.token_ids else None
             self._end(news.finish, last if news.finish == "stop" and last not in own else None)
         elif news.finish:
             self._end(news.finish, None)
-            self._answering.fail(news)
+            self._stream.fail(news)
 
     def _echo(self, likely: Sequence[Likely | None]) -> None:
-        """Adds the next tokens of the prompt, with as much of its text as they make sure."""
+        """Adds the next tokens of the prompt and their text."""
         prompt, begin = self._echoed, self._num_scored
         end = begin + len(likely)
         shown = prompt.offsets[end] if end < len(prompt.ids) else len(prompt.text)
-        self._part.text += prompt.text[self._num_shown : shown]
-        self._part.scored += map(
-            ScoredToken, prompt.ids[begin:end], likely, prompt.offsets[begin:end]
-        )
+        self._delta.text += prompt.text[self._num_shown : shown]
+        tokens = prompt.ids[begin:end], likely, prompt.offsets[begin:end]
+        self._delta.scored += map(ScoredToken, *tokens)
         self._num_scored, self._num_shown = end, shown
 
     def _write(self, news: News) -> int:
-        """Adds tokens to the part, one by one where each has a place in the text; their number."""
-        tokens, part, text = list(news.token_ids), self._part, self._text
-        hidden = (
-            tokens[-1:]
-            if news.finish == "stop" and not self._request.fields.include_stop_str_in_output
-            else []
-        )
+        """Adds tokens to the delta, one by one for log-probabilities; returns their number."""
+        tokens, delta, text = list(news.token_ids), self._delta, self._text
+        keep_stop = self._request.fields.include_stop_str_in_output
+        hidden = tokens[-1:] if news.finish == "stop" and not keep_stop else []
         visible = tokens[: len(tokens) - len(hidden)]
         with_likely = self._request.top_logprobs is not None
         before, offsets = text.num_tokens, []
         for group in [[token] for token in visible] if with_likely else [visible]:
             if text.stop is not None:
                 break
-            part.text += text.add(group)
+            delta.text += text.add(group)
             offsets.append(text.begin)
         count = text.num_tokens - before
-        if hidden and text.stop is None:  # it ends the answer and is no part of its text
+        if hidden and text.stop is None:  # the stop token has no text
             offsets.append(text.num_characters)
             count += 1
-        part.token_ids += tokens[:count]
+        delta.token_ids += tokens[:count]
         if with_likely:
             places = (len(self._echoed.text) + offset for offset in offsets)
-            part.scored += map(ScoredToken, tokens[:count], news.logprobs, places)
+            delta.scored += map(ScoredToken, tokens[:count], news.logprobs, places)
         self.num_tokens += count
         return count
 
     def _end(self, finish: str, reason: int | str | None) -> None:
-        self.finish = self._part.finish = finish
-        self._part.stop_reason = reason
+        self.finish = self._delta.finish = finish
+        self._delta.stop_reason = reason
 
 
 class RequestStream:
-    """All choices of a request, in the engine from `submit` until they have ended or `cancel`."""
+    """All choices of a request; the engine decodes them from `submit` to their end or `cancel`."""
 
     def __init__(
         self,
@@ -167,7 +160,7 @@ class RequestStream:
         metrics: ServingMetrics,
         began: float,
     ) -> None:
-        """`began` is when the request came, by `time.monotonic`."""
+        """`began` is the time of arrival, by `time.monotonic`."""
         self.request, self.engine, self.model, self.metrics = request, engine, model, metrics
         self.began = began
         self.loop = asyncio.get_running_loop()
@@ -177,66 +170,64 @@ class RequestStream:
             for prompt in range(len(request.prompts))
             for i in range(request.fields.n)
         ]
-        self._seen = [0.0] * len(self.choices)  # when each had its last tokens
+        self._seen = [0.0] * len(self.choices)  # time of the last tokens, by choice
         self._failure: Exception | None = None
 
     def submit(self) -> None:
-        """Hands all choices to the engine, or none; raises APIError."""
-        asked = self.request
+        """Submits all choices to the engine, or none; raises APIError."""
+        request = self.request
         most = self.engine.load().slots + self.engine.max_waiting
-        if len(self.choices) > most:  # there would never be room
-            name = "n" if asked.fields.n > 1 else "prompt"
+        if len(self.choices) > most:  # the queue is never long enough
+            name = "n" if request.fields.n > 1 else "prompt"
             raise bad(name, f"{name}: {len(self.choices)} choices: ask for {most} at most")
         try:
             for choice in self.choices:
-                request = Request(
-                    prompt_ids=asked.prompts[choice.prompt].ids,
-                    max_new_tokens=asked.new_tokens[choice.prompt],
-                    stop_ids=asked.stop_ids,
-                    sampling=row_of(asked.sampling, choice.index),
-                    top_logprobs=asked.top_logprobs,
-                    prompt_logprobs=asked.prompt_logprobs,
+                engine_request = Request(
+                    prompt_ids=request.prompts[choice.prompt].ids,
+                    max_new_tokens=request.new_tokens[choice.prompt],
+                    stop_ids=request.stop_ids,
+                    sampling=row_of(request.sampling, choice.index),
+                    top_logprobs=request.top_logprobs,
+                    prompt_logprobs=request.prompt_logprobs,
                 )
                 others = len(self.choices) - 1 - choice.index
-                choice.ticket = self.engine.submit(request, choice.hear, others)
+                choice.ticket = self.engine.submit(engine_request, choice.on_output, others)
         except Full as error:
             self.cancel()
-            seconds = self.metrics.seconds_until_room(self.engine.load())
-            raise APIError(
-                TOO_MANY,
-                str(error),
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(seconds)},
-            ) from error
+            wait = {"Retry-After": str(self.metrics.seconds_until_room(self.engine.load()))}
+            code = "rate_limit_exceeded"
+            raise APIError(TOO_MANY, str(error), code=code, headers=wait) from error
         except Closed as error:
             self.cancel()
             raise stopping() from error
         except InputError as error:
             self.cancel()
-            raise bad("messages" if asked.chat else "prompt", str(error)) from error
+            raise bad("messages" if request.chat else "prompt", str(error)) from error
 
     async def parts(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """Yields what is new of each choice until all have ended; raises what one failed of."""
+        """Yields the deltas of all choices until they have ended; raises the request's failure."""
+        async for _ in self._changes():
+            for choice in self.choices:
+                if delta := choice.take():
+                    yield choice, delta
+
+    async def whole(self) -> list[Delta]:
+        """All choices once they have ended, each as one delta; raises the request's failure."""
+        async for _ in self._changes():
+            pass
+        return [choice.take() for choice in self.choices]
+
+    async def _changes(self) -> AsyncIterator[None]:
+        """Yields now and after each change, for the last time after the end of all choices."""
         while True:
             if self._failure is not None:
                 raise self._failure
             done = self.done
-            for choice in self.choices:
-                if part := choice.take():
-                    yield choice, part
+            yield
             if done:
                 return
             await self.changed.wait()
             self.changed.clear()
-
-    async def whole(self) -> list[Delta]:
-        """All choices, once they have ended; raises what one failed of."""
-        while self._failure is None and not self.done:
-            await self.changed.wait()
-            self.changed.clear()
-        if self._failure is not None:
-            raise self._failure
-        return [choice.take() for choice in self.choices]
 
     @property
     def done(self) -> bool:
@@ -254,30 +245,32 @@ class RequestStream:
         return sum(choice.num_tokens for choice in self.choices)
 
     def cancel(self) -> None:
-        """Frees what the choices hold in the engine; those that have ended hold nothing."""
+        """Cancels the choices that have not ended."""
         for choice in self.choices:
             if choice.ticket is not None and not choice.finish:
                 choice.finish = "cancelled"
                 self.engine.cancel(choice.ticket)
 
     def stop(self) -> None:
-        """Ends the request because the server ends."""
+        """Ends the request because the server shuts down."""
         self._failure = stopping()
         self.changed.set()
 
     def fail(self, news: News) -> None:
-        """Ends the request with what happened to one of its choices."""
-        if news.finish == "cancelled":  # by an engine that closes: `cancel` hears no news
+        """Ends the request with the failure of one of its choices."""
+        if (
+            news.finish == "cancelled"
+        ):  # by an engine that closes
             self.stop()
         else:
             self._failure = APIError(FAULT, news.error or "the engine failed")
 
     def failed(self, error: Exception) -> None:
-        """Ends the request with a fault of ours, which its own task raises."""
+        """Ends the request with an exception, which its own task raises."""
         self._failure = error
 
     def timed(self, choice: Choice, count: int) -> None:
-        """Counts a choice's new tokens, and the time that they took."""
+        """Counts a choice's new tokens and the time since the ones before."""
         self.metrics.gave(count)
         now, before = time.monotonic(), self._seen[choice.index]
         self._seen[choice.index] = now

@@ -38,7 +38,7 @@ FaultCode = Literal[
     "not_finite",
 ]
 LARGEST = (1 << 31) - 1
-QUOTED = "'|(?<=unknown field) "  # where an error of msgspec begins to quote what came
+QUOTED = "'|(?<=unknown field) "  # where a message of msgspec begins to quote the content
 FIXMAP = 0x80  # msgpack's header of a map of at most 15 entries; no message has more fields
 
 
@@ -172,7 +172,7 @@ MaybeTokens = Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first message: who the client is, its pair of models, and how it wants rows encoded."""
+    """The first message: the client's software, its pair of models and its encoding of rows."""
 
     software: WireText
     pairing: Pairing
@@ -222,7 +222,7 @@ class Resume:
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Has the target verify a draft.
+    """Lets the target verify a draft.
 
     `tokens` leave the root out. `parents` are indices of nodes: the root is 0, tokens[0] is 1.
     """
@@ -253,7 +253,7 @@ class Close:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Has the target write the rest alone, as an API does; each token comes when it is ready."""
+    """Lets the target decode the rest alone; each token is sent at once."""
 
     seq: Seq
 
@@ -308,7 +308,7 @@ class Resumed:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A request was refused, and why; after a fatal Fault the server closes the connection."""
+    """The refusal of a request; after a fatal Fault the server closes the connection."""
 
     code: FaultCode
     text: WireText
@@ -382,14 +382,14 @@ def _decode(data: bytes, limits: MessageLimits, kinds: dict[int, type]) -> Any:
     return kind(**fields)
 
 
-def _reason(kind: type, said: str) -> str:
-    """The end of an error's line, made of msgspec's, without what that shows of the content."""
-    what, _, place = said.rpartition(" - at ")
+def _reason(kind: type, message: str) -> str:
+    """The end of an error's line: msgspec's message without the content that it quotes."""
+    what, _, place = message.rpartition(" - at ")
     found = re.search(r"`\$\.(\w+)[^`]*`$", place) if what else None
     if found and found[1] in FORMS[kind]:
         return f".{found[1]} is not valid: {re.split(QUOTED, what)[0].strip()}"
-    if said.startswith("Object contains unknown field"):
+    if message.startswith("Object contains unknown field"):
         return " has a field that this version does not know"
-    if missing := re.match("Object missing required field `([a-z_]+)`", said):
+    if missing := re.match("Object missing required field `([a-z_]+)`", message):
         return f".{missing[1]} is missing"
     return " is not a msgpack map of its fields"

@@ -142,9 +142,9 @@ class Completions:
     def _tokenised(self, number: int, text: str, stopped: bool, count: int | None) -> TargetAnswer:
         """An answer that came as a text, of `count` tokens where the server states the number."""
         tokenizer = self.wanted.tokenizer
-        said, text = text, text.encode(errors="replace").decode()  # halves of pairs have no form
+        sent, text = text, text.encode(errors="replace").decode()  # lone surrogates have no form
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        same = tokenizer.decode(token_ids) == said
+        same = tokenizer.decode(token_ids) == sent
         if count is not None:  # the token that ends an answer is not in its text
             same &= len(token_ids) in (count, count - stopped)
         token_ids = self._with_stop(token_ids) if stopped else token_ids

@@ -125,16 +125,16 @@ class EndpointClient:
     def _error(self, response: httpx.Response) -> Exception:
         """The exception for a reply with another status than 200."""
         status, headers = response.status_code, response.headers
-        said = f"status {status}{_message(response.content)}"
+        reply = f"status {status}{_message(response.content)}"
         if status in RETRYABLE or status >= httpx.codes.INTERNAL_SERVER_ERROR:
             wait_s = _seconds(headers.get("Retry-After", ""))
-            return RetryableError(said, wait_s=wait_s, busy=status == TOO_MANY)
+            return RetryableError(reply, wait_s=wait_s, busy=status == TOO_MANY)
         if status in NO_KEY:
             other = "refuses the key: give another" if self._has_key else "wants a key: give one"
-            return InputError(f"{self.address}: it {other} with --api-key-file ({said})")
+            return InputError(f"{self.address}: it {other} with --api-key-file ({reply})")
         if location := headers.get("Location"):
             return InputError(f"{self.address} has moved to {location}: give --endpoint that URL")
-        return RefusedByServer(f"{self.address} refuses a request: {said}", status)
+        return RefusedByServer(f"{self.address} refuses a request: {reply}", status)
 
 
 def _message(data: bytes) -> str:
