@@ -63,7 +63,10 @@ from moa_jax.errors import InputError
 from moa_jax.files.places import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
+from train.run.completions import AnswerFields
+from train.run.connection import EndpointClient, address_of
 from train.run.conversations import AnswerRules, Conversation, answer_all
+from train.run.endpoint import EndpointAnswers
 from train.run.partial import Partial
 
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
@@ -143,7 +146,7 @@ def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
     """The settings that decide the text."""
     flags = DECISIVE + (DRAWING if args.temperature else ())
     settings = {flag: getattr(args, flag) for flag in flags}
-    if args.endpoint:
+    if isinstance(answers, EndpointAnswers):
         return settings | {"model": answers.model}
     dtype = args.dtype or jnp.dtype(default_dtype()).name
     return settings | {"weights": args.weights, "dtype": dtype}
@@ -188,14 +191,8 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
     return LocalAnswers(engine, rules.tokenizer, args.max_new_tokens, stop_ids)
 
 
-def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> Answers:
+def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
     """A server whose models and capabilities are known."""
-    try:
-        from train.run.completions import AnswerFields
-        from train.run.connection import EndpointClient, address_of
-        from train.run.endpoint import EndpointAnswers
-    except ModuleNotFoundError as error:
-        raise InputError(f"--endpoint needs {error.name}: install the extra `serve`") from error
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
     notice = lambda line: print(line, file=sys.stderr, flush=True)
     for line in target.notices:

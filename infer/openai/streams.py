@@ -258,9 +258,7 @@ class RequestStream:
 
     def fail(self, news: News) -> None:
         """Ends the request with the failure of one of its choices."""
-        if (
-            news.finish == "cancelled"
-        ):  # by an engine that closes
+        if news.finish == "cancelled":  # by an engine that closes
             self.stop()
         else:
             self._failure = APIError(FAULT, news.error or "the engine failed")
