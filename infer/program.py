@@ -8,6 +8,7 @@ import errno
 import importlib.util
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -150,10 +151,11 @@ def keep_to_32_bits() -> None:
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Run a program and exit with its code, or with 2 after one line for bad input.
 
-    A path that the system refuses, a full disk, too little memory and a backend that jax cannot
-    start count as bad input. Ctrl-C exits with 130 and a closed pipe (`| head`) with 141, both
-    without a word. Any other exception is a fault of ours and keeps its traceback. What jax
-    compiles is kept for the next start (`compile_cache`).
+    Bad input includes a path of the command line that the system refuses, a full disk, too little
+    memory and a backend that jax cannot start. Ctrl-C exits with 130 and a closed pipe (`| head`)
+    with 141, both without a word. Any other exception is a fault of ours and keeps its traceback,
+    also an OSError about another path. What jax compiles is kept for the next start
+    (`compile_cache`).
     """
     streams.prepare()
     compile_cache.use()
@@ -167,7 +169,7 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         code = BROKEN_PIPE
     except Exception as error:
-        if (line := refusal_of(error)) is None:
+        if (line := refusal_of(error, arguments)) is None:
             raise
         spec = sys.modules[main.__module__].__spec__
         name = spec.name if spec else Path(sys.argv[0]).stem  # infer.info after `-m infer.info`
@@ -188,16 +190,43 @@ def _code_of(main: Main, arguments: list[str] | None) -> object:
     return code
 
 
-def refusal_of(error: BaseException) -> str | None:
-    """The one line for bad input, and for what the system or jax refuses; None for a fault."""
+def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str | None:
+    """The one line for bad input, and for what the system or jax refuses; None for a fault.
+
+    `arguments` is the command line, which is that of the process by default.
+    """
     if isinstance(error, InputError):
         return " ".join(str(error).split())
     if line := _memory_refusal(error) or _backend_refusal(error) or _variable_refusal(error):
         return line
-    if not isinstance(error, OSError) or (error.filename is None and error.errno not in DISK_FULL):
+    if not isinstance(error, OSError):
         return None
-    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{where}{error.strerror}: choose a path that can be used"
+    path = None if error.filename is None else os.fsdecode(error.filename)
+    if error.errno in DISK_FULL:
+        where = "" if path is None else f"{path}: "
+        return f"{where}{error.strerror}: make room, or choose another path"
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if path is None or not (path in streams.NAMES or _is_given(path, arguments)):
+        return None
+    reason = str(error.strerror)
+    return f"cannot open {path}: {reason[:1].lower()}{reason[1:]}; choose a path that can be used"
+
+
+def _is_given(path: str, arguments: list[str]) -> bool:
+    """Whether a path is in the command line, below or above such a path, or a file beside one.
+
+    A file beside one has its name and more, as a lock or a scratch file has.
+    """
+    found = Path(os.path.abspath(path))
+    texts = {part for text in arguments for part in (text, *re.split("[=,]", text)) if part}
+    for given in (Path(os.path.abspath(os.path.expanduser(text))) for text in texts):
+        for each in (found, *found.parents):
+            beside = each.parent == given.parent and each.name.lstrip(".").startswith(given.stem)
+            if beside or each == given:
+                return True
+        if found in given.parents:
+            return True
+    return False
 
 
 def _memory_refusal(error: BaseException) -> str | None:

@@ -45,10 +45,10 @@ from infer.http.address import (
 from infer.http.auth import read_keys
 from infer.http.log import EventLog, Log, WarningHandler
 from infer.http.run import serve_until_signal
+from infer.openai.app import OpenAIServer, ServingLimits
+from infer.openai.metrics import ServingMetrics
+from infer.openai.model import Model
 from infer.program import Parser, positive, run, utf8, whole
-from infer.serving.app import OpenAIServer, ServingLimits
-from infer.serving.metrics import ServingMetrics
-from infer.serving.model import Model
 from moa_jax.decode.background import leave
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine.group import Group, LeaderDied, follow

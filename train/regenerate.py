@@ -64,9 +64,9 @@ from moa_jax.files.places import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
 from train.run.completions import AnswerFields
-from train.run.connection import address_of
+from train.run.connection import EndpointClient, address_of
 from train.run.conversations import AnswerRules, Conversation, answer_all
-from train.run.endpoint import Endpoint, EndpointAnswers
+from train.run.endpoint import EndpointAnswers
 from train.run.partial import Partial
 
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
@@ -192,12 +192,13 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
 
 
 def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
-    """A server, which was asked what it has and speaks."""
+    """A server whose models and capabilities are known."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
     notice = lambda line: print(line, file=sys.stderr, flush=True)
     for line in target.notices:
         notice(line)
-    server = Endpoint(address_of(args.endpoint), key, args.timeout or TIMEOUT_S, notice)
+    at_once = args.concurrency or AT_ONCE
+    address, timeout_s = address_of(args.endpoint), args.timeout or TIMEOUT_S
     wanted = AnswerFields(
         rules.tokenizer,
         target.config.vocab_size,
@@ -206,7 +207,8 @@ def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> E
         args.ignore_stop,
         target.generation.turn_id,
     )
-    return EndpointAnswers(server, args.model, wanted, args.max_prompt, args.concurrency or AT_ONCE)
+    connect = lambda: EndpointClient(address, key, timeout_s, at_once)
+    return EndpointAnswers(connect, args.model, wanted, args.max_prompt, at_once, notice)
 
 
 # ---- flags ----

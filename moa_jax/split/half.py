@@ -27,13 +27,7 @@ from moa_jax.drafters.api import NOTHING, Cache, Drafter, Tapped, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import llama, quantise
 from moa_jax.model.pieces import likeliest
-from moa_jax.pretrained import (
-    LoadedDrafter,
-    Target,
-    default_dtype,
-    functions_of,
-    load_borrowed,
-)
+from moa_jax.pretrained import LoadedDrafter, Target, default_dtype, functions_of, load_borrowed
 from moa_jax.split.rows import LeafSpec
 
 Array = jax.Array

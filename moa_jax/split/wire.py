@@ -1,10 +1,11 @@
-"""The protocol: messages as bytes, and back with every field checked.
+"""The protocol of split decoding: messages as bytes, and back with every field checked.
 
     byte 0  protocol version    byte 1  kind    rest  one msgpack map, names of fields -> values
 
 Lists of whole numbers are sent as little-endian binary (tokens int32, parents uint16), and no
-message holds a msgpack array. So a reader never allocates more than the bytes that it was sent,
-whatever their headers promise. An error names a message and its field, but never shows its content.
+message holds a msgpack array. msgspec decodes a map straight into the fields of its message, so a
+reader never allocates more than the bytes that were sent, whatever their headers promise. An error
+names a message and its field, but never shows the content.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-import msgpack
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
@@ -35,12 +37,13 @@ FaultCode = Literal[
     "draining",
     "not_finite",
 ]
-MOST_ENTRIES = 32  # of any map; no message has more fields
 LARGEST = (1 << 31) - 1
+QUOTED = "'|(?<=unknown field) "  # where a message of msgspec begins to quote the content
+FIXMAP = 0x80  # msgpack's header of a map of at most 15 entries; no message has more fields
 
 
 class BadMessage(InputError):
-    """Bytes that are not a message of this protocol; its one line never shows their content."""
+    """Bytes that are not a message of this protocol; the error never shows their content."""
 
 
 class WrongVersion(BadMessage):
@@ -56,7 +59,7 @@ class WrongVersion(BadMessage):
 
 @dataclasses.dataclass(frozen=True)
 class MessageLimits:
-    """How much one message may hold: what one side accepts, not what the protocol allows."""
+    """Limits on one message that this side accepts; the protocol itself allows more."""
 
     max_tokens: int  # of a session
     max_nodes: int  # of a draft, the root left out; below 2**16
@@ -64,106 +67,75 @@ class MessageLimits:
     max_bytes: int  # of a whole message
     max_stops: int = 64
     max_text: int = 1000  # characters of any text
-    vocab_size: int = 1 << 31  # token ids are below it
+    vocab_size: int = 1 << 31  # token ids are below this
 
 
 class Form(NamedTuple):
-    """How one field is sent and checked.
+    """The part of a field's format that its Python type does not state.
 
-    `read` raises BadMessage; its text is the end of a line that begins with the field's name.
+    `read` checks a decoded value against the limits; the text of its BadMessage follows the name of
+    the field. `sent_as` is the type in msgpack, if that differs from the type of the field.
     """
 
-    read: Callable[[Any, MessageLimits], Any]
+    read: Callable[[Any, MessageLimits], Any] = lambda value, limits: value
     write: Callable[[Any], Any] = lambda value: value
+    sent_as: Any = None
 
 
-def _whole(low: int, limit: str | int = LARGEST) -> Form:
-    """A whole number from `low` to `limit`, which is a number or the name of a limit."""
+def _at_most(limit: str) -> Form:
+    """A whole number up to the limit with this name."""
 
-    def read(value: Any, limits: MessageLimits) -> int:
-        high = getattr(limits, limit) if isinstance(limit, str) else limit
-        if type(value) is not int or not low <= value <= high:
-            raise BadMessage(f"is not a whole number from {low} to {high}")
+    def read(value: int, limits: MessageLimits) -> int:
+        if value > (high := getattr(limits, limit)):
+            raise BadMessage(f"is above {high}")
         return value
 
     return Form(read)
 
 
 def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
-    """A list of whole numbers, sent as binary of one dtype.
+    """A list of whole numbers from 0 to below the limit `bound`, sent as binary of one dtype.
 
-    Each is at least 0 and below the limit named `bound`. The list has at least `least` entries and
-    at most as many as the limit named `most` allows.
+    The length of the list is from `least` to the limit `most`.
     """
     size = np.dtype(dtype).itemsize
 
-    def read(value: Any, limits: MessageLimits) -> list[int]:
-        high = getattr(limits, most)
-        if type(value) is not bytes or len(value) % size:
-            raise BadMessage(f"is not binary of {size} bytes a number")
-        if not least <= len(value) // size <= high:
-            raise BadMessage(f"has {len(value) // size} entries: from {least} to {high} may come")
+    def read(value: bytes, limits: MessageLimits) -> list[int]:
+        count, rest = divmod(len(value), size)
+        high, end = getattr(limits, most), getattr(limits, bound)
+        if rest or not least <= count <= high:
+            raise BadMessage(f"is not binary of {least} to {high} numbers of {size} bytes")
         numbers = np.frombuffer(value, dtype)
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < getattr(limits, bound):
-            raise BadMessage(f"holds a number that is not from 0 to below {getattr(limits, bound)}")
+        if count and not 0 <= numbers.min() <= numbers.max() < end:
+            raise BadMessage(f"holds a number that is not from 0 to below {end}")
         return numbers.tolist()
 
-    return Form(read, lambda value: np.asarray(value, dtype).tobytes())
+    return Form(read, lambda value: np.asarray(value, dtype).tobytes(), bytes)
 
 
-def _read_flag(value: Any, limits: MessageLimits) -> bool:
-    if type(value) is not bool:
-        raise BadMessage("is neither true nor false")
-    return value
-
-
-def _read_text(value: Any, limits: MessageLimits) -> str:
-    # The text may be shown in a terminal or a log, so it has one line and no control characters.
-    if type(value) is not str or len(value) > limits.max_text or not value.isprintable():
+def _read_text(value: str, limits: MessageLimits) -> str:
+    # The text may be shown in a terminal or a log, so control characters are refused.
+    if len(value) > limits.max_text or not value.isprintable():
         raise BadMessage(f"is not a line of at most {limits.max_text} printable characters")
     return value
 
 
-def _read_session(value: Any, limits: MessageLimits) -> str:
-    if type(value) is not str or not re.fullmatch("[0-9a-f]{32}", value):
-        raise BadMessage("is not 32 hex digits")
-    return value
-
-
-def _one_of(choice: Any) -> Form:
-    names = get_args(choice)
-
-    def read(value: Any, limits: MessageLimits) -> str:
-        if type(value) is not str or value not in names:
-            raise BadMessage(f"is none of {', '.join(filter(None, names))}")
-        return value
-
-    return Form(read)
-
-
-def _read_binary(value: Any, limits: MessageLimits) -> bytes:
-    if type(value) is not bytes:
-        raise BadMessage("is not binary")
-    return value
-
-
-def _read_pairing(value: Any, limits: MessageLimits) -> dict[str, str | int]:
-    if type(value) is not dict:
-        raise BadMessage("is not a map")
-    for name, entry in value.items():
-        if type(name) is not str or not re.fullmatch("[a-z0-9_]{1,64}", name):
-            raise BadMessage("has an entry whose name is not 1 to 64 of a-z, 0-9 and _")
-        if type(entry) is not int:
-            try:
-                _read_text(entry, limits)
-            except BadMessage as error:
-                raise BadMessage(f"has an entry that is not a whole number and {error}") from None
+def _read_pairing(value: dict[str, str | int], limits: MessageLimits) -> dict[str, str | int]:
+    for entry in value.values():
+        if isinstance(entry, str):
+            _read_text(entry, limits)
     return value
 
 
 SAMPLING_TYPES = {
     name: kind for name, kind in get_type_hints(Sampling).items() if name != "logit_bias"
 }
+BOUNDS = {"top_k": Meta(ge=0, le=LARGEST), "seed": Meta(ge=0)}  # the client has drawn the seed
+SamplingFields = msgspec.defstruct(
+    "SamplingFields",
+    [(name, Annotated[kind, BOUNDS.get(name)]) for name, kind in SAMPLING_TYPES.items()],
+    forbid_unknown_fields=True,
+)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, float]:
@@ -176,42 +148,36 @@ def sampling_fields(sampling: Sampling) -> dict[str, float]:
     return {name: kind(getattr(sampling, name)) for name, kind in SAMPLING_TYPES.items()}
 
 
-def _read_sampling(value: Any, limits: MessageLimits) -> dict[str, float]:
-    if type(value) is not dict or value.keys() != SAMPLING_TYPES.keys():
-        raise BadMessage(f"is not a map with just {', '.join(SAMPLING_TYPES)}")
-    for name, kind in SAMPLING_TYPES.items():
-        entry = value[name]
-        if type(entry) not in (int, kind):
-            raise BadMessage(f"has a {name} that is not of type {kind.__name__}")
-        try:
-            Sampling(**{name: entry})  # also refuses numbers that are not finite
-        except InputError:  # its line shows the value, which ours must not
-            raise BadMessage(f"has a {name} out of range") from None
-        if entry < 0 and name == "seed":  # the client has drawn it
-            raise BadMessage(f"has a {name} out of range")
-        if kind is int and name != "seed" and entry > LARGEST:
-            raise BadMessage(f"has a {name} above {LARGEST}")
-    return {name: kind(value[name]) for name, kind in SAMPLING_TYPES.items()}
+def _read_sampling(value: msgspec.Struct, limits: MessageLimits) -> dict[str, float]:
+    fields = msgspec.structs.asdict(value)
+    try:
+        Sampling(**fields)  # also refuses numbers that are not finite
+    except InputError as error:  # this line shows the value after the name
+        raise BadMessage(f"has a {str(error).partition(' ')[0]} out of range") from None
+    return fields
 
 
-Seq = Annotated[int, _whole(0)]
-LastSeq = Annotated[int, _whole(-1)]
-Flag = Annotated[bool, Form(_read_flag)]
+Name = Annotated[str, Meta(pattern="^[a-z0-9_]{1,64}$")]
+Seq = Annotated[int, Meta(ge=0, le=LARGEST)]
+LastSeq = Annotated[int, Meta(ge=-1, le=LARGEST)]
+Count = Annotated[int, Meta(ge=0, le=LARGEST), _at_most("max_tokens")]
+CountFromOne = Annotated[int, Meta(ge=1, le=LARGEST), _at_most("max_tokens")]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 WireText = Annotated[str, Form(_read_text)]
-SessionId = Annotated[str, Form(_read_session)]
-Pairing = Annotated[dict[str, str | int], Form(_read_pairing)]
+SessionId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+Pairing = Annotated[dict[Name, str | int], Meta(max_length=32), Form(_read_pairing)]
 Tokens = Annotated[list[int], _numbers("<i4", "vocab_size", 1, "max_tokens")]
 MaybeTokens = Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_tokens")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first message: who the client is, its pair of models, and how it wants rows encoded."""
+    """The first message: the client's software, its pair of models and its encoding of rows."""
 
     software: WireText
     pairing: Pairing
-    codec: Annotated[Codec, _one_of(Codec)]
-    compress: Flag
+    codec: Codec
+    compress: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,12 +191,12 @@ class Open:
 
     seq: Seq
     tokens: Tokens
-    prompt_length: Annotated[int, _whole(1, "max_tokens")]  # of these: some penalties leave them
-    root_given: Flag
-    known: Annotated[int, _whole(0, "max_tokens")]
-    total: Annotated[int, _whole(1, "max_tokens")]  # most tokens that the session may hold
+    prompt_length: CountFromOne  # of these: some penalties leave them
+    root_given: bool
+    known: Count
+    total: CountFromOne  # most tokens that the session may hold
     stop_ids: Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_stops")]
-    sampling: Annotated[dict[str, float], Form(_read_sampling)]
+    sampling: Annotated[dict[str, float], Form(_read_sampling, sent_as=SamplingFields)]
 
     def __post_init__(self) -> None:
         if self.prompt_length > len(self.tokens):
@@ -251,12 +217,12 @@ class Resume:
 
     session: SessionId
     seq: LastSeq  # of the last reply seen; -1 for none
-    known: Annotated[int, _whole(0, "max_tokens")] = 0
+    known: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Has the target verify a draft.
+    """Lets the target verify a draft.
 
     `tokens` leave the root out. `parents` are indices of nodes: the root is 0, tokens[0] is 1.
     """
@@ -287,7 +253,7 @@ class Close:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Has the target write the rest alone, as an API does; each token comes when it is ready."""
+    """Lets the target decode the rest alone; each token is sent at once."""
 
     seq: Seq
 
@@ -298,10 +264,10 @@ class Welcome:
 
     software: WireText
     pairing: Pairing
-    max_nodes: Annotated[int, _whole(0)]
-    max_tokens: Annotated[int, _whole(1)]  # of a session, its prompt included
-    max_prompt: Annotated[int, _whole(1)]
-    chunk: Annotated[int, _whole(1, "max_rows")]  # most rows in one message
+    max_nodes: Seq
+    max_tokens: Positive  # of a session, its prompt included
+    max_prompt: Positive
+    chunk: Annotated[Positive, _at_most("max_rows")]  # most rows in one message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,12 +287,12 @@ class Committed:
     """
 
     seq: Seq
-    start: Annotated[int, _whole(0, "max_tokens")]
-    count: Annotated[int, _whole(0, "max_rows")]
+    start: Count
+    count: Annotated[Seq, _at_most("max_rows")]
     tokens: MaybeTokens
-    done: Annotated[Done, _one_of(Done)]
-    more: Flag
-    rows: Annotated[bytes, Form(_read_binary)]
+    done: Done
+    more: bool
+    rows: bytes
 
     def __post_init__(self) -> None:
         if self.more and self.done:
@@ -342,41 +308,40 @@ class Resumed:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A request was refused, and why; after a fatal Fault the server closes the connection."""
+    """The refusal of a request; after a fatal Fault the server closes the connection."""
 
-    code: Annotated[FaultCode, _one_of(FaultCode)]
+    code: FaultCode
     text: WireText
-    fatal: Flag
+    fatal: bool
 
 
 Up = Hello | Open | Resume | Verify | Read | Close | Stream
 Down = Welcome | Opened | Committed | Resumed | Fault
 # A number never changes its meaning, not even after its message is gone.
-UP: dict[int, type] = {
-    1: Hello,
-    2: Open,
-    3: Resume,
-    4: Verify,
-    5: Read,
-    6: Close,
-    7: Stream,
-}
+UP: dict[int, type] = {1: Hello, 2: Open, 3: Resume, 4: Verify, 5: Read, 6: Close, 7: Stream}
 DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Committed, 68: Resumed, 69: Fault}
 KIND_OF = {message: kind for kind, message in (UP | DOWN).items()}
-FORMS: dict[type, dict[str, Form]] = {
-    message: {
-        name: hint.__metadata__[0]
-        for name, hint in get_type_hints(message, include_extras=True).items()
+FORMS: dict[type, dict[str, Form]] = {}
+READERS: dict[type, msgspec.msgpack.Decoder] = {}  # of the maps, as objects with the same fields
+for message in KIND_OF:
+    hints = get_type_hints(message, include_extras=True)
+    FORMS[message] = forms = {
+        name: next(
+            (each for each in getattr(hint, "__metadata__", ()) if type(each) is Form), Form()
+        )
+        for name, hint in hints.items()
     }
-    for message in KIND_OF
-}
+    sent = [(name, forms[name].sent_as or hint) for name, hint in hints.items()]
+    READERS[message] = msgspec.msgpack.Decoder(
+        msgspec.defstruct(message.__name__, sent, forbid_unknown_fields=True)
+    )
 
 
 def encode(message: Up | Down) -> bytes:
-    """A message as bytes; the receiver checks it."""
+    """A message as bytes; the receiver checks them."""
     kind = type(message)
     fields = {name: form.write(getattr(message, name)) for name, form in FORMS[kind].items()}
-    return bytes((VERSION, KIND_OF[kind])) + msgpack.packb(fields)
+    return bytes((VERSION, KIND_OF[kind])) + msgspec.msgpack.encode(fields)
 
 
 def decode_up(data: bytes, limits: MessageLimits) -> Up:
@@ -402,41 +367,29 @@ def _decode(data: bytes, limits: MessageLimits, kinds: dict[int, type]) -> Any:
         names = ", ".join(kind.__name__ for kind in kinds.values())
         raise BadMessage(f"a message that is none of {names}")
     kind = kinds[data[1]]
-    fields, forms = _unpacked(kind, memoryview(data)[2:], limits), FORMS[kind]
-    if fields.keys() - forms.keys():
-        raise BadMessage(f"{kind.__name__} has a field that this version does not know")
-    for name in forms:
-        if name not in fields:
-            raise BadMessage(f"{kind.__name__}.{name} is missing")
+    try:
+        sent = READERS[kind].decode(memoryview(data)[2:])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadMessage(f"{kind.__name__}{_reason(kind, str(error))}") from None
+    if data[2] != FIXMAP + len(FORMS[kind]):  # a name is repeated
+        raise BadMessage(f"{kind.__name__} is not a msgpack map of its fields")
+    fields = {}
+    for name, form in FORMS[kind].items():
         try:
-            fields[name] = forms[name].read(fields[name], limits)
+            fields[name] = form.read(getattr(sent, name), limits)
         except BadMessage as error:
             raise BadMessage(f"{kind.__name__}.{name} {error}") from None
     return kind(**fields)
 
 
-def _unpacked(kind: type, data: memoryview, limits: MessageLimits) -> dict[Any, Any]:
-    """The map of a message; its values are not checked."""
-    try:
-        fields = msgpack.unpackb(
-            data,
-            object_pairs_hook=_map_of,
-            max_map_len=MOST_ENTRIES,
-            max_array_len=0,
-            max_ext_len=0,
-            max_str_len=4 * limits.max_text,  # UTF-8 bytes; `read` counts characters
-            max_bin_len=limits.max_bytes,
-        )
-    except (ValueError, msgpack.UnpackException):
-        fields = None
-    if type(fields) is not dict:
-        raise BadMessage(f"{kind.__name__} is not a msgpack map within the limits")
-    return fields
-
-
-def _map_of(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A map without repeated names; ValueError for one with them."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a name is repeated")
-    return fields
+def _reason(kind: type, message: str) -> str:
+    """The end of an error's line: msgspec's message without the content that it quotes."""
+    what, _, place = message.rpartition(" - at ")
+    found = re.search(r"`\$\.(\w+)[^`]*`$", place) if what else None
+    if found and found[1] in FORMS[kind]:
+        return f".{found[1]} is not valid: {re.split(QUOTED, what)[0].strip()}"
+    if message.startswith("Object contains unknown field"):
+        return " has a field that this version does not know"
+    if missing := re.match("Object missing required field `([a-z_]+)`", message):
+        return f".{missing[1]} is missing"
+    return " is not a msgpack map of its fields"

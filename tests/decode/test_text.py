@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from infer.serving.tokens import _bytes_of_characters
+from infer.openai.tokens import _bytes_of_characters
 from moa_jax.decode.text import (
     HALF,
     Detokenizer,

@@ -9,7 +9,7 @@ from infer.bench.serving import clients, results, run, servers
 from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
 from infer.bench.serving.flags import check, parser_of, variants_of
 from infer.bench.suites import DEMO, PAPER
-from infer.serving.metrics import ServingMetrics
+from infer.openai.metrics import ServingMetrics
 from moa_jax.config import DraftShape
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError

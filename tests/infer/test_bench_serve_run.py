@@ -16,8 +16,8 @@ from infer.bench.serving import clients, results, run, servers
 from infer.bench.serving.clients import RequestOutcome, SampleRequest
 from infer.bench.serving.flags import variants_of
 from infer.bench.serving.servers import Server
+from infer.openai.metrics import ServingMetrics
 from infer.server_process import Child, ended_by_sigterm
-from infer.serving.metrics import ServingMetrics
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError
 from tests.infer.test_bench_serve import MOST_TOKENS, IdleEngine, args_of, refused

@@ -75,14 +75,42 @@ def test_bad_input_is_one_line_and_exit_2(capsys):
     assert capsys.readouterr() == ("", line)
 
 
-@pytest.mark.parametrize("name, reason", [("a-file/x", "Not a directory"), (".", "Is a dir")])
+@pytest.mark.parametrize("name, reason", [("a-file/x", "not a directory"), (".", "is a dir")])
 def test_a_path_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, name, reason, capsys):
     (tmp_path / "a-file").touch()
     path = tmp_path / name
-    assert exit_code(lambda arguments: path.write_text("x")) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith(f"{__name__}: {path}: {reason}")
-    assert shown.err.endswith(": choose a path that can be used\n")
+    for arguments in (["--output", str(path)], [f"--output={path}"], [f"files=x,{path}"]):
+        assert exit_code(lambda _: path.write_text("x"), arguments) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith(f"{__name__}: cannot open {path}: {reason}")
+        assert shown.err.endswith("; choose a path that can be used\n")
+
+
+def test_files_of_a_given_path_are_bad_input_too(tmp_path, capsys):
+    """Those in a folder, scratch files beside a file, and folders above it."""
+    (tmp_path / "a-file").touch()
+    for flag, name in [
+        ("a-file", "a-file/config.json"),
+        ("gone", "gone/config.json"),
+        ("gone/out.jsonl", "gone/.out.jsonl.ab/out.jsonl"),
+        ("gone/out.jsonl", "gone/out-00001-of-00002.jsonl"),
+        ("gone/more/out.jsonl", "gone/more"),
+    ]:
+        path = tmp_path / name
+        arguments = ["--target", str(tmp_path / flag)]
+        assert exit_code(lambda _: path.read_text(), arguments) == 2  # noqa: B023
+        assert f"cannot open {path}: " in capsys.readouterr().err
+
+
+def test_a_path_of_ours_keeps_its_traceback(tmp_path):
+    """A file that a program opens by itself is missing by a fault of ours."""
+    given = tmp_path / "given"
+    given.mkdir()
+    missing = tmp_path / "other" / "config.json"
+    for arguments in ([], ["--output", str(given)], ["--seed", "5", "--text", "Hello, config"]):
+        with pytest.raises(FileNotFoundError):
+            program.run(lambda _: missing.read_text(), arguments)
 
 
 def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
@@ -93,7 +121,7 @@ def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
         raise OSError("ours")
 
     assert exit_code(full) == 2
-    said = "No space left on device: choose a path that can be used"
+    said = "No space left on device: make room, or choose another path"
     assert capsys.readouterr().err == f"{__name__}: {said}\n"
     with pytest.raises(OSError, match="ours"):
         program.run(wrong)

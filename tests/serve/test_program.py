@@ -31,7 +31,7 @@ def files(tmp_path) -> dict[str, str]:
 
 REFUSED = {  # flags, and what the one line says
     "--host 0.0.0.0": "lets other machines in: give --api-key-file, or --open",
-    "--api-key-file {absent}": "No such file",
+    "--api-key-file {absent}": "no such file",
     "--api-key-file {empty}": "it holds no keys: write one a line",
     "--api-key-file {words}": "each one word of printable ASCII",
     "--tls-cert {keys}": "no certificate with its key",

@@ -161,7 +161,7 @@ def test_a_fault_of_ours_is_an_error_without_details(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", ["answering.GrowingText.add", "replies.Replies.PART"])
+@pytest.mark.parametrize("place", ["streams.GrowingText.add", "responses.Replies.PART"])
 def test_a_fault_while_tokens_become_an_answer_ends_it(stream, place, monkeypatch):
     """Who asked is told at once, also in the middle of a stream, and the slot is free."""
 
@@ -169,7 +169,7 @@ def test_a_fault_while_tokens_become_an_answer_ends_it(stream, place, monkeypatc
         raise RuntimeError("no such piece")
 
     name = place.replace("PART", "events" if stream else "whole")
-    monkeypatch.setattr(f"infer.serving.{name}", fail)
+    monkeypatch.setattr(f"infer.openai.{name}", fail)
     with running() as server:
         if stream:
             (event,) = server.stream(COMPLETIONS, LONG)

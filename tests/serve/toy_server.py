@@ -19,9 +19,9 @@ import uvicorn
 from infer.flags.pair import DEMO
 from infer.http.address import bind
 from infer.http.timeouts import TimedHttp
-from infer.serving.app import OpenAIServer, ServingLimits
-from infer.serving.metrics import ServingMetrics
-from infer.serving.model import Model
+from infer.openai.app import OpenAIServer, ServingLimits
+from infer.openai.metrics import ServingMetrics
+from infer.openai.model import Model
 from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.engine import Full, Load, News, Request, Ticket

@@ -52,10 +52,10 @@ def files(tmp_path) -> dict[str, str]:
 REFUSED = {  # flags, and what the one line says
     "--host 0.0.0.0": "lets other machines in: give --token-file, or --open",
     "--host :: --max-queue 3": "lets other machines in",
-    "--token-file {absent}": "No such file",
+    "--token-file {absent}": "no such file",
     "--token-file {empty}": "one word of printable ASCII",
     "--token-file {words}": "one word of printable ASCII",
-    "--tls-cert {absent}": "No such file",
+    "--tls-cert {absent}": "no such file",
     "--tls-cert {junk}": "no certificate with its key",
     "--tls-key {junk}": "--tls-key without --tls-cert",
     "--port 70000": "not a port from 0 to 65535",

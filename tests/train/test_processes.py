@@ -51,6 +51,7 @@ def raising(error):
 def main(arguments=None):
     parser = Parser("toy")
     cluster.add_flags(parser)
+    parser.add_argument("--reads")
     args = parser.parse_args(arguments)
     {before}
     with cluster.joined(args, parser.prog):
@@ -67,7 +68,7 @@ def main(arguments=None):
 run(main)
 """
 MISSING = "processes.on_first(lambda: Path('missing/file').read_text())"
-NO_FILE = "missing/file: No such file or directory: choose a path that can be used"
+NO_FILE = "cannot open missing/file: no such file or directory; choose a path that can be used"
 
 
 def ends(
@@ -85,7 +86,8 @@ def ends(
     place = f"127.0.0.1:{free_port()}"
     there = tempfile.mkdtemp()
     code = PROGRAM.format(first=first, second=second, before=before, there=there)
-    command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2", "--process"]
+    command = [sys.executable, "-c", code, "--coordinator", place, "--processes", "2"]
+    command += ["--reads", "missing/file", "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     both = [subprocess.Popen([*command, str(index)], **pipes) for index in range(2)]
     found = {}
@@ -271,7 +273,8 @@ def test_processes_decode_together_in_training(tmp_path, small_target):
     alone = subprocess.run([*command, str(tmp_path / "alone")], **pipes)
     assert alone.returncode == 0, alone.stderr
     place = f"127.0.0.1:{free_port()}"
-    flags = [str(tmp_path / "both"), "--coordinator", place, "--processes", "2", "--process"]
+    flags = [str(tmp_path / "both"), "--coordinator", place, "--processes", "2"]
+    command += ["--reads", "missing/file", "--process"]
     pipes["env"] = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     both = [subprocess.Popen([*command, *flags, str(index)], **pipes) for index in range(2)]
     try:

@@ -194,7 +194,7 @@ TROUBLES = {
     "fault": (lambda handler: handler.reply(500, {"detail": "oh"}), "status 500: oh"),
     "starting": (lambda handler: handler.reply_bytes(503, b"<html>"), "status 503: <html>"),
     "cut": (lambda handler: handler.cut(b'{"model": "scri'), "cut in mid-answer"),
-    "gone": (lambda handler: handler.cut(), "cut before an answer"),
+    "gone": (lambda handler: handler.cut(), "Server disconnected without"),
     "half": (lambda handler: handler.reply_bytes(200, b'{"model": '), "no JSON object"),
     "list": (lambda handler: handler.reply(200, []), "no JSON object"),
     "empty": (lambda handler: handler.reply(200, {"choices": []}), "without an answer"),

@@ -1,4 +1,4 @@
-"""Questions as requests for /v1/completions, and its replies as answers.
+"""Questions as requests for /v1/completions, and replies as answers.
 
 Prompts go as token ids. Answers come as token ids with `return_token_ids`, which vLLM, SGLang and
 infer.serve know. A server that takes no ids gets the text of the chat template. An answer without
@@ -8,7 +8,9 @@ ids is tokenised here. An answer that stopped without its stop token gets the to
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
@@ -20,7 +22,7 @@ from train.run.connection import RetryableError
 
 @dataclasses.dataclass(frozen=True)
 class AnswerFields:
-    """What every answer is asked for."""
+    """The settings that all requests share."""
 
     tokenizer: Any
     vocab_size: int
@@ -44,17 +46,40 @@ class AnswerFields:
 
 
 class Capabilities(NamedTuple):
-    """What a server takes and gives beside text."""
+    """Whether a server takes token ids as a prompt and returns those of an answer."""
 
     takes_ids: bool
     gives_ids: bool
 
 
+class CompletionChoice(msgspec.Struct):
+    """The fields of a choice that are read."""
+
+    text: str
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionUsage(msgspec.Struct):
+    """The counts of tokens, which some servers leave out."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class CompletionReply(msgspec.Struct):
+    """The fields of a reply that are read."""
+
+    choices: Annotated[list[CompletionChoice], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    usage: CompletionUsage | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """Requests to one model of a server, and what its replies say."""
+    """Requests to one model of a server, and the answers in its replies."""
 
-    place: str  # the server's, for people
+    place: str  # the server's address
     model: str
     wanted: AnswerFields
     speech: Capabilities = Capabilities(True, True)
@@ -76,47 +101,50 @@ class Completions:
 
     def answer(self, reply: dict[str, Any], question: TargetQuestion) -> TargetAnswer:
         """The answer in a reply; raises RetryableError for half of one, or InputError."""
-        choice = self.choice(reply, question)
-        finish, stopped = choice["finish_reason"], choice["finish_reason"] == "stop"
+        choice, count = self.choice(reply, question)
+        stopped, token_ids = choice.finish_reason == "stop", choice.token_ids
         if not self.speech.gives_ids:
-            count = _usage(reply, "completion_tokens")
-            self._check_end(finish, count)
-            return self._tokenised(question.number, choice["text"], stopped, count)
-        token_ids = choice.get("token_ids")
-        if not _are_ids(token_ids, self.wanted.vocab_size):
+            self._check_end(stopped, count)
+            return self._tokenised(question.number, choice.text, stopped, count)
+        if token_ids is None or not all(is_id(each, self.wanted.vocab_size) for each in token_ids):
             raise RetryableError("an answer without its token ids")
-        self._check_end(finish, len(token_ids))
+        self._check_end(stopped, len(token_ids))
         text = text_of(self.wanted.tokenizer, token_ids)
         token_ids = self._with_stop(token_ids) if stopped else token_ids
         return TargetAnswer(question.number, token_ids, text, stopped)
 
-    def choice(self, reply: dict[str, Any], question: TargetQuestion) -> dict[str, Any]:
-        """The one choice of a reply that answers this question with this model; raises as above."""
-        if reply.get("model", self.model) != self.model:
+    def choice(
+        self, reply: dict[str, Any], question: TargetQuestion
+    ) -> tuple[CompletionChoice, int | None]:
+        """The choice that answers this question with this model, and its tokens; raises as above.
+
+        The number of tokens is None where the server does not state it.
+        """
+        try:
+            found = msgspec.convert(reply, CompletionReply)
+        except msgspec.ValidationError as error:
+            raise RetryableError("a reply without an answer") from error
+        if found.model not in (None, self.model):
             raise InputError(
-                f"{self.place} answers with the model {reply['model']}, and {self.model} was "
+                f"{self.place} answers with the model {found.model}, and {self.model} was "
                 "asked: have it serve that one"
             )
-        count = _usage(reply, "prompt_tokens")
-        if count not in (None, len(question.prompt_ids)):
+        usage, choice = found.usage or CompletionUsage(), found.choices[0]
+        if usage.prompt_tokens not in (None, len(question.prompt_ids)):
             raise InputError(
-                f"{self.place} reads {count} tokens where the tokenizer of --target has "
-                f"{len(question.prompt_ids)}: give the folder of the model that is served"
+                f"{self.place} reads {usage.prompt_tokens} tokens where the tokenizer of --target "
+                f"has {len(question.prompt_ids)}: give the folder of the model that is served"
             )
-        choices = reply.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-            raise RetryableError("a reply without an answer")
-        if choice.get("finish_reason") not in ("stop", "length"):
-            raise RetryableError(f"an answer that ended with {choice.get('finish_reason')!r}")
-        return choice
+        if choice.finish_reason not in ("stop", "length"):
+            raise RetryableError(f"an answer that ended with {choice.finish_reason!r}")
+        return choice, usage.completion_tokens
 
     def _tokenised(self, number: int, text: str, stopped: bool, count: int | None) -> TargetAnswer:
-        """An answer of `count` tokens, where the server says how many, that came as a text."""
+        """An answer that came as a text, of `count` tokens where the server states the number."""
         tokenizer = self.wanted.tokenizer
-        said, text = text, text.encode(errors="replace").decode()  # halves of pairs have no form
+        sent, text = text, text.encode(errors="replace").decode()  # lone surrogates have no form
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        same = tokenizer.decode(token_ids) == said
+        same = tokenizer.decode(token_ids) == sent
         if count is not None:  # the token that ends an answer is not in its text
             same &= len(token_ids) in (count, count - stopped)
         token_ids = self._with_stop(token_ids) if stopped else token_ids
@@ -130,24 +158,13 @@ class Completions:
         own = (self.wanted.turn_id, self.wanted.tokenizer.eos_token_id)
         return [*token_ids, next((each for each in own if each in stop_ids), stop_ids[0])]
 
-    def _check_end(self, finish: str, count: int | None) -> None:
+    def _check_end(self, stopped: bool, count: int | None) -> None:
         """Raises InputError for an answer that ended where it should not."""
         most = self.wanted.max_new_tokens
-        if finish == "length" and count is not None and count < most:
+        if not stopped and count is not None and count < most:
             raise InputError(
                 f"{self.place} ends answers after {count} tokens: lower --max-new-tokens {most}, "
                 "or have the server take longer texts"
             )
-        if finish == "stop" and self.wanted.ignore_stop:
+        if stopped and self.wanted.ignore_stop:
             raise InputError(f"{self.place} knows no ignore_eos: leave out --ignore-stop")
-
-
-def _usage(reply: dict[str, Any], name: str) -> int | None:
-    """A figure of what a request took; None where the server does not say."""
-    usage = reply.get("usage")
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
-
-
-def _are_ids(found: Any, vocab_size: int) -> bool:
-    return isinstance(found, list) and all(is_id(each, vocab_size) for each in found)

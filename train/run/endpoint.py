@@ -1,10 +1,10 @@
 """Answers of an OpenAI-compatible server: vLLM, SGLang, infer.serve, and others.
 
-    question -> worker 1 .. N, each with a connection of its own -> answer
+    question -> a thread of its own -> EndpointClient -> answer
 
-First a request of one token finds out what the server speaks. What may pass is tried again after
-growing waits. When a worker gives up, the others end what they are at, so that nothing is lost that
-the server has answered.
+First a request of one token finds out whether the server takes and returns token ids. A request
+that may succeed later is retried after growing waits. After a failure that stays no new question is
+sent, and answers under way are still returned.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ import queue
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
+
+import msgspec
 
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.errors import InputError
 from train.run.answers import TargetAnswer, TargetQuestion, TargetRefusal
 from train.run.completions import AnswerFields, Capabilities, Completions
-from train.run.connection import (
-    OF_THE_PROMPT,
-    Address,
-    EndpointConnection,
-    RefusedByServer,
-    RetryableError,
-)
+from train.run.connection import OF_THE_PROMPT, EndpointClient, RefusedByServer, RetryableError
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 TRIES = 5  # of one request
@@ -37,32 +33,19 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between them double
 P, T = ParamSpec("P"), TypeVar("T")
 
 
-class Endpoint(NamedTuple):
-    """How to reach a server."""
-
-    address: Address
-    key: str | None
-    timeout_s: float  # for its next bytes
-    notice: Callable[[str], None]  # tells people of troubles
-
-    def connect(self) -> EndpointConnection:
-        """A connection of its own for a thread."""
-        return EndpointConnection(self.address, self.key, self.timeout_s)
-
-
 class Patience:
-    """Tries again what may pass, for all threads that ask one server."""
+    """Retries requests, for all threads that ask one server."""
 
-    def __init__(self, server: Endpoint) -> None:
-        self.stopping = threading.Event()  # nobody waits any more
-        self._server = server
+    def __init__(self, address: str, notice: Callable[[str], None]) -> None:
+        self.stopping = threading.Event()  # ends all waits
+        self._address, self._notice = address, notice
         self._num_replies = 0
-        self._told: set[str] = set()  # each trouble once
+        self._noticed: set[str] = set()  # each trouble once
 
     def ask(self, request: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """What a request brings; raises InputError where troubles do not end.
+        """The result of a request; raises InputError after TRIES failures in a row.
 
-        That the server is busy does not count as long as it answers others.
+        That the server is busy does not count as a failure while the server answers others.
         """
         tries, wait_s = 1, FIRST_WAIT_S
         while True:
@@ -71,8 +54,8 @@ class Patience:
                 found = request(*args, **options)
             except RetryableError as trouble:
                 if tries == TRIES or self.stopping.is_set():
-                    where = self._server.address
-                    raise InputError(f"{where}: {trouble}, {tries} times in a row") from trouble
+                    line = f"{self._address}: {trouble}, {tries} times in a row"
+                    raise InputError(line) from trouble
                 self._wait(trouble, max(wait_s, min(trouble.wait_s, LONGEST_WAIT_S)))
                 if not (trouble.busy and self._num_replies > before):
                     tries, wait_s = tries + 1, min(2 * wait_s, LONGEST_WAIT_S)
@@ -81,91 +64,102 @@ class Patience:
                 return found
 
     def _wait(self, trouble: RetryableError, seconds: float) -> None:
-        if str(trouble) not in self._told:
-            self._told.add(str(trouble))
-            self._server.notice(f"{self._server.address}: {trouble}; again in {seconds:g} s")
-        self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all at once
+        if str(trouble) not in self._noticed:
+            self._noticed.add(str(trouble))
+            self._notice(f"{self._address}: {trouble}; again in {seconds:g} s")
+        self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all threads at once
+
+
+class ModelCard(msgspec.Struct):
+    """A model in the server's list; vLLM, SGLang and infer.serve state the length."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    """The reply of /v1/models."""
+
+    data: list[ModelCard]
 
 
 class EndpointAnswers:
-    """Answers of a server, which as many workers ask at once."""
+    """Answers of a server to at most `most_asked` questions at once."""
 
     def __init__(
         self,
-        server: Endpoint,
+        connect: Callable[[], EndpointClient],
         model: str | None,
         wanted: AnswerFields,
         max_prompt: int,
-        workers: int,
+        most_asked: int,
+        notice: Callable[[str], None],
     ) -> None:
-        """Finds out what the server has and speaks; `model` None is the only one that it has.
+        """Asks the server for its models and capabilities; `model` None is the only one it has.
 
-        Raises InputError for one that cannot be reached, refuses the key, or lacks the model.
+        `notice` shows a trouble to the user. Raises InputError for a server that cannot be reached,
+        refuses the key, or lacks the model.
         """
-        self.most_asked = self._num_workers = workers
-        self._server, self._patience = server, Patience(server)
-        self._questions: queue.SimpleQueue[TargetQuestion | None] = queue.SimpleQueue()
-        # None says that a worker has left.
-        self._answers: queue.SimpleQueue[TargetAnswer | TargetRefusal | None] = queue.SimpleQueue()
-        self._failure: Exception | None = None
-        with contextlib.closing(server.connect()) as connection:
-            card = _card_of(self._patience.ask(_models, connection), model, server.address)
-            self.model: str = card["id"]
-            _check_length(card, wanted.max_new_tokens, max_prompt, server.address)
-            asked = Completions(str(server.address), self.model, wanted)
-            self._completions = dataclasses.replace(asked, speech=self._speech(asked, connection))
+        self.most_asked, self._num_asked = most_asked, 0
+        self._answers: queue.SimpleQueue[TargetAnswer | TargetRefusal | Exception]
+        self._answers, self._failure = queue.SimpleQueue(), None
+        self._connect = connect
+        with contextlib.closing(connect()) as self._client:
+            address = self._client.address
+            self._patience = Patience(address, notice)
+            card = _card_of(self._patience.ask(_models, self._client), model, address)
+            _check_length(card, wanted.max_new_tokens, max_prompt, address)
+            self.model, asking = card.id, Completions(address, card.id, wanted)
+            self._completions = dataclasses.replace(asking, speech=self._capabilities(asking))
 
     def __enter__(self) -> Self:
-        for index in range(self.most_asked):
-            threading.Thread(target=self._work, name=f"endpoint-{index}", daemon=True).start()
+        self._client = self._connect()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop()
+        self._client.close()
 
     def ask(self, question: TargetQuestion) -> None:
-        """Takes a question, which nobody answers once a worker has given up."""
-        self._questions.put(question)
+        """Sends a question, unless another one has failed."""
+        if not self._patience.stopping.is_set():
+            self._num_asked += 1
+            # A daemon: Ctrl-C does not wait for the server.
+            threading.Thread(target=self._work, args=(question,), daemon=True).start()
 
     def next(self) -> TargetAnswer | TargetRefusal:
-        """The next answer; raises what a worker gave up for when the others have ended, too."""
-        while self._num_workers:
-            if (answer := self._answers.get()) is not None:
+        """The next answer; raises a question's failure after the answers to all others."""
+        while self._num_asked:
+            answer = self._answers.get()
+            self._num_asked -= 1
+            if not isinstance(answer, Exception):
                 return answer
-            self._num_workers -= 1
+            self._failure = self._failure or answer
         raise self._failure
 
-    def _work(self) -> None:
-        """Asks one question after the other, until all is over or one cannot be answered."""
-        connection, stopping = self._server.connect(), self._patience.stopping
+    def _work(self, question: TargetQuestion) -> None:
         try:
-            while (question := self._questions.get()) and not stopping.is_set():
-                self._answers.put(self._patience.ask(self._answer, connection, question))
-        except Exception as error:  # of any kind: the main thread hears of it
+            answer = self._patience.ask(self._answer, question)
+        except Exception as error:  # of any kind: the main thread raises it
             self._failure = self._failure or error
             self._stop()
-        finally:
-            connection.close()
-            self._answers.put(None)
+            answer = error
+        self._answers.put(answer)
 
     def _stop(self) -> None:
         self._patience.stopping.set()
-        for _ in range(self.most_asked):
-            self._questions.put(None)
 
-    def _answer(
-        self, connection: EndpointConnection, question: TargetQuestion
-    ) -> TargetAnswer | TargetRefusal:
+    def _answer(self, question: TargetQuestion) -> TargetAnswer | TargetRefusal:
         try:
-            reply = connection.post(COMPLETIONS, self._completions.request(question))
+            reply = self._client.post(COMPLETIONS, self._completions.request(question))
         except RefusedByServer as error:
             if error.status not in OF_THE_PROMPT:
                 raise
             return TargetRefusal(question.number, str(error))
         return self._completions.answer(reply, question)
 
-    def _speech(self, completions: Completions, connection: EndpointConnection) -> Capabilities:
-        """What the server takes and gives beside text, found by requests of one token."""
+    def _capabilities(self, completions: Completions) -> Capabilities:
+        """What the server takes and returns beside text, found by requests of one token."""
         hello = [{"role": "user", "content": "Hello"}]
         prompt_ids = chat.prompt_ids(completions.wanted.tokenizer, hello)
         question = TargetQuestion(0, prompt_ids, hello, Sampling())
@@ -174,46 +168,43 @@ class EndpointAnswers:
         for speech in itertools.starmap(Capabilities, itertools.product((True, False), repeat=2)):
             asking = dataclasses.replace(completions, wanted=one, speech=speech)
             try:
-                choice = self._patience.ask(_first_choice, asking, connection, question)
+                gives_ids = self._patience.ask(self._gives_ids, asking, question)
             except RefusedByServer as error:
                 refused = error
             else:
-                return speech._replace(gives_ids=isinstance(choice.get("token_ids"), list))
+                return speech._replace(gives_ids=gives_ids)
         raise refused
 
-
-def _first_choice(
-    completions: Completions, connection: EndpointConnection, question: TargetQuestion
-) -> dict[str, Any]:
-    reply = connection.post(COMPLETIONS, completions.request(question))
-    return completions.choice(reply, question)
+    def _gives_ids(self, completions: Completions, question: TargetQuestion) -> bool:
+        reply = self._client.post(COMPLETIONS, completions.request(question))
+        return completions.choice(reply, question)[0].token_ids is not None
 
 
-def _models(connection: EndpointConnection) -> list[dict[str, Any]]:
-    """The models that a server has; raises RetryableError where its list is none."""
-    cards = connection.get(MODELS).get("data")
-    if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
-        raise RetryableError("a list of models that is none")
-    return [card for card in cards if isinstance(card.get("id"), str)]
+def _models(client: EndpointClient) -> list[ModelCard]:
+    """The models of a server; raises RetryableError for a reply without a list of them."""
+    try:
+        return msgspec.convert(client.get(MODELS), ModelList).data
+    except msgspec.ValidationError as error:
+        raise RetryableError("a list of models that is none") from error
 
 
-def _card_of(cards: list[dict[str, Any]], model: str | None, at: Address) -> dict[str, Any]:
-    """The model that is asked for; raises InputError."""
+def _card_of(cards: list[ModelCard], model: str | None, address: str) -> ModelCard:
+    """The model with this name, or the only one; raises InputError."""
     if model is None and len(cards) == 1:
         return cards[0]
     for card in cards:
-        if card["id"] == model:
+        if card.id == model:
             return card
-    shown = ", ".join(card["id"] for card in cards[:5]) or "no model"
+    shown = ", ".join(card.id for card in cards[:5]) or "no model"
     wrong = "has not one model" if model is None else f"has no model {model}"
-    raise InputError(f"{at} {wrong} but {shown}: name the one to ask with --model")
+    raise InputError(f"{address} {wrong} but {shown}: name the one to ask with --model")
 
 
-def _check_length(card: dict[str, Any], new: int, max_prompt: int, at: Address) -> None:
-    """Raises InputError where the server says that it holds less (vLLM, SGLang, infer.serve)."""
-    most = card.get("max_model_len")
-    if isinstance(most, int) and max_prompt + new > most:
+def _check_length(card: ModelCard, new: int, max_prompt: int, address: str) -> None:
+    """Raises InputError where the server states that a prompt with its answer does not fit."""
+    most = card.max_model_len
+    if most is not None and max_prompt + new > most:
         raise InputError(
             f"--max-prompt {max_prompt} and --max-new-tokens {new} need more than the {most} "
-            f"tokens that {at} holds: lower one of the two"
+            f"tokens that {address} holds: lower one of the two"
         )

@@ -15,11 +15,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHORT = (0.0005, *SECONDS[:11])
 TOKENS = tuple(2**power for power in range(17))
-LONGEST_WAIT = 60  # seconds, of those that clients are told to wait
+LONGEST_WAIT = 60  # seconds; the most in a Retry-After
 
 
 class ServingMetrics:
-    """What one server has counted, in a registry of its own."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self, model: str, engine: Engine) -> None:
         self._registry = CollectorRegistry()
@@ -51,11 +51,11 @@ class ServingMetrics:
         return Counter(name, text, self._names, registry=self._registry).labels(*self._values)
 
     def gave(self, count: int) -> None:
-        """Counts tokens of an answer; none is past a stop text."""
+        """Counts tokens of an answer up to its stop text."""
         self._tokens.inc(count)
 
     def took(self, seconds: float, count: int) -> None:
-        """Counts `count` tokens that came together, this long after those before them."""
+        """Counts `count` tokens of one delta, this long after the delta before."""
         for _ in range(count):
             self._between.observe(seconds / count)
 
@@ -73,17 +73,17 @@ class ServingMetrics:
         self._replies.labels(str(status)).inc()
 
     def seconds_until_room(self, load: Load) -> int:
-        """How long a client should wait when nobody more may: until some of the queue is served."""
+        """The Retry-After of a full queue: the time until about half of the queue is served."""
         seconds = self._mean_seconds * max(load.waiting, 1) / max(load.slots, 1) / 2
         return min(max(math.ceil(seconds), 1), LONGEST_WAIT)
 
     def text(self) -> bytes:
-        """All metrics as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector:
-    """Asks the engine what it has counted whenever somebody reads the metrics."""
+    """Reads the engine's counters at each request for the metrics."""
 
     def __init__(self, engine: Engine, names: tuple[str, ...], values: tuple[str, ...]) -> None:
         self._engine, self._names, self._values = engine, names, values
@@ -132,7 +132,7 @@ class _EngineCollector:
 
 
 def _named(way: DraftShape) -> str:
-    """A way to decode as a label: plain, or a shape with its depth and its drafted tokens."""
+    """A draft shape as a label: plain, or the kind with its depth and its drafted tokens."""
     if not way.num_drafted:
         return "plain"
     return f"chain {way.depth}" if way.is_chain else f"tree {way.depth}/{way.num_drafted}"

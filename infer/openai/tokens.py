@@ -10,7 +10,7 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePiec
 
 
 class TokenTexts:
-    """The text of each token of a vocabulary, computed once for those that are asked for."""
+    """The text of single tokens, which is computed once per token."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +30,7 @@ class TokenTexts:
     def _found(self, token: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
             return str(token), str(token).encode()
-        text = self._behind_a_word(token)
+        text = self._after_a_word(token)
         if "\ufffd" not in text:
             return text, text.encode()
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
@@ -42,7 +42,7 @@ class TokenTexts:
             return text, text.encode()
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
-    def _behind_a_word(self, token: int) -> str:
+    def _after_a_word(self, token: int) -> str:
         """The token's text; alone, some tokenizers would drop the space before it."""
         decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
         word, ids = self._word
@@ -51,16 +51,16 @@ class TokenTexts:
 
 
 def _word_of(tokenizer: Any) -> tuple[str, list[int]]:
-    """The text and the tokens of some word, none where the text is not whole."""
+    """The text and the tokens of a word; none if the text is incomplete."""
     ids = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return ("", []) if text.endswith("\ufffd") else (text, ids)
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The bytes for which characters stand in byte-level vocabularies.
+    """The byte of each character in byte-level vocabularies.
 
-    Those that Latin-1 prints stand for themselves, the others follow from U+0100 in order.
+    Printable bytes of Latin-1 are their own characters, the others are U+0100 and up in order.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]

@@ -6,11 +6,16 @@ import json
 
 import pytest
 
-from infer.serving.errors import Refusal
-from infer.serving.fields import object_of
-from infer.serving.model import Model
-from infer.serving.tokens import TokenTexts
-from infer.serving.wanted import REFUSED, Wanted, chat_of, completion_of
+from infer.openai.errors import APIError
+from infer.openai.model import Model
+from infer.openai.requests import (
+    UNSUPPORTED,
+    GenerationRequest,
+    chat_of,
+    completion_of,
+    object_of,
+)
+from infer.openai.tokens import TokenTexts
 from moa_jax.config import Sampling
 from tests.decode.test_text import sentence_pieces
 from tests.serve.toy_server import EOS, TOKENIZER, VOCAB
@@ -20,16 +25,16 @@ HELLO = [{"role": "user", "content": "Hello."}]
 HELLO_IDS = tuple(TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"])
 
 
-def completion(**fields) -> Wanted:
+def completion(**fields) -> GenerationRequest:
     return completion_of({"prompt": [7, 8]} | fields, MODEL)
 
 
-def chat(**fields) -> Wanted:
+def chat(**fields) -> GenerationRequest:
     return chat_of({"messages": HELLO} | fields, MODEL)
 
 
-def refusal(read, **fields) -> Refusal:
-    with pytest.raises(Refusal) as found:
+def refusal(read, **fields) -> APIError:
+    with pytest.raises(APIError) as found:
         read(**fields)
     assert "\n" not in found.value.content()["error"]["message"]
     return found.value
@@ -38,7 +43,12 @@ def refusal(read, **fields) -> Refusal:
 def test_the_defaults_are_openais():
     asked = completion()
     assert asked.sampling == Sampling(temperature=1.0, seed=asked.sampling.seed)
-    assert (asked.n, asked.stream, asked.echo, asked.top_logprobs) == (1, False, False, None)
+    assert (asked.fields.n, asked.fields.stream, asked.fields.echo, asked.top_logprobs) == (
+        1,
+        False,
+        False,
+        None,
+    )
     assert (asked.new_tokens, asked.stop_ids, asked.stops) == ((16,), (EOS,), ())
     assert chat().new_tokens == (64 - len(HELLO_IDS),)
     assert len({completion().sampling.seed for _ in range(8)}) > 1
@@ -170,7 +180,7 @@ def test_unknown_fields_are_noted_and_known_ones_are_not():
     assert chat(response_format={"type": "text"}, tools=[], modalities=["text"]).ignored == ()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_fields_that_would_change_the_answer_are_refused_by_name(name):
     for read in (completion, chat):
         found = refusal(read, **{name: {"type": "json_object"}})
@@ -276,9 +286,9 @@ def test_a_wrong_field_of_one_of_the_two_is_named(read, param, fields):
 @pytest.mark.parametrize(
     "read, fields, said",
     [
-        (chat, {"messages": []}, "messages is an empty list: give a list of messages"),
+        (chat, {"messages": []}, "messages is []: expected `array` of length >= 1"),
         (completion, {"stop_token_ids": [5, "x"]}, 'stop_token_ids holds "x": give token ids'),
-        (completion, {"prompt": 5}, "prompt is 5: give a text or a list of token ids"),
+        (completion, {"prompt": 5}, "prompt is 5: expected `str | array | null`, got `int`"),
     ],
 )
 def test_what_is_said_of_a_wrong_field_fits_it(read, fields, said):
@@ -291,12 +301,12 @@ def test_a_model_without_a_template_cannot_chat():
 
     for tokenizer in (None, Bare()):
         model = Model("base", tokenizer, VOCAB, (EOS,), 64, 50, 5)
-        with pytest.raises(Refusal, match="base has no chat template.*/v1/completions") as found:
+        with pytest.raises(APIError, match="base has no chat template.*/v1/completions") as found:
             chat_of({"messages": HELLO}, model)
         assert found.value.code == "no_chat_template"
     bare = Model("base", None, VOCAB, (EOS,), 64, 50, 5)
     assert completion_of({"prompt": [7]}, bare).prompts[0].ids == (7,)
-    with pytest.raises(Refusal, match="no tokenizer: give token ids"):
+    with pytest.raises(APIError, match="no tokenizer: give token ids"):
         completion_of({"prompt": "Hello."}, bare)
 
 
@@ -307,8 +317,8 @@ BODIES = {
     b'"x"': "no JSON object",
     b'{"a": NaN}': "NaN is no number",
     b'{"a": -Infinity}': "-Infinity is no number",
-    b'{"a": "\xff"}': "no UTF-8",
-    b"[" * 100_000: "nested too deeply",
+    b'{"a": "\xff"}': "can't decode byte 0xff",
+    b"[" * 100_000: "recursion",
     b'{"n": ' + b"9" * 5000 + b"}": "no JSON",
     b'{"a": "\x00"}': "no JSON",
 }
@@ -316,7 +326,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:12]))
 def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(Refusal, match=BODIES[body]) as found:
+    with pytest.raises(APIError, match=BODIES[body]) as found:
         object_of(body)
     assert (found.value.status, found.value.param) == (400, "body")
 

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.http.auth import is_bearer
 from infer.http.log import Log, place_of
-from infer.serving.answering import Answering, Part
-from infer.serving.errors import (
+from infer.openai.errors import (
     BAD_METHOD,
     BAD_TYPE,
     FAULT,
@@ -30,17 +29,23 @@ from infer.serving.errors import (
     TOO_LONG,
     UNAUTHORIZED,
     UNAVAILABLE,
-    Refusal,
+    APIError,
     as_json,
-    bad,
     stopping,
 )
-from infer.serving.fields import Fields, object_of
-from infer.serving.metrics import CONTENT_TYPE, ServingMetrics
-from infer.serving.model import Model
-from infer.serving.replies import Replies, event
-from infer.serving.tokens import TokenTexts
-from infer.serving.wanted import Wanted, chat_of, completion_of, ids_of, messages_of
+from infer.openai.metrics import CONTENT_TYPE, ServingMetrics
+from infer.openai.model import Model
+from infer.openai.requests import (
+    GenerationRequest,
+    chat_of,
+    completion_of,
+    object_of,
+    text_of,
+    tokens_of,
+)
+from infer.openai.responses import Replies, event
+from infer.openai.streams import Delta, RequestStream
+from infer.openai.tokens import TokenTexts
 from moa_jax.decode.engine import Engine
 from moa_jax.version import __version__
 
@@ -81,7 +86,7 @@ class OpenAIServer:
         """With `keys` clients must present one of them."""
         self.engine, self.model, self.metrics, self.log = engine, model, metrics, log
         self.limits, self.draining = limits or ServingLimits(), False
-        self.answering: set[Answering] = set()
+        self.answering: set[RequestStream] = set()
         self._keys, self._token_texts = keys, TokenTexts(model.tokenizer)
         # Texts are read one after the other beside the event loop, which long ones would block.
         self._reader = ThreadPoolExecutor(1, "reader")
@@ -137,33 +142,13 @@ class OpenAIServer:
 
     async def _tokenize(self, request: Request) -> Response:
         """Token ids of a `prompt`, or of `messages` in the chat template, as vLLM has it."""
-        ids = await self._read(await self._body(request), self._ids_in)
+        ids = await self._read(await self._body(request), tokens_of)
         most = self.model.max_tokens
         return reply({"count": len(ids), "max_model_len": most, "tokens": list(ids)})
 
-    def _ids_in(self, body: dict[str, Any]) -> tuple[int, ...]:
-        fields = Fields(body)
-        self.model.check_name(fields.text("model"))
-        text, chat = fields.text("prompt"), fields.value("messages") is not None
-        if (text is None) != chat:
-            raise bad("prompt", "prompt and messages: give one of them")
-        if chat:
-            answered = fields.flag("add_generation_prompt", default=True)
-            return self.model.ids_after(messages_of(fields), answered)
-        special = fields.flag("add_special_tokens", default=True)
-        return self.model.ids_of(text, "prompt", special)
-
     async def _detokenize(self, request: Request) -> Response:
         """The text of `tokens`, as vLLM has it."""
-        return reply({"prompt": await self._read(await self._body(request), self._text_in)})
-
-    def _text_in(self, body: dict[str, Any]) -> str:
-        fields = Fields(body)
-        self.model.check_name(fields.text("model"))
-        ids = ids_of(fields.value("tokens"), "tokens", self.model)
-        if self.model.tokenizer is None:
-            raise bad("tokens", "tokens: the model has no tokenizer, and no text")
-        return self.model.text_of(ids)
+        return reply({"prompt": await self._read(await self._body(request), text_of)})
 
     async def _version(self, request: Request) -> Response:
         return reply({"version": __version__})
@@ -179,20 +164,22 @@ class OpenAIServer:
     # ---- one answer ----------------------------------------------------------------------------
 
     async def _answer(
-        self, request: Request, read: Callable[[dict[str, Any], Model], Wanted]
+        self, request: Request, read: Callable[[dict[str, Any], Model], GenerationRequest]
     ) -> Response:
         """Answers a request with as many choices as it asks for."""
         began = time.monotonic()
         self._check_open()
-        wanted = await self._read(await self._body(request), lambda body: read(body, self.model))
+        generation = await self._read(await self._body(request), read)
         self._check_open()  # the body may have taken a while
-        answering = Answering(wanted, self.engine, self.model, self.metrics, began)
+        answering = RequestStream(generation, self.engine, self.model, self.metrics, began)
         answering.submit()
         replies = Replies(answering, self._token_texts)
-        if wanted.ignored:
-            self.log("ignored", id=replies.id, fields=[name[:40] for name in wanted.ignored[:8]])
+        if generation.ignored:
+            self.log(
+                "ignored", id=replies.id, fields=[name[:40] for name in generation.ignored[:8]]
+            )
         self.answering.add(answering)
-        if wanted.stream:
+        if generation.fields.stream:
             return EventStream(self, answering, replies)
         try:
             parts = await unless_gone(request.receive, self._whole(answering))
@@ -201,28 +188,28 @@ class OpenAIServer:
         finally:
             self.ended(answering, replies.id)
 
-    async def _whole(self, answering: Answering) -> list[Part]:
+    async def _whole(self, answering: RequestStream) -> list[Delta]:
         try:
             async with asyncio.timeout(self.seconds_left(answering)):
                 return await answering.whole()
         except TimeoutError:
             raise self.too_long() from None
 
-    def seconds_left(self, answering: Answering) -> float:
+    def seconds_left(self, answering: RequestStream) -> float:
         """How long an answer may still take."""
         return answering.began + self.limits.request_seconds - time.monotonic()
 
-    def too_long(self) -> Refusal:
+    def too_long(self) -> APIError:
         """What to say of a request that took too long."""
         seconds = self.limits.request_seconds
-        return Refusal(
+        return APIError(
             TOO_LONG,
             f"no answer within {seconds:g} s: ask for fewer tokens, or later",
             code="timeout",
             headers={"x-should-retry": "false"},  # openai's clients would ask twice more at once
         )
 
-    def ended(self, answering: Answering, id: str) -> None:
+    def ended(self, answering: RequestStream, id: str) -> None:
         """Counts and logs an answer that has ended, however it did, and frees what it held."""
         finished = [(choice.finish, choice.num_tokens) for choice in answering.choices]
         answering.cancel()
@@ -242,18 +229,18 @@ class OpenAIServer:
 
     # ---- bodies, keys and errors ---------------------------------------------------------------
 
-    async def _read(self, body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-        """What a body asks for."""
+    async def _read(self, body: bytes, read: Callable[[dict[str, Any], Model], T]) -> T:
+        """The result of `read` for the object in a body."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._reader, lambda: read(object_of(body)))
+        return await loop.run_in_executor(self._reader, lambda: read(object_of(body), self.model))
 
     async def _body(self, request: Request) -> bytes:
-        """The body; raises Refusal for one that is no JSON, too large, or does not come."""
+        """The body; raises APIError for one that is no JSON, too large, or does not come."""
         kind = request.headers.get("content-type", "")
         # Pages of other sites may send anything else unasked, and bodies without a type, too.
         if kind.partition(";")[0].strip().lower() != JSON:
             message = f"content-type is {kind[:60] or 'missing'}: send {JSON}"
-            raise Refusal(BAD_TYPE, message, code="unsupported_media_type")
+            raise APIError(BAD_TYPE, message, code="unsupported_media_type")
         most, parts, size, more = self.limits.max_body_bytes, [], 0, True
         try:
             async with asyncio.timeout(self.limits.body_seconds):
@@ -263,7 +250,7 @@ class OpenAIServer:
                     parts.append(part)
         except TimeoutError:
             seconds = self.limits.body_seconds
-            raise Refusal(SLOW_BODY, f"the body did not come within {seconds:g} s") from None
+            raise APIError(SLOW_BODY, f"the body did not come within {seconds:g} s") from None
         if size > most:
             parts.clear()
             with contextlib.suppress(TimeoutError):  # who is still sending would not see an answer
@@ -272,7 +259,7 @@ class OpenAIServer:
                         part, more = await _next_part(request)
                         size += len(part)
             message = f"the body has more than {most} bytes: send less at once"
-            raise Refusal(TOO_LARGE, message, code="request_too_large")
+            raise APIError(TOO_LARGE, message, code="request_too_large")
         return b"".join(parts)
 
     def _guarded(self, do: Handler) -> Handler:
@@ -299,7 +286,7 @@ class OpenAIServer:
         if not self._keys or request.scope["path"] in OPEN_PATHS:  # no header changes that
             return
         if not is_bearer(request.headers.get("authorization", ""), self._keys):
-            raise Refusal(
+            raise APIError(
                 UNAUTHORIZED,
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
                 code="invalid_api_key",
@@ -316,16 +303,16 @@ class OpenAIServer:
         headers = error.headers if isinstance(error, HTTPException) else None
         self.metrics.replied(status)
         code = "not_found" if status == NO_SUCH else None
-        return self.refused(Refusal(status, message, code=code, headers=headers))
+        return self.refused(APIError(status, message, code=code, headers=headers))
 
-    def refusal_of(self, error: Exception) -> Refusal:
+    def refusal_of(self, error: Exception) -> APIError:
         """A refusal itself, or what a client is told of a fault of ours; the log says where."""
-        if isinstance(error, Refusal):
+        if isinstance(error, APIError):
             return error
         self.log("error", what=place_of(error))
-        return Refusal(FAULT, "the server failed at this request")
+        return APIError(FAULT, "the server failed at this request")
 
-    def refused(self, refusal: Refusal) -> Response:
+    def refused(self, refusal: APIError) -> Response:
         """A refusal as a response; it is logged without what the user wrote."""
         self.log("refuse", status=refusal.status, param=refusal.param, code=refusal.code)
         return reply(refusal.content(), refusal.status, refusal.headers)
@@ -337,7 +324,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, server: OpenAIServer, answering: Answering, replies: Replies) -> None:
+    def __init__(self, server: OpenAIServer, answering: RequestStream, replies: Replies) -> None:
         self._server, self._answering, self._replies = server, answering, replies
         super().__init__(headers={"x-request-id": replies.id, "cache-control": "no-cache"})
         del self.headers["content-length"]

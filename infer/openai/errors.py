@@ -11,8 +11,8 @@ TOO_LARGE, BAD_TYPE, TOO_MANY = 413, 415, 429
 FAULT, UNAVAILABLE, TOO_LONG = 500, 503, 504
 
 
-class Refusal(Exception):
-    """A request that is answered by an error."""
+class APIError(Exception):
+    """An error that is sent as the response."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Refusal(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` is the field that is wrong, and `code` a word for programs."""
+        """`param` is the wrong field, and `code` a word for programs."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
@@ -39,30 +39,23 @@ class Refusal(Exception):
         return {"error": {"message": line, "type": kind, "param": self.param, "code": self.code}}
 
 
-def bad(param: str | None, message: str, code: str | None = None) -> Refusal:
-    """A request with a field that is wrong."""
-    return Refusal(BAD, message, param=param, code=code)
+def bad(param: str | None, message: str, code: str | None = None) -> APIError:
+    """The error for a wrong field."""
+    return APIError(BAD, message, param=param, code=code)
 
 
-def stopping() -> Refusal:
-    """What a server that ends says; one that takes its place may be there soon."""
+def stopping() -> APIError:
+    """The error of a server that shuts down; another one may replace it soon."""
     message = "the server is stopping: ask another one, or later"
-    return Refusal(UNAVAILABLE, message, headers={"Retry-After": "1"})
+    return APIError(UNAVAILABLE, message, headers={"Retry-After": "1"})
 
 
 def as_json(content: Any) -> bytes:
-    """Compact JSON; what is no Unicode of a user's text is escaped, as all that is not ASCII."""
+    """Compact JSON in ASCII; lone surrogates in a user's text are escaped, too."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
 def shown(value: Any) -> str:
-    """A value of a request for an error's line, cut where it is long."""
-    text = json.dumps(value) if isinstance(value, str | int | float | bool) else _kind(value)
+    """A value of a request as JSON for an error's line, cut where it is long."""
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _kind(value: Any) -> str:
-    if value in ([], {}):
-        return f"an empty {'list' if value == [] else 'object'}"
-    names = {list: "a list", dict: "an object", type(None): "null"}
-    return names.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""What a server says and knows of its model: names, limits, and texts as tokens."""
+"""The served model: its name, its limits and its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from infer.serving.errors import NO_SUCH, Refusal, bad, shown
+from infer.openai.errors import NO_SUCH, APIError, bad, shown
+from moa_jax.config.checks import is_utf8
 from moa_jax.data import chat
 from moa_jax.data.records import Message
 from moa_jax.decode.text import GrowingText, detokenizer_of
@@ -27,10 +28,12 @@ class Model:
     max_prompt: int
     created: int  # seconds since 1970
 
-    def check_name(self, name: str | None) -> None:
-        """Raises Refusal for the name of another model; None asks for any."""
-        if name is not None and name != self.name:
-            raise Refusal(
+    def check_name(self, name: Any) -> None:
+        """Raises APIError for the field `model` of another model; None is any model."""
+        if name is not None and not (isinstance(name, str) and is_utf8(name)):
+            raise bad("model", f"model is {shown(name)}: give a name")
+        if name not in (None, self.name):
+            raise APIError(
                 NO_SUCH,
                 f"model {shown(name)} is not served here: ask for {self.name}",
                 param="model",
@@ -38,9 +41,9 @@ class Model:
             )
 
     def ids_of(self, text: str, param: str, special: bool = True) -> tuple[int, ...]:
-        """A text as tokens, with those that the tokenizer puts around any text.
+        """A text as tokens; with `special` the tokenizer adds its own at the ends.
 
-        Raises Refusal for a text that is much too long, and without a tokenizer.
+        Raises APIError for a text that is much too long, and without a tokenizer.
         """
         if self.tokenizer is None:
             raise bad(param, f"{param}: the model has no tokenizer: give token ids")
@@ -49,11 +52,11 @@ class Model:
         return tuple(found["input_ids"])
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of tokens; without a tokenizer their ids stand for it."""
+        """The text of tokens; without a tokenizer their ids."""
         return detokenizer_of(self.tokenizer, skip_special=False).decode(ids)
 
     def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """Where each token of a prompt begins in its text; what has no text begins at the last."""
+        """The offset of each token in the text of a prompt; special tokens have a neighbour's."""
         if self.tokenizer is not None and self.tokenizer.is_fast:
             options = {"return_offsets_mapping": True, "verbose": False}
             found = self.tokenizer(text, add_special_tokens=special, **options)
@@ -63,13 +66,13 @@ class Model:
                 tiled = map(min, begins, (0, *ends))
                 return tuple(itertools.accumulate(tiled, max))
         written, begins = GrowingText(self.tokenizer, skip_special=False), []
-        for token in ids:  # that no text gives, or whose places the tokenizer does not tell
+        for token in ids:  # of a prompt of ids, or of a tokenizer without offsets
             written.add([token])
             begins.append(min(written.begin, len(text)))
         return tuple(begins)
 
     def ids_after(self, messages: list[Message], generation_prompt: bool) -> tuple[int, ...]:
-        """A conversation as tokens; raises Refusal where the model cannot chat."""
+        """A conversation as tokens; raises APIError for a model without a chat template."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad(
                 "messages",
@@ -85,21 +88,24 @@ class Model:
         return self.ids_of(text, "messages", special=False)
 
     def check_characters(self, count: int, param: str) -> None:
-        """Raises Refusal for a text too long for `max_prompt` tokens, before it is read."""
+        """Raises APIError before a text is tokenized that is too long for `max_prompt` tokens."""
         if count > self.max_prompt * self._longest_token:
-            raise self.too_long(param, f"more than {self.max_prompt}")
+            raise self._too_long(param, f"more than {self.max_prompt}")
 
-    def too_long(self, param: str, tokens: int | str) -> Refusal:
-        """What to raise for a prompt of too many tokens."""
-        return bad(
-            param,
-            f"{param}: the prompt has {tokens} tokens, and {self.max_prompt} are the most: "
-            "shorten it",
-            "context_length_exceeded",
-        )
+    def check_length(self, param: str, ids: Sequence[int]) -> None:
+        """Raises APIError for a prompt without tokens, or with more than `max_prompt`."""
+        if not ids:
+            raise bad(param, f"{param}: the prompt is empty: give at least one token")
+        if len(ids) > self.max_prompt:
+            raise self._too_long(param, str(len(ids)))
+
+    def _too_long(self, param: str, tokens: str) -> APIError:
+        most = f"{self.max_prompt} are the most: shorten it"
+        message = f"{param}: the prompt has {tokens} tokens, and {most}"
+        return bad(param, message, "context_length_exceeded")
 
     def card(self) -> dict[str, Any]:
-        """The model as /v1/models lists it."""
+        """The model's entry in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -112,5 +118,5 @@ class Model:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token; each byte of others counts as one."""
+        """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)

@@ -1,0 +1,417 @@
+"""Bodies of requests, decoded and checked field by field.
+
+Fields are OpenAI's, and those that vLLM adds to them; msgspec checks their types and ranges. A
+field that would change the answer and is not supported here is refused by name; other unknown
+fields do nothing, as with vLLM, and their names are logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from infer.openai.errors import APIError, bad, shown
+from infer.openai.model import Model
+from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id, is_utf8
+from moa_jax.data.records import Message, text_of_part
+from moa_jax.errors import InputError
+
+MOST_CHOICES, MOST_LOGPROBS = 128, 20
+DEFAULT_TOKENS = 16  # of a completion, as with OpenAI and vLLM; a chat may fill the target
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
+# Fields that would change the answer. Each has the values that ask for nothing.
+Unsupported = dict[str, tuple[Any, ...]]
+UNSUPPORTED: Unsupported = dict.fromkeys(
+    "tools functions audio suffix prediction web_search_options prompt_logprobs prompt_embeds "
+    "guided_json guided_regex guided_choice guided_grammar structured_outputs bad_words "
+    "allowed_token_ids truncate_prompt_tokens logits_processors chat_template "
+    "chat_template_kwargs documents thinking_token_budget".split(),
+    (),
+) | {
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "return_tokens_as_token_ids": (False,),
+}
+UNSUPPORTED_IN_MESSAGES: Unsupported = {"tool_calls": (), "function_call": (), "audio": ()}
+# Fields of one of the two paths, which would be ignored at the other.
+OF_CHATS: Unsupported = {"messages": (), "top_logprobs": ()}
+OF_COMPLETIONS: Unsupported = {"prompt": (), "add_special_tokens": (False,)}
+# Fields that change nothing. The log does not name them.
+SILENT = set(
+    "model user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls "
+    "spaces_between_special_tokens request_id priority".split()
+)
+
+MaxTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class SharedFields(msgspec.Struct, kw_only=True):
+    """The fields of both APIs, with OpenAI's defaults."""
+
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    echo: bool = False
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = 0  # -1 and 0 keep all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = -1  # draws one, as with vLLM
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Bias], Meta(max_length=1024)] = {}
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = []
+    stop_token_ids: Annotated[list[Any], Meta(max_length=32)] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+
+
+class CompletionFields(SharedFields, kw_only=True):
+    """The fields of /v1/completions."""
+
+    prompt: str | list[Any] | None = None
+    logprobs: TopLogprobs | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatFields(SharedFields, kw_only=True):
+    """The fields of /v1/chat/completions."""
+
+    messages: Annotated[list[Any], Meta(min_length=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """The field `stream_options`."""
+
+    include_usage: bool = False
+
+
+class MessageFields(msgspec.Struct):
+    """The fields of a message in a chat."""
+
+    role: str | None = None
+    content: str | Annotated[list[Any], Meta(min_length=1)] | None = None
+
+
+class TokenFields(msgspec.Struct):
+    """The fields of /tokenize and /detokenize."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Any], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+    tokens: list[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt, with its text where the answer repeats it."""
+
+    field: str  # that holds the prompt
+    ids: tuple[int, ...]
+    text: str = ""
+    offsets: tuple[int, ...] = ()  # of its tokens in the text, where their log-probabilities follow
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationRequest:
+    """A request that can be answered: `fields.n` choices per prompt."""
+
+    chat: bool
+    fields: SharedFields  # as they were sent
+    prompts: tuple[Prompt, ...]
+    new_tokens: tuple[int, ...]  # at most, for each prompt
+    sampling: Sampling  # of the first choice; each next one adds 1 to the seed
+    stops: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    top_logprobs: int | None
+    include_usage: bool
+    ignored: tuple[str, ...]  # names of unknown fields
+
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are returned, too."""
+        return self.fields.echo and self.top_logprobs is not None
+
+
+def object_of(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises APIError for anything else."""
+    try:
+        found = json.loads(data.decode("utf-8"), parse_constant=_not_json)
+    except (ValueError, RecursionError) as error:
+        raise bad("body", f"the body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise bad("body", "the body is no JSON object: send {...} with the fields of the request")
+    return found
+
+
+def _not_json(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def read_fields(kind: type[F], body: Mapping[str, Any], parent: str = "") -> F:
+    """A body's fields as an object of this kind; null counts as absent.
+
+    `parent` stands before names in errors, as in `stream_options.`. Raises APIError for a wrong
+    field.
+    """
+    found = {}
+    for field in msgspec.structs.fields(kind):
+        if (value := body.get(field.name)) is None:
+            continue
+        try:
+            found[field.name] = msgspec.convert(value, field.type, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise wrong(f"{parent}{field.name}", value, str(error).lower()) from error
+        except UnicodeEncodeError as error:  # half of a surrogate pair in the key of an object
+            raise wrong(f"{parent}{field.name}", value, "expected Unicode") from error
+        if isinstance(value, str) and not is_utf8(value):
+            raise wrong(f"{parent}{field.name}", value, "expected Unicode")
+    return kind(**found)
+
+
+def wrong(name: str, value: Any, expected: str, code: str | None = None) -> APIError:
+    """The error for a field with a wrong value."""
+    return bad(name, f"{name} is {shown(value)}: {expected}", code)
+
+
+def reject_unsupported(body: Mapping[str, Any], table: Unsupported, parent: str = "") -> None:
+    """Raises APIError for a field of `table` whose value is none of those that ask for nothing."""
+    for name, silent in table.items():
+        value = body.get(name)
+        if value in (None, [], {}, ""):
+            continue
+        if not any(type(value) is type(each) and value == each for each in silent):
+            name = f"{parent}{name}"
+            raise bad(name, f"{name} is not supported: leave it out", "unsupported_parameter")
+
+
+def completion_of(body: dict[str, Any], model: Model) -> GenerationRequest:
+    """The request in a body for /v1/completions; raises APIError."""
+    model.check_name(body.get("model"))
+    fields = read_fields(CompletionFields, body)
+    reject_unsupported(body, UNSUPPORTED | OF_CHATS)
+    if fields.best_of not in (None, fields.n):
+        raise wrong("best_of", fields.best_of, "give the same number as n: all are returned")
+    value = fields.prompt
+    if not isinstance(value, list) or not value or type(value[0]) is int:
+        named = [("prompt", value)]
+    elif len(value) > MOST_CHOICES:
+        raise bad("prompt", f"prompt has {len(value)} prompts: give at most {MOST_CHOICES}")
+    else:
+        named = [(f"prompt[{i}]", each) for i, each in enumerate(value)]
+    prompts = [_prompt(each, name, model, fields) for name, each in named]
+    least = 0 if fields.echo and fields.logprobs is not None else 1
+    new_tokens = _new_tokens(fields, prompts, model, least, default=DEFAULT_TOKENS)
+    return _request(body, fields, model, prompts, new_tokens, fields.logprobs)
+
+
+def chat_of(body: dict[str, Any], model: Model) -> GenerationRequest:
+    """The request in a body for /v1/chat/completions; raises APIError."""
+    model.check_name(body.get("model"))
+    fields = read_fields(ChatFields, body)
+    if fields.echo:
+        raise wrong("echo", True, "a chat does not repeat its messages")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
+    reject_unsupported(body, UNSUPPORTED | OF_COMPLETIONS)  # before a template sees the messages
+    ids = model.ids_after(_messages(fields.messages), generation_prompt=True)
+    model.check_length("messages", ids)
+    prompts = [Prompt("messages", ids)]
+    new_tokens = _new_tokens(fields, prompts, model, least=1, default=None)
+    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return _request(body, fields, model, prompts, new_tokens, top_logprobs)
+
+
+def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
+    """The tokens of a body for /tokenize: of a `prompt`, or of `messages` in the chat template."""
+    model.check_name(body.get("model"))
+    fields = read_fields(TokenFields, body)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise bad("prompt", "prompt and messages: give one of them")
+    if fields.messages is not None:
+        return model.ids_after(_messages(fields.messages), fields.add_generation_prompt)
+    return model.ids_of(fields.prompt, "prompt", fields.add_special_tokens)
+
+
+def text_of(body: dict[str, Any], model: Model) -> str:
+    """The text of a body for /detokenize."""
+    model.check_name(body.get("model"))
+    fields = read_fields(TokenFields, body)
+    ids = ids_of(fields.tokens, "tokens", model)
+    if model.tokenizer is None:
+        raise bad("tokens", "tokens: the model has no tokenizer, and no text")
+    return model.text_of(ids)
+
+
+def _messages(messages: list[Any] | None) -> list[Message]:
+    """The messages of a chat: texts of system, user and assistant; raises APIError."""
+    if messages is None:
+        raise wrong("messages", None, "give a list of messages, each with role and content")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise wrong(place, message, "give an object with a role and a content")
+    fields = read_fields(MessageFields, message, f"{place}.")
+    if fields.role not in ROLES:
+        raise wrong(f"{place}.role", fields.role, "give system, user or assistant")
+    reject_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"{place}.")
+    content = fields.content
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    if content is None or not is_utf8(content):
+        raise wrong(f"{place}.content", content, "give text of Unicode characters")
+    return {"role": ROLES[fields.role], "content": content}
+
+
+def _part(part: Any, place: str) -> str:
+    """The text of a part of a message, which must be text."""
+    try:
+        return text_of_part(part)
+    except InputError as error:
+        raise bad(place, f"{place}: {error}") from error
+
+
+def _prompt(value: Any, name: str, model: Model, fields: CompletionFields) -> Prompt:
+    special, text = fields.add_special_tokens, None
+    if isinstance(value, str) and is_utf8(value):
+        ids, text = model.ids_of(value, name, special), value
+    elif isinstance(value, list):
+        ids = ids_of(value, name, model)
+    else:
+        raise wrong(name, value, "give a text or a list of token ids")
+    model.check_length(name, ids)
+    if not fields.echo:
+        return Prompt(name, ids)
+    text = model.text_of(ids) if text is None else text
+    scored = fields.logprobs is not None
+    return Prompt(name, ids, text, model.offsets_of(text, ids, special) if scored else ())
+
+
+def ids_of(value: list[Any] | None, name: str, model: Model) -> tuple[int, ...]:
+    """A list of token ids; raises APIError for ids outside the vocabulary and for anything else."""
+    if value is None:
+        raise wrong(name, value, "give a list of token ids")
+    for token in value:
+        if not is_id(token, model.vocab_size):
+            below = f"give token ids from 0 to below {model.vocab_size}"
+            raise bad(name, f"{name} holds {shown(token)}: {below}")
+    return tuple(value)
+
+
+def _request(
+    body: dict[str, Any],
+    fields: SharedFields,
+    model: Model,
+    prompts: list[Prompt],
+    new_tokens: tuple[int, ...],
+    top_logprobs: int | None,
+) -> GenerationRequest:
+    """The part of a request that both APIs share."""
+    chat = isinstance(fields, ChatFields)
+    if len(prompts) * fields.n > MOST_CHOICES:
+        message = f"n is {fields.n} for {len(prompts)} prompts: give at most {MOST_CHOICES} in all"
+        raise bad("n", message)
+    if (top_logprobs or 0) > model.vocab_size:
+        name = "top_logprobs" if chat else "logprobs"
+        raise wrong(name, top_logprobs, f"the vocabulary has {model.vocab_size} tokens")
+    options = fields.stream_options or {}
+    if fields.stream_options is not None and not fields.stream:
+        raise bad("stream_options", "stream_options goes with stream: give stream true, or neither")
+    known = {*fields.__struct_fields__, *UNSUPPORTED, *OF_CHATS, *OF_COMPLETIONS, *SILENT}
+    ignored = _unknown(body, known) + _unknown(options, {"include_usage"}, "stream_options.")
+    return GenerationRequest(
+        chat=chat,
+        fields=fields,
+        prompts=tuple(prompts),
+        new_tokens=new_tokens,
+        sampling=_sampling_of(fields, model),
+        stops=_stops_of(fields, model),
+        stop_ids=_stop_ids_of(fields, model),
+        top_logprobs=top_logprobs,
+        include_usage=read_fields(StreamOptions, options, "stream_options.").include_usage,
+        ignored=ignored,
+    )
+
+
+def _unknown(body: Mapping[str, Any], known: set[str], parent: str = "") -> tuple[str, ...]:
+    """Names of unknown fields that have a value."""
+    names = (name for name, value in body.items() if value is not None and name not in known)
+    return tuple(f"{parent}{name}" for name in sorted(names))
+
+
+def _new_tokens(
+    fields: SharedFields, prompts: list[Prompt], model: Model, least: int, default: int | None
+) -> tuple[int, ...]:
+    """The most tokens after each prompt; `default` None is as many as fit; raises APIError."""
+    older, newer = fields.max_tokens, fields.max_completion_tokens
+    if None not in (older, newer) and older != newer:
+        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
+    name, asked = ("max_completion_tokens", newer) if older is None else ("max_tokens", older)
+    if asked is not None and asked < least:
+        raise wrong(name, asked, "give 1 or more; 0 goes with echo and logprobs alone")
+    fits = [model.max_tokens - len(prompt.ids) for prompt in prompts]
+    if (asked or 0) > min(fits):
+        message = f"after a prompt of {model.max_tokens - min(fits)} tokens {min(fits)} fit"
+        raise wrong(name, asked, message, "context_length_exceeded")
+    if asked is None:
+        return tuple(min(default or each, each) for each in fits)
+    return (asked,) * len(prompts)
+
+
+def _sampling_of(fields: SharedFields, model: Model) -> Sampling:
+    for token in fields.logit_bias:
+        if token >= model.vocab_size:
+            raise bad("logit_bias", f"logit_bias names {token}: the ids end at {model.vocab_size}")
+    settings: dict[str, Any] = {name: getattr(fields, name) for name in SAMPLING}
+    settings["top_k"] = fields.top_k if 0 < fields.top_k < model.vocab_size else 0
+    settings["seed"] = -1 if fields.seed == -1 else fields.seed % (1 << 32)
+    settings["logit_bias"] = tuple(item for item in sorted(fields.logit_bias.items()) if item[1])
+    try:
+        return Sampling(**settings).seeded()
+    except InputError as error:  # its line begins with the name
+        raise bad(str(error).partition(" ")[0], str(error)) from error
+
+
+def _stops_of(fields: SharedFields, model: Model) -> tuple[str, ...]:
+    texts = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    if texts and model.tokenizer is None:
+        raise bad("stop", "stop: the model has no tokenizer, and no text: give stop_token_ids")
+    if not all(map(is_utf8, texts)):
+        raise wrong("stop", texts, "give texts of Unicode characters")
+    return tuple(dict.fromkeys(texts))
+
+
+def _stop_ids_of(fields: SharedFields, model: Model) -> tuple[int, ...]:
+    """The ids that end an answer: the model's own, unless they are ignored, and more."""
+    own = () if fields.ignore_eos else model.eos_ids
+    more = ids_of(fields.stop_token_ids, "stop_token_ids", model)
+    return tuple(dict.fromkeys((*own, *more)))

@@ -1,0 +1,151 @@
+"""Responses in OpenAI's two formats, completions and chats, whole or as events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from infer.openai.errors import as_json
+from infer.openai.streams import Choice, Delta, RequestStream
+from infer.openai.tokens import TokenTexts
+from moa_jax.decode.logprobs import Likely
+from moa_jax.version import __version__
+
+DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
+
+
+class Replies:
+    """The responses to one request."""
+
+    def __init__(self, stream: RequestStream, token_texts: TokenTexts) -> None:
+        self._stream, self._request = stream, stream.request
+        self._token_texts = token_texts
+        self._begun: set[int] = set()  # choices of a chat whose role is sent
+        self.id = f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._same = {
+            "id": self.id,
+            "object": self._object(),
+            "created": int(time.time()),
+            "model": stream.model.name,
+            "system_fingerprint": f"moa-jax-{__version__}",
+            "seed": self._request.sampling.seed,  # reproduces the answer
+        }
+
+    async def whole(self, deltas: list[Delta]) -> bytes:
+        """The response with all choices, as JSON.
+
+        Writing log-probabilities takes long, so other tasks run after each choice.
+        """
+        choices = []
+        for choice, delta in zip(self._stream.choices, deltas, strict=True):
+            choices.append(as_json(self._choice(choice, delta, "message")))
+            await asyncio.sleep(0)
+        rest = self._reply([{}]) | {"usage": self._usage()}
+        del rest["choices"]
+        return b'%s,"choices":[%s]}' % (as_json(rest)[:-1], b",".join(choices))
+
+    def events(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        """The events of a stream for a delta of a choice."""
+        first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        rest: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        if self._request.chat and first:
+            role = {"role": "assistant", "content": ""}
+            opening = {"index": choice.index, "delta": role, "logprobs": None}
+            yield event(self._reply([opening | {"finish_reason": None}]) | rest)
+        found = self._choice(choice, delta, "delta")
+        if self._request.fields.return_token_ids and not self._request.chat and not first:
+            del found["prompt_token_ids"]
+        yield event(self._reply([found], first=False) | rest)
+
+    def last_events(self) -> Iterator[bytes]:
+        """The last events of a stream: the usage, with `include_usage`, and [DONE]."""
+        if self._request.include_usage:
+            yield event(self._reply([]) | {"usage": self._usage()})
+        yield DONE
+
+    def _object(self) -> str:
+        if not self._request.chat:
+            return "text_completion"
+        return "chat.completion.chunk" if self._request.fields.stream else "chat.completion"
+
+    def _reply(self, choices: list[dict[str, Any]], first: bool = True) -> dict[str, Any]:
+        reply = self._same | {"choices": choices}
+        if self._request.chat and self._request.fields.return_token_ids and first and choices:
+            reply["prompt_token_ids"] = list(self._request.prompts[0].ids)
+        return reply
+
+    def _choice(self, choice: Choice, delta: Delta, name: str) -> dict[str, Any]:
+        """A choice; `name` is the field for the text of a chat."""
+        found: dict[str, Any] = {"index": choice.index}
+        if self._request.chat:
+            found[name] = {"content": delta.text} if delta.text or name == "message" else {}
+            if name == "message":
+                found[name] = {"role": "assistant", **found[name], "refusal": None}
+        else:
+            found["text"] = delta.text
+        found["logprobs"] = None
+        if self._request.top_logprobs is not None:
+            found["logprobs"] = self._in_chat(delta) if self._request.chat else self._listed(delta)
+        found["finish_reason"] = delta.finish or None
+        found["stop_reason"] = delta.stop_reason
+        if self._request.fields.return_token_ids:
+            found["token_ids"] = delta.token_ids
+            if not self._request.chat:
+                found["prompt_token_ids"] = list(self._request.prompts[choice.prompt].ids)
+        return found
+
+    def _usage(self) -> dict[str, int]:
+        prompt, generated = self._stream.num_prompt_tokens, self._stream.num_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+        }
+
+    def _in_chat(self, delta: Delta) -> dict[str, Any]:
+        """Log-probabilities in the format of chats."""
+        content = []
+        for token, likely, _ in delta.scored:
+            top = [self._entry(other, logprob) for other, logprob in self._top(likely)]
+            content.append(self._entry(token, likely.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._token_texts(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _listed(self, delta: Delta) -> dict[str, Any]:
+        """Log-probabilities in the format of completions; None for a prompt's first token."""
+        return {
+            "tokens": [self._text_of(token) for token, _, _ in delta.scored],
+            "token_logprobs": [likely and _finite(likely.logprob) for _, likely, _ in delta.scored],
+            "top_logprobs": [
+                likely and self._top_and_chosen(token, likely) for token, likely, _ in delta.scored
+            ],
+            "text_offset": [offset for _, _, offset in delta.scored],
+        }
+
+    def _top_and_chosen(self, token: int, likely: Likely) -> dict[str, float]:
+        """The most likely tokens, and the chosen one among them."""
+        pairs = (*self._top(likely), (token, likely.logprob))
+        return {self._text_of(other): _finite(logprob) for other, logprob in pairs}
+
+    def _text_of(self, token: int) -> str:
+        return self._token_texts(token)[0]
+
+    def _top(self, likely: Likely) -> list[tuple[int, float]]:
+        return likely.top[: self._request.top_logprobs or 0]
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + as_json(content) + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,278 @@
+"""The choices of one request: the engine's output becomes deltas that are sent to the client.
+
+    engine's thread     on_output(News)  --call_soon_threadsafe-->  Choice._on_news     event loop
+                                                                      text, stops, log-probabilities
+                                                                    Delta
+    a client's task     changed.wait, Choice.take  <------------------'
+
+Output is decoded to text when it arrives, whether the client reads or not. A stop text ends its
+answer at once, the deltas of a slow client are merged into one, and the engine never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from infer.openai.errors import FAULT, TOO_MANY, APIError, bad, stopping
+from infer.openai.metrics import ServingMetrics
+from infer.openai.model import Model
+from infer.openai.requests import GenerationRequest
+from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
+from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.session import row_of
+from moa_jax.decode.text import GrowingText
+from moa_jax.errors import InputError
+
+
+class ScoredToken(NamedTuple):
+    """A token of an answer, or of the prompt before it, with its log-probability."""
+
+    token: int
+    likely: Likely | None  # None for the first token of a prompt
+    offset: int  # of the token in the text
+
+
+@dataclasses.dataclass
+class Delta:
+    """The part of a choice that is not sent yet."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # with log-probabilities
+    finish: str = ""  # "stop", "length" or "" so far
+    stop_reason: int | str | None = None  # the stop text or the id of `stop_token_ids`
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.token_ids or self.scored or self.finish)
+
+
+class Choice:
+    """One answer of a request."""
+
+    def __init__(self, stream: RequestStream, index: int, prompt: int) -> None:
+        """Choice `index` of a request, for prompt `prompt`."""
+        request = stream.request
+        self.index, self.prompt = index, prompt
+        self.finish, self.num_tokens = "", 0
+        self.ticket: Ticket | None = None
+        self._stream, self._request = stream, request
+        self._echoed = request.prompts[prompt]
+        self._text = GrowingText(
+            stream.model.tokenizer,
+            request.stops,
+            keep_stop=request.fields.include_stop_str_in_output,
+            skip_special=request.fields.skip_special_tokens,
+            behind=() if request.chat else self._echoed.ids,
+        )
+        self._num_scored = self._num_shown = 0  # tokens and characters of the prompt
+        self._delta = Delta("" if request.prompt_logprobs else self._echoed.text)
+
+    def on_output(self, news: News) -> None:
+        """Receives output in the engine's thread."""
+        try:
+            self._stream.loop.call_soon_threadsafe(self._on_news, news)
+        except RuntimeError:  # the event loop has ended
+            pass
+
+    def take(self) -> Delta:
+        """Returns the delta since the last call."""
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def _on_news(self, news: News) -> None:
+        """Adds output to the delta, unless the choice has ended; an exception ends the request."""
+        if self.finish:
+            return
+        try:
+            self._read(news)
+        except Exception as error:
+            self._stream.failed(error)
+        self._stream.changed.set()
+
+    def _read(self, news: News) -> None:
+        if news.prompt_logprobs:
+            self._echo(news.prompt_logprobs)
+        if news.token_ids:
+            self._stream.timed(self, self._write(news))
+        if self._text.stop is not None:
+            self._end("stop", self._text.stop)
+            self._stream.engine.cancel(self.ticket)  # the engine has no stop texts
+        elif news.finish in ("stop", "length"):
+            self._delta.text += self._text.end()
+            own = self._stream.model.eos_ids
+            last = self._delta.token_ids[-1] if self._delta.token_ids else None
+            self._end(news.finish, last if news.finish == "stop" and last not in own else None)
+        elif news.finish:
+            self._end(news.finish, None)
+            self._stream.fail(news)
+
+    def _echo(self, likely: Sequence[Likely | None]) -> None:
+        """Adds the next tokens of the prompt and their text."""
+        prompt, begin = self._echoed, self._num_scored
+        end = begin + len(likely)
+        shown = prompt.offsets[end] if end < len(prompt.ids) else len(prompt.text)
+        self._delta.text += prompt.text[self._num_shown : shown]
+        tokens = prompt.ids[begin:end], likely, prompt.offsets[begin:end]
+        self._delta.scored += map(ScoredToken, *tokens)
+        self._num_scored, self._num_shown = end, shown
+
+    def _write(self, news: News) -> int:
+        """Adds tokens to the delta, one by one for log-probabilities; returns their number."""
+        tokens, delta, text = list(news.token_ids), self._delta, self._text
+        keep_stop = self._request.fields.include_stop_str_in_output
+        hidden = tokens[-1:] if news.finish == "stop" and not keep_stop else []
+        visible = tokens[: len(tokens) - len(hidden)]
+        with_likely = self._request.top_logprobs is not None
+        before, offsets = text.num_tokens, []
+        for group in [[token] for token in visible] if with_likely else [visible]:
+            if text.stop is not None:
+                break
+            delta.text += text.add(group)
+            offsets.append(text.begin)
+        count = text.num_tokens - before
+        if hidden and text.stop is None:  # the stop token has no text
+            offsets.append(text.num_characters)
+            count += 1
+        delta.token_ids += tokens[:count]
+        if with_likely:
+            places = (len(self._echoed.text) + offset for offset in offsets)
+            delta.scored += map(ScoredToken, tokens[:count], news.logprobs, places)
+        self.num_tokens += count
+        return count
+
+    def _end(self, finish: str, reason: int | str | None) -> None:
+        self.finish = self._delta.finish = finish
+        self._delta.stop_reason = reason
+
+
+class RequestStream:
+    """All choices of a request; the engine decodes them from `submit` to their end or `cancel`."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        engine: Engine,
+        model: Model,
+        metrics: ServingMetrics,
+        began: float,
+    ) -> None:
+        """`began` is the time of arrival, by `time.monotonic`."""
+        self.request, self.engine, self.model, self.metrics = request, engine, model, metrics
+        self.began = began
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.choices = [
+            Choice(self, prompt * request.fields.n + i, prompt)
+            for prompt in range(len(request.prompts))
+            for i in range(request.fields.n)
+        ]
+        self._seen = [0.0] * len(self.choices)  # time of the last tokens, by choice
+        self._failure: Exception | None = None
+
+    def submit(self) -> None:
+        """Submits all choices to the engine, or none; raises APIError."""
+        request = self.request
+        most = self.engine.load().slots + self.engine.max_waiting
+        if len(self.choices) > most:  # the queue is never long enough
+            name = "n" if request.fields.n > 1 else "prompt"
+            raise bad(name, f"{name}: {len(self.choices)} choices: ask for {most} at most")
+        try:
+            for choice in self.choices:
+                engine_request = Request(
+                    prompt_ids=request.prompts[choice.prompt].ids,
+                    max_new_tokens=request.new_tokens[choice.prompt],
+                    stop_ids=request.stop_ids,
+                    sampling=row_of(request.sampling, choice.index),
+                    top_logprobs=request.top_logprobs,
+                    prompt_logprobs=request.prompt_logprobs,
+                )
+                others = len(self.choices) - 1 - choice.index
+                choice.ticket = self.engine.submit(engine_request, choice.on_output, others)
+        except Full as error:
+            self.cancel()
+            wait = {"Retry-After": str(self.metrics.seconds_until_room(self.engine.load()))}
+            code = "rate_limit_exceeded"
+            raise APIError(TOO_MANY, str(error), code=code, headers=wait) from error
+        except Closed as error:
+            self.cancel()
+            raise stopping() from error
+        except InputError as error:
+            self.cancel()
+            raise bad("messages" if request.chat else "prompt", str(error)) from error
+
+    async def parts(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """Yields the deltas of all choices until they have ended; raises the request's failure."""
+        async for _ in self._changes():
+            for choice in self.choices:
+                if delta := choice.take():
+                    yield choice, delta
+
+    async def whole(self) -> list[Delta]:
+        """All choices once they have ended, each as one delta; raises the request's failure."""
+        async for _ in self._changes():
+            pass
+        return [choice.take() for choice in self.choices]
+
+    async def _changes(self) -> AsyncIterator[None]:
+        """Yields now and after each change, for the last time after the end of all choices."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            done = self.done
+            yield
+            if done:
+                return
+            await self.changed.wait()
+            self.changed.clear()
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish for choice in self.choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.ids) for prompt in self.request.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def cancel(self) -> None:
+        """Cancels the choices that have not ended."""
+        for choice in self.choices:
+            if choice.ticket is not None and not choice.finish:
+                choice.finish = "cancelled"
+                self.engine.cancel(choice.ticket)
+
+    def stop(self) -> None:
+        """Ends the request because the server shuts down."""
+        self._failure = stopping()
+        self.changed.set()
+
+    def fail(self, news: News) -> None:
+        """Ends the request with the failure of one of its choices."""
+        if news.finish == "cancelled":  # by an engine that closes
+            self.stop()
+        else:
+            self._failure = APIError(FAULT, news.error or "the engine failed")
+
+    def failed(self, error: Exception) -> None:
+        """Ends the request with an exception, which its own task raises."""
+        self._failure = error
+
+    def timed(self, choice: Choice, count: int) -> None:
+        """Counts a choice's new tokens and the time since the ones before."""
+        self.metrics.gave(count)
+        now, before = time.monotonic(), self._seen[choice.index]
+        self._seen[choice.index] = now
+        if before:
+            self.metrics.took(now - before, count)
+        else:
+            self.metrics.first_token.observe(now - self.began)
