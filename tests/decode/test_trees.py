@@ -43,9 +43,9 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
             trees.append(propose(*arguments))
             return trees[-1]
 
-        def scored(root_B, flat, shape, bound):
+        def scored(root_B, flat, shape):
             scores.append(flat.score_BX)
-            return select(root_B, flat, shape, bound)
+            return select(root_B, flat, shape)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step, "propose", noted)

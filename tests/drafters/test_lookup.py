@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from infer import generate
-from infer.flags import bench
+from infer.bench import flags as bench
 from moa_jax import InputError, Session, load_drafter
 from moa_jax.config import DraftShape, LookupConfig, Objective
 from moa_jax.drafters import lookup

@@ -191,7 +191,7 @@ class Fake:
 def test_a_comparison_says_what_it_saw(monkeypatch, tokens, word):
     monkeypatch.setattr(comparison, "SECONDS", 0.0)
     ways = {"plain": Fake([7, 8, 9, 3], [1, 1, 1]), "auto": Fake(tokens, [3])}
-    said = comparison.in_figures(ways, [[1], [2, 3]], 9, lambda index: {"sampling": index})
+    said = comparison.compare_in_turns(ways, [[1], [2, 3]], 9, lambda index: {"sampling": index})
     plain, drafted, sentence = said.splitlines()[2:]
     assert plain.startswith("| plain | 6.0 (6.0 to 6.0) | 1.00 ") and "| 1.00 | 2/2 |" in plain
     assert drafted.startswith("| auto | 6.0 ") and "| 3.00 |" in drafted

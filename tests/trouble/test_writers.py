@@ -141,7 +141,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
 
     monkeypatch.setattr(convert, "load_target", None)
     monkeypatch.setattr(convert, "load_drafter", None)
-    monkeypatch.setattr(evaluate, "load_contenders", None)
+    monkeypatch.setattr(evaluate, "load_candidates", None)
     both = ["--target", pair / "target", "--draft", pair / "draft"]
     for output, why in unusable(tmp_path).items():
         for flags in (both[:2], both, [*both, "--for-client"]):
