@@ -1,10 +1,10 @@
-"""The exception for input that a user can fix; programs print its line and exit with 2."""
+"""The exception for input that a user can fix; programs print its message and exit with 2."""
 
 
 class InputError(ValueError):
-    """Bad input: one line that names the thing, says what is wrong and what to do."""
+    """Invalid input; the message is one line: the value, what is wrong with it, and the fix."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error; its name where it says nothing."""
+    """Returns the first line of an error's message, or the error's type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

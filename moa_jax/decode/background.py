@@ -1,4 +1,4 @@
-"""A thread for work beside decoding, such as compiling programs ahead of their use."""
+"""A worker thread that runs beside decoding, for example to compile programs in advance."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import NoReturn
 Work = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 LEAST_BETWEEN_RETURNS_S = 30.0
-MAX_TRIES = 3  # of a job that fails
+MAX_TRIES = 3  # runs of a job that fails
 
 
 class Background:
-    """Runs jobs one after the other in a thread, each of them once.
+    """Runs jobs one after the other in a thread, each job once.
 
-    A process that ends waits for the running job, since a compiler cannot be interrupted, and drops
-    the others; `leave` does not wait. A job that fails is logged with its traceback, and runs again
-    when it is submitted again, at most MAX_TRIES times.
+    At exit the process waits for the running job, since a compiler cannot be interrupted, and drops
+    the waiting jobs; `leave` does not wait. A failed job is logged with its traceback, and runs
+    again when it is submitted again, at most MAX_TRIES times.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Background:
         self._failures: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._returned_at = 0.0  # of the last return of freed memory
+        self._returned_at = 0.0  # time at which freed memory was last returned to the system
         _ALL.add(self)
 
     @property
@@ -44,7 +44,7 @@ class Background:
         return self._thread is not None
 
     def submit(self, name: Hashable, job: Work) -> bool:
-        """Runs a job after all waiting ones; False if one of its name waits, runs or succeeded."""
+        """Queues a job; False if its name was submitted before, unless a retry is due."""
         with self._lock:
             if name in self._known:
                 return False
@@ -68,7 +68,7 @@ class Background:
             self._jobs.clear()
 
     def leave(self, code: int) -> None:
-        """Exits with this code at once if a job is running, which may take minutes."""
+        """Exits with this code at once if a job, which may take minutes, is running or waiting."""
         if self.is_busy:
             leave(code)
 
@@ -97,10 +97,10 @@ class Background:
 def _give_back_memory() -> None:
     """Returns memory that a compiler has freed to the system; glibc would keep 50 MB per program.
 
-    Rarely: other threads reuse freed memory, and new pages are slow. A server that called this
-    after every program took twice as long per answer.
+    Callers must call this function rarely: other threads reuse freed memory, and new pages are
+    slow. A server that called it after every program took twice as long per answer.
     """
-    with contextlib.suppress(OSError, AttributeError):  # other systems, other libraries of C
+    with contextlib.suppress(OSError, AttributeError):  # other systems and C libraries
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -109,7 +109,7 @@ _ALL: weakref.WeakSet[Background] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Waits before the interpreter ends; Ctrl-C ends the process at once."""
+    """Waits for running jobs before the interpreter exits; Ctrl-C ends the process at once."""
     try:
         for background in list(_ALL):
             background.drop()

@@ -1,4 +1,4 @@
-"""The first token in which drafted and plain decoding differ, and the target's margin at it.
+"""The first token in which drafted and plain decoding differ, and the target's margin there.
 
 In float32 the two must agree, token for token. In bfloat16 a pass over several tokens rounds
 differently from a pass over one, so either of two tokens that are almost tied may win.
@@ -28,11 +28,11 @@ class Difference(NamedTuple):
     """The first token in which two answers differ."""
 
     index: int  # of the generated token
-    plain: int | None  # None where the answer has ended
+    plain: int | None  # None if the answer has ended
     drafted: int | None
-    # By how many logits the target prefers plain decoding's token. For sampled text the noise is
-    # included, because the largest sum decides. None where it is no finite number, as for a token
-    # that a law leaves out, which JSON cannot say.
+    # Score of plain decoding's token minus that of the drafted token, in logits. Scores of sampled
+    # answers include the noise, because the largest sum is chosen. None if an answer has ended or
+    # a score is not finite, as for a token of probability 0, because JSON has no infinity.
     margin: float | None
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ def compare(
     drafted: Sequence[int],
     sampling: Sampling = GREEDY,
 ) -> Difference | None:
-    """The first difference of two answers to a prompt, None if they are the same."""
+    """Returns the first difference of two answers to a prompt, or None if they are the same."""
     pairs = enumerate(zip(plain, drafted, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
     if index == len(plain) == len(drafted):
@@ -70,7 +70,7 @@ def compare(
 def scores_after(
     loaded: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
 ) -> np.ndarray:
-    """What the target maximises after an answer's tokens: its logits (V,), or log-law and noise."""
+    """Returns the target's scores (V,) after an answer: logits, or log-probabilities plus noise."""
     tokens = [*prompt, *answer]
     padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
     padded_1T[0, : len(tokens)] = tokens
@@ -91,4 +91,4 @@ def _scores(cfg, params, tokens_1T, prompt_length, length, law) -> jax.Array:
     logits_11V = llama.unembed(params, last_11D)
     said = sample.said_in(law, tokens_1T, prompt_length[None], cfg.vocab_size, length[None])
     scores_V = sample.scores(law, logits_11V, said.each(), length[None, None])[0, 0]
-    return sharding.constrain_whole(scores_V)  # each process reads it
+    return sharding.constrain_whole(scores_V)  # each process reads the scores

@@ -1,7 +1,8 @@
 """Logits that are not finite: the token that marks them, and their likely cause.
 
-The target chooses NOTHING where the maximum of its scores is not finite (`pieces.finite_argmax`),
-or after a prompt any logit. The token ends its row, and becomes an error on the host.
+The target chooses NOTHING if the maximum of its scores is not finite (`pieces.finite_argmax`).
+After a prompt it also chooses NOTHING if any logit is not finite. NOTHING ends its row, and the
+host raises an error for it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ class NotFinite(InputError):
 
 
 def check(target: Target, what: str, length: int, token_ids: Sequence[int]) -> None:
-    """Raises NotFinite if NOTHING is among new tokens, which follow `length` others of `what`."""
+    """Raises NotFinite if new tokens, which follow `length` tokens of `what`, hold NOTHING."""
     if NOTHING in token_ids:
         raise not_finite(target, what, length + list(token_ids).index(NOTHING))
 
 
 def not_finite(target: Target, what: str, length: int) -> NotFinite:
-    """The error for logits after `length` tokens of `what`, a prompt and its answer."""
+    """Returns the error for logits after `length` tokens of `what`, a prompt and its answer."""
     where = f"the logits of {what} after {length} tokens"
     return NotFinite(f"{where} hold NaN or infinity: {_cause(target)}")
 
 
 def _cause(target: Target) -> str:
-    """The first stored tensors whose array is not finite, else what may have overflowed."""
-    if not sharding.spans_processes(sharding.mesh_of(target.params)):  # all would have to look
+    """Names the first stored tensors whose array is not finite, else the likely overflow."""
+    if not sharding.spans_processes(sharding.mesh_of(target.params)):  # all would have to check
         for path, packing in convert.target_table(target.config).items():
             leaves = jax.tree.leaves(convert.leaf_at(target.params, path))
             if not all(bool(_is_finite(leaf)) for leaf in leaves):

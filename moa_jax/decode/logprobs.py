@@ -1,7 +1,7 @@
 """The target's log-probabilities of generated tokens, the same with and without speculation.
 
-They come from the raw logits, before biases, penalties and temperature: vLLM's `raw_logprobs`. Each
-belongs to a token's index in its row:
+Log-probabilities are those of the raw logits, before biases, penalties and temperature, as vLLM's
+`raw_logprobs`. Each value has the index of its token in the row:
 
     index          0 ....... prompt-1 | prompt ... length | length+1 ...
     own_BC         zeros              | of the answer     | left-overs
@@ -22,19 +22,19 @@ from moa_jax.model.pieces import top_k
 
 Array = jax.Array
 
-MOST = 20  # likeliest tokens that may be asked for: OpenAI's limit
+MOST = 20  # largest number of top log-probabilities: OpenAI's limit
 PIECE = 32  # tokens whose logits are in memory together: 16 MB for a vocabulary of 128k
 
 
 class Likely(NamedTuple):
-    """One written token's log-probability, in nats, and those of the likeliest tokens."""
+    """Log-probability of one generated token, in nats, and of the most likely tokens."""
 
     logprob: float
     top: list[tuple[int, float]]  # (id, log-probability), most likely first
 
 
 class LogProbs(NamedTuple):
-    """The same of many tokens on the device; k likeliest each."""
+    """Log-probabilities of many tokens on the device, with the top k per token."""
 
     own_BC: Array
     top_BCk: Array
@@ -50,13 +50,13 @@ def check(count: int | None, vocab_size: int) -> None:
 
 
 def blank(batch: int, width: int, count: int) -> LogProbs:
-    """Zeros for rows of `width` tokens."""
+    """Returns zeros for rows of `width` tokens."""
     top_BCk = jnp.zeros((batch, width, count), jnp.float32)
     return LogProbs(jnp.zeros((batch, width), jnp.float32), top_BCk, top_BCk.astype(jnp.int32))
 
 
 def logprobs_of(logits_BDV: Array, tokens_BD: Array, count: int) -> LogProbs:
-    """Of tokens that were chosen after these logits, with the `count` likeliest beside each."""
+    """Returns log-probabilities of the tokens chosen after these logits, and the top `count`."""
     logits_BDV = logits_BDV.astype(jnp.float32)
     total_BD1 = jax.nn.logsumexp(logits_BDV, axis=-1, keepdims=True)
     own_BD1 = jnp.take_along_axis(logits_BDV, tokens_BD[..., None], axis=-1) - total_BD1
@@ -70,7 +70,7 @@ def logprobs_of(logits_BDV: Array, tokens_BD: Array, count: int) -> LogProbs:
 def logprobs_along(
     unembed: Callable[[Array], Array], hidden_BTD: Array, tokens_BT: Array, count: int
 ) -> LogProbs:
-    """Of tokens that follow these states: `logprobs_of`, some positions at a time."""
+    """Returns `logprobs_of` the tokens that follow hidden states, PIECE positions at a time."""
     B, T = tokens_BT.shape
     size = min(PIECE, T)
     X = -(-T // size)
@@ -91,7 +91,7 @@ def logprobs_along(
 
 
 def placed(rows: LogProbs, new: LogProbs, start_B: Array) -> LogProbs:
-    """The rows with D new tokens from `start` on."""
+    """Returns the rows with the values of D new tokens written from `start` on."""
 
     def place(row: Array, new: Array, start: Array) -> Array:
         return lax.dynamic_update_slice(row, new, (start, *(0,) * (row.ndim - 1)))
@@ -100,7 +100,7 @@ def placed(rows: LogProbs, new: LogProbs, start_B: Array) -> LogProbs:
 
 
 def as_list(rows: LogProbs, row: int, tokens: slice, count: int | None = None) -> list[Likely]:
-    """Some tokens of one row, from arrays on the host, with all likeliest or `count` of them."""
+    """Converts some tokens of one row, from host arrays, with all top tokens or `count` of them."""
     own_D = np.asarray(rows.own_BC[row])[tokens].tolist()
     likeliest = (rows.top_BCk, rows.id_BCk)
     top_Dk, id_Dk = (np.asarray(leaf[row])[tokens, :count].tolist() for leaf in likeliest)

@@ -1,23 +1,23 @@
-"""Room for more compiled programs: on a CPU each takes some hundred memory mappings.
+"""Limit on compiled programs: on a CPU each program takes some hundred memory mappings.
 
-XLA maps the code of every kernel by itself, its text apart from its data. Linux gives a process
-65,530 mappings by default (`vm.max_map_count`), and XLA crashes when a mapping is refused. Measured
-with jax 0.10.2 on the bundled pair: 170 to 450 mappings a program.
+XLA maps the code of every kernel separately, with code and data in separate mappings. Linux gives a
+process 65,530 mappings by default (`vm.max_map_count`), and XLA crashes when a mapping is refused.
+Measured with jax 0.10.2 on the bundled pair: 170 to 450 mappings per program.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-MAPPINGS, MOST = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # of Linux
-SHARE = 0.75  # of what a process may have that is for programs which nobody waits for
+MAPPINGS, MOST = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")  # Linux only
+SHARE = 0.75  # share of the limit up to which optional programs are compiled
 
 
 def num_mappings() -> int:
-    """Those of this process; 0 where the system does not tell."""
+    """Returns the number of memory mappings of this process; 0 without `/proc/self/maps`."""
     return MAPPINGS.read_bytes().count(b"\n") if MAPPINGS.exists() else 0
 
 
 def has_room() -> bool:
-    """Whether programs may be compiled that are not needed, only faster."""
+    """Returns whether optional programs, which only make decoding faster, may be compiled."""
     return not MOST.exists() or num_mappings() < SHARE * int(MOST.read_text())

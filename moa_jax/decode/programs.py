@@ -1,6 +1,6 @@
-"""Compiled programs: one for each function, static choice and shapes of arguments.
+"""Compiled programs, one per function, static arguments and argument shapes.
 
-Nothing is compiled while it is timed, and any thread may compile while another one runs.
+Compilation is never part of a timed call, and a thread may compile while another runs programs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from moa_jax.runtime.precision import matmul_precision
 SMALLEST_BUCKET = 32
 ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
 
-# For products of few rows XLA cuts the summed axis into pieces, and adds their sums in a second
-# kernel. In one piece, the sum, the residual and the next norm are one kernel, unless cuBLAS, which
-# cuts as it likes, is faster. On an H200 a round of a tree has 3 % less to do so, at batch 1, but a
-# product of one row leaves most of the card idle: plain decoding a tenth more (reports/gpu.md).
+# For products of few rows XLA splits the summed axis (split-K), and adds the partial sums in a
+# second kernel. Without the split, the sum, the residual and the next norm are one kernel, unless
+# cuBLAS, which splits by its own rules, is faster. On an H200 at batch 1 this saves 3 % of a tree's
+# round, but plain decoding takes a tenth longer: a product of one row leaves most of the card idle
+# (reports/gpu.md).
 DRAFTING_OPTIONS: dict[str, Any] = {"xla_gpu_experimental_force_split_k": 1}
 
 Program = Callable[..., Any]  # of (*weights, *arrays)
-_tracing = threading.Lock()  # jax fails now and then where two threads trace
+_tracing = threading.Lock()  # jax sometimes fails when two threads trace at once
 AnySize = TypeVar("AnySize")
 
 
@@ -37,32 +38,32 @@ class Programs:
     """Compiled functions f(setup, *weights, *arrays, **static).
 
     `setup` and `static` are compiled in. The weights stay the same; the arrays change from call to
-    call. With `donate` the first array is a state, and the new state takes over its memory. With
+    call. With `donate` the first array is a state, and the new state reuses its memory. With
     weights on a mesh, arrays and results have the shardings of `sharding.specs_of`.
     """
 
     def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any, *, drafts: bool) -> None:
-        """`setup` is a `state.Setup`; `dtype`, of the weights, decides how products are rounded.
+        """`setup` is a `state.Setup`; the weights' `dtype` sets the precision of products.
 
-        `drafts` says whether passes verify several tokens of a text.
+        `drafts` is True if passes verify several tokens per sequence.
         """
         self._setup, self.weights, self._dtype, self._drafts = setup, weights, dtype, drafts
         self._mesh = sharding.mesh_of(weights)
         self._compiled: dict[Any, Program] = {}
 
     def __len__(self) -> int:
-        """Programs compiled so far."""
+        """Returns the number of programs compiled so far."""
         return len(self._compiled)
 
     def run(self, function: Program, *arrays: Any, donate: bool = True, **static: Any) -> Any:
-        """Calls the function, and compiles it first if it has not been compiled."""
+        """Calls the function, and compiles the function first if needed."""
         program = self.compile(function, *arrays, donate=donate, **static)
         return program(*self.weights, *arrays)
 
     def compile(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
     ) -> Program:
-        """The compiled program for these arrays; `ShapeDtypeStruct`s may stand in for them."""
+        """Returns the compiled program for arrays or their `ShapeDtypeStruct`s."""
         key = _key(function, arrays, donate, static)
         if key not in self._compiled:
             part = functools.partial(function, self._setup, **static)
@@ -81,11 +82,11 @@ class Programs:
     def prepare(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
     ) -> Program:
-        """The compiled program, which on a CPU has run once on zeros.
+        """Returns the compiled program; on a CPU without a mesh, runs a new program once on zeros.
 
-        XLA's library for CPUs prepares a program's calls at its first run. That takes as long as
-        thirty rounds, which belong to compiling and to no one's answer. Numbers are 1, because a
-        loop of no rounds would prepare nothing.
+        XLA's CPU library prepares a program's calls at the program's first run. That run takes as
+        long as thirty rounds, so it is part of compilation and not of a request. Scalars are 1,
+        because a loop of no rounds would prepare nothing.
         """
         is_new = not self.is_compiled(function, *arrays, donate=donate, **static)
         program = self.compile(function, *arrays, donate=donate, **static)
@@ -97,7 +98,7 @@ class Programs:
     def is_compiled(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
     ) -> bool:
-        """Whether `compile` would return at once."""
+        """Returns whether `compile` would return at once."""
         return _key(function, arrays, donate, static) in self._compiled
 
 
@@ -108,27 +109,27 @@ def _key(function: Program, arrays: Any, donate: bool, static: dict[str, Any]) -
 
 
 def on_mesh(arrays: Any, mesh: Mesh) -> Any:
-    """The shapes of a program's arrays, with where they lie on a mesh for decoding."""
+    """Returns the shapes of a program's arrays, with their shardings on a decoding mesh."""
     form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
     return jax.tree.map(form, arrays, sharding.of_state(arrays, mesh))
 
 
 def _placed(program: Program, mesh: Mesh, num_weights: int, *arrays: Any) -> Any:
-    """Runs a program of several processes: each gives its own devices what they need."""
+    """Runs a program of several processes; each process places the arrays on its own devices."""
     state = sharding.put_state(arrays[num_weights:], mesh)
     return program(*arrays[:num_weights], *state)
 
 
 def split(function: Program) -> Program:
-    """The function with results that lie where the next program expects them.
+    """Wraps a function so that its results have the shardings that the next program expects.
 
-    Results beside a state are for the host, so every process gets them whole.
+    Results after the state are for the host, so every process gets a full copy.
     """
 
-    @functools.wraps(function)  # its arguments keep the names that `infer.plan` reads
+    @functools.wraps(function)  # keeps the argument names that `infer.plan` reads
     def part(*arrays: Any) -> Any:
         found = function(*arrays)
-        if type(found) is not tuple:  # a state is a named one
+        if type(found) is not tuple:  # a state is a NamedTuple
             return sharding.constrain_state(found)
         state, *rest = found
         return (sharding.constrain_state(state), *sharding.constrain_whole(tuple(rest)))
@@ -137,9 +138,9 @@ def split(function: Program) -> Program:
 
 
 def compile_lowered(lowered: Any, platform: str, *, drafts: bool) -> Any:
-    """Compiles a lowered program with `compiler_options`, or without those that XLA does not have.
+    """Compiles a lowered program with `compiler_options`, or without if XLA lacks an option.
 
-    The options are experimental: a later XLA may drop them, and the program is right without them.
+    The options are experimental: a later XLA may drop them, and results do not depend on them.
     """
     options = compiler_options(platform, drafts)
     try:
@@ -152,12 +153,12 @@ def compile_lowered(lowered: Any, platform: str, *, drafts: bool) -> Any:
 
 
 def compiler_options(platform: str, drafts: bool) -> dict[str, Any]:
-    """XLA options of decoding programs for a platform, with drafts or without."""
+    """Returns the XLA options of decoding programs for a platform, with or without drafts."""
     return DRAFTING_OPTIONS if drafts and platform in ("gpu", "cuda") else {}
 
 
 class Ready(Generic[AnySize]):
-    """Sizes whose programs are there; one thread may add to them while another one asks."""
+    """Sizes whose programs are compiled; a thread may add a size while another reads."""
 
     def __init__(self) -> None:
         self._sizes: tuple[AnySize, ...] = ()
@@ -169,12 +170,12 @@ class Ready(Generic[AnySize]):
     def cheapest(
         self, holds: Callable[[AnySize], bool], cost: Callable[[AnySize], Any]
     ) -> AnySize | None:
-        """The size that costs least of those that hold some work; None if none does."""
+        """Returns the size of least cost among those for which `holds` is true, or None."""
         return min(filter(holds, self._sizes), key=cost, default=None)
 
 
 def powers(first: int, last: int) -> tuple[int, ...]:
-    """`first`, doubled again and again, up to `last`, which is the end in any case."""
+    """Returns `first` and its doublings below `last`, then `last`."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -183,33 +184,33 @@ def powers(first: int, last: int) -> tuple[int, ...]:
 
 
 def at_least(sizes: Sequence[int], count: int) -> int:
-    """The first of these sizes, the smallest first, that holds `count`."""
+    """Returns the first of these ascending sizes that is at least `count`."""
     return next(size for size in sizes if size >= count)
 
 
 def bucket(count: int) -> int:
-    """The smallest power of two that holds `count`, and at least 32: few shapes, few compiles."""
+    """Returns the smallest power of two >= `count`, at least 32: few shapes mean few compiles."""
     return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
 
 
 def cache_rows_for(count: int) -> int:
-    """Rows of a cache that holds `count`: the next multiple of 128."""
+    """Returns the rows of a cache that holds `count` rows: the next multiple of 128."""
     return -(-count // ROWS_OF_A_TILE) * ROWS_OF_A_TILE
 
 
 def chunks_for(platform: str, batch: int) -> tuple[int, ...]:
-    """How many tokens of each prompt such devices read at once, in such a batch; smaller ones last.
+    """Returns the prefill chunk sizes, in tokens per prompt; the largest comes first.
 
-    On a CPU products bind, so the end of a prompt is read in chunks that it fills. Elsewhere a pass
-    over few tokens waits for weights: an H200 breaks even at 206 tokens (989 TFLOP/s over 4.8
-    TB/s), so 512 are well above that. The rows of a batch share weights, so each needs fewer tokens
-    at once.
+    A CPU is bound by compute, so smaller chunks that are full process the end of a prompt. A pass
+    over few tokens on an accelerator is bound by reading weights: an H200 breaks even at 206 tokens
+    (989 TFLOP/s over 4.8 TB/s), and 512 tokens are well above that. Rows of a batch share the
+    weights, so each row needs fewer tokens per chunk.
     """
     return (64, 32, 16) if platform == "cpu" else (max(64, 512 // batch),)
 
 
 def chunks_of(length: int, sizes: Sequence[int]) -> list[int]:
-    """The chunks in which `step.prefill` reads so many tokens."""
+    """Returns the sizes of the chunks in which `step.prefill` processes `length` tokens."""
     found = []
     for place, size in enumerate(sizes):
         turns = max(-(-(length - sum(sizes[place + 1 :])) // size), 0)
@@ -219,5 +220,5 @@ def chunks_of(length: int, sizes: Sequence[int]) -> list[int]:
 
 
 def one(value: int) -> np.ndarray:
-    """A number for the only row of a batch: (1,) int32."""
+    """Returns a value for a batch of one row: (1,) int32."""
     return np.array([value], np.int32)

@@ -1,10 +1,10 @@
-"""Limits of a text: prompt and answer fit the target's positions, with a draft the cache's rows.
+"""Length limits of a sequence, set by the target's positions and by the rows of the caches.
 
 positions     prompt | answer
 cache rows    prompt | answer | draft
 
-The loop of rounds is compiled for one number of rows. So growing caches
-double each time: a chat soon stops compiling.
+The loop of rounds is compiled for one number of rows. Growing caches therefore double each time,
+so that a chat soon stops compiling.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from moa_jax.config.checks import whole_numbers
 from moa_jax.decode.programs import ROWS_OF_A_TILE, bucket, cache_rows_for
 from moa_jax.errors import InputError
 
-MOST_STOPS = 64  # stop ids of an answer
+MOST_STOPS = 64  # stop ids per answer
 
 
 class Room(NamedTuple):
     """Positions of a target, and rows of its caches."""
 
     positions: int  # of the target
-    cache_rows: int | None = None  # None: as many as are asked for
-    draft_rows: int = 0  # of the cache, for one draft
-    least_rows: int = ROWS_OF_A_TILE  # of a cache that grows as it is asked to
+    cache_rows: int | None = None  # fixed number of rows; None: the caches grow
+    draft_rows: int = 0  # cache rows that one draft needs
+    least_rows: int = ROWS_OF_A_TILE  # smallest number of rows of a growing cache
 
     def rows(self, num_tokens: int) -> int:
-        """Cache rows of a batch whose longest text has `num_tokens` tokens, answer included."""
+        """Returns the cache rows for a batch whose longest sequence has `num_tokens` tokens."""
         if self.cache_rows is not None:
             return self.cache_rows
         rows = max(self.least_rows, bucket(num_tokens + self.draft_rows))
         return cache_rows_for(min(rows, self.positions + self.draft_rows))
 
     def behind(self, prompt_length: int) -> int:
-        """Number of new tokens that fit after a prompt of this length."""
+        """Returns the number of new tokens that fit after a prompt of this length."""
         room = self.positions
         if self.cache_rows is not None:
             room = min(room, self.cache_rows - self.draft_rows)
         return max(room - prompt_length, 0)
 
     def check(self, index: int, prompt_length: int, wanted: int) -> None:
-        """Raise InputError unless `wanted` new tokens fit behind the prompt of this index."""
+        """Raises InputError unless `wanted` new tokens fit after the prompt with this index."""
         if prompt_length + wanted > self.positions:
             raise InputError(
                 f"prompt {index} has {prompt_length} tokens and {wanted} are to follow, but the "
@@ -57,9 +57,9 @@ class Room(NamedTuple):
 
 
 def prompt_ids_of(index: int, prompt: Any, vocab_size: int) -> list[int]:
-    """The prompt of this index as a list of tokens; `prompt` may be an array of any library.
+    """Converts the prompt with this index, a list or an array of any library, to a list of ids.
 
-    Raises InputError for a prompt that is empty, and for one that is not a 1-D list or array of
+    Raises InputError for an empty prompt, and for a prompt that is not a 1-D list or array of
     the vocabulary's ids.
     """
     token_ids = whole_numbers(f"prompt {index}", prompt)
@@ -75,6 +75,6 @@ def prompt_ids_of(index: int, prompt: Any, vocab_size: int) -> list[int]:
 
 
 def check_stops(stop_ids: Sequence[int]) -> None:
-    """Raise InputError for more stop ids than an answer may have."""
+    """Raises InputError for more than MOST_STOPS stop ids."""
     if len(stop_ids) > MOST_STOPS:
         raise InputError(f"{len(stop_ids)} stop ids: at most {MOST_STOPS} for one answer")

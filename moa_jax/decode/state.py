@@ -32,8 +32,8 @@ NEVER = np.int32(2**31 - 1)  # rounds until a pause
 class Setup(NamedTuple):
     """Static settings of a program: the models' configs, and the shape of a draft.
 
-    Without a drafter the depth is 1. With one whose caches may be late, rounds of depth 1 leave
-    `extend` to `catch_up`.
+    Without a drafter the depth is 1. If the drafter's caches may lag (`catches_up`), rounds of
+    depth 1 leave `extend` to `catch_up`.
     """
 
     target: TargetConfig
@@ -41,18 +41,18 @@ class Setup(NamedTuple):
     shape: DraftShape
     # (setup, law, now, tree, logits_BNV) -> choice_BN, instead of the target's own
     choose: Callable[..., Array] | None = None
-    catches_up: bool = False  # whether the drafter's caches may be late
-    # Likeliest tokens whose log-probabilities are kept beside each token's own; None: not even that
+    catches_up: bool = False  # whether the drafter's caches may lag
+    # Number of top log-probabilities kept beside each token's own; None: no log-probabilities
     top_logprobs: int | None = None
 
 
 class Weights(NamedTuple):
-    """The parameters of both models; what a driver does without is None."""
+    """The parameters of both models; parts that a driver does not use are None."""
 
     target: Any
     drafter: Any
     vocabulary: Vocabulary | None = None
-    shared: Any = None  # what the drafter borrows, where the target itself is elsewhere
+    shared: Any = None  # the target parameters that a drafter borrows, if `target` is elsewhere
 
 
 class Vocabulary(NamedTuple):
@@ -63,48 +63,47 @@ class Vocabulary(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Stop conditions of generation; arrays, so that a new value compiles nothing."""
+    """Stop conditions of generation; arrays, so that a new value does not recompile."""
 
-    total_B: Array  # tokens a row may hold, prompt included
-    stop_ids_BX: Array  # a token of these ends its row and is kept; -1 matches nothing
+    total_B: Array  # maximum tokens of a row, prompt included
+    stop_ids_BX: Array  # a token among these ends its row and is kept; -1 is padding
     pause: Array = NEVER  # rounds after which the loop returns to its caller
 
 
 class Behind(NamedTuple):
-    """What the drafter needs to read the verified tokens from `known` on, in rows like the caches'.
+    """Draft lag: activations of the verified tokens from `known` on, in rows like the caches'.
 
-    Keys and values of the target are not here, since they are in its caches.
+    The target's keys and values are in its own caches and not in this state.
 
-        position   0 ....... known-1 | known ........ length-1 | length
-                   drafter has read  | it reads these when it  | root
-                                     | catches up              |
-        rows here  whatever          | of these tokens         | left-overs
+        position   0 ....... known-1   | known ........ length-1 | length
+                   in drafter's cache  | pending `catch_up`      | root
+        rows here  undefined           | of these tokens         | left-overs
     """
 
     known_B: Array
     streams: tuple[States, ...]
-    hidden: States | None  # None where the drafter does not read it
+    hidden: States | None  # None if the drafter does not read the hidden state
 
 
 class RoundState(NamedTuple):
     """The part of the state that one round reads and replaces."""
 
-    length_B: Array  # verified tokens, in the target's caches, and the drafter's but for `behind`
-    done_B: Array  # rows that stay as they are
-    said: Said = Said()  # in committed tokens, for penalties
+    length_B: Array  # verified tokens: in the target's caches; in the drafter's except for `behind`
+    done_B: Array  # rows that rounds leave unchanged
+    said: Said = Said()  # counts of committed tokens, for penalties
     target_caches: llama.Caches = ()
     draft_cache: Cache = None
-    behind: Behind | None = None  # None where every round extends
+    behind: Behind | None = None  # None if every round extends
 
 
 class DecodeState(NamedTuple):
-    """Everything a generation carries from round to round."""
+    """The state that a generation carries from round to round."""
 
     now: RoundState
     tokens_BC: Array
     rounds_B: Array  # verifications so far
-    counts_B2R: Array  # of each round: tokens committed, and nodes proposed, the root apart
-    logprobs: LogProbs | None = None  # of the answers' tokens, where the setup asks for them
+    counts_B2R: Array  # per round: tokens committed, and nodes proposed without the root
+    logprobs: LogProbs | None = None  # of the answers' tokens; None without `Setup.top_logprobs`
 
     @property
     def accept_lengths_BR(self) -> Array:
@@ -113,12 +112,12 @@ class DecodeState(NamedTuple):
 
     @property
     def drafted_BR(self) -> Array:
-        """Nodes proposed in each round, the root apart."""
+        """Nodes proposed in each round, without the root."""
         return self.counts_B2R[:, 1]
 
     @property
     def root_B(self) -> Array:
-        """Each row's newest token, which is committed and not in any cache yet."""
+        """Each row's newest token, which is committed and not yet in any cache."""
         return jnp.take_along_axis(self.tokens_BC, self.now.length_B[:, None], axis=1)[:, 0]
 
 

@@ -15,18 +15,18 @@ Array = jax.Array
 class Verdict(NamedTuple):
     """The accepted path of each row, root first; D is the number of levels."""
 
-    path_BD: Array  # node indices; entries from `count` on mean nothing
-    count_B: Array  # nodes on the path, at least the root; also the tokens that a round emits
+    path_BD: Array  # node indices; entries from `count` on are undefined
+    count_B: Array  # nodes on the path, at least the root; also the number of emitted tokens
     emitted_BD: Array  # the accepted drafts, then the bonus token at count - 1
 
 
 def verify(tree: Tree, choice_BN: Array, levels: int) -> Verdict:
-    """Accepts a node when it and all above it are the target's choice after their parents.
+    """Accepts a node if the node and all its ancestors equal the target's choice at their parents.
 
-    `choice_BN` is the token that follows each node: the target's argmax, or a draw from its
-    law. Siblings are distinct tokens, so the accepted nodes form one path with one node a
-    level. What follows each of them is the next one on the path, or the bonus: the output is
-    that of plain decoding whatever was drafted.
+    `choice_BN` is the target's token after each node: the argmax, or a sample from the target's
+    distribution. Siblings are distinct tokens, so the accepted nodes form one path with one node
+    per level. The choice at a node of the path is the next node's token or the bonus token, so
+    the output is that of plain decoding for any draft.
     """
     match_BN = tree.tokens_BN == jnp.take_along_axis(choice_BN, tree.parent_BN, axis=1)
     match_BN = match_BN.at[:, 0].set(True)  # the root is committed already
