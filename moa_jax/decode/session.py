@@ -1,4 +1,4 @@
-"""The edge of the library: a loaded pair, compiled programs, prompts in and tokens out.
+"""The library's entry point: a loaded pair and its compiled programs decode prompts to tokens.
 
 target = load_target("meta-llama/Meta-Llama-3-8B-Instruct")
 drafter = load_drafter("huawei-noah/MOASpec-Llama-3-8B-Instruct", target)
@@ -43,20 +43,20 @@ T = TypeVar("T")
 
 GREEDY = Sampling()
 DEFAULT_DEPTH = 5
-# A draft without weights costs its verification alone, which takes this part of a plain round more
-# per token: of SmolLM2 on two cores 0.12 to 0.16, on accelerators less. An upper bound
-# makes drafting start late until costs are measured.
+# A drafter without weights costs only the verification of its tokens: this part of a plain round
+# per token (SmolLM2 on two cores: 0.12 to 0.16, accelerators: less). The value is an upper bound,
+# which makes drafting start late until costs are measured.
 MOST_OF_A_DRAFTED_TOKEN = 0.2
-ROUNDS_BETWEEN_LOOKS = 8  # at an answer's text, for stops that the device does not know
+ROUNDS_BETWEEN_LOOKS = 8  # between two calls of `stop_when`
 LOWER_CACHES = "--cache-rows, --batch or --max-new-tokens"
-SECONDS_BETWEEN_TEXTS = 0.1  # of a streamed answer
+SECONDS_BETWEEN_TEXTS = 0.1  # between two parts of a streamed answer
 
 
 class Session:
     """A pair ready to decode.
 
-    Programs compile once for each way, batch, number of rows of the caches, and combination of
-    settings that a batch's samplings use, and stay.
+    Programs are compiled once per draft shape, batch size, number of cache rows, and combination
+    of sampling settings in use, and are kept.
     """
 
     def __init__(
@@ -76,20 +76,21 @@ class Session:
     ) -> None:
         """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
 
-        With `ways` every few rounds take one of them, of `shape` or of plain decoding: the one
-        that is expected to write most tokens a millisecond. `costs` says what each costs, and
-        where it says nothing `shape` is taken, of a drafter without weights plain decoding, or
-        `shape` where one prompt alone accepts enough. A way is compiled in the background. Where
-        `shape` is plain there is nothing to choose.
+        With `ways` the session chooses a shape for every few rounds, among `ways`, `shape` and
+        plain decoding: the shape with the most expected tokens per millisecond. `costs` has the
+        milliseconds of a round per shape. Without costs the session uses `shape`; with a drafter
+        without weights it uses plain decoding, or `shape` if a single prompt accepts enough drafts.
+        Other shapes are compiled in the background. If `shape` is plain, `ways` has no effect.
 
-        `vocabulary` narrows what is drafted, and `decode.vocabulary.default_vocabulary` finds that
-        of a drafter's folder; None drafts from all tokens. `cache_rows` fixes the caches' size,
-        rounded up to a multiple of 128, so that one program serves all lengths; without it caches
-        have at least `least_rows` and double when they must. Prompts are read `chunk` tokens at a
-        time, which changes no result. `choose` replaces the target's choice of tokens, to price a
-        round. With `top_logprobs` results have each token's log-probability, and those of so many
-        likeliest tokens, at most 20.
-        Raises InputError for a tree wider than the vocabulary, and for too many likeliest tokens.
+        `vocabulary` restricts the drafted tokens; `decode.vocabulary.default_vocabulary` loads the
+        vocabulary of a drafter's folder. None drafts from all tokens. `cache_rows` fixes the number
+        of cache rows, rounded up to a multiple of 128, so that one program serves all lengths; with
+        None caches have at least `least_rows` and double when needed. Prefill processes `chunk`
+        tokens at a time, which does not change results. `choose` replaces the target's choice of
+        tokens, to measure the cost of a round. With `top_logprobs` results have each token's
+        log-probability and the top `top_logprobs` log-probabilities, at most 20.
+
+        Raises InputError for a tree wider than the vocabulary, and for a `top_logprobs` too large.
         """
         if shape is None:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
@@ -120,14 +121,14 @@ class Session:
         self.first = self.shape if has_weights or len(self.ways) == 1 else PLAIN
         self.chooser = Chooser(self.ways, self.shape, self.first) if len(self.ways) > 1 else None
         self.costs = costs
-        self.catches_up = self.chooser is not None  # the drafter may be late
+        self.catches_up = self.chooser is not None  # whether the drafter may lag
         self.setup = Setup(
             target.config, functions, self.shape, choose, self.catches_up, top_logprobs
         )
         self.vocabulary = vocabulary if drafter else None
         head = self.vocabulary and _slice_of_head(target.params, self.vocabulary)
         weights = for_decoding(Weights(target.params, drafter and drafter.params, head))
-        self.target = target._replace(params=weights.target)  # or a CPU would hold both forms
+        self.target = target._replace(params=weights.target)  # else a CPU would hold both forms
         self.cache_rows = cache_rows and cache_rows_for(cache_rows)
         self._chunk = chunk
         rows = [way.num_rows for way in self.ways]
@@ -141,13 +142,13 @@ class Session:
             for way, each in setups.items()
         }
         self.background = Background()
-        self.alone = threading.Lock()  # for what is timed, if a thread measures beside another
+        self.alone = threading.Lock()  # held by timed calls, so that another thread waits
         if self.cache_rows is not None:
             self.check_memory(1, self.cache_rows)
 
     @property
     def weights(self) -> Weights:
-        """The parameters of both models; others of the same shapes may take their place."""
+        """The parameters of both models; parameters of the same shapes may be assigned."""
         return self._programs[self.shape].weights[0]
 
     @weights.setter
@@ -159,11 +160,11 @@ class Session:
 
     @property
     def num_compiled(self) -> int:
-        """Programs compiled so far."""
+        """The number of programs compiled so far."""
         return sum(map(len, self._programs.values()))
 
     def check_memory(self, batch: int, rows: int, flags: str = LOWER_CACHES) -> None:
-        """Raises InputError where the device cannot hold such caches; `flags` would lower them."""
+        """Raises InputError if the device cannot hold the caches; its fix is to lower `flags`."""
         memory.check_memory(
             batch * rows * self._bytes_of_a_row,
             f"caches of {rows} rows for a batch of {batch}",
@@ -185,15 +186,15 @@ class Session:
         sampling: Sampling | Sequence[Sampling] = GREEDY,
         stop_when: StopWhen | None = None,
     ) -> list[Result]:
-        """Decodes a batch of prompts to the end: in one call, unless there is something to choose.
+        """Decodes a batch to the end, in one call if there is one shape and no `stop_when`.
 
         Prompts and `stop_ids` are lists, or arrays of numpy, jax or torch. `max_new_tokens` is one
-        number, or one for each prompt. `stop_ids` is one list, or one for each prompt; the default
-        is the target's end-of-text ids. With a single `sampling`, row i gets its seed plus i; the
-        seed -1 draws one for each call. Every few rounds `stop_when` is given the tokens of a row,
-        and may say where to cut it. Raises InputError for an empty prompt, for values that are not
-        whole numbers, tokens outside the vocabulary, more tokens than the target's positions, or a
-        cache too small for them.
+        number, or one per prompt. `stop_ids` is one list, or one per prompt; the default is the
+        target's end-of-text ids. With a single `sampling`, row i gets its seed plus i; the seed -1
+        draws a new seed per call. `stop_when` is called with the tokens of each row, at least every
+        ROUNDS_BETWEEN_LOOKS rounds, and returns the length at which to truncate the row, or None.
+        Raises InputError for an empty prompt, for values that are not whole numbers, tokens outside
+        the vocabulary, more tokens than the target's positions, or a cache that is too small.
         """
         found = self.begin(prompts, max_new_tokens, stop_ids, sampling)
         most = None if stop_when is None else ROUNDS_BETWEEN_LOOKS
@@ -212,7 +213,7 @@ class Session:
         sampling: Sampling = GREEDY,
         stop_when: StopWhen | None = None,
     ) -> Iterator[list[int] | Result]:
-        """Yields new tokens as lists, those of a few rounds in 100 ms, and last the Result."""
+        """Yields lists of new tokens, about one per 100 ms, and last the Result."""
         found = self.begin([prompt], max_new_tokens, stop_ids, sampling)
         shown = 0
         while True:
@@ -234,9 +235,9 @@ class Session:
         sampling: Sampling | Sequence[Sampling],
         teaches: bool = True,
     ) -> Generation:
-        """Reads prompts and commits their first tokens; the arguments are those of `generate`.
+        """Processes prompts and commits their first tokens; the arguments are those of `generate`.
 
-        The session learns what is accepted unless the generation only measures.
+        With `teaches` the session's chooser records the accepted drafts; measurements pass False.
         """
         prompts = self._token_ids(prompts)
         started = self.start(prompts, max_new_tokens, stop_ids, sampling)
@@ -249,7 +250,7 @@ class Session:
         stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         sampling: Sampling | Sequence[Sampling],
     ) -> tuple[DecodeState, Limits, Law, float]:
-        """Reads prompts and commits their first tokens; returns also the seconds that this took.
+        """Processes prompts and commits their first tokens; also returns the seconds this took.
 
         The arguments are those of `generate`.
         """
@@ -276,29 +277,29 @@ class Session:
         return state, limits, law, seconds
 
     def chunks(self, batch: int) -> tuple[int, ...]:
-        """How many tokens of each of so many prompts are read at once; `step.prefill` says how."""
+        """Returns the chunk sizes in which `step.prefill` processes a batch of prompts."""
         return (self._chunk,) if self._chunk else chunks_for(jax.default_backend(), batch)
 
     def loop(
         self, state: DecodeState, limits: Limits, law: Law, shape: DraftShape | None = None
     ) -> jax.stages.Compiled:
-        """The compiled loop of rounds: (weights, state, limits, law) -> state, which it donates.
+        """Returns the compiled loop of rounds: (weights, state, limits, law) -> state.
 
-        `shape` is one of the session's ways, by default the session's own.
+        The loop donates the state. `shape` is one of `ways`, by default the session's `shape`.
         """
         return self._programs[shape or self.shape].prepare(step.decode, state, limits, law)
 
     def catching_up(self, state: DecodeState) -> jax.stages.Compiled:
-        """The compiled `step.caught_up`: (weights, state) -> state, which it donates."""
+        """Returns the compiled `step.caught_up`: (weights, state) -> state; donates the state."""
         return self._programs[self.shape].compile(step.caught_up, state)
 
     def next(
         self, arrays: tuple[DecodeState, Limits, Law], ready: set[DraftShape]
     ) -> tuple[DraftShape, int]:
-        """The way that a batch's next rounds take, and how many there are until the next choice.
+        """Returns the shape of a batch's next rounds, and the rounds until the next choice.
 
-        `ready` has the ways whose programs are known to be compiled, and gets more of them. Ways
-        that have a cost and no program yet are compiled in the background.
+        `ready` has the shapes whose programs are compiled; the call adds newly compiled shapes to
+        `ready`. Shapes that have a cost and no program yet are compiled in the background.
         """
         if self.chooser is None:
             return self.shape, NEVER
@@ -313,7 +314,11 @@ class Session:
         return self.chooser.next(costs, ready or {self.first})
 
     def _costs_of(self, batch: int) -> dict[DraftShape, float]:
-        """Milliseconds of a round of some ways, or of a plain round's where none is known."""
+        """Returns the milliseconds of a round per shape, as far as measured.
+
+        For one prompt and a drafter without weights, missing costs are estimated, with 1 for a
+        plain round.
+        """
         known = self.costs.for_batch(batch) if self.costs else {}
         if known or batch > 1 or self.first == self.shape:
             return known
@@ -321,9 +326,10 @@ class Session:
         return {PLAIN: 1.0, **({priced: own} if (priced := priced_as(self.shape)) else {})}
 
     def agreed(self, choose: Callable[[], T]) -> T:
-        """What is chosen by the clock: process 0's choice where several decode together.
+        """Returns `choose()`, on a mesh of several processes the value that process 0 computes.
 
-        It must be made of JSON's types.
+        Choices that depend on the clock need to agree across processes. The value must be
+        JSON-serialisable.
         """
         return on_first(choose) if sharding.spans_processes(self.mesh) else choose()
 
@@ -335,8 +341,8 @@ class Session:
     def _preparing(
         self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]
     ) -> tuple[Hashable, Callable[[], None]]:
-        """A name and a job for the background: compiling what a way needs."""
-        like = shapes_of(arrays)  # which outlive the arrays
+        """Returns name and function of a background job that compiles a shape's programs."""
+        like = shapes_of(arrays)  # the job must not keep the arrays alive
 
         def prepare() -> None:
             if not has_room():
@@ -351,9 +357,9 @@ class Session:
     def _stops(
         self, batch: int, stop_ids: Sequence[int] | Sequence[Sequence[int]] | None
     ) -> jax.Array:
-        """Stop ids (B, X), padded with -1 so that their number seldom compiles anew.
+        """Returns stop ids (B, X), padded with -1 to a multiple of 8, so that few widths compile.
 
-        One outside the vocabulary stops nothing.
+        Ids outside the vocabulary become -1.
         """
         ids = unboxed(self.target.generation.eos_ids if stop_ids is None else stop_ids)
         each = list(map(unboxed, ids)) if isinstance(ids, list | tuple) else ids
@@ -370,7 +376,7 @@ class Session:
     def check(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
     ) -> list[int]:
-        """How many tokens each prompt may get; raises InputError as `generate` does."""
+        """Returns the maximum number of new tokens per prompt; raises InputError as `generate`."""
         prompts, most = self._token_ids(prompts), unboxed(max_new_tokens)
         most = [most] * len(prompts) if isinstance(most, int | float) else most
         wanted_B = whole_numbers("max_new_tokens", most)
@@ -383,7 +389,7 @@ class Session:
         return wanted_B
 
     def _token_ids(self, prompts: Any) -> list[list[int]]:
-        """The prompts as lists; raises InputError for those that are none of this target's."""
+        """Converts prompts to lists; raises InputError for prompts that are not of this target."""
         prompts, vocab_size = unboxed(prompts), self.target.config.vocab_size
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts are {prompts!r:.40}: give a list of lists of token ids")
@@ -403,13 +409,13 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     sampling: Sampling | Sequence[Sampling] = GREEDY,
 ) -> list[Result]:
-    """Answers to a batch of prompts; keep a `Session` to decode more than once."""
+    """Decodes a batch of prompts; keep a `Session` to decode more than one batch."""
     session = Session(target, drafter, shape)
     return session.generate(prompts, max_new_tokens, stop_ids, sampling)
 
 
 def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Sampling]:
-    """The settings of each row; with a single `Sampling`, row i gets its seed plus i."""
+    """Returns the settings per row; with a single `Sampling`, row i gets its seed plus i."""
     if isinstance(sampling, Sampling):
         first = sampling.seeded()
         return [row_of(first, row) for row in range(batch)]
@@ -419,7 +425,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Samplin
 
 
 def row_of(sampling: Sampling, row: int) -> Sampling:
-    """The same law with the row's own seed; the first row's is not -1."""
+    """Returns the settings with the seed plus the row's index; `sampling.seed` must not be -1."""
     return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
 
 
@@ -429,7 +435,7 @@ def _check_breadth(
     drafter: Drafter | None,
     vocabulary: DraftVocabulary | None,
 ) -> None:
-    """Raises InputError where a node has more children than there are tokens to draft."""
+    """Raises InputError if a node has more children than the drafter has tokens to propose."""
     if vocabulary is not None:
         size = len(vocabulary.ids_U)
     else:
@@ -443,18 +449,19 @@ def _check_breadth(
 
 
 def for_decoding(weights: Weights) -> Weights:
-    """The weights as this device multiplies few rows fastest; what is so already stays.
+    """Converts weights to the layout in which this device multiplies few rows fastest.
 
     On a CPU kernels are cut into panels, and a tied head gets a kernel of its own: a product with
-    the table (V, D) would first transpose the table, which costs more than the product itself. On
-    a mesh, where a CPU stands for other devices, they stay as they are.
+    the table (V, D) would first transpose the table, which costs more than the product itself.
+    Weights on a mesh, where a CPU simulates other devices, and weights that are already converted
+    do not change.
     """
     if jax.default_backend() != "cpu" or sharding.mesh_of(weights.target) is not None:
         return weights
     head = weights.vocabulary
     return weights._replace(
         target=_with_head(weights.target),
-        drafter=_with_head(weights.drafter),  # small models have a table of their own
+        drafter=_with_head(weights.drafter),  # a small language model has its own table
         vocabulary=head and head._replace(head_DU=panels.cut(head.head_DU)),
         shared=_with_head(weights.shared),
     )
@@ -467,7 +474,7 @@ def _with_head(params: Any) -> Any:
 
 
 def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> Vocabulary:
-    """The part of the target's head that the drafter reads, once and for all."""
+    """Returns the slice of the target's head that the drafter reads."""
     ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
     head = params["lm_head"] if "lm_head" in params else quantise.transposed(params["embed"])
     found = Vocabulary(ids_U, quantise.columns(head, ids_U))

@@ -6,15 +6,16 @@
               commit:  the accepted path and a bonus token, cut at a stop or at the limit
               extend:  the drafter reads the target's activations of the path
 
-Every shape is fixed, and each row of a batch advances by its own count (state.py has its picture).
+Every shape is fixed, and each row of a batch advances by its own count (picture in state.py).
 
-These drivers call the functions: the loop of rounds here, which sessions run to the end and an
-engine's calls for a few rounds; an engine's programs that read prompts; the split server's slots,
-whose passes have no draft cache, and its clients, which have no target; and `infer.bench.phases`,
-which times each function alone.
+These drivers call the functions: the loop of rounds here, which sessions run to the end and
+engines run for a few rounds per call; an engine's prefill programs; the split server's slots,
+whose passes have no draft cache; the split server's clients, which have no target; and
+`infer.bench.phases`, which times each function alone.
 
-Rounds of plain decoding between drafted ones leave out `extend`, and so may reading a prompt. The
-drafter's lag is `Behind`, and `catch_up` ends it. Until then drafts are worse; texts are the same.
+Plain rounds between drafted rounds skip `extend`, and prefill may skip `extend` as well. `Behind`
+holds the draft lag, and `catch_up` clears the lag. Until then drafts are worse; the output is the
+same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 
-CATCH_UP = 32  # tokens of each row that a turn of `catch_up` reads
+CATCH_UP = 32  # tokens of each row per turn of `catch_up`
 
 
 # ---- the loop of rounds -------------------------------------------------------------------
@@ -66,16 +67,16 @@ def prefill(
     chunks: Sequence[int],
     draft_rows: int | None = None,
 ) -> DecodeState:
-    """Reads prompts, right-padded to T, in chunks, and commits their first token.
+    """Processes prompts, right-padded to T, in chunks, and commits their first new token.
 
-    Chunks have the first of the given sizes until those that follow hold the rest. With sizes 4
-    and 2, prompts of 9 and 8 tokens are read as
+    Chunks have the first of the given sizes until one chunk of each smaller size holds the rest.
+    With sizes 4 and 2, prompts of 9 and 8 tokens are processed as
 
         0 1 2 3 | 4 5 6 7 | 7 8        0 1 2 3 | 4 5 6 7
 
-    `capacity` bounds the tokens of a row; the caches get `draft_rows` beyond it for a last round,
-    by default as many as the shape needs. How long prompts are changes only how often the loop
-    turns.
+    `capacity` is the maximum number of tokens of a row; the caches get `draft_rows` more rows for a
+    last round, by default the shape's `num_rows`. The prompt length changes only the number of
+    iterations of the loop.
     """
     B, T = prompt_BT.shape
     rows = capacity + (setup.shape.num_rows if draft_rows is None else draft_rows)
@@ -107,7 +108,7 @@ def prefill(
 def advance(
     setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
 ) -> DecodeState:
-    """Propose, verify, commit, extend. Rows that are done stay as they are."""
+    """Runs one round: propose, verify, commit, extend. Rows that are done do not change."""
     now = state.now
     tree, draft_cache = propose(setup, weights, now, law, state.root_B)
     with jax.named_scope("verify"):
@@ -121,7 +122,7 @@ def advance(
     now = now._replace(target_caches=found.caches, draft_cache=draft_cache, behind=behind)
     with jax.named_scope("commit"):
         state = record(state._replace(now=now), tree, found, limits)
-    if setup.shape.num_drafted and behind is not None:  # whoever was late before is late still
+    if setup.shape.num_drafted and behind is not None:  # rows that lagged before still lag
         is_late_B = now.done_B | (behind.known_B < now.length_B)
         known_B = jnp.where(is_late_B, behind.known_B, state.now.length_B)
         state = state._replace(now=state.now._replace(behind=behind._replace(known_B=known_B)))
@@ -131,9 +132,9 @@ def advance(
 def decode(
     setup: Setup, weights: Weights, state: DecodeState, limits: Limits, law: Law
 ) -> DecodeState:
-    """Rounds until every row is done, or until the pause, without leaving the device."""
+    """Runs rounds on the device until every row is done or reaches `limits.pause`."""
     full = lambda carried: jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), carried, state)
-    is_one = len(state.rounds_B) == 1  # several would be copied once in and once out for it
+    is_one = len(state.rounds_B) == 1  # a larger batch would be copied into and out of lean form
     lean = cache.lean if traced_platform() == "cpu" and is_one else lambda state: state
 
     def goes_on(carried: DecodeState) -> Array:
@@ -147,7 +148,7 @@ def decode(
 
 
 def record(state: DecodeState, tree: Tree, found: Verified, limits: Limits) -> DecodeState:
-    """Commits a round and writes it down: its tokens, how many they are, how many were drafted."""
+    """Commits a round, and appends its tokens and its counts of committed and drafted tokens."""
     now, count_B = commit(state.now, found.verdict, limits)
     drafted_B = jnp.sum(tree.tokens_BN[:, 1:] >= 0, axis=1, dtype=jnp.int32)
     counts_B2 = jnp.stack([count_B, jnp.where(count_B > 0, drafted_B, 0)], axis=1)
@@ -167,7 +168,7 @@ def record(state: DecodeState, tree: Tree, found: Verified, limits: Limits) -> D
 
 
 def empty(setup: Setup, weights: Weights, batch: int, rows: int, law: Law) -> RoundState:
-    """The state before anything is read, with caches of so many rows."""
+    """Returns the state of empty sequences, with caches of `rows` rows."""
     dtype = weights.target["embed"].dtype
     behind = None
     if setup.catches_up:
@@ -195,18 +196,19 @@ def read_chunk(
     size: int,
     late: bool = False,
 ) -> tuple[RoundState, Array, Tapped]:
-    """Target and drafter read the next `size` tokens of each prompt, or of shorter caches all rows.
+    """Runs target and drafter over the next chunk of each prompt.
 
-    Where it is `late` the drafter does not, and what it needs for them is set aside.
+    A chunk has `size` tokens, or the number of cache rows if that is smaller. With `late` the
+    drafter does not run, and the activations that the drafter needs are stored in `now.behind`.
 
-    A row with fewer tokens left goes back, and its chunk ends with its last token. So nothing is
-    ever written behind the caches' end, and rows that are done wait for others. What is read
-    again gives what is there already. Two rows in chunks of 4:
+    The chunk of a row with fewer tokens left starts earlier, and ends with the row's last token. So
+    no chunk is written past the end of the caches, and finished rows wait for the other rows.
+    Tokens that are processed again give the same cache rows. Two rows in chunks of 4:
 
         prompt of 10   0 1 2 3 | 4 5 6 7 |     6 7 8 9
         prompt of 5    0 1 2 3 | 1 2 3 4 |     1 2 3 4
 
-    Returns what `read` does.
+    Returns the results of `read`.
     """
     size = min(size, now.target_caches[0].k_BKSE.shape[2])
     start_B = jnp.minimum(now.length_B, jnp.maximum(prompt_length_B - size, 0))
@@ -226,11 +228,11 @@ def read_chunk(
 def read(
     setup: Setup, weights: Weights, now: RoundState, tokens_BT: Array, count_B: Array
 ) -> tuple[RoundState, Array, Tapped]:
-    """The target processes given tokens, right-padded to T, behind those that are verified.
+    """Runs the target over given tokens, right-padded to T, after the verified tokens.
 
     Returns the state with `count` more tokens of each row in the target's caches, the
-    final-normed state (B, D) of the last of them, and the activations of all T. The draft cache
-    is left to `extend`. The tokens count as a prompt's, so no answer has said them.
+    final-normed state (B, D) of the last new token, and the activations of all T tokens. `extend`
+    updates the draft cache. Penalties count the tokens as part of the prompt.
     """
     found = target_pass(setup, weights, chain(tokens_BT), now.target_caches, now.length_B)
     last_B11 = (count_B - 1)[:, None, None]
@@ -247,9 +249,9 @@ def read(
 def choose_after(
     weights: Weights, now: RoundState, hidden_BD: Array, law: Law
 ) -> tuple[RoundState, Array]:
-    """The token (B,) that the target chooses after the verified ones; it counts as said then.
+    """Returns the target's next token (B,), and the state whose penalty counts include that token.
 
-    It is NOTHING where a logit is not finite.
+    The token is NOTHING if a logit is not finite.
     """
     logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
     score_B1V = sample.scores(law, logits_B1V, now.said.each(), now.length_B[:, None])
@@ -268,9 +270,10 @@ def begin_answer(
     limits: Limits,
     law: Law,
 ) -> tuple[RoundState, Array, Array, LogProbs | None]:
-    """Commits the token (B,) that follows each prompt: the state, the texts with it, and it.
+    """Commits the first new token of each prompt.
 
-    Its log-probabilities (B, 1) come with it where the setup asks for them.
+    Returns the state, the tokens (B, C) with the new ones, the new tokens (B,), and their
+    log-probabilities (B, 1), which are None without `setup.top_logprobs`.
     """
     now, root_B = choose_after(weights, now, hidden_BD, law)
     tokens_BC = tokens_BC.at[jnp.arange(len(root_B)), prompt_length_B].set(root_B)
@@ -285,7 +288,7 @@ def begin_answer(
 def target_pass(
     setup: Setup, weights: Weights, tree: Tree, caches: llama.Caches, length_B: Array
 ) -> llama.Pass:
-    """The target over all nodes at once; their rows are written behind the verified ones."""
+    """Runs the target over all nodes at once; their cache rows follow the verified rows."""
     position_BN = length_B[:, None] + tree.depth_BN
     context = llama.Context(position_BN, masks.sight(length_B, tree.ancestor_BNN), caches)
     tap = setup.drafter.taps.streams if setup.drafter else ()
@@ -298,7 +301,7 @@ def target_pass(
 def propose(
     setup: Setup, weights: Weights, now: RoundState, law: Law, root_B: Array
 ) -> tuple[Tree, Cache]:
-    """The tree that the drafter proposes from each root; in plain decoding the root alone."""
+    """Returns the drafter's tree after each root; the root alone in plain decoding."""
     if not setup.shape.num_drafted:
         return chain(root_B[:, None]), now.draft_cache
     with jax.named_scope("draft"):
@@ -317,14 +320,14 @@ def propose(
 
 
 def borrowed(setup: Setup, weights: Weights) -> Shared:
-    """The target's parameters that the drafter reads."""
+    """Returns the target's parameters that the drafter reads."""
     return setup.drafter.borrow(weights.target) if weights.shared is None else weights.shared
 
 
 def guide(setup: Setup, weights: Weights, now: RoundState, law: Law) -> Guide:
-    """How this round chooses candidates: they get the same bias and penalties as the target's.
+    """Returns the round's candidate selection, which applies the target's bias and penalties.
 
-    If candidates are sampled, they get its temperature and its cuts as well.
+    Sampled candidates also get the target's temperature, top-k, top-p and min-p.
     """
     sampled = setup.shape.sampled and law.key_B is not None
     own = setup.drafter.draft_ids
@@ -358,9 +361,9 @@ def extend(
     length_B: Array,
     tapped: Tapped,
 ) -> Cache:
-    """The drafter's cache with T tokens that the target has just processed."""
+    """Extends the drafter's cache by T tokens that the target has just processed."""
     if not setup.drafter.taps.hidden:
-        tapped = tapped._replace(hidden_BTD=None)  # as it would be in `catch_up`
+        tapped = tapped._replace(hidden_BTD=None)  # as in `catch_up`
     with jax.named_scope("extend"):
         digest = setup.drafter.digest(weights.drafter, length_B, tapped)
         shared = borrowed(setup, weights)
@@ -377,17 +380,19 @@ def catch_up(
     sizes: Sequence[int] = (CATCH_UP,),
     most_turns: Array = NEVER,
 ) -> RoundState:
-    """The drafter reads the verified tokens of rows under way that it did not, in turns.
+    """Runs the drafter over the verified tokens of running rows that its cache lacks, in turns.
 
-    A turn reads so many tokens of each row as the first of `sizes` says, until no row has as many
-    left, and so on; the last size reads what remains. There are at most so many turns of the last
-    size, and of each other one as many as read as much.
-    Caches must have that many rows behind the root, since they are written whatever is left of a
-    row. All larger sizes are for one row.
+    A turn of a larger size processes `size` tokens of each row while a row lacks at least `size`
+    tokens; turns of the last size process the rest. At most `most_turns` turns have the last size,
+    and the turns of each larger size process at most the same number of tokens, rounded up to
+    whole turns.
+
+    Caches need the last size's number of rows after the root, because a turn always writes all its
+    rows. Larger sizes are only for a batch of one row.
     """
     *larger, least = sizes
     for size in larger:
-        most = -(-most_turns // (size // least))  # one at least, as programs are prepared with one
+        most = -(-most_turns // (size // least))  # >= 1, since programs are prepared with 1 turn
         now = _read_in_turns(setup, weights, now, text_BC, size, size, most)
     return _read_in_turns(setup, weights, now, text_BC, least, 1, most_turns)
 
@@ -401,13 +406,13 @@ def _read_in_turns(
     enough: int,
     most_turns: Array,
 ) -> RoundState:
-    """Turns of a size, while a row has `enough` tokens that the drafter did not read."""
+    """Runs turns of a size while a row has `enough` tokens that the drafter's cache lacks."""
     cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (size,)))
 
     def goes_on(carry: tuple[Array, Array, Cache]) -> Array:
         turn, known_B, _ = carry
         is_late = jnp.any(~now.done_B & (now.length_B - known_B >= enough))
-        is_blank = jnp.all(now.length_B == 0)  # a state on which programs are prepared
+        is_blank = jnp.all(now.length_B == 0)  # the state on which programs are prepared
         return (turn < most_turns) & (is_late | is_blank & (turn == 0))
 
     def read(carry: tuple[Array, Array, Cache]) -> tuple[Array, Array, Cache]:
@@ -423,12 +428,12 @@ def _read_in_turns(
 
 
 def caught_up(setup: Setup, weights: Weights, state: DecodeState) -> DecodeState:
-    """A generation whose drafter has read all that it did not."""
+    """Returns the state of a generation without draft lag."""
     return state._replace(now=catch_up(setup, weights, state.now, state.tokens_BC))
 
 
 def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:
-    """What earlier passes gave for these positions: from the target's caches, and set aside."""
+    """Gathers the activations at these positions from the target's caches and `now.behind`."""
     of_places = lambda rows_BSD: jnp.take_along_axis(rows_BSD, place_BT[..., None], axis=1)
     rows = None
     if _reads_rows(setup):
@@ -439,7 +444,7 @@ def _tapped_before(setup: Setup, now: RoundState, place_BT: Array) -> Tapped:
 
 
 def _set_aside(behind: Behind, tapped: Tapped, start_B: Array) -> Behind:
-    """Keeps the activations of T tokens from `start` on."""
+    """Stores the activations of T tokens from `start` on."""
 
     def place(kept: States, new_BTD: Array) -> States:
         rows_B1SD = cache.write_rows(kept.x_BSD[:, None], new_BTD[:, None], start_B)
@@ -454,7 +459,7 @@ def _set_aside(behind: Behind, tapped: Tapped, start_B: Array) -> Behind:
 
 
 def all_known(now: RoundState) -> RoundState:
-    """The drafter has read all verified tokens."""
+    """Marks all verified tokens as read by the drafter."""
     if now.behind is None:
         return now
     return now._replace(behind=now.behind._replace(known_B=now.length_B))
@@ -464,21 +469,21 @@ def all_known(now: RoundState) -> RoundState:
 
 
 def verify_tree(setup: Setup, weights: Weights, now: RoundState, law: Law, tree: Tree) -> Verified:
-    """Verifies a tree, and puts the accepted path's rows behind the cache's."""
-    # 1. One pass over all nodes, and what the target would write after each.
+    """Verifies a tree, and moves the accepted path's cache rows to follow the verified rows."""
+    # 1. One pass over all nodes, and the target's choice after each node.
     found = target_pass(setup, weights, tree, now.target_caches, now.length_B)
     logits_BNV = llama.unembed(weights.target, found.hidden_BTD)
     choice_BN = (setup.choose or choose)(setup, law, now, tree, logits_BNV)
     verdict = verify(tree, choice_BN, setup.shape.levels)
     whole = Tapped(None, found.tapped, found.hidden_BTD)
-    # 2. A chain's rows are in their places already.
+    # 2. The rows of a chain are already in place.
     if setup.shape.is_chain:
         rows = llama.stack_rows(found.rows) if _reads_rows(setup) else None
         identity_D = jnp.broadcast_to(jnp.arange(setup.shape.levels), verdict.path_BD.shape)
         verdict = verdict._replace(path_BD=identity_D, emitted_BD=choice_BN)
         thought = _logprobs(setup, logits_BNV, verdict)
         return Verified(verdict, whole._replace(rows_LBKTE=rows), found.caches, thought)
-    # 3. Of a tree, what belongs to the path is taken out.
+    # 3. The path's rows and activations are gathered from those of the tree.
     path_BD = verdict.path_BD
     taken = tuple(cache.take(rows, path_BD) for rows in found.rows)
     caches = keep_path(found.caches, taken, path_BD, now.length_B)
@@ -490,7 +495,7 @@ def verify_tree(setup: Setup, weights: Weights, now: RoundState, law: Law, tree:
 
 
 def _logprobs(setup: Setup, logits_BNV: Array, verdict: Verdict) -> LogProbs | None:
-    """Of the tokens that are emitted after the nodes of the accepted path."""
+    """Returns the log-probabilities of the tokens that the accepted path's nodes emit."""
     if setup.top_logprobs is None:
         return None
     if not setup.shape.is_chain:  # a chain's nodes are the path already
@@ -499,9 +504,9 @@ def _logprobs(setup: Setup, logits_BNV: Array, verdict: Verdict) -> LogProbs | N
 
 
 def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Array) -> Array:
-    """The token (B, N) that follows each node: the target's argmax, or a draw from its law.
+    """Returns the token (B, N) after each node: the target's argmax, or a sample from the target.
 
-    It is NOTHING where the largest logit is not finite, which ends the row.
+    The token is NOTHING if the largest logit is not finite, which ends the row.
     """
     said = now.said
     if law.penalises:
@@ -547,6 +552,6 @@ def commit(now: RoundState, verdict: Verdict, limits: Limits) -> tuple[RoundStat
 
 
 def _is_stop(tokens_BN: Array, limits: Limits) -> Array:
-    """Which tokens end a row: its stop ids, and NOTHING."""
+    """Marks the tokens that end a row: stop ids and NOTHING."""
     is_id_BN = jnp.any(tokens_BN[..., None] == limits.stop_ids_BX[:, None], axis=-1)
     return is_id_BN | (tokens_BN == NOTHING)

@@ -1,11 +1,11 @@
-"""Tokens as text while an answer grows, and the texts that end an answer.
+"""Incremental detokenization of an answer, and stop strings.
 
     part     [5, 17]    [230]      [159, 9]
     text     "Caf"      "Caf?"     "Café au"     of all tokens so far; ? is half a character
-    shown    "Caf"      ""         "é a"         with the stop text "us": this "u" may begin it
+    shown    "Caf"      ""         "é a"         the "u" may begin the stop string "us"
 
-A character may need several tokens, and so may a stop text: what could still become one is held
-back until the next tokens decide.
+A character may need several tokens, and so may a stop string: characters at the end that may become
+part of either are held back until more tokens decide.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-HALF = "\ufffd"  # bytes that are no character, or a part of one
-WINDOW, CONTEXT = 32, 8  # tokens that are decoded again at most, and those kept of a longer window
+HALF = "\ufffd"  # stands for bytes that are not a character, or only a part of a character
+WINDOW, CONTEXT = 32, 8  # maximum tokens decoded again, and tokens kept of a longer window
 MOST_CUT = 3  # replacement characters for a character whose first byte is cut off
 EACH_BYTE = "moa-jax-replace-each-byte"
 codecs.register_error(EACH_BYTE, lambda error: (HALF * (error.end - error.start), error.end))
 
 
 class Detokenizer:
-    """Token ids as text in which bad bytes never take good characters with them.
+    """Decodes token ids to text in which invalid bytes do not replace valid characters.
 
-    A decoder with byte fallback, as Llama 2 has, replaces all bytes of a run with a bad one. Here,
-    as in SentencePiece, each byte outside a character becomes a replacement character,
-    and the others are kept. Without a tokenizer ids stand for their text.
+    A decoder with byte fallback, as Llama 2's, replaces all bytes of a run that has an invalid
+    byte. This class, as SentencePiece, replaces each byte outside a character by a replacement
+    character, and keeps the other bytes. Without a tokenizer the text is the ids.
     """
 
     def __init__(self, tokenizer: Any | None, skip_special: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._backend = backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden: set[int] = set()  # special tokens
-        self._byte_of: dict[int, int] = {}  # of the tokens that stand for bytes, if there are any
-        if backend is None:  # ids, or a tokenizer without a decoder of `tokenizers`
+        self._byte_of: dict[int, int] = {}  # the bytes of byte tokens, if the tokenizer has any
+        if backend is None:  # no tokenizer, or a tokenizer without a `tokenizers` decoder
             return
         if skip_special:
             added = backend.get_added_tokens_decoder()
@@ -49,18 +49,18 @@ class Detokenizer:
             }
 
     def visible(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that have a text; others may stand within a character and change nothing."""
+        """Returns the tokens that have text; others may stand within a character without effect."""
         if self._backend is None:
             return list(tokens)
         known, hidden = self._backend.id_to_token, self._hidden
         return [each for each in tokens if each not in hidden and known(each) is not None]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Returns the text of tokens."""
         return self.growing(self.visible(tokens))[0]
 
     def growing(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """The text of visible tokens, and how many characters at its end may yet change."""
+        """Returns the text of visible tokens, and the number of last characters not yet final."""
         if self._tokenizer is None:
             return "".join(f"{token} " for token in tokens), 0
         decoder = self._backend or self._tokenizer
@@ -71,7 +71,7 @@ class Detokenizer:
         return decoder.decode(tokens, skip_special_tokens=self._skip_special), waiting
 
     def _repaired(self, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """Tokens whose bytes are whole characters, and the number of bytes that may begin one."""
+        """Replaces invalid bytes; also returns the number of last bytes that may be a character."""
         found: list[int] = []
         waiting = 0
         for are_bytes, run in itertools.groupby(tokens, self._byte_of.__contains__):
@@ -87,15 +87,15 @@ class Detokenizer:
 
 @functools.lru_cache(maxsize=4)
 def detokenizer_of(tokenizer: Any | None, skip_special: bool = True) -> Detokenizer:
-    """The detokenizer of a tokenizer; its tables take longer than the text of an answer."""
+    """Returns a tokenizer's cached detokenizer; its tables take longer than decoding an answer."""
     return Detokenizer(tokenizer, skip_special)
 
 
 class GrowingText:
-    """The text of an answer whose tokens come in parts, up to the first stop text.
+    """The text of an answer whose tokens come in parts, up to the first stop string.
 
-    However tokens are grouped, the text is that of all of them. A token of a long answer costs no
-    more than one of a short answer: only the last are decoded.
+    The text does not depend on the grouping of tokens into parts. Only the last tokens are decoded,
+    so a token of a long answer costs no more than a token of a short answer.
     """
 
     def __init__(
@@ -107,29 +107,29 @@ class GrowingText:
         skip_special: bool = True,
         behind: Sequence[int] = (),
     ) -> None:
-        """Without a tokenizer there is no text, and token ids stand for it.
+        """Without a tokenizer the text is the token ids.
 
-        `keep_stop` leaves the stop text in the text, and `skip_special` special tokens out of it.
-        The text follows the tokens that it is `behind`: some tokenizers drop the first space of a
-        text, which between two words is none to drop.
+        `keep_stop` keeps the stop string in the text, and `skip_special` drops special tokens.
+        `behind` holds the tokens before the answer: some tokenizers drop the first space of a text,
+        which must be kept if the answer continues other text.
         """
         self._detokenizer = detokenizer_of(tokenizer, skip_special)
         self._stops, self._keep_stop = tuple(stops), keep_stop
         before = [] if tokenizer is None else self._detokenizer.visible(behind)
         self._window = before[-CONTEXT:]  # the last tokens, of a list that is never changed
-        self._last, waiting = self._detokenizer.growing(self._window)  # their text
+        self._last, waiting = self._detokenizer.growing(self._window)  # text of the window
         if waiting:
             self._window, self._last = [], ""
-        self._sure = len(self._last)  # characters of it that no token changes, or are not ours
-        self._before = -len(self._last)  # characters of the text before theirs
-        self._waits = ""  # sure text that may begin a stop text
-        self.num_tokens = 0  # up to the one that completed a stop text, if one did
-        self.num_characters = 0  # of these tokens
-        self.begin = 0  # where the last tokens that were added begin in the text
-        self.stop: str | None = None  # the stop text that ended the answer
+        self._sure = len(self._last)  # characters of `_last` that are final, or before the answer
+        self._before = -len(self._last)  # characters of the answer before `_last`
+        self._waits = ""  # final text that may begin a stop string
+        self.num_tokens = 0  # tokens added, up to the token that completed a stop string
+        self.num_characters = 0  # characters of these tokens
+        self.begin = 0  # position in the text at which the last added tokens begin
+        self.stop: str | None = None  # the stop string that ended the answer
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that more tokens make sure; those after a stop text do not count."""
+        """Adds tokens and returns the new final text; tokens after a stop string are ignored."""
         shown = ""
         for part in [[token] for token in tokens] if self._stops else [tokens]:
             if self.stop is not None or not part:
@@ -139,20 +139,20 @@ class GrowingText:
         return shown
 
     def end(self) -> str:
-        """The text that waited for tokens which do not come."""
+        """Returns the text that was held back; call this method after the last token."""
         if self.stop is not None:
             return ""
         return before_stop(self._waits + self._last[self._sure :], self._stops) or ""
 
     def _take(self, tokens: Sequence[int]) -> None:
-        """Decodes more tokens."""
+        """Decodes the window with more tokens."""
         before, tail = self._before + self._sure, self._last[self._sure :]
         self._window = [*self._window, *self._detokenizer.visible(tokens)]
         text, waiting = self._detokenizer.growing(self._window)
         sure = max(self._sure, len(text) - waiting)
         new, self._waits = text[self._sure :], self._waits + text[self._sure : sure]
         self.begin = before
-        if sure - self._sure >= len(tail) and new.startswith(tail):  # bytes of no character
+        if sure - self._sure >= len(tail) and new.startswith(tail):  # invalid bytes
             self.begin += len(tail)
         self._last, self._sure = text, sure
         self.num_tokens += len(tokens)
@@ -161,7 +161,7 @@ class GrowingText:
             self._move_on()
 
     def _released(self) -> str:
-        """The sure text before a stop text, and before what may become one."""
+        """Returns the final text before a stop string, or before characters that may begin one."""
         found = [(self._waits.find(stop), stop) for stop in self._stops if stop in self._waits]
         if found:
             place, self.stop = min(found)
@@ -172,10 +172,10 @@ class GrowingText:
         return shown
 
     def _move_on(self) -> None:
-        """Forgets tokens that later ones cannot change, but for a few that give these a context."""
+        """Drops tokens whose text is final, except the last CONTEXT tokens."""
         kept = self._window[-CONTEXT:]
         context, waiting = self._detokenizer.growing(kept)
-        # It may begin within a character; the rest must be as in the whole text.
+        # The context may begin within a character; the rest must equal the end of the whole text.
         same = context[:MOST_CUT].lstrip(HALF) + context[MOST_CUT:]
         if len(self._last) - self._sure == waiting <= len(same) and self._last.endswith(same):
             self._before += len(self._last) - len(context)
@@ -184,20 +184,20 @@ class GrowingText:
 
 
 class Writer:
-    """Decodes tokens with a tokenizer; with None there is no text, and token ids stand for it."""
+    """Decodes tokens; without a tokenizer `text` returns None and `pieces` yields token ids."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
         self._detokenizer = detokenizer_of(tokenizer)
 
     def text(self, tokens: Sequence[int]) -> str | None:
-        """The text of some tokens, without special tokens; None without a tokenizer."""
+        """Returns the text of tokens, without special tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return self._detokenizer.decode(tokens)
 
     def pieces(self, parts: Iterable[list[int]], stops: Sequence[str]) -> Iterator[str]:
-        """Yield the text of an answer whose tokens come in parts, up to the first stop text."""
+        """Yields the text of an answer whose tokens come in parts, up to the first stop string."""
         text = GrowingText(self.tokenizer, stops if self.tokenizer else ())
         for part in parts:
             yield text.add(part)
@@ -205,7 +205,7 @@ class Writer:
 
 
 def before_stop(text: str | None, stops: Sequence[str]) -> str | None:
-    """A text up to the first stop text in it; None stays None."""
+    """Returns the text before the first stop string; None stays None."""
     if text is None:
         return None
     places = [text.find(stop) for stop in stops if stop in text]
@@ -213,10 +213,10 @@ def before_stop(text: str | None, stops: Sequence[str]) -> str | None:
 
 
 class StopFinder:
-    """A function of an answer's tokens: how many of them complete the first stop text, else None.
+    """Returns the number of tokens that complete the first stop string, or None without a stop.
 
-    It is the `stop_when` that `Session.generate` takes. Tokens that it has seen before, at the
-    begin of those that it is called with, are not decoded again.
+    An instance is a `stop_when` of `Session.generate`. Tokens of the previous call, if the new list
+    begins with them, are not decoded again.
     """
 
     def __init__(self, tokenizer: Any, stops: str | Sequence[str]) -> None:
@@ -234,7 +234,7 @@ class StopFinder:
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of a text may come to belong to a stop text."""
+    """Returns the number of characters at the end of a text that may begin a stop string."""
     ends = (
         next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
         for stop in stops

@@ -1,10 +1,10 @@
-"""Draft vocabularies: which of the target's tokens a drafter may propose, and their files.
+"""Draft vocabularies, the target's tokens that a drafter may propose, and their files.
 
-Most text consists of a small part of the target's tokens, so a drafter that scores only the
-frequent ones reads a slice of the target's head. The target still verifies over its whole
-vocabulary, so the text stays the same; a token outside the slice only ends a draft early. A
-drafter's folder may bring such a vocabulary in a file of a fixed name. Axis U is the draft
-vocabulary, in the order of target ids. Files are those of EAGLE-3:
+Most text uses a small part of the target's tokens, so a drafter that scores only frequent tokens
+reads a slice of the target's head. The target still verifies over its whole vocabulary, so the
+output stays the same; a token outside the slice only ends a draft early. A drafter's folder may
+contain such a vocabulary in a file of a fixed name. Axis U is the draft vocabulary, in the order of
+target ids. The file format is that of EAGLE-3:
 
     target id    0  1  2  3  4  5  6  7          ids_U   1  4  5
     t2d          .  x  .  .  x  x  .  .          d2t     1  3  3     target = draft + d2t[draft]
@@ -29,8 +29,9 @@ from moa_jax.files import folders, token_ids
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 FILE = "draft_vocabulary.safetensors"  # in a drafter's folder
-# The head of a target with more tokens than this is most of what a drafter reads, so the
-# vocabulary that its folder brings is used by default. Smaller heads cost less than what is missed.
+# For a target with more tokens than this, the head is most of a drafter's memory traffic, so the
+# draft vocabulary in the drafter's folder is the default. A smaller head costs less than the drafts
+# that a draft vocabulary misses.
 MANY_TOKENS = 65_536
 _D2T, _T2D, _VOCABULARY = "d2t", "t2d", "vocabulary"
 _FILE_SHA256 = "tokenizer_sha256"  # of tokenizer.json, in files of earlier versions
@@ -38,23 +39,23 @@ _DTYPES = {_D2T: ("I64", "I32"), _T2D: ("BOOL",)}
 
 
 class DraftVocabulary(NamedTuple):
-    """The target tokens that may be drafted, and the vocabulary they are taken from."""
+    """The target's tokens that may be drafted, with the size and fingerprint of its vocabulary."""
 
     ids_U: np.ndarray  # int32, ascending target ids
     vocab_size: int  # of the target
-    fingerprint: str | None = None  # of its tokenizer (`files/token_ids.py`), where known
-    file: Path | None = None  # where it was read
+    fingerprint: str | None = None  # of the target's tokenizer (`files/token_ids.py`), if known
+    file: Path | None = None  # the file it was loaded from
 
 
 def vocabulary_of(ids_U: np.ndarray, target: Target) -> DraftVocabulary:
-    """The draft vocabulary of these ids, marked as that of the target's tokenizer."""
+    """Returns the draft vocabulary of these ids, with the fingerprint of the target's tokenizer."""
     tokens = token_ids.read_token_ids(target.folder)
     fingerprint = None if tokens is None else token_ids.fingerprint(tokens)
     return DraftVocabulary(ids_U, target.config.vocab_size, fingerprint)
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """How often each token occurs, int64 (V,); InputError for an id outside the vocabulary."""
+    """Counts each token, int64 (V,); raises InputError for an id outside the vocabulary."""
     count_V = np.zeros(vocab_size, np.int64)
     for tokens in token_lists:
         ids = np.asarray(tokens, np.int64)
@@ -64,10 +65,10 @@ def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> np.nd
 
 
 def most_frequent(count_V: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
-    """The `size` ids with the highest counts, `always` among them: int32 (U,), ascending.
+    """Returns the `size` ids with the highest counts, including `always`: int32 (U,), ascending.
 
-    `always` are ids to keep, such as those that end text. Of equal counts the lower id comes
-    first. Raises InputError as `check_size`.
+    `always` are ids to keep, such as end-of-text ids. Among equal counts the lower id comes first.
+    Raises InputError as `check_size`.
     """
     check_size(size, len(count_V), always)
     needed = np.unique(np.asarray(always, np.int64))
@@ -77,7 +78,10 @@ def most_frequent(count_V: np.ndarray, size: int, always: Sequence[int] = ()) ->
 
 
 def check_size(size: int, vocab_size: int, always: Sequence[int] = ()) -> None:
-    """Raise InputError unless `size` ids, `always` among them, can be taken of the vocabulary."""
+    """Raises InputError unless `size` is between the number of `always` ids and `vocab_size`.
+
+    Also raises InputError for a size of 0, and for an id in `always` outside the vocabulary.
+    """
     _check_inside(np.asarray(always, np.int64), vocab_size, "the list of ids to keep")
     least = max(1, len(set(always)))
     if least <= size <= vocab_size:
@@ -89,14 +93,14 @@ def check_size(size: int, vocab_size: int, always: Sequence[int] = ()) -> None:
 
 
 def coverage(count_V: np.ndarray, ids_U: np.ndarray) -> float:
-    """Share of the counted tokens that are in the draft vocabulary, 0 to 1; 0 where none are."""
+    """Returns the share of counted tokens in the draft vocabulary, 0 to 1; 0 without any counts."""
     return float(count_V[ids_U].sum() / max(count_V.sum(), 1))
 
 
 def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -> Path:
-    """Write `content_of` a vocabulary; a file of the name is replaced.
+    """Writes `content_of` a vocabulary to a file, replacing an existing file.
 
-    It appears whole or not at all. Raises OSError where nothing can be written.
+    The write is atomic. Raises OSError if the file cannot be written.
     """
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +109,10 @@ def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -
 
 
 def content_of(vocabulary: DraftVocabulary) -> bytes:
-    """The bytes of its file: d2t (int64), t2d (bool) and the tokenizer's fingerprint.
+    """Returns the bytes of a vocabulary's file: d2t (int64), t2d (bool), tokenizer fingerprint.
 
-    They are the same each time; two entries of metadata would come in any order.
+    The bytes are deterministic, because the file has at most one entry of metadata; safetensors
+    writes several entries in any order.
     """
     ids = vocabulary.ids_U.astype(np.int64)
     t2d_V = np.zeros(vocabulary.vocab_size, bool)
@@ -117,10 +122,10 @@ def content_of(vocabulary: DraftVocabulary) -> bytes:
 
 
 def default_vocabulary(target: Target, drafter: LoadedDrafter) -> DraftVocabulary | None:
-    """What a drafter drafts from where nobody says it; None is the target's whole vocabulary.
+    """Returns the default draft vocabulary of a drafter; None is the target's whole vocabulary.
 
-    It is what the drafter's folder brings, for targets of more than MANY_TOKENS tokens. Raises
-    InputError as `load_vocabulary`.
+    The default is the vocabulary in the drafter's folder if the target has more than MANY_TOKENS
+    tokens, else None. Raises InputError as `load_vocabulary`.
     """
     if target.config.vocab_size <= MANY_TOKENS:
         return None
@@ -128,9 +133,9 @@ def default_vocabulary(target: Target, drafter: LoadedDrafter) -> DraftVocabular
 
 
 def vocabulary_beside(target: Target, drafter: LoadedDrafter) -> DraftVocabulary | None:
-    """The draft vocabulary that a drafter's folder brings; None where it brings none.
+    """Returns the draft vocabulary in a drafter's folder; None if the folder has no such file.
 
-    A drafter with a head of its own has nothing to slice, so its folder is not looked at. Raises
+    A drafter with a head of its own does not use the target's head, so the result is None. Raises
     InputError as `load_vocabulary`.
     """
     path = drafter.folder / FILE
@@ -140,11 +145,11 @@ def vocabulary_beside(target: Target, drafter: LoadedDrafter) -> DraftVocabulary
 
 
 def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabulary:
-    """Read a safetensors file, or a folder's draft_vocabulary.safetensors, for this target.
+    """Loads a safetensors file, or a folder's draft_vocabulary.safetensors, for this target.
 
-    Either tensor is enough, and other tensors of the file are left alone. Raises InputError for a
-    file that cannot be read or holds neither, for ids that no vocabulary of the target can hold,
-    and for one that was made for another tokenizer.
+    The file needs d2t or t2d, and its other tensors are ignored. Raises InputError for a file that
+    cannot be read or has neither tensor, for invalid ids of this target, and for a vocabulary of
+    another tokenizer.
     """
     file = _find(path)
     d2t_U, t2d_V, metadata = _read(file)
@@ -160,7 +165,7 @@ def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabu
         )
     vocab_size = target.config.vocab_size
     if same and t2d_V is not None and not t2d_V[vocab_size:].any():
-        # Embeddings of one vocabulary have more or fewer unused rows.
+        # Models of one tokenizer have embeddings with more or fewer unused rows.
         t2d_V = np.pad(t2d_V[:vocab_size], (0, max(vocab_size - len(t2d_V), 0)))
     if d2t_U is not None:
         ids = _ids_of_d2t(d2t_U, vocab_size, file)
@@ -189,7 +194,7 @@ def _find(path: str | os.PathLike[str]) -> Path:
 
 
 def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, dict[str, str]]:
-    """d2t_U and t2d_V, None for each that the file does not hold, and the file's metadata."""
+    """Reads d2t_U and t2d_V, None for a tensor that is not in the file, and the file's metadata."""
     try:
         with safe_open(file, framework="np") as tensors:
             names = set(tensors.keys())
@@ -211,7 +216,7 @@ def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, dict[str, s
 
 
 def _vector(tensors: Any, name: str, file: Path) -> np.ndarray:
-    """A tensor of one axis, of a dtype that its name allows."""
+    """Reads a tensor; raises InputError unless it has one axis and the dtype required by `name`."""
     found = tensors.get_slice(name)
     shape, dtype = found.get_shape(), found.get_dtype()
     if len(shape) != 1 or dtype not in _DTYPES[name]:
@@ -223,7 +228,7 @@ def _vector(tensors: Any, name: str, file: Path) -> np.ndarray:
 
 
 def _ids_of_d2t(d2t_U: np.ndarray, vocab_size: int, file: Path) -> np.ndarray:
-    """The target ids, ascending; which of them comes first in a foreign head is of no matter."""
+    """Returns the target ids, ascending; the order of ids in a foreign head does not matter."""
     ids = np.sort(d2t_U.astype(np.int64) + np.arange(len(d2t_U)))
     _check_inside(ids, vocab_size, f"{file}: {_D2T}")
     twice = ids[1:][ids[1:] == ids[:-1]]
