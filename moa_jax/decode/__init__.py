@@ -7,7 +7,7 @@ programs.py     compiled programs            costs.py       cost of a round per 
 sample.py       sampling, noise, rejection   vocabulary.py  draft vocabularies
 text.py         detokenizer, stop strings    room.py        limits of a cache and a target
 exactness.py    where two answers differ     logprobs.py    log-probabilities of answers
-order.py        decode steps and prefill     mappings.py    how many programs a process may have
+order.py        turns of decode and prefill  mappings.py    how many programs a process may have
 calls.py        complete rounds of a call    state.py       the state of a round
 background.py   a worker thread              finite.py      errors for NaN and infinity
 

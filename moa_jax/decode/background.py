@@ -31,7 +31,7 @@ class Background:
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Hashable, Work]] = deque()
-        self._known: set[Hashable] = set()  # waiting, running, done, or failed for good
+        self._known: set[Hashable] = set()  # waiting, running, done, dropped or failed for good
         self._failures: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -1,7 +1,7 @@
 """The first token in which drafted and plain decoding differ, and the target's margin there.
 
-In float32 the two must agree, token for token. In bfloat16 a pass over several tokens rounds
-differently from a pass over one, so either of two tokens that are almost tied may win.
+In float32 both must give the same tokens. In bfloat16 a pass over several tokens rounds differently
+from a pass over one token, so either of two almost tied tokens may win.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moa_jax.runtime.precision import matmul_precision
 class Difference(NamedTuple):
     """The first token in which two answers differ."""
 
-    index: int  # of the generated token
+    index: int  # index among the generated tokens
     plain: int | None  # None if the answer has ended
     drafted: int | None
     # Score of plain decoding's token minus that of the drafted token, in logits. Scores of sampled

@@ -1,8 +1,8 @@
 """Logits that are not finite: the token that marks them, and their likely cause.
 
 The target chooses NOTHING if the maximum of its scores is not finite (`pieces.finite_argmax`).
-After a prompt it also chooses NOTHING if any logit is not finite. NOTHING ends its row, and the
-host raises an error for it.
+After a prompt the target also chooses NOTHING if any logit is not finite. NOTHING ends its row,
+and the host raises an error.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class Programs:
         """Returns the compiled program; on a CPU without a mesh, runs a new program once on zeros.
 
         XLA's CPU library prepares a program's calls at the program's first run. That run takes as
-        long as thirty rounds, so it is part of compilation and not of a request. Scalars are 1,
-        because a loop of no rounds would prepare nothing.
+        long as thirty rounds, so the run belongs to compilation and not to a request. Scalars are
+        1, because a loop of 0 rounds would not prepare its calls.
         """
         is_new = not self.is_compiled(function, *arrays, donate=donate, **static)
         program = self.compile(function, *arrays, donate=donate, **static)

@@ -3,9 +3,9 @@
     logits -> bias -> penalties -> temperature -> top-k -> top-p -> min-p = log-probabilities
     sample:  argmax(log-probabilities + Gumbel noise); the noise depends on (row's seed, position)
 
-Penalties, in the order of vLLM's sampler, whose order of bias and repetition is transformers' too:
+Penalties, in the order of vLLM's sampler (transformers has the same order of bias and repetition):
 
-    repetition    prompt and answer    logit / penalty where it is positive, else logit * penalty
+    repetition    prompt and answer    logit / penalty if logit > 0, else logit * penalty
     frequency     the answer           logit - penalty * occurrences in the answer
     presence      the answer           logit - penalty if the answer has the token
 
@@ -211,15 +211,15 @@ def nothing_said(law: Law, batch: int, vocab_size: int) -> Said:
 
 
 def said_in_prompt(said: Said, tokens_BT: Array, count_B: Array | None = None) -> Said:
-    """Adds the first `count` tokens, or all, to the prompts' counts, except negative tokens.
+    """Marks the first `count` tokens, or all, as seen in the prompts; negative tokens are ignored.
 
-    Adding the same tokens twice is harmless.
+    Marking the same tokens twice is harmless.
     """
     return said._replace(seen=said_in_answer(Said(said.seen), tokens_BT, count_B).seen)
 
 
 def said_in_answer(said: Said, tokens_BT: Array, count_B: Array | None = None) -> Said:
-    """Adds the first `count` tokens, or all, to the answers' counts, except negative tokens."""
+    """Adds the first `count` tokens, or all, to the answers; negative tokens are ignored."""
     if not jax.tree.leaves(said):
         return said
     if count_B is not None:
@@ -304,7 +304,7 @@ def _first(log_BNV: Array, weight_BNV: Array, enough_BN1: Array) -> Array:
     weights grows with those bits, so the bits of the last marked token are found from the highest
     bit on, without sorting.
     """
-    bits_BNV = lax.bitcast_convert_type(log_BNV, jnp.uint32) & 0x7FFFFFFF  # 0.0 is as -0.0
+    bits_BNV = lax.bitcast_convert_type(log_BNV, jnp.uint32) & 0x7FFFFFFF  # 0.0 as -0.0
     bits_BNXP, weight_BNXP = in_pieces(bits_BNV, 0), in_pieces(weight_BNV, 0)
     digit_T = jnp.arange(1, 1 << STEP, dtype=jnp.uint32)
 

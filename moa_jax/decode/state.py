@@ -26,7 +26,7 @@ from moa_jax.model.quantise import Matrix
 
 Array = jax.Array
 
-NEVER = np.int32(2**31 - 1)  # rounds until a pause
+NEVER = np.int32(2**31 - 1)  # a `Limits.pause` that no row reaches
 
 
 class Setup(NamedTuple):
@@ -39,7 +39,7 @@ class Setup(NamedTuple):
     target: TargetConfig
     drafter: Drafter | None
     shape: DraftShape
-    # (setup, law, now, tree, logits_BNV) -> choice_BN, instead of the target's own
+    # (setup, law, now, tree, logits_BNV) -> choice_BN, in place of `step.choose`
     choose: Callable[..., Array] | None = None
     catches_up: bool = False  # whether the drafter's caches may lag
     # Number of top log-probabilities kept beside each token's own; None: no log-probabilities
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """A draft vocabulary: the drafter's head is this slice of the target's."""
+    """A draft vocabulary: the drafter's head is this slice of the target's head."""
 
     ids_U: Array  # the target's ids
     head_DU: Matrix
@@ -67,7 +67,7 @@ class Limits(NamedTuple):
 
     total_B: Array  # maximum tokens of a row, prompt included
     stop_ids_BX: Array  # a token among these ends its row and is kept; -1 is padding
-    pause: Array = NEVER  # rounds after which the loop returns to its caller
+    pause: Array = NEVER  # value of `rounds_B` at which the loop returns to its caller
 
 
 class Behind(NamedTuple):
@@ -101,7 +101,7 @@ class DecodeState(NamedTuple):
 
     now: RoundState
     tokens_BC: Array
-    rounds_B: Array  # verifications so far
+    rounds_B: Array  # rounds so far that committed a token
     counts_B2R: Array  # per round: tokens committed, and nodes proposed without the root
     logprobs: LogProbs | None = None  # of the answers' tokens; None without `Setup.top_logprobs`
 

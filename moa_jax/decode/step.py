@@ -498,7 +498,7 @@ def _logprobs(setup: Setup, logits_BNV: Array, verdict: Verdict) -> LogProbs | N
     """Returns the log-probabilities of the tokens that the accepted path's nodes emit."""
     if setup.top_logprobs is None:
         return None
-    if not setup.shape.is_chain:  # a chain's nodes are the path already
+    if not setup.shape.is_chain:  # the nodes of a chain are already the path
         logits_BNV = jnp.take_along_axis(logits_BNV, verdict.path_BD[..., None], axis=1)
     return logprobs.logprobs_of(logits_BNV, verdict.emitted_BD, setup.top_logprobs)
 
@@ -533,9 +533,9 @@ def _reads_rows(setup: Setup) -> bool:
 
 
 def commit(now: RoundState, verdict: Verdict, limits: Limits) -> tuple[RoundState, Array]:
-    """Keeps the emitted tokens of each row up to its first stop token or its limit.
+    """Commits the emitted tokens of each row up to its first stop token or its limit.
 
-    Returns the state after them and their number (B,), which is 0 for rows that were done.
+    Returns the new state and the number of committed tokens (B,), 0 for rows that were done.
     """
     D = verdict.emitted_BD.shape[1]
     stop_BD = _is_stop(verdict.emitted_BD, limits)

@@ -116,7 +116,7 @@ class GrowingText:
         self._detokenizer = detokenizer_of(tokenizer, skip_special)
         self._stops, self._keep_stop = tuple(stops), keep_stop
         before = [] if tokenizer is None else self._detokenizer.visible(behind)
-        self._window = before[-CONTEXT:]  # the last tokens, of a list that is never changed
+        self._window = before[-CONTEXT:]  # the last tokens; the list is never mutated
         self._last, waiting = self._detokenizer.growing(self._window)  # text of the window
         if waiting:
             self._window, self._last = [], ""

@@ -34,7 +34,7 @@ FILE = "draft_vocabulary.safetensors"  # in a drafter's folder
 # that a draft vocabulary misses.
 MANY_TOKENS = 65_536
 _D2T, _T2D, _VOCABULARY = "d2t", "t2d", "vocabulary"
-_FILE_SHA256 = "tokenizer_sha256"  # of tokenizer.json, in files of earlier versions
+_FILE_SHA256 = "tokenizer_sha256"  # hash of tokenizer.json, in files of earlier versions
 _DTYPES = {_D2T: ("I64", "I32"), _T2D: ("BOOL",)}
 
 
@@ -44,7 +44,7 @@ class DraftVocabulary(NamedTuple):
     ids_U: np.ndarray  # int32, ascending target ids
     vocab_size: int  # of the target
     fingerprint: str | None = None  # of the target's tokenizer (`files/token_ids.py`), if known
-    file: Path | None = None  # the file it was loaded from
+    file: Path | None = None  # the file that holds the vocabulary
 
 
 def vocabulary_of(ids_U: np.ndarray, target: Target) -> DraftVocabulary:
