@@ -72,7 +72,7 @@ presets = {
     # A copy of the target takes 15.0 of a chip's 15.75 GiB, so two chips share a copy, and the
     # remaining memory requires chunks. A target that is split over all chips needs no chunks
     # (`--mesh.tensor 1 --mesh.target cut --chunks.head 0 --chunks.memory 0`): by `train.plan` a
-    # step is then a tenth faster, but each chip receives twice as many bytes.
+    # step is then a tenth faster, but each chip receives twice the bytes.
     "v5e:4x4": {
         "mesh.tensor": "2",
         "mesh.target": "copied",

@@ -85,7 +85,7 @@ class MaskConfig:
     """Masks that hide the future from the drafter, so that training matches decoding."""
 
     variable_future_length: bool = True
-    shortest_future: int = 6  # variable length: each row knows every k-th token, k from 6 to 14
+    shortest_future: int = 6  # variable length: every 6th to 14th token is known, drawn per row
     longest_future: int = 14
     staircase: bool = True
     on_policy_reuse: bool = False  # reused layers see the same rows as in decoding: masks.on_policy

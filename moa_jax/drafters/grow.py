@@ -212,8 +212,8 @@ def _likeliest(logits_BWU: Array, count: int) -> tuple[Array, Array]:
     The other entries are not computed. The computed entries use the arithmetic of `log_softmax`.
     """
     logit_BWk, index_BWk = top_k(logits_BWU, count)
-    # Without the barrier XLA slices `most_BW1` from a sort of all logits, in 3 ms; a vocabulary
-    # that is split over a mesh has no such sort.
+    # Without the barrier XLA slices `most_BW1` from a sort of all logits, in 3 ms; XLA does not
+    # sort a vocabulary that is split over a mesh.
     if traced_platform() == "cpu" and not sharding.is_cut():
         logit_BWk, index_BWk = lax.optimization_barrier((logit_BWk, index_BWk))
     most_BW1 = logit_BWk[..., :1]

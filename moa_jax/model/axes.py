@@ -13,6 +13,6 @@ U  draft vocabulary: the target ids that a drafter may propose, ascending
 k  candidates for children of one node
 P  tokens of a path           D  in path_BD, emitted_BD: levels of a tree
 
-`length_B` counts verified tokens, whose keys and values stand in the caches.
-The token at index `length` is the root: it is committed, but not yet in any cache.
+`length_B` counts verified tokens, whose keys and values are in the caches.
+The token at index `length` is the root, which is committed, but not yet in any cache.
 """

@@ -111,7 +111,7 @@ def quantise_params(params: Any, weights: Format) -> Any:
 
 
 def placed_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding | None) -> Matrix:
-    """Constrains such a leaf to a sharding within a program; unchanged if `where` is None."""
+    """Constrains a leaf to the sharding `where` within a program; unchanged if `where` is None."""
     if where is None:
         return leaf
     return lax.with_sharding_constraint(leaf, sharding_as(path, leaf, where))

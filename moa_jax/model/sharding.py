@@ -294,7 +294,7 @@ def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def of_state(state: Any, mesh: Mesh) -> Any:
-    """The shardings for decoding of such arrays, see `specs_of`."""
+    """The shardings of `state` on a decoding mesh, see `specs_of`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state, mesh))
 
 
