@@ -178,7 +178,7 @@ class BorrowedConfig:
 class LookupConfig:
     """Prompt lookup: drafts the continuation of the last tokens' latest earlier occurrence."""
 
-    longest_match: int = 3  # tokens of the longest match; shorter matches are tried after it
+    longest_match: int = 3  # maximum tokens of a match; longer matches are preferred
     shortest_match: int = 1
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ class GlideTrace(NamedTuple):
 
 
 class GlideLayer(nn.Module):
-    """A pre-norm decoder layer with cross-attention between its two halves."""
+    """A pre-norm decoder layer with cross-attention between self-attention and feed-forward."""
 
     block: BlockConfig
     memory: BlockConfig  # the target's layer whose rows are read
@@ -171,7 +171,7 @@ def init_cache(layer: GlideLayer, batch: int, rows: int, dtype: jnp.dtype) -> Gl
 
 
 def digest(layer: GlideLayer, params: Params, length_B: Array, tapped: Tapped) -> KV:
-    """Memory of verified tokens: the target's last layer."""
+    """Memory of verified tokens: the rows of the target's last layer."""
     position_BT = length_B[:, None] + jnp.arange(tapped.rows_LBKTE.k_BKSE.shape[3])
     return memory_of(tapped, rotation(layer.block, position_BT))
 

@@ -372,7 +372,7 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Arr
 
 def select(root_B: Array, flat: Flat, shape: DraftShape) -> Tree:
     """The tree of the most likely candidates."""
-    # 1. The best places in order of creation.
+    # 1. Choose the best places, in order of creation.
     _, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)
     chosen_BN = jnp.sort(chosen_BN, axis=1)
     tokens_BN = jnp.take_along_axis(flat.tokens_BX, chosen_BN, axis=1)

@@ -252,7 +252,7 @@ OWN = DrafterKind(
     lambda cfg, target_cfg: convert.target_table(cfg.model),
     write_own,
     make_own,
-    extras=(HEAD,),  # the second copy of a tied head
+    extras=(HEAD,),  # a second copy of a tied head
 )
 BORROWED = DrafterKind(
     BorrowedConfig,

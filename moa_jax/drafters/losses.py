@@ -38,7 +38,7 @@ def relative_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array
 def overlap(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
     """sum_v min(p(v), q(v)) per token: the chance that a draft sampled from q is accepted.
 
-    References: 2211.17192, theorem 3.5; one minus it is the total variation of p and q.
+    References: 2211.17192, theorem 3.5; 1 - overlap is the total variation of p and q.
     """
     p, q = (jax.nn.softmax(x, axis=-1) for x in (target_logits_BTV, draft_logits_BTV))
     return jnp.sum(jnp.minimum(p, q), axis=-1)

@@ -83,7 +83,7 @@ def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
             return kernels.attend(q_BKGTE, kv, seen)
         with jax.named_scope(f"{INTERVALS}{seen.first_PBT.shape[0]}"):
             return attend(q_BKGTE, kv, seen.mask())
-    if q_BKGTE.shape[3] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
+    if q_BKGTE.shape[3] > QUERY_CHUNK:  # scores of long rows would outgrow the weights
         q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
         part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])
         mask_BTS = jnp.broadcast_to(seen, (q_BTKGE.shape[0], *seen.shape[1:]))
@@ -95,7 +95,7 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
     """The kernels that support these heads on the traced device, or None."""
     if _by_einsum.get() or _kernels() is None:
         return None
-    from moa_jax.model import attention_intervals  # Pallas takes a while to be imported
+    from moa_jax.model import attention_intervals  # not at the top: importing Pallas is slow
 
     if attention_intervals.is_possible(q_BKGTE, kv):
         return attention_intervals
@@ -182,7 +182,7 @@ def _kernels() -> ModuleType | None:
     return found
 
 
-@functools.cache  # once for each reason
+@functools.cache  # one warning per reason
 def _say(reason: str, so: str = "attention reads whole caches") -> None:
     logging.getLogger(__name__).warning("%s: %s (einsum)", reason, so)
 

@@ -151,7 +151,7 @@ def _prefix_kernel(
     total_ref,
     sum_ref,
 ) -> None:
-    """One block of rows for one block of queries."""
+    """Processes one block of rows for one block of queries."""
     length, index = length_ref[pl.program_id(0)], pl.program_id(3)
 
     @pl.when(index == 0)

@@ -191,7 +191,7 @@ def block_table(cfg: BlockConfig, prefix: str) -> Table:
 
 
 def under(path: Path, table: Table) -> Table:
-    """The same table, one level deeper in the parameter tree."""
+    """`table` with `path` prepended to every path of the parameter tree."""
     return {path + leaf: packing for leaf, packing in table.items()}
 
 

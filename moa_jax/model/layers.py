@@ -1,9 +1,9 @@
 """The parts of a decoder layer: RMSNorm, rotary embeddings, grouped attention, SwiGLU, block.
 
 The modules hold shapes only; weights are a plain dict of arrays passed to `apply`.
-Norms, rotary angles and softmax are float32 for any weight dtype: bfloat16 would lose more
-accuracy than it saves time. Queries, keys and values are packed by key-value head, gate and up
-side by side, so that one product reads each weight once and a mesh can split the heads.
+Norms, rotary angles and softmax are float32 for any weight dtype, since bfloat16 would lose more
+than it saves. Queries, keys and values are packed by key-value head, gate and up side by side, so
+that one product reads each weight once and a mesh can split the heads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     """Rotary frequencies, float32 of (head_dim / 2,), radians per position.
 
     References: RoFormer (2104.09864); `llama3` scaling as released with Llama 3.1: wavelengths
-    up to original / high are kept, those beyond original / low are divided by `factor`,
-    and between the two the frequencies are blended.
+    up to original / high keep their frequency, the frequencies of wavelengths beyond
+    original / low are divided by `factor`, and frequencies between these limits are blended.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequency = (1.0 / (np.float32(theta) ** exponent)).astype(np.float32)
@@ -247,7 +247,7 @@ class CrossBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from queries to memory rows: q and k, v are separate products."""
+    """Attention from queries to memory rows, with one projection for q and one for k and v."""
 
     cfg: BlockConfig
 

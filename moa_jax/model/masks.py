@@ -285,7 +285,7 @@ def sight(length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first
 
 
 def line(num_nodes: int) -> np.ndarray:
-    """The ancestor matrix of a chain, (1, N, N): each node descends from all nodes before it.
+    """The ancestor matrix of a chain, (1, N, N): all earlier nodes are ancestors of a node.
 
     root      x . .
     child     x x .

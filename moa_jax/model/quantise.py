@@ -151,7 +151,7 @@ def matrices(params: Any) -> list[Matrix]:
 
 
 def kernels(params: Any) -> list[Matrix]:
-    """The matrices (D, *outputs) of a parameter tree that rows are multiplied with."""
+    """The kernels (D, *outputs) of a parameter tree, whose products sum over axis 0."""
     is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_matrix)
     return [leaf for path, leaf in leaves if _SUMMED.get(getattr(path[-1], "key", None)) == 0]

@@ -94,7 +94,7 @@ def trace(
     """
     sa, ca, _ = moa.blocks
     segment_BT, bounded = batch.segment_BT, objective.masks.bounded
-    # 1. The last known token of each token, and the masks.
+    # 1. The last known token at or before each token, and the masks.
     if bounded:
         start_BT = masks.known_until(draws.known_BT, segment_BT)
     else:
