@@ -36,7 +36,7 @@ Level 3 is drafted from the b best candidates of level 2, which are at places 2 
     chosen_BN         0    1    4    6   the M best places, sorted, so that parents come first
     wanted_BN         0    0    2    5   the parents of these places, as in `Flat`
     tokens_BN    5    7    8    3    6
-    parent_BN    0    0    0    2    3   the last node: wanted 5 is place 4; the root and 2 chosen
+    parent_BN    0    0    0    2    3   last node: wanted_BN 5 is place 4; the root and 2 chosen
     depth_BN     0    1    1    2    3   places precede place 4, so the parent is node 3
 
 Scores are float32, and the earliest candidate wins a tie, so no node is chosen without its parent.
